@@ -1,0 +1,40 @@
+# `make demo` and `make test` are all a fresh machine needs; both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := minipar visualize tests benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test slow bench format lint clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: .venv/installed ## train on real text on 4 local ranks, and prove it equal to one process
+	$(BIN)/minipar train --name demo --dp 4
+
+test: .venv/installed lint ## lint, every test, every notebook
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 lessons
+
+slow: .venv/installed ## the same properties over more examples and larger worlds
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m 'slow or not slow'
+
+bench: .venv/installed ## time minipar against torch's own, as ratios
+	$(BIN)/minipar bench
+
+lint: .venv/installed ## formatter and linter, changing nothing
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+
+format: .venv/installed ## format the code and fix what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove the environment, caches and runs
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,41 @@
+"""How minipar refuses a request, and how it reports that a rank failed."""
+
+from __future__ import annotations
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def require_divides(what: str, d: int, whole: str, n: int) -> None:
+    """Raise ValueError unless d divides n: `tp=3 does not divide num_heads=8; use 1, 2, 4 or 8`."""
+    if d < 1 or n % d:
+        raise ValueError(f"{what}={d} does not divide {whole}={n}; use {one_of(divisors(n))}")
+
+
+def one_of(choices) -> str:
+    """`a`, `a or b`, `a, b or c`: the end of a sentence that says what would work."""
+    words = [str(c) for c in choices]
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+
+
+class RankError(RuntimeError):
+    """A rank failed: which one, with its traceback, and what the other ranks were waiting for.
+
+    rank              the first rank that failed
+    remote_traceback  its traceback as text, or how its process ended
+    waiting           for each other rank, what it was doing at that moment
+    """
+
+    def __init__(self, rank: int, remote_traceback: str, waiting: dict[int, str] | None = None):
+        self.rank = rank
+        self.remote_traceback = remote_traceback
+        self.waiting = dict(waiting or {})
+        others = "".join(f"\n  rank {r}: {what}" for r, what in sorted(self.waiting.items()))
+        super().__init__(
+            f"rank {rank} failed:\n{remote_traceback.rstrip()}"
+            + (f"\nmeanwhile:{others}" if others else "")
+        )
+
+    def __reduce__(self):
+        return RankError, (self.rank, self.remote_traceback, self.waiting)
