@@ -1,0 +1,171 @@
+"""A mesh: which rank stands where, and who its neighbours are along each axis.
+
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp          pp slowest, tp fastest
+
+tp is fastest because its messages are on the critical path of every layer, so its ranks should be neighbours
+in one machine; pp is slowest because it sends least.
+
+Experts take their ranks from dp x cp: with i = dp * CP + cp, a rank has ep = i % EP and edp = i // EP. An ep
+group is EP neighbouring values of i with the same pp and tp, and holds every expert once; an edp group holds
+the replicas of one expert. So there are two grids over the same ranks, (pp, dp, cp, tp) and (pp, edp, ep,
+tp), and a group may mix axes of one grid, not of both.
+
+Every axis is a size and a stride: coordinate = rank // stride % size, rank = sum of coordinate * stride. No
+table of ranks is ever made, so a mesh of any size costs nothing to build.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from minipar.errors import one_of, require_divides
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "tp")
+
+# What strategies ask for: made with the mesh, in one order on every rank, since on NCCL another order hangs.
+_GROUPS = (
+    ("pp",),
+    ("dp",),
+    ("cp",),
+    ("tp",),
+    ("ep",),
+    ("edp",),
+    ("dp", "cp"),  # ranks with the same dense parameters: their gradients are summed
+    ("pp", "tp"),  # ranks that together hold one copy of the dense parameters
+    ("pp", "dp", "cp", "tp"),  # all
+)
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in both grids."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    edp: int
+
+
+class Mesh:
+    """The world's ranks laid out along pp, dp, cp and tp; ep inside dp x cp.
+
+    world        a Comm, or the number of ranks for arithmetic alone
+    sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
+    coordinates  this rank's (needs a Comm)
+
+    Raises ValueError where a size is not a positive int, pp*dp*cp*tp is not the world's size, or ep does not
+    divide dp*cp.
+    """
+
+    def __init__(self, world, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1):
+        self.world = world if hasattr(world, "subgroup") else None
+        self.world_size = world if self.world is None else world.size
+        _require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        _require_product(self.world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
+        require_divides("ep", ep, "dp*cp", dp * cp)
+        self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
+        self._strides = dict(pp=dp * cp * tp, dp=cp * tp, cp=tp, tp=1, ep=tp, edp=ep * tp)
+        self._comms = {}
+        if self.world is not None:
+            for axes in _GROUPS:
+                self.comm(*axes)
+
+    def __repr__(self) -> str:
+        return "Mesh(" + ", ".join(f"{a}={self.sizes[a]}" for a in (*DENSE, "ep")) + ")"
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.coordinates_of(self._require_comm().rank)
+
+    def coordinates_of(self, rank: int) -> Coordinates:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(
+                f"rank={rank} is not in a world of {self.world_size}; use 0 to {self.world_size - 1}"
+            )
+        return Coordinates(*(rank // self._strides[a] % self.sizes[a] for a in Coordinates._fields))
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at the given coordinates; what is not given is 0. Inverse of coordinates_of.
+
+        Give dp and cp, or edp and ep; all of them together where they agree.
+        """
+        _require_known(coordinates)
+        for axis, at in coordinates.items():
+            if not 0 <= at < self.sizes[axis]:
+                raise ValueError(f"{axis}={at} is outside the mesh; use 0 to {self.sizes[axis] - 1}")
+        grid = DENSE if {"dp", "cp"} & coordinates.keys() else EXPERT
+        rank = sum(coordinates.get(axis, 0) * self._strides[axis] for axis in grid)
+        actual = self.coordinates_of(rank)._asdict()
+        for axis, at in coordinates.items():
+            if actual[axis] != at:
+                raise ValueError(f"{axis}={at} disagrees with dp and cp, which give {axis}={actual[axis]}")
+        return rank
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks, ascending, that differ from `rank` along no axis but these, named in any order."""
+        coordinates = self.coordinates_of(rank)
+        ranks = [rank]
+        for axis in _canonical(axes):  # slowest first, so what is appended stays ascending
+            size, stride = self.sizes[axis], self._strides[axis]
+            first = getattr(coordinates, axis) * stride
+            ranks = [r - first + i * stride for r in ranks for i in range(size)]
+        return tuple(ranks)
+
+    def comm(self, *axes: str):
+        """The Comm of this rank's group along these axes, named in any order; the same object each time.
+
+        Those that strategies need exist from the start. Another product is made when first asked for: free on
+        gloo, but on NCCL making a group is itself a collective, which all its ranks must enter in the same
+        order.
+        """
+        world, axes = self._require_comm(), _canonical(axes)
+        if axes not in self._comms:
+            self._comms[axes] = world.subgroup(self.group(world.rank, *axes), ".".join(axes) or "self")
+        return self._comms[axes]
+
+    def _require_comm(self):
+        if self.world is None:
+            raise ValueError(
+                f"{self!r} was built from a number of ranks, {self.world_size}; build it from a Comm"
+            )
+        return self.world
+
+
+def _canonical(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes in the order of their grid, slowest first."""
+    _require_known(axes)
+    for grid in (DENSE, EXPERT):
+        if set(axes) <= set(grid):
+            return tuple(a for a in grid if a in axes)
+    raise ValueError(f"axes={tuple(axes)} mix two grids; use axes of {DENSE} or of {EXPERT}")
+
+
+def _require_known(axes: Iterable[str]) -> None:
+    for axis in axes:
+        if axis not in Coordinates._fields:
+            raise ValueError(f"axis={axis!r} is not of a mesh; use {one_of(Coordinates._fields)}")
+
+
+def _require_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r} is not a number of ranks; use a whole number, 1 or more")
+
+
+def _require_product(world_size: int, sizes: dict[str, int]) -> None:
+    product = prod(sizes.values())
+    if product == world_size:
+        return
+    # One axis may be at fault: which, put right, would fill the world?
+    others = {axis: product // size for axis, size in sizes.items()}
+    fits = [f"{axis}={world_size // n}" for axis, n in others.items() if world_size % n == 0]
+    raise ValueError(
+        " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        + f" = {product} ranks, but the world has {world_size}; "
+        + (f"use {one_of(fits)}, or " if fits else "no single axis would mend it: change two, or ")
+        + f"start {product} ranks"
+    )
