@@ -1,0 +1,123 @@
+"""The collectives as methods of a Comm: which algorithms there are for each, and which one `auto` takes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from minipar.comm import halving_doubling, hierarchical, pairwise, ring, tree
+from minipar.errors import one_of
+
+ALGORITHMS = {
+    "all_reduce": {
+        "ring": ring.all_reduce,
+        "halving_doubling": halving_doubling.all_reduce,
+        "doubling": halving_doubling.all_reduce_by_doubling,
+        "tree": tree.all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+    },
+    "reduce": {"tree": tree.reduce, "ring": ring.reduce},
+    "reduce_scatter": {"ring": ring.reduce_scatter, "halving_doubling": halving_doubling.reduce_scatter},
+    "all_gather": {"ring": ring.all_gather, "halving_doubling": halving_doubling.all_gather},
+    "broadcast": {"tree": tree.broadcast, "ring": ring.broadcast},
+    "all_to_all": {"pairwise": pairwise.all_to_all},
+}
+
+# Below these many bytes (of the whole vector) fewer steps beat fewer bytes. Measured with gloo on loopback by
+# `minipar bench collectives`; equal on every rank, because shapes and group sizes are.
+SHORT_BYTES = 256 << 10
+
+
+def choose(collective: str, comm_size: int, num_bytes: int) -> str:
+    """What `auto` stands for: a function of what is equal on every rank."""
+    short = num_bytes < SHORT_BYTES
+    if collective == "all_reduce":
+        return "doubling" if short or comm_size == 2 and num_bytes < 4 * SHORT_BYTES else "ring"
+    if collective in ("reduce", "broadcast"):
+        return "tree" if short or comm_size <= 2 else "ring"
+    if collective == "all_to_all":
+        return "pairwise"
+    power_of_two = comm_size & (comm_size - 1) == 0
+    return "halving_doubling" if short and power_of_two else "ring"
+
+
+class Collectives:
+    """Every method is pure (its input is not written to) and the same call on every rank of the Comm.
+
+    algorithm   a name of ALGORITHMS, "native" for torch's own, or "auto"
+    async_op    return a handle at once, whose `wait()` gives the result; the input must not change before that
+
+    Gather and scatter act on dim 0. Costs are in the modules of the algorithms.
+    """
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
+        """The sum (mean, max, min) over ranks of x, on every rank."""
+        return self._call("all_reduce", algorithm, async_op, x, op=op)
+
+    def all_reduce_(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
+        """The same, written into x, which must be contiguous."""
+        if not x.is_contiguous():
+            raise ValueError(
+                f"all_reduce_ needs a contiguous tensor, not strides {x.stride()} for shape {tuple(x.shape)}"
+            )
+        return self._call("all_reduce", algorithm, async_op, x, op=op, out=x.detach())
+
+    def reduce(self, x, root: int = 0, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
+        """The sum over ranks of x on rank `root`; None elsewhere."""
+        self._check_root(root)
+        return self._call("reduce", algorithm, async_op, x, root=root, op=op)
+
+    def reduce_scatter(self, x, op: str = "sum", sizes=None, algorithm: str = "auto", async_op: bool = False):
+        """This rank's chunk, along dim 0, of the sum over ranks of x. `sizes`: every rank's, else as torch.chunk cuts."""
+        return self._call("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes)
+
+    def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False):
+        """All ranks' x along dim 0. `sizes`: every rank's length, where they differ."""
+        return self._call("all_gather", algorithm, async_op, x, sizes=sizes)
+
+    def broadcast(self, x, root: int = 0, algorithm: str = "auto", async_op: bool = False):
+        """Rank `root`'s x; the others' has the same shape and dtype and is not read."""
+        self._check_root(root)
+        return self._call("broadcast", algorithm, async_op, x, root=root)
+
+    def all_to_all(
+        self, x, send_sizes=None, recv_sizes=None, algorithm: str = "auto", async_op: bool = False
+    ):
+        """Chunk s of x, along dim 0, goes to rank s; what rank s sent here is chunk s of the result."""
+        return self._call("all_to_all", algorithm, async_op, x, send_sizes=send_sizes, recv_sizes=recv_sizes)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it: ceil(log p) steps of one byte (the dissemination barrier)."""
+        self._collective("barrier", self._disseminate, async_op=False)
+
+    def _disseminate(self) -> None:
+        token, distance = torch.zeros(1, dtype=torch.uint8, device=self.device), 1
+        while distance < self.size:
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            self.exchange(token, to, token.shape, token.dtype, source)
+            distance *= 2
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+    def _call(self, collective: str, algorithm: str, async_op: bool, x: torch.Tensor, **kwargs):
+        known = ALGORITHMS[collective]
+        if algorithm == "auto":
+            num_bytes = x.nbytes * (
+                self.size if collective == "all_gather" and kwargs["sizes"] is None else 1
+            )
+            algorithm = choose(collective, self.size, num_bytes)
+        if algorithm == "native":
+            self.process_group()  # made in the caller's thread, so in the same order on every rank
+            function = partial(self._native, collective)
+        elif algorithm in known:
+            function = partial(known[algorithm], self)
+        else:
+            raise ValueError(
+                f"algorithm={algorithm!r} is none of {collective}; use {one_of([*known, 'native', 'auto'])}"
+            )
+        return self._collective(collective, partial(function, x, **kwargs), async_op)
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size:
+            raise ValueError(f"root={root} is not a rank of {self.name!r}; use 0 to {self.size - 1}")

@@ -1,0 +1,280 @@
+"""Comm: my rank, the size of the group, and how to send to and receive from the others.
+
+Everything above talks through `send`, `recv` and `exchange`; the collectives in `ring.py`, `tree.py` and the others are
+built from these three. This file and `launch.py` are the only ones that call torch.distributed.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from minipar.comm.chunks import check_sizes, reduction
+from minipar.comm.collectives import Collectives
+from minipar.comm.link import Link, Message, Posted
+from minipar.comm.pairwise import all_to_all_sizes
+from minipar.comm.ring import gathered_sizes
+from minipar.comm.traffic import Traffic
+from minipar.trace import Trace
+
+
+class Comm(Collectives):
+    """One rank's membership in a group of ranks: a value to pass, never a global.
+
+    rank, size   my place in this group, 0 <= rank < size
+    ranks        the members as world ranks, in this group's order
+    device       where the tensors to communicate live
+    traffic      what this rank has sent through this Comm and its subgroups
+    trace        None, or the Trace into which every operation of this world is recorded
+
+    The collectives (`all_reduce` and so on) are methods of `Collectives`. A Comm is a stream: see `stream.py`.
+    """
+
+    def __init__(self, link: Link, ranks: tuple[int, ...], name: str, parent: Comm | None = None):
+        self._link = link
+        self._channel = link.channel(name, ranks)
+        self._peers = tuple(link.ranks.index(r) for r in ranks)  # the members as ranks of the transport
+        self.ranks = ranks
+        self.name = name
+        self.rank = ranks.index(link.rank)
+        self.size = len(ranks)
+        self.device = link.device
+        self.traffic = Traffic(parent.traffic if parent else None)
+
+    @classmethod
+    def from_process_group(cls, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> Comm:
+        """A world on a process group somebody else initialised (None: the default one)."""
+        group = dist.group.WORLD if group is None else group
+        ranks = tuple(dist.get_process_group_ranks(group))
+        nccl = "nccl" in dist.get_backend(group)
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        comm = cls(Link(group, ranks, dist.get_rank(), device, timeout_s), ranks, "world")
+        comm._channel.group = group
+        return comm
+
+    @property
+    def trace(self) -> Trace | None:
+        return self._link.trace
+
+    @trace.setter
+    def trace(self, trace: Trace | None) -> None:
+        self._link.trace = trace
+
+    @property
+    def timeout_s(self) -> float:
+        """How long one wait may take before it is an error."""
+        return self._link.timeout_s
+
+    @property
+    def node_size(self) -> int | None:
+        """Ranks on one machine, where the launcher knows it and it divides this group."""
+        g = self._link.node_size
+        return g if g and self.size % g == 0 and self.size > g else None
+
+    def subgroup(self, ranks, name: str) -> Comm:
+        """The Comm of `ranks` (ranks of this Comm, in the order given), of which I must be one.
+
+        On gloo this sends nothing and costs microseconds. On NCCL it makes a process group, so the members of
+        overlapping subgroups must make them in one order: `Mesh` does. Two subgroups of the same ranks and name are one
+        stream; what runs at the same time needs names of its own.
+        """
+        ranks = tuple(ranks)
+        if (
+            self.rank not in ranks
+            or len(set(ranks)) < len(ranks)
+            or not all(0 <= r < self.size for r in ranks)
+        ):
+            raise ValueError(
+                f"subgroup {name!r} of ranks {ranks}: use distinct ranks below {self.size}, rank {self.rank} among them"
+            )
+        comm = Comm(self._link, tuple(self.ranks[r] for r in ranks), f"{self.name}/{name}", parent=self)
+        if self.device.type == "cuda" and comm.size > 1:
+            comm.process_group()
+        return comm
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group of exactly these ranks, in ascending order; the first call makes it, on all of them."""
+        if self._channel.group is None:
+            self._channel.group = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+        return self._channel.group
+
+    def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the collective under way, kept from call to call."""
+        return self._channel.scratch(num_elems, dtype)
+
+    # Point to point --------------------------------------------------------------------------------------------
+
+    def send(self, x: torch.Tensor, to: int, async_op: bool = False):
+        """Send x to rank `to`, which must receive the same shape and dtype. Returns when x may be changed again.
+
+        With async_op returns a handle at once; x must not change before its `wait()`. An empty tensor is not sent.
+        """
+        return self._point_to_point("send", x, to, None, None, async_op)
+
+    def recv(self, shape, dtype: torch.dtype, source: int, async_op: bool = False):
+        """Receive a tensor of this shape and dtype from rank `source`; with async_op, a handle whose `wait()` gives it."""
+        out = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._point_to_point("recv", None, None, out, source, async_op)
+
+    def exchange(self, x, to: int | None, shape, dtype, source: int | None, out=None, async_op: bool = False):
+        """Send x to rank `to` and receive a tensor from rank `source`, as one operation that cannot deadlock.
+
+        Either of `to` and `source` may be None (at the end of a line), and both may be this rank itself (a copy, no
+        message). `out` is where to receive, if not into a new tensor. Returns what was received, or None.
+        """
+        if source is not None and out is None:
+            out = torch.empty(shape, dtype=dtype, device=self.device)
+        return self._point_to_point("exchange", x, to, out, source, async_op)
+
+    def _point_to_point(self, kind: str, x, to, out, source, async_op: bool):
+        for peer in (to, source):
+            if peer is not None and not 0 <= peer < self.size:
+                raise ValueError(
+                    f"{kind} with rank {peer} of {self._channel.name}: its ranks are 0 to {self.size - 1}"
+                )
+        stream = self._channel.stream
+        if stream.inside():  # a step of a collective
+            posted = self._post(kind, x, to, out, source)
+            return posted if async_op else posted.wait()
+        if async_op and stream.idle():
+            return stream.run(partial(self._post, kind, x, to, out, source))
+        return self._on_stream(kind, lambda: self._post(kind, x, to, out, source).wait(), async_op)
+
+    def _post(self, kind: str, x, to, out, source) -> Posted:
+        """Hand a send and a receive to the transport, the receive first, so that its memory is ready."""
+        if self.rank in (to, source):
+            if to != source:
+                raise ValueError(
+                    f"{kind} on {self._channel.name}: rank {self.rank} must send to itself and receive from itself"
+                )
+            out.copy_(x)
+            return Posted(self._link, [], out)
+        if self.device.type == "cuda":
+            return self._post_grouped(kind, x, to, out, source)
+        works = []
+        if source is not None and out.numel():
+            works.append(self._hand_over("receive", out, source, self._channel.received))
+        if to is not None and x.numel():
+            x = x.detach().contiguous()
+            works.append(self._hand_over("send", x, to, self._channel.sent))
+            self.traffic.book(self._channel.kind or kind, x.nbytes)
+        return Posted(self._link, works, out)
+
+    def _hand_over(self, verb: str, x: torch.Tensor, peer: int, counter) -> tuple:
+        # A collective on the stream's thread and a message posted beside it count apart.
+        lane = "p2p" if self._channel.kind is None else "collective"
+        key = (self.ranks[peer], lane)
+        number = counter[key]
+        counter[key] = number + 1
+        message = Message(verb, key[0], self._channel.name, lane, number, x.nbytes)
+        tag = self._channel.tag(lane, number, x.nbytes)
+        if verb == "receive":
+            return self._link.group.recv([x], self._peers[peer], tag), message, x
+        self._channel.last_sent_bytes[key] = x.nbytes
+        return self._link.group.send([x], self._peers[peer], tag), message, x
+
+    def _post_grouped(self, kind: str, x, to, out, source) -> Posted:
+        """On NCCL a send and a receive are one grouped call on the current stream, matched by order alone."""
+        group, ops = self.process_group(), []
+        if source is not None and out.numel():
+            ops.append(dist.P2POp(dist.irecv, out, self.ranks[source], group))
+        if to is not None and x.numel():
+            x = x.detach().contiguous()
+            x.record_stream(
+                torch.cuda.current_stream()
+            )  # may be freed on another stream while this one sends it
+            ops.append(dist.P2POp(dist.isend, x, self.ranks[to], group))
+            self.traffic.book(self._channel.kind or kind, x.nbytes)
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        return Posted(self._link, [], out)
+
+    # Native collectives ----------------------------------------------------------------------------------------
+
+    def _native(self, collective: str, x: torch.Tensor, **kwargs):
+        """torch's own collective on these ranks: what the hand-written ones are measured against."""
+        self.traffic.book("native", x.nbytes)
+        x = x.detach().contiguous()
+        return getattr(self, f"_native_{collective}")(self.process_group(), x, **kwargs)
+
+    def _native_all_reduce(self, group, x, op, out=None):
+        out = x.clone() if out is None else out.copy_(x)
+        dist.all_reduce(out, _native_op(op, x), group)
+        return out.div_(self.size) if op == "mean" else out
+
+    def _native_reduce(self, group, x, root, op):
+        out = x.clone()
+        dist.reduce(out, self.ranks[root], _native_op(op, x), group)
+        return None if self.rank != root else out.div_(self.size) if op == "mean" else out
+
+    def _native_broadcast(self, group, x, root):
+        out = x.clone()
+        dist.broadcast(out, self.ranks[root], group)
+        return out
+
+    def _native_reduce_scatter(self, group, x, op, sizes):
+        sizes = check_sizes(sizes, x.shape[0], self.size, "sizes")
+        padded = torch.cat(
+            [_pad(chunk, max(sizes)) for chunk in x.split(sizes)]
+        )  # it takes equal chunks only
+        out = x.new_empty((max(sizes), *x.shape[1:]))
+        dist.reduce_scatter_tensor(out, padded, _native_op(op, x), group)
+        out = out[: sizes[self.rank]].clone()
+        return out.div_(self.size) if op == "mean" else out
+
+    def _native_all_gather(self, group, x, sizes):
+        sizes = gathered_sizes(self, x, sizes)
+        out = x.new_empty((self.size * max(sizes), *x.shape[1:]))
+        dist.all_gather_into_tensor(out, _pad(x, max(sizes)), group)
+        return (
+            out
+            if min(sizes) == max(sizes)
+            else torch.cat([c[:n] for c, n in zip(out.chunk(self.size), sizes)])
+        )
+
+    def _native_all_to_all(self, group, x, send_sizes, recv_sizes):
+        send_sizes, recv_sizes = all_to_all_sizes(self, x, send_sizes, recv_sizes)
+        out = x.new_empty((sum(recv_sizes), *x.shape[1:]))
+        dist.all_to_all_single(out, x, recv_sizes, send_sizes, group)
+        return out
+
+    # The stream ------------------------------------------------------------------------------------------------
+
+    def _collective(self, kind: str, operation, async_op: bool):
+        """Run a collective on the stream; inside another one of this Comm it is a part of that."""
+        if self._channel.stream.inside():
+            return operation()
+        return self._on_stream(kind, partial(self._as_kind, kind, operation), async_op)
+
+    def _as_kind(self, kind: str, operation):
+        self._channel.kind = kind
+        try:
+            return operation()
+        finally:
+            self._channel.kind = None
+
+    def _on_stream(self, kind: str, operation, async_op: bool):
+        trace, on_wait = self._link.trace, None
+        if trace is not None:
+            operation = partial(_recorded, trace, f"{kind} {self.name}", operation)
+            on_wait = partial(trace.add, "wait", f"{kind} {self.name}")
+        stream = self._channel.stream
+        return stream.submit(operation, on_wait) if async_op else stream.run(operation)
+
+
+def _native_op(op: str, x: torch.Tensor):
+    return getattr(dist.ReduceOp, reduction(op, x.dtype).native)
+
+
+def _pad(x: torch.Tensor, length: int) -> torch.Tensor:
+    """x with dim 0 lengthened to `length`; what is added is never read."""
+    return x if x.shape[0] == length else torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
+
+
+def _recorded(trace: Trace, name: str, operation):
+    thread = threading.current_thread()
+    with trace.span("communicate", name, "main" if thread is threading.main_thread() else thread.name):
+        return operation()

@@ -1,0 +1,135 @@
+"""One process's end of the world: the transport under every Comm, its deadlines, and an account of what is under way."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from minipar.comm.stream import CudaStream, ThreadStream
+from minipar.trace import Trace
+
+
+class PeerLost(RuntimeError):
+    """The other end of a message is gone; the reason is on that rank."""
+
+
+class Message(NamedTuple):
+    """One message between two ranks, as its sender or its receiver sees it."""
+
+    verb: str  # "send" or "receive"
+    peer: int  # world rank
+    channel: str
+    lane: str  # "p2p" or "collective"
+    number: int  # counted per peer, channel, lane and direction
+    num_bytes: int
+
+    def __str__(self):
+        preposition = "to" if self.verb == "send" else "from"
+        return f"{self.verb} {self.num_bytes} bytes {preposition} rank {self.peer} on {self.channel} (message {self.number})"
+
+
+@dataclass
+class Link:
+    """What all Comms of one process share. `group` is a torch process group, `ranks` its members as world ranks."""
+
+    group: object
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    timeout_s: float
+    run: int = 0
+    node_size: int | None = None
+    trace: Trace | None = None
+    channels: dict[int, Channel] = field(default_factory=dict)
+    waiting: dict[int, Message] = field(default_factory=dict)  # thread -> the message it waits for
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        digest = zlib.crc32(repr((self.run, name, ranks)).encode())
+        if digest not in self.channels:
+            self.channels[digest] = Channel(name, digest, self.device)
+        return self.channels[digest]
+
+    def wait(self, work, message: Message) -> None:
+        """Wait for a posted send or receive, until the deadline."""
+        thread = threading.get_ident()
+        self.waiting[thread] = message
+        start_s = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.timeout_s))
+        except RuntimeError as error:
+            if time.monotonic() - start_s >= 0.9 * self.timeout_s:
+                raise TimeoutError(f"rank {self.rank} waited {self.timeout_s:g} s to {message}") from None
+            raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
+        finally:
+            self.waiting.pop(thread, None)
+
+    def account(self) -> Account:
+        """What this rank has sent, received and waits for: enough to explain a failure from all ranks' accounts."""
+        account = Account(list(self.waiting.values()), {}, {})
+        for channel in list(self.channels.values()):
+            for (peer, lane), number in list(channel.sent.items()):
+                account.sent[channel.name, lane, peer] = (number, channel.last_sent_bytes[peer, lane])
+            for (peer, lane), number in list(channel.received.items()):
+                account.received[channel.name, lane, peer] = number
+        return account
+
+
+class Account(NamedTuple):
+    waiting: list[Message]
+    sent: dict[tuple[str, str, int], tuple[int, int]]  # (channel, lane, to) -> messages, bytes of the last
+    received: dict[tuple[str, str, int], int]  # (channel, lane, source) -> messages asked for
+
+
+class Channel:
+    """What all Comms with the same ranks and name share: a tag, a stream, message counters, scratch memory.
+
+    gloo hands messages over by tag. The tag here is a digest of run, name, ranks, the message's number and its length:
+    a message can only be received as what it was sent as. One of another length is never delivered (it would abort the
+    process), and one left over from an earlier run is never found.
+    """
+
+    def __init__(self, name: str, digest: int, device: torch.device):
+        self.name = f"comm {name!r}"
+        self.digest = digest
+        self.stream = CudaStream(self.name, device) if device.type == "cuda" else ThreadStream(self.name)
+        self.kind: str | None = None  # the collective under way
+        self.group = None  # a process group of exactly these ranks, where one was needed
+        self.sent: Counter[tuple[int, str]] = Counter()  # (peer, lane) -> messages
+        self.received: Counter[tuple[int, str]] = Counter()
+        self.last_sent_bytes: dict[tuple[int, str], int] = {}
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def tag(self, lane: str, number: int, num_bytes: int) -> int:
+        return zlib.crc32(b"%s %d %d" % (lane.encode(), number, num_bytes), self.digest) >> 1  # 31 bits
+
+    def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory kept between collectives: the first touch of fresh pages costs as much as the copy into them."""
+        num_bytes = num_elems * dtype.itemsize
+        if self._scratch.numel() < num_bytes:
+            self._scratch = self._scratch.new_empty(num_bytes)
+        return self._scratch[:num_bytes].view(dtype)
+
+
+class Posted:
+    """Messages handed to the transport: `wait()` returns what was received, when all have arrived or left."""
+
+    def __init__(self, link: Link, works: list[tuple], out: torch.Tensor | None):
+        self._link = link
+        self._works = works  # (work, message, tensor): the tensor must live until its message has left
+        self._out = out
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work, _, _ in self._works)
+
+    def wait(self) -> torch.Tensor | None:
+        for work, message, _ in self._works:
+            self._link.wait(work, message)
+        self._works = []
+        return self._out

@@ -1,0 +1,75 @@
+"""Binomial trees: in each of log p steps the number of ranks that have the data doubles (or halves, towards the root).
+
+Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
+
+    broadcast   ceil(log p) (alpha + n beta)
+    reduce      ceil(log p) (alpha + n beta + n gamma)
+    all_reduce  both, one after the other
+
+Few steps, but every one carries the whole vector: for short ones.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minipar.comm.chunks import reduction
+
+
+def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+    """The root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if comm.rank == root:
+        out.copy_(x)
+    _broadcast_in(comm, out, root)
+    return out
+
+
+def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor | None:
+    """The sum over ranks of x on the root, None elsewhere. Every rank but the root sends x once."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _reduce_into(comm, x, out, root, reduction(op, x.dtype))
+    return out if comm.rank == root else None
+
+
+def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
+    """Reduce to rank 0, then broadcast from it: p-1 times x sent up, p-1 times down, over all ranks."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    _reduce_into(comm, x, out, 0, reduction(op, x.dtype))
+    _broadcast_in(comm, out, 0)
+    return out
+
+
+def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
+    """Rank `place` (counted from the root) hears from the place with its lowest set bit cleared, then tells the rest."""
+    p = comm.size
+    place = (comm.rank - root) % p
+    distance = 1
+    while distance < p and not place & distance:
+        distance *= 2
+    if place:
+        comm.exchange(None, None, out.shape, out.dtype, (place - distance + root) % p, out=out)
+    while distance > 1:
+        distance //= 2
+        if place + distance < p:
+            comm.send(out, (place + distance + root) % p)
+
+
+def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, how) -> None:
+    """The same tree upwards: add what the places below hand in, then hand the sum to the place above."""
+    p = comm.size
+    place = (comm.rank - root) % p
+    sums, distance = x.detach(), 1
+    while distance < p and not place & distance:
+        if place + distance < p:
+            received = comm.scratch(x.numel(), x.dtype).view(x.shape)
+            comm.exchange(None, None, x.shape, x.dtype, (place + distance + root) % p, out=received)
+            sums = how.combine(sums, received, out=out)
+        distance *= 2
+    if place:
+        comm.send(sums, (place - distance + root) % p)
+        return
+    if sums is not out:
+        out.copy_(x)
+    if how.divide:
+        out.div_(p)
