@@ -20,6 +20,7 @@ from math import prod
 import torch
 
 from minipar.boxes import Box, Piece, boxes_of_range
+from minipar.comm.chunks import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,13 @@ class Placement:
         )
 
     def shard(self, dim: int, index: int, count: int) -> Placement:
-        """Keep chunk `index` of `count`, as torch.chunk cuts: ceil(n / count) each, the last ones less."""
+        """Keep chunk `index` of `count`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
         if not 0 <= index < count:
             raise ValueError(
                 f"{self.name}: index={index} is not one of count={count} shards; use 0 to {count - 1}"
             )
-        n = self.length[self._require_dim(dim)]
-        size = -(-n // count)
-        start = min(index * size, n)
-        return self.split(dim, start, min(size, n - start))
+        sizes = chunk_sizes(self.length[self._require_dim(dim)], count)
+        return self.split(dim, sum(sizes[:index]), sizes[index])
 
     def flatten_range(self, start: int, stop: int) -> Placement:
         """Keep elements [start, stop) of the flattened local tensor; after this, only ranges can be cut."""
