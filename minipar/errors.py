@@ -33,8 +33,7 @@ class RankError(RuntimeError):
         self.waiting = dict(waiting or {})
         others = "".join(f"\n  rank {r}: {what}" for r, what in sorted(self.waiting.items()))
         super().__init__(
-            f"rank {rank} failed:\n{remote_traceback.rstrip()}"
-            + (f"\nmeanwhile:{others}" if others else "")
+            f"rank {rank} failed:\n{remote_traceback.rstrip()}" + (f"\nmeanwhile:{others}" if others else "")
         )
 
     def __reduce__(self):

@@ -101,9 +101,7 @@ class Placement:
     def shard(self, dim: int, index: int, count: int) -> Placement:
         """Keep chunk `index` of `count`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
         if not 0 <= index < count:
-            raise ValueError(
-                f"{self.name}: index={index} is not one of count={count} shards; use 0 to {count - 1}"
-            )
+            raise ValueError(f"{self.name}: index={index} is not one of {count} shards; use 0 to {count - 1}")
         sizes = chunk_sizes(self.length[self._require_dim(dim)], count)
         return self.split(dim, sum(sizes[:index]), sizes[index])
 
@@ -214,7 +212,8 @@ def _write_once(placement: Placement, full: torch.Tensor, written: torch.Tensor,
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal as bytes, so that nan equals nan."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
 
 
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:

@@ -6,7 +6,10 @@ built from these three. This file and `launch.py` are the only ones that call to
 
 from __future__ import annotations
 
+# longer than 250 lines because torch.distributed, and with it torch's own collectives, is called from here alone
+
 import threading
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -19,6 +22,15 @@ from minipar.comm.pairwise import all_to_all_sizes
 from minipar.comm.ring import gathered_sizes
 from minipar.comm.traffic import Traffic
 from minipar.trace import Trace
+
+
+def connect(store_path: str, rank: int, size: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
+    """Join a process group that meets in a file. gloo listens on loopback alone: no port opens to the network."""
+    store = dist.FileStore(store_path, size)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+    return dist.group.WORLD
 
 
 class Comm(Collectives):
@@ -45,15 +57,15 @@ class Comm(Collectives):
         self.traffic = Traffic(parent.traffic if parent else None)
 
     @classmethod
-    def from_process_group(cls, group: dist.ProcessGroup | None = None, timeout_s: float = 60.0) -> Comm:
+    def from_process_group(cls, group=None, timeout_s: float = 60.0, node_size: int | None = None) -> Comm:
         """A world on a process group somebody else initialised (None: the default one)."""
         group = dist.group.WORLD if group is None else group
         ranks = tuple(dist.get_process_group_ranks(group))
         nccl = "nccl" in dist.get_backend(group)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        comm = cls(Link(group, ranks, dist.get_rank(), device, timeout_s), ranks, "world")
-        comm._channel.group = group
-        return comm
+        return cls(
+            Link(group, ranks, dist.get_rank(), device, timeout_s, node_size=node_size), ranks, "world"
+        )
 
     @property
     def trace(self) -> Trace | None:
@@ -97,9 +109,17 @@ class Comm(Collectives):
 
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group of exactly these ranks, in ascending order; the first call makes it, on all of them."""
-        if self._channel.group is None:
-            self._channel.group = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
-        return self._channel.group
+        if self.ranks == self._link.ranks:
+            return self._link.group
+        key = (self.name, self.ranks)
+        if key not in self._link.groups:
+            self._link.groups[key] = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+        return self._link.groups[key]
+
+    def report(self, value) -> None:
+        """Hand a value to the `on_report` of whoever called `run`; elsewhere, nobody listens."""
+        if self._link.report is not None:
+            self._link.report(value)
 
     def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory for the collective under way, kept from call to call."""
@@ -167,14 +187,11 @@ class Comm(Collectives):
         # A collective on the stream's thread and a message posted beside it count apart.
         lane = "p2p" if self._channel.kind is None else "collective"
         key = (self.ranks[peer], lane)
-        number = counter[key]
-        counter[key] = number + 1
-        message = Message(verb, key[0], self._channel.name, lane, number, x.nbytes)
-        tag = self._channel.tag(lane, number, x.nbytes)
-        if verb == "receive":
-            return self._link.group.recv([x], self._peers[peer], tag), message, x
-        self._channel.last_sent_bytes[key] = x.nbytes
-        return self._link.group.send([x], self._peers[peer], tag), message, x
+        number = counter.get(key, (0, 0))[0]
+        counter[key] = (number + 1, x.nbytes)
+        transport = self._link.group.send if verb == "send" else self._link.group.recv
+        work = transport([x], self._peers[peer], self._channel.tag(lane, number, x.nbytes))
+        return work, Message(verb, key[0], self._channel.name, lane, number, x.nbytes), x
 
     def _post_grouped(self, kind: str, x, to, out, source) -> Posted:
         """On NCCL a send and a receive are one grouped call on the current stream, matched by order alone."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,14 +39,18 @@ class Message(NamedTuple):
 class Link:
     """What all Comms of one process share. `group` is a torch process group, `ranks` its members as world ranks."""
 
-    group: object
+    group: Any
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
     timeout_s: float
     run: int = 0
-    node_size: int | None = None
+    node_size: int | None = None  # ranks on one machine, where the launcher knows it
     trace: Trace | None = None
+    report: Callable[[Any], None] | None = None  # hands a value to whoever called `run`
+    groups: dict[tuple, Any] = field(
+        default_factory=dict
+    )  # (name, ranks) -> process group, where one was needed
     channels: dict[int, Channel] = field(default_factory=dict)
     waiting: dict[int, Message] = field(default_factory=dict)  # thread -> the message it waits for
 
@@ -74,17 +78,18 @@ class Link:
         """What this rank has sent, received and waits for: enough to explain a failure from all ranks' accounts."""
         account = Account(list(self.waiting.values()), {}, {})
         for channel in list(self.channels.values()):
-            for (peer, lane), number in list(channel.sent.items()):
-                account.sent[channel.name, lane, peer] = (number, channel.last_sent_bytes[peer, lane])
-            for (peer, lane), number in list(channel.received.items()):
-                account.received[channel.name, lane, peer] = number
+            for table, posted in ((account.sent, channel.sent), (account.received, channel.received)):
+                for (peer, lane), (number, num_bytes) in list(posted.items()):
+                    table[channel.name, lane, peer] = (number, num_bytes)
         return account
 
 
 class Account(NamedTuple):
+    """(channel, lane, peer) -> how many messages were posted, and the bytes of the last."""
+
     waiting: list[Message]
-    sent: dict[tuple[str, str, int], tuple[int, int]]  # (channel, lane, to) -> messages, bytes of the last
-    received: dict[tuple[str, str, int], int]  # (channel, lane, source) -> messages asked for
+    sent: dict[tuple[str, str, int], tuple[int, int]]
+    received: dict[tuple[str, str, int], tuple[int, int]]
 
 
 class Channel:
@@ -100,10 +105,8 @@ class Channel:
         self.digest = digest
         self.stream = CudaStream(self.name, device) if device.type == "cuda" else ThreadStream(self.name)
         self.kind: str | None = None  # the collective under way
-        self.group = None  # a process group of exactly these ranks, where one was needed
-        self.sent: Counter[tuple[int, str]] = Counter()  # (peer, lane) -> messages
-        self.received: Counter[tuple[int, str]] = Counter()
-        self.last_sent_bytes: dict[tuple[int, str], int] = {}
+        self.sent: dict[tuple[int, str], tuple[int, int]] = {}  # (peer, lane) -> messages, bytes of the last
+        self.received: dict[tuple[int, str], tuple[int, int]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
     def tag(self, lane: str, number: int, num_bytes: int) -> int:

@@ -1,0 +1,193 @@
+"""A rank of the local pool, seen from inside its process: take a function, run it, answer.
+
+The main thread runs the functions. A second one listens to the caller, so that a rank blocked in a receive can still
+say what it waits for, and so that it ends at once when the caller does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import queue
+import random
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from typing import NamedTuple
+
+import torch
+
+from minipar.comm.communicator import Comm, connect
+from minipar.comm.link import Account, Link, PeerLost
+from minipar.payload import Modules, Surroundings, dumps, is_own, loads
+
+
+WAITS = {("link.py", "wait"), ("stream.py", "wait")}  # the functions in which a rank is blocked by another
+
+
+class Job(NamedTuple):
+    payload: bytes  # (fn, args)
+    world_size: int
+    run: int
+    timeout_s: float
+    surroundings: Surroundings
+
+
+class Status(NamedTuple):
+    """What a rank is doing: blocked in a wait or not, where, and its account of messages."""
+
+    blocked: bool
+    where: str
+    account: Account
+
+
+class Failure(NamedTuple):
+    traceback: str
+    secondary: bool  # only the other end of somebody else's failure
+    status: Status
+
+
+def main(pipe, rank: int, size: int, backend: str, folder: str) -> None:
+    """The whole life of a rank's process."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches every process; the caller decides what it means
+    jobs: queue.SimpleQueue = queue.SimpleQueue()
+    worker = Worker(pipe, rank, size)
+    threading.Thread(target=worker.listen, args=(jobs, folder), daemon=True).start()
+    sys.stdout, sys.stderr = _Lines(worker, "stdout"), _Lines(worker, "stderr")
+    try:
+        worker.join(backend, folder)
+    except Exception:
+        worker.tell("failed", Failure(traceback.format_exc(), False, worker.status()))
+        return
+    worker.tell("ready", None)
+    while True:
+        worker.work(jobs.get())
+
+
+class Worker:
+    def __init__(self, pipe, rank: int, size: int):
+        self.rank, self.size = rank, size
+        self._pipe = pipe
+        self._sending = threading.Lock()
+        self._modules = Modules()
+        self._groups: dict = {}  # process groups live as long as the process
+        self._link: Link | None = None
+
+    def tell(self, what: str, value) -> None:
+        with self._sending, contextlib.suppress(OSError):  # a caller that is gone needs no answer
+            self._pipe.send_bytes(dumps((what, value)))
+
+    def listen(self, jobs: queue.SimpleQueue, folder: str) -> None:
+        """Pass jobs on, answer questions, and end the process when the caller's end of the pipe closes."""
+        try:
+            while True:
+                message = loads(self._pipe.recv_bytes())
+                if isinstance(message, Job):
+                    jobs.put(message)
+                else:
+                    self.tell("status", self.status())
+        except (EOFError, OSError):
+            shutil.rmtree(folder, ignore_errors=True)  # the caller may have been killed before it could
+            os._exit(0)
+
+    def join(self, backend: str, folder: str) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
+        self.device = torch.device("cpu")
+        if backend == "nccl":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        self.group = connect(os.path.join(folder, "store"), self.rank, self.size, backend, timeout_s=600)
+
+    def work(self, job: Job) -> None:
+        try:
+            result = dumps(self._call(job))
+        except BaseException as error:
+            secondary = isinstance(error, PeerLost)
+            self.tell("failed", Failure(_trimmed_traceback(error), secondary, self.status()))
+        else:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.tell("done", (result, self._link.account()))
+
+    def _call(self, job: Job):
+        self._take_over(job.surroundings)
+        _reset_torch()
+        self._link = Link(
+            self.group, tuple(range(self.size)), self.rank, self.device, job.timeout_s, job.run,
+            report=lambda value: self.tell("report", value), groups=self._groups,
+        )  # fmt: skip
+        fn, args = loads(job.payload)
+        world = Comm(self._link, tuple(range(job.world_size)), "world")
+        try:
+            return fn(world, *args)
+        finally:
+            self._modules.remember()
+
+    def _take_over(self, caller: Surroundings) -> None:
+        self._modules.forget_edited()
+        sys.path[:], sys.argv[:] = caller.path, caller.argv
+        os.environ.clear()
+        os.environ.update(caller.environment, GLOO_SOCKET_IFNAME=_loopback())
+        with contextlib.suppress(OSError):
+            os.chdir(caller.directory)
+
+    def status(self) -> Status:
+        frame = sys._current_frames().get(threading.main_thread().ident)
+        stack = [(f.f_code.co_filename, f.f_code.co_name, line) for f, line in traceback.walk_stack(frame)]
+        blocked = any((os.path.basename(file), name) in WAITS for file, name, _ in stack)
+        account = self._link.account() if self._link else Account([], {}, {})
+        waiting = "; ".join(f"waiting to {message}" for message in account.waiting) or "running"
+        own = [f"{os.path.basename(file)}:{line} in {name}" for file, name, line in stack if is_own(file)]
+        return Status(blocked, f"{waiting} ({own[0]})" if own else waiting, account)
+
+
+class _Lines(io.TextIOBase):
+    """A stream whose lines appear at the caller, with the rank that printed them."""
+
+    def __init__(self, worker: Worker, name: str):
+        self._worker, self._name, self._line = worker, name, ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._worker.tell("print", (self._name, lines))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._line:
+            self.write("\n")
+
+
+def _reset_torch() -> None:
+    """Nothing an earlier function set may change what this one computes."""
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)  # ranks share the cores
+    torch.manual_seed(0)
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    for name, hooks in vars(torch.nn.modules.module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            hooks.clear()
+
+
+def _trimmed_traceback(error: BaseException) -> str:
+    """The traceback from the caller's function on, without this file's frames."""
+    frames = error.__traceback__
+    while frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"
