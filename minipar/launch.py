@@ -10,27 +10,16 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
-import shutil
-import signal
-import sys
-import tempfile
-import time
-import types
 from collections.abc import Callable
-from contextlib import contextmanager
-from multiprocessing import connection
 
 import torch
 import torch.distributed as dist
 
 from minipar.comm.communicator import Comm
-from minipar.comm.explain import deadlock, surplus
-from minipar.errors import RankError
-from minipar.payload import Surroundings, dumps, loads
+from minipar.payload import dumps
+from minipar.pool import Pool
 
 MAX_RANKS = 64
-GRACE_S = 0.5  # after a failure, time for the others to report a better cause and what they wait for
-PATIENCE_S = 1.0  # silence after which ranks are asked whether they are stuck
 
 
 def run(
@@ -52,7 +41,7 @@ def run(
     if pool is None or pool.size < world_size:
         if pool is not None:
             pool.close()
-        pool = _pools[backend] = _Pool(world_size, backend)
+        pool = _pools[backend] = Pool(world_size, backend)
     try:
         return pool.run(dumps((fn, args)), world_size, timeout_s, on_report)
     except BaseException:
@@ -106,178 +95,5 @@ def _check_request(fn, world_size, backend, timeout_s) -> str:
     return backend
 
 
-class _Pool:
-    """Processes 0..size-1, met in one process group."""
-
-    def __init__(self, size: int, backend: str):
-        self.size = size
-        self._runs = 0
-        self._folder = tempfile.mkdtemp(prefix="minipar-")
-        self._pipes, self._processes = [], []
-        from minipar import worker  # imports torch.distributed's clients; only a pool needs it
-
-        method = "spawn" if sys.platform in ("darwin", "win32") else "forkserver"
-        context = multiprocessing.get_context(method)
-        if method == "forkserver":
-            context.set_forkserver_preload(["torch", "numpy", "minipar.worker"])
-        try:
-            with _no_main_module():
-                for rank in range(size):
-                    here, there = context.Pipe()
-                    process = context.Process(
-                        target=worker.main, args=(there, rank, size, backend, self._folder), daemon=True
-                    )
-                    process.start()
-                    there.close()
-                    self._pipes.append(here)
-                    self._processes.append(process)
-            _Call(self, range(size), None).wait_for("ready")
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, payload: bytes, world_size: int, timeout_s: float, on_report) -> list:
-        from minipar.worker import Job
-
-        self._runs += 1
-        job = dumps(Job(payload, world_size, self._runs, timeout_s, Surroundings.here()))
-        for rank in range(world_size):
-            self._pipes[rank].send_bytes(job)
-        answers = _Call(self, range(world_size), on_report).wait_for("done")
-        accounts = {rank: account for rank, (_, account) in answers.items()}
-        if found := surplus(accounts):
-            raise RankError(int(found[0].split()[1]), "\n".join(found))
-        return [loads(answers[rank][0]) for rank in range(world_size)]
-
-    def close(self) -> None:
-        """Stop every process, and leave nothing behind."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class _Call:
-    """One question to some ranks, until all have answered or one has failed."""
-
-    def __init__(self, pool: _Pool, ranks, on_report):
-        self._pipes = {pool._pipes[rank]: rank for rank in ranks}
-        self._sentinels = {pool._processes[rank].sentinel: rank for rank in ranks}
-        self._processes = pool._processes
-        self._on_report = on_report
-        self._answers: dict[int, object] = {}
-        self._failures: dict[int, object] = {}
-        self._statuses: dict[int, object] = {}
-        self._stuck: dict[int, str] | None = None
-
-    def wait_for(self, answer: str) -> dict[int, object]:
-        while len(self._answers) < len(self._pipes):
-            if not self._listen(PATIENCE_S, answer):
-                self._look_for_deadlock()
-            if self._failures:
-                self._explain_failure(answer)
-        return self._answers
-
-    def _listen(self, timeout_s: float, answer: str = "") -> bool:
-        """Take in what ranks say, for at most this long; False if they said nothing."""
-        ready = connection.wait([*self._pipes, *self._sentinels], timeout_s)
-        for source in ready:
-            if source in self._pipes:
-                self._take(self._pipes[source], source, answer)
-            else:
-                self._died(self._sentinels.pop(source))
-        return bool(ready)
-
-    def _take(self, rank: int, pipe, answer: str) -> None:
-        try:
-            what, value = loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            del self._pipes[pipe]  # its process has ended, which its sentinel tells
-            return
-        if what == "print":
-            name, lines = value
-            print(*(f"[rank {rank}] {line}" for line in lines), sep="\n", file=getattr(sys, name), flush=True)
-        elif what == "report" and self._on_report is not None:
-            self._on_report(rank, value)
-        elif what == "status":
-            self._statuses[rank] = value
-        elif what == "failed":
-            self._failures[rank] = value
-        elif what == answer:
-            self._answers[rank] = value
-
-    def _died(self, rank: int) -> None:
-        self._processes[rank].join()
-        code = self._processes[rank].exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._failures.setdefault(rank, f"its process {how}")
-
-    def _ask(self, timeout_s: float) -> None:
-        """Have the ranks that have not answered say what they are doing."""
-        self._statuses.clear()
-        asked = {
-            pipe: r for pipe, r in self._pipes.items() if r not in self._answers and r not in self._failures
-        }
-        for pipe in asked:
-            try:
-                pipe.send_bytes(dumps("status"))
-            except OSError:
-                continue
-        deadline = time.monotonic() + timeout_s
-        while set(asked.values()) - set(self._statuses) and (left := deadline - time.monotonic()) > 0:
-            self._listen(left, "done")
-
-    def _look_for_deadlock(self) -> None:
-        """All ranks silent for a while: are they computing, or waiting for each other in vain?"""
-        self._ask(PATIENCE_S)
-        accounts = {rank: status.account for rank, status in self._statuses.items()}
-        accounts |= {rank: answer[1] for rank, answer in self._answers.items() if answer}
-        if self._failures or len(accounts) < len(self._pipes):
-            return
-        blocked = {rank for rank, status in self._statuses.items() if status.blocked}
-        why = deadlock(accounts, blocked, set(self._answers))
-        if why and why == self._stuck:
-            rank = min(why)
-            others = {r: status.where for r, status in self._statuses.items() if r != rank}
-            raise RankError(rank, "deadlock: " + "\n  ".join(why.values()), others)
-        self._stuck = why
-
-    def _explain_failure(self, answer: str) -> None:
-        deadline = time.monotonic() + GRACE_S
-        while (left := deadline - time.monotonic()) > 0 and self._only_secondary():
-            self._listen(left, answer)
-        self._ask(GRACE_S)
-        rank = min(
-            self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
-        )
-        failure = self._failures[rank]
-        others = {r: status.where for r, status in self._statuses.items()}
-        others |= {
-            r: f.status.where for r, f in self._failures.items() if r != rank and not isinstance(f, str)
-        }
-        raise RankError(rank, failure if isinstance(failure, str) else failure.traceback, others)
-
-    def _only_secondary(self) -> bool:
-        return all(_is_secondary(failure) for failure in self._failures.values())
-
-
-def _is_secondary(failure) -> bool:
-    return not isinstance(failure, str) and failure.secondary
-
-
-@contextmanager
-def _no_main_module():
-    """Start processes that do not import the caller's script: so it needs no `if __name__ == "__main__"`."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-_pools: dict[str, _Pool] = {}  # by backend: the one piece of state that outlives a call
+_pools: dict[str, Pool] = {}  # by backend: the one piece of state that outlives a call
 atexit.register(shutdown)

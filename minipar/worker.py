@@ -24,7 +24,6 @@ from minipar.comm.communicator import Comm, connect
 from minipar.comm.link import Account, Link, PeerLost
 from minipar.payload import Modules, Surroundings, dumps, is_own, loads
 
-
 WAITS = {("link.py", "wait"), ("stream.py", "wait")}  # the functions in which a rank is blocked by another
 
 

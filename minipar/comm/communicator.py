@@ -7,7 +7,6 @@ built from these three. This file and `launch.py` are the only ones that call to
 from __future__ import annotations
 
 # longer than 250 lines because torch.distributed, and with it torch's own collectives, is called from here alone
-
 import threading
 from datetime import timedelta
 from functools import partial

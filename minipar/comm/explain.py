@@ -10,17 +10,17 @@ from minipar.comm.link import Account, Message
 
 
 def surplus(accounts: dict[int, Account]) -> list[str]:
-    """Messages sent but never received, and receives that were posted in vain, one sentence a pair. Empty if all is well."""
+    """Messages sent and never received, and receives posted in vain: one sentence a pair, none if all is well."""
     found = []
     for rank, account in sorted(accounts.items()):
-        for (channel, lane, to), (sent, num_bytes) in account.sent.items():
-            received, _ = _posted(accounts, to, "receive", channel, lane, rank)
+        for (channel, lane, to), (sent, _) in account.sent.items():
+            received = _posted(accounts, to, "receive", channel, lane, rank)[0]
             if sent > received:
                 found.append(
                     f"rank {rank} sent rank {to} {_count(sent - received)} on {channel} that was not received"
                 )
-        for (channel, lane, source), (received, num_bytes) in account.received.items():
-            sent, _ = _posted(accounts, source, "send", channel, lane, rank)
+        for (channel, lane, source), (received, _) in account.received.items():
+            sent = _posted(accounts, source, "send", channel, lane, rank)[0]
             if received > sent:
                 found.append(
                     f"rank {rank} asked rank {source} for {_count(received - sent)} on {channel} that was not sent"

@@ -32,7 +32,8 @@ class Message(NamedTuple):
 
     def __str__(self):
         preposition = "to" if self.verb == "send" else "from"
-        return f"{self.verb} {self.num_bytes} bytes {preposition} rank {self.peer} on {self.channel} (message {self.number})"
+        what = f"{self.verb} {self.num_bytes} bytes {preposition} rank {self.peer}"
+        return f"{what} on {self.channel} (message {self.number})"
 
 
 @dataclass

@@ -39,6 +39,7 @@ def all_to_all_sizes(comm, x: torch.Tensor, send_sizes, recv_sizes) -> tuple[lis
     recv_sizes = [int(s) for s in recv_sizes]
     if len(recv_sizes) != comm.size or min(recv_sizes) < 0 or recv_sizes[comm.rank] != send_sizes[comm.rank]:
         raise ValueError(
-            f"recv_sizes={recv_sizes} must name {comm.size} sizes, at place {comm.rank} the one that stays, {send_sizes[comm.rank]}"
+            f"recv_sizes={recv_sizes} must name {comm.size} sizes, "
+            f"at place {comm.rank} the one that stays, {send_sizes[comm.rank]}"
         )
     return send_sizes, recv_sizes
