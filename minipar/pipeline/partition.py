@@ -1,0 +1,77 @@
+"""Cut a model into stages of consecutive layers, the slowest as fast as it can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from minipar.model import Transformer
+from minipar.pipeline.schedule import require_positive
+
+
+def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:
+    """The stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
+
+    costs   one per layer, the first with the embedding's and the last with the head's; None: `layer_costs(model)`
+
+    Raises ValueError where there are fewer layers than stages, or as many costs as layers are not given.
+    """
+    num_layers = len(model.layers)
+    costs = layer_costs(model) if costs is None else costs
+    if len(costs) != num_layers:
+        raise ValueError(f"costs has {len(costs)} entries for {num_layers} layers; give one per layer")
+    cuts = balance(costs, num_stages)
+    return [
+        model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
+        for stage, layers in enumerate(cuts)
+    ]
+
+
+def layer_costs(model: Transformer) -> list[float]:
+    """Multiply-adds a token of each layer's forward, the head's added to the last: one per weight of a matrix.
+
+    A layer's attention adds dim * max_seq_len, its two products over half of max_seq_len keys on average. The
+    embedding adds dim: it copies a row.
+    """
+    config = model.config
+    costs = [
+        float(config.dim * config.max_seq_len + sum(w.numel() for w in layer.parameters() if w.dim() > 1))
+        for layer in model.layers.values()
+    ]
+    costs[0] += config.dim
+    costs[-1] += config.dim * config.vocab_size
+    return costs
+
+
+def balance(costs: Sequence[float], num_stages: int) -> list[range]:
+    """Cut layers 0 ... n-1 into `num_stages` runs, none empty, so that the dearest run is as cheap as possible.
+
+    best(s, n) = min over k of max(best(s-1, k), sum of costs[k:n])        by dynamic programming: exact
+
+    O(num_stages n^2) time. Among equal cuts, the one whose last stages are longest.
+    Raises ValueError where there are fewer layers than stages, or a cost is negative.
+    Source: PipeDream, SOSP 2019, section 3.1, on one kind of link.
+    """
+    require_positive(num_stages=num_stages)
+    num_layers = len(costs)
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers for num_stages={num_stages}: a stage needs a layer; use at most {num_layers} stages"
+        )
+    if min(costs) < 0:
+        raise ValueError(f"costs={list(costs)} has a negative entry; use costs of at least 0")
+    before = [0.0, *accumulate(costs)]
+    best = [(before[n], 0) for n in range(num_layers + 1)]  # best[n]: the first n layers in one stage
+    table = [best]
+    for stages in range(2, num_stages + 1):
+        best = [
+            min((max(best[k][0], before[n] - before[k]), k) for k in range(stages - 1, n))
+            if n >= stages
+            else (float("inf"), 0)
+            for n in range(num_layers + 1)
+        ]
+        table.append(best)
+    cuts = [num_layers]
+    for best in reversed(table):
+        cuts.append(best[cuts[-1]][1])
+    return [range(first, last) for last, first in zip(cuts, cuts[1:])][::-1]

@@ -1,0 +1,73 @@
+"""Cuts of a model: the best there are, and the same numbers as the model."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipar.model import ModelConfig, Transformer
+from minipar.pipeline import balance, partition
+from minipar.pipeline.partition import layer_costs
+
+layer_cost = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
+
+
+@given(st.lists(layer_cost, min_size=1, max_size=9), st.data())
+def test_no_other_cut_has_a_faster_slowest_stage(costs, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+
+    def slowest(cuts):
+        return max(sum(costs[i] for i in layers) for layers in cuts)
+
+    every_cut = (
+        [range(*ends) for ends in pairwise((0, *inner, len(costs)))]
+        for inner in combinations(range(1, len(costs)), num_stages - 1)
+    )
+    got = balance(costs, num_stages)
+    assert [i for layers in got for i in layers] == list(range(len(costs)))
+    assert len(got) == num_stages
+    assert all(got)
+    assert slowest(got) == min(map(slowest, every_cut))
+
+
+def test_a_wide_head_is_worth_layers():
+    config = ModelConfig(num_layers=6, dim=32, num_heads=4, vocab_size=2048, max_seq_len=32)
+    model = Transformer(config)
+    costs = layer_costs(model)
+    assert costs[-1] - costs[1] == 32 * 2048
+    stages = partition(model, 3)
+    assert [list(stage.layers) for stage in stages] == [["0", "1"], ["2", "3", "4"], ["5"]]
+    assert [(stage.first, stage.last) for stage in stages] == [(True, False), (False, False), (False, True)]
+    assert [list(stage.layers) for stage in partition(model, 3, costs=[1] * 6)] == [
+        ["0", "1"],
+        ["2", "3"],
+        ["4", "5"],
+    ]
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 5), st.data())
+def test_the_stages_in_turn_are_the_model_bit_for_bit(num_layers, data):
+    config = ModelConfig(num_layers=num_layers, dim=16, num_heads=2, vocab_size=32, max_seq_len=8)
+    model = Transformer(config, dtype=torch.float64)
+    tokens = torch.randint(0, 32, (2, 8))
+    x = tokens
+    for stage in partition(model, data.draw(st.integers(1, num_layers))):
+        x = stage(x)
+    assert torch.equal(x, model(tokens))
+
+
+def test_fewer_layers_than_stages_are_refused():
+    model = Transformer(ModelConfig(num_layers=2))
+    with pytest.raises(
+        ValueError, match="2 layers for num_stages=3: a stage needs a layer; use at most 2 stages"
+    ):
+        partition(model, 3)
+    with pytest.raises(ValueError, match="costs has 3 entries for 2 layers"):
+        partition(model, 2, costs=[1, 1, 1])
+    with pytest.raises(ValueError, match="negative"):
+        balance([1, -1], 1)

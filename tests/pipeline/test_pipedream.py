@@ -1,0 +1,102 @@
+"""Asynchronous PipeDream: how stale each stage's gradients are, and that stashing makes them gradients at all."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.func import functional_call
+
+from minipar.pipeline import one_f_one_b
+from minipar.pipeline.pipedream import train_asynchronously, weight_versions
+from tests.strategies import assert_equal_to, seeds
+
+
+def tiny_stages(p):
+    stages = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()).double() for _ in range(p)]
+    return torch.nn.ModuleList(stages)
+
+
+def tiny_minibatches(m):
+    return [
+        (torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)) for _ in range(m)
+    ]
+
+
+def delayed_sgd(stages, minibatches, lr):
+    """The published update, one minibatch at a time: w_s(t+1) = w_s(t) - lr grad_s loss(w_0(t-p+1), ...)."""
+    p = len(stages)
+    versions = [[{name: w.detach() for name, w in stage.named_parameters()}] for stage in stages]
+    losses = []
+    for t, (x, target) in enumerate(minibatches):
+        used = [
+            {name: w.clone().requires_grad_() for name, w in versions[s][max(0, t - (p - 1 - s))].items()}
+            for s in range(p)
+        ]
+        for stage, weights in zip(stages, used):
+            x = functional_call(stage, weights, (x,))
+        loss = torch.nn.functional.mse_loss(x, target)
+        losses.append(loss.detach())
+        loss.backward()
+        for s in range(p):
+            versions[s].append({name: w - lr * used[s][name].grad for name, w in versions[s][-1].items()})
+    return losses, [history[-1] for history in versions]
+
+
+@given(st.integers(1, 6), st.integers(1, 12))
+def test_a_stage_is_as_stale_as_it_has_stages_after_it(p, m):
+    versions = weight_versions(one_f_one_b(p, m))
+    assert {place: v.staleness for place, v in versions.items()} == {
+        (s, k): min(p - 1 - s, k) for s in range(p) for k in range(m)
+    }
+    assert all(version.update == k for (_, k), version in versions.items())
+
+
+@settings(max_examples=15)
+@given(st.integers(1, 4), st.integers(1, 8), seeds)
+def test_with_stashing_it_is_gradient_descent_with_delayed_weights(p, m, seed):
+    torch.manual_seed(seed)
+    stages, minibatches = tiny_stages(p), tiny_minibatches(m)
+    want_losses, want = delayed_sgd(copy.deepcopy(stages), minibatches, lr=0.1)
+    losses = train_asynchronously(stages, minibatches, torch.nn.functional.mse_loss, lr=0.1)
+    assert_equal_to(torch.stack(losses), torch.stack(want_losses))
+    for stage, weights in zip(stages, want):
+        for name, w in stage.named_parameters():
+            assert_equal_to(w.detach(), weights[name], what=name)
+
+
+def largest_difference(stages, weights):
+    return max(
+        (w - ws[name]).abs().max()
+        for stage, ws in zip(stages, weights)
+        for name, w in stage.named_parameters()
+    )
+
+
+def test_without_stashing_it_is_the_gradient_of_no_loss():
+    torch.manual_seed(0)
+    stages, minibatches = tiny_stages(3), tiny_minibatches(8)
+    _, want = delayed_sgd(copy.deepcopy(stages), minibatches, lr=0.1)
+    train_asynchronously(stages, minibatches, torch.nn.functional.mse_loss, lr=0.1, stash=False)
+    assert largest_difference(stages, want) > 1e-4
+
+
+def test_one_stage_is_plain_gradient_descent_and_two_are_not():
+    """Staleness begins with the second stage: the same model cut in two ends elsewhere."""
+    torch.manual_seed(0)
+    stages, minibatches = tiny_stages(2), tiny_minibatches(6)
+    whole = torch.nn.Sequential(*copy.deepcopy(stages))
+    one_by_one = copy.deepcopy(whole)
+    optimizer = torch.optim.SGD(one_by_one.parameters(), lr=0.1)
+    for x, target in minibatches:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(one_by_one(x), target).backward()
+        optimizer.step()
+    train_asynchronously([whole], minibatches, torch.nn.functional.mse_loss, lr=0.1)
+    for w, want in zip(whole.parameters(), one_by_one.parameters()):
+        assert_equal_to(w.detach(), want.detach())
+    train_asynchronously(stages, minibatches, torch.nn.functional.mse_loss, lr=0.1)
+    difference = max((a - b).abs().max() for a, b in zip(stages.parameters(), whole.parameters()))
+    assert difference > 1e-4
