@@ -1,0 +1,204 @@
+"""The house: who may import whom, and what only one file may do. Read from the source, nothing is run."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each line may import from lines above it, never from one below; parts on one line never import each other.
+HOUSE = """
+errors
+trace
+comm
+payload
+worker
+pool
+launch
+mesh boxes
+placement
+model
+data_parallel tensor_parallel pipeline expert context
+cost
+train
+visualize
+cli
+__main__
+"""
+LEVELS = {part: level for level, line in enumerate(HOUSE.split("\n")) for part in line.split()}
+
+LONGEST = 250
+REASON = "# longer than 250 lines because"
+
+# A user's folder, by the names such folders have; not inside a web address or another path.
+MACHINE_PATH = re.compile(r"(?<![\w.:/~-])(/(home|Users|root|work|mnt)/[\w.]+|[A-Z]:\\Users\\)")
+
+
+def sources(*folders):
+    return [path.relative_to(ROOT) for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def part_of(module: str) -> str:
+    """The line of the house a module is on: minipar.comm.ring -> comm; `minipar` itself is the front door, above all."""
+    names = module.split(".")
+    return names[0] if names[0] == "visualize" else names[1] if len(names) > 1 else "minipar"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(tree: ast.AST, path: Path):
+    """(module, line, inside a function) of every import, relative ones resolved; one per name of a `from`."""
+    package = module_of(path).split(".") if path.name == "__init__.py" else module_of(path).split(".")[:-1]
+    local = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*base, *([node.module] if node.module else [])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            yield name, node.lineno, id(node) in local
+
+
+def import_faults(tree: ast.AST, path: Path):
+    here = part_of(module_of(path))
+    if here != "minipar" and here not in LEVELS:
+        yield 1, f"{here} is not in the house"
+        return
+    for module, line, inside_function in imported(tree, path):
+        if module.split(".")[0] not in ("minipar", "visualize"):
+            continue
+        there = part_of(module)
+        if there == "visualize" and here not in ("visualize", "cli"):
+            yield line, "imports visualize, which only cli may"
+        elif there == "visualize" and here == "cli" and not inside_function:
+            yield line, "imports visualize outside a function"
+        elif here in ("minipar", there):
+            continue  # the front door names what is inside; a package's own files are its own affair
+        elif there not in LEVELS:
+            yield line, f"imports {module}, which is not in the house"
+        elif LEVELS[there] >= LEVELS[here]:
+            yield line, f"imports {there}, which is not above {here}"
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def reserved_faults(tree: ast.AST, path: Path):
+    """What only certain files may touch: torch.distributed, and the environment."""
+    uses = [(module, line) for module, line, _ in imported(tree, path)]
+    uses += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    # The pool's payload and worker carry the caller's environment over to the ranks whole; only launch reads settings.
+    environment = ("minipar/launch.py", "minipar/payload.py", "minipar/worker.py")
+    allowed = {
+        "torch.distributed": ("minipar/comm/communicator.py", "minipar/launch.py"),
+        "os.environ": environment,
+        "os.getenv": environment,
+    }
+    for use, line in uses:
+        for name, files in allowed.items():
+            if (use == name or use.startswith(f"{name}.")) and path.as_posix() not in files:
+                yield line, f"uses {name}; only {' and '.join(files)} may"
+
+
+def size_faults(source: str, path: Path):
+    lines = source.splitlines()
+    if len(lines) > LONGEST and not any(line.startswith(REASON) for line in lines):
+        yield len(lines), f"{len(lines)} lines, without a reason ({REASON} ...)"
+
+
+def faults(source: str, path: Path) -> list[str]:
+    """Everything in this source that breaks the rules of the house, as `file:line: what`."""
+    tree = ast.parse(source)
+    found = [*import_faults(tree, path), *reserved_faults(tree, path), *size_faults(source, path)]
+    if path.name == "__init__.py" and not ast.get_docstring(tree):
+        found.append((1, "a package without a docstring"))
+    return sorted({f"{path}:{line}: {what}" for line, what in found})
+
+
+@pytest.mark.parametrize("path", sources("minipar", "visualize"), ids=str)
+def test_every_file_keeps_to_its_place_in_the_house(path):
+    assert faults((ROOT / path).read_text(), path) == []
+
+
+def test_nothing_names_a_path_of_somebodys_machine():
+    folders = ("minipar", "visualize", "tests", "lessons", "benchmarks")
+    paths = [
+        p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".ipynb", ".md")
+    ]
+    paths += [p for p in ROOT.iterdir() if p.is_file() and p.suffix in (".md", ".toml", ".txt", "")]
+    named = {str(p.relative_to(ROOT)): MACHINE_PATH.findall(p.read_text(errors="replace")) for p in paths}
+    assert {path: found for path, found in named.items() if found} == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "fault"),
+    [
+        ("comm/ring.py", "from minipar.mesh import Mesh", "mesh, which is not above comm"),
+        ("comm/ring.py", "from minipar import mesh", "mesh, which is not above comm"),
+        ("comm/ring.py", "from .. import mesh", "mesh, which is not above comm"),
+        ("comm/ring.py", "from ..model.linear import Linear", "model, which is not above comm"),
+        ("comm/__init__.py", '"""Doc."""\nfrom ..launch import run', "launch, which is not above comm"),
+        ("pipeline/execute.py", "import minipar.context.layout", "context, which is not above pipeline"),
+        ("pipeline/execute.py", "def f():\n    from minipar.expert import x", "execute.py:2: imports expert"),
+        ("model/block.py", "from minipar import Mesh", "minipar.Mesh, which is not in the house"),
+        ("odds/ends.py", "", "odds is not in the house"),
+        ("train/verify.py", "def f():\n    import visualize.loss", "which only cli may"),
+        ("cli.py", "from visualize import loss", "outside a function"),
+        ("model/block.py", "import torch.distributed as dist", "uses torch.distributed"),
+        ("model/block.py", "from torch import distributed", "uses torch.distributed"),
+        ("model/block.py", "from torch.distributed import nn", "uses torch.distributed"),
+        ("model/block.py", "import torch\ntorch.distributed.barrier()", "block.py:2: uses torch.distributed"),
+        ("model/block.py", "import os\nos.environ['X']", "uses os.environ"),
+        ("model/block.py", "from os import environ", "uses os.environ"),
+        ("model/block.py", "import os\nos.getenv('X')", "uses os.getenv"),
+        ("model/block.py", "\n" * 251, "251 lines, without a reason"),
+        ("model/__init__.py", "import torch", "a package without a docstring"),
+    ],
+)
+def test_a_planted_fault_is_found(path, source, fault):
+    found = faults(source, Path("minipar") / path)
+    assert len(found) >= 1
+    assert all(fault in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "minipar/__init__.py",
+            '"""Doc."""\nfrom minipar.launch import run\nfrom minipar.train import train',
+        ),
+        ("minipar/comm/ring.py", "import torch\nfrom . import tree\nfrom minipar.errors import one_of"),
+        ("minipar/cli.py", "def timeline():\n    import visualize.timeline"),
+        ("minipar/launch.py", "import os\nimport torch.distributed as dist\nos.environ['RANK']"),
+        ("visualize/timeline.py", "from minipar import pipeline\nfrom . import style"),
+        ("minipar/model/block.py", "import os\nos.path.join('environ')"),
+        ("minipar/model/block.py", f"{REASON} a table is not worth two files\n" + "\n" * 300),
+    ],
+)
+def test_what_the_house_allows_is_not_a_fault(path, source):
+    assert faults(source, Path(path)) == []
+
+
+def test_a_path_of_a_machine_is_told_from_an_address():
+    home = "/" + "home/ann/minipar"  # in two, or this very line would be found
+    for text in (home, f"open('{home}')", f'"File \\"{home}'):
+        assert MACHINE_PATH.search(text)
+    for text in (f"https://example.org{home}", "~/work/minipar", "tests/root/x", "runs/NAME"):
+        assert not MACHINE_PATH.search(text)
