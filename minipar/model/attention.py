@@ -1,0 +1,74 @@
+"""Causal self-attention with grouped queries, and two functions that compute its core."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.model.config import ModelConfig
+from minipar.model.linear import Linear
+from minipar.model.rope import rotate, rotation
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Attention as it is defined: out = softmax(q k^T / sqrt(head_dim)) v, written out.
+
+    q, out  [B, H, T, head_dim]
+    k, v    [B, H/g, S, head_dim]    each serves g neighbouring query heads
+
+    `causal`: the query of index i sees the keys of index up to i.
+    Keeps B*H*T*S probabilities for the backward.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """`plain_attention` by torch's fused kernels, which keep a number a query instead of the probabilities."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+
+CORES = {"plain": plain_attention, "fused": fused_attention}
+
+
+class Attention(nn.Module):
+    """Project to queries, keys and values, turn by position, mix tokens by `core`, project back.
+
+    x, y  [B, T, D]
+    q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
+
+    `num_heads` and `num_kv_heads` are what *this module* computes: who cuts q, k, v and o by heads sets them.
+    `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks.
+    """
+
+    def __init__(self, config: ModelConfig, device=None, dtype=None):
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
+        self.core = CORES[config.attention]
+        factory = {"device": device, "dtype": dtype}
+        kv_dim = config.num_kv_heads * config.head_dim
+        self.q = Linear(config.dim, config.dim, **factory)
+        self.k = Linear(config.dim, kv_dim, **factory)
+        self.v = Linear(config.dim, kv_dim, **factory)
+        self.o = Linear(config.dim, config.dim, **factory)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        cos, sin = rotation(positions, self.head_dim, self.rope_theta, x.dtype)
+        q = rotate(self._heads(self.q(x), self.num_heads), cos, sin)
+        k = rotate(self._heads(self.k(x), self.num_kv_heads), cos, sin)
+        v = self._heads(self.v(x), self.num_kv_heads)
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, num_heads: int) -> Tensor:
+        return x.unflatten(-1, (num_heads, self.head_dim))

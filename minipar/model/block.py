@@ -1,0 +1,46 @@
+"""One layer of the Transformer."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from minipar.model.attention import Attention
+from minipar.model.config import ModelConfig
+from minipar.model.dropout import dropout
+from minipar.model.mlp import SwiGLU
+from minipar.model.norm import RMSNorm
+
+ATTENTION_SITE, MLP_SITE = 0, 1  # where in a layer a dropout mask is for
+
+
+class Block(nn.Module):
+    """Add what attention reads from the tokens so far, then what the MLP makes of each token.
+
+    x, y       [B, T, D]
+    positions  [T] or [B, T]    sample_ids  [B]
+
+    h = x + dropout(attention(norm(x)))
+    y = h + dropout(mlp(norm(h)))
+
+    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, seed: int, device=None, dtype=None):
+        super().__init__()
+        self.layer, self.seed, self.dropout = layer, seed, config.dropout
+        factory = {"device": device, "dtype": dtype}
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, **factory)
+        self.attention = Attention(config, **factory)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, **factory)
+        self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
+
+    def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
+        mixed = self.attention(self.attention_norm(x), positions)
+        x = x + self._drop(mixed, ATTENTION_SITE, positions, sample_ids, step)
+        made = self.mlp(self.mlp_norm(x))
+        return x + self._drop(made, MLP_SITE, positions, sample_ids, step)
+
+    def _drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+        if not (self.training and self.dropout > 0):
+            return x
+        return dropout(x, self.dropout, self.seed, step, self.layer, site, sample_ids, positions)

@@ -1,0 +1,83 @@
+"""What a model is: its sizes and switches, checked when they are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipar.errors import divisors, one_of, require_divides
+
+ATTENTIONS = ("fused", "plain")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The sizes of a Llama-style Transformer; the defaults make a byte-level model of 0.87 M parameters.
+
+    num_kv_heads  key and value heads, each serving num_heads / num_kv_heads query heads; None: num_heads
+    hidden_dim    width of the SwiGLU; None: 8/3 dim, so that its three matrices hold as many weights as
+                  the two of a 4 dim MLP, rounded up to a multiple of 16
+    dropout       on what each block's attention and MLP add to the residual stream
+    attention     which function computes attention, one of ATTENTIONS: same numbers, different cost
+
+    Raises ValueError where a size is impossible or sizes do not fit each other.
+    """
+
+    vocab_size: int = 256
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    hidden_dim: int | None = None
+    max_seq_len: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    attention: str = "fused"
+
+    def __post_init__(self):
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.hidden_dim is None:
+            object.__setattr__(self, "hidden_dim", -(-8 * self.dim // 48) * 16)
+        for name in (
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "hidden_dim",
+            "max_seq_len",
+        ):
+            _require_positive_int(name, getattr(self, name))
+        require_divides("num_heads", self.num_heads, "dim", self.dim)
+        require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        self._check_head_dim()
+        self._check_numbers()
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def _check_head_dim(self):
+        if self.head_dim % 2:
+            fits = [h for h in divisors(self.dim) if self.dim // h % 2 == 0]
+            advice = f"use num_heads={one_of(fits)}" if fits else "use an even dim"
+            raise ValueError(
+                f"num_heads={self.num_heads} gives dim={self.dim} an odd head_dim={self.head_dim}, "
+                f"and rotary embeddings turn pairs of features; {advice}"
+            )
+
+    def _check_numbers(self):
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is not a probability below 1; use 0 <= dropout < 1")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive; use {name} > 0")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention={self.attention!r} is unknown; use {one_of(ATTENTIONS)}")
+
+
+def _require_positive_int(name: str, value) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r} is not a size; use a whole number of 1 or more")

@@ -1,0 +1,64 @@
+"""Dropout whose mask is a function of what is dropped, not of who drops it or when."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LOW_32 = 0xFFFFFFFF
+
+
+def dropout(
+    x: Tensor,
+    p: float,
+    seed: int,
+    step: int,
+    layer: int,
+    site: int,
+    sample_ids: Tensor,
+    positions: Tensor,
+    feature_offset: int = 0,
+) -> Tensor:
+    """Zero each element with probability p and divide the others by 1 - p, by counting instead of drawing.
+
+    x, y        [B, T, D]
+    sample_ids  [B]            which sample of the step's batch each row is
+    positions   [T] or [B, T]  where in its sample each token is
+    feature_offset             the global number of x's first feature, where features are split over ranks
+
+    y = x / (1 - p) where hash(seed, step, layer, site, sample, position, feature) >= p * 2^32, else 0
+
+    A rank that holds any part of the batch computes that part of the one mask; nothing is drawn and nothing
+    needs to be kept in step. Keeps the mask, 1 byte an element, for the backward.
+    Source: counter-based generators, Salmon et al., SC 2011; the mixer is MurmurHash3's 32-bit finaliser.
+    """
+    mask = keep_mask(x.shape[-1], p, (seed, step, layer, site), sample_ids, positions, feature_offset)
+    return torch.where(mask, x * (1 / (1 - p)), 0.0)
+
+
+def keep_mask(
+    num_features: int,
+    p: float,
+    key: tuple[int, ...],
+    sample_ids: Tensor,
+    positions: Tensor,
+    feature_offset: int = 0,
+) -> Tensor:
+    """The elements that stay, bool [B, T, D]; arguments as in `dropout`, key = (seed, step, layer, site)."""
+    state = 0
+    for word in key:
+        state = _absorb(_absorb(state, word & _LOW_32), word >> 32)
+    tokens = _absorb(_absorb(state, sample_ids)[:, None], positions)
+    features = torch.arange(feature_offset, feature_offset + num_features, device=positions.device)
+    return _absorb(tokens[..., None], features) >= round(p * 2**32)
+
+
+def _absorb(state, word):
+    """Mix one more word into a 32-bit state: ints, or int64 tensors, whose products wrap and shifts are logical.
+
+    The word is spread over all 32 bits before it meets the state, so that counters next to each other differ everywhere.
+    """
+    h = state ^ ((word + 1) * 0x9E3779B9 & _LOW_32)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & _LOW_32
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _LOW_32
+    return h ^ (h >> 16)

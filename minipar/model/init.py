@@ -1,0 +1,58 @@
+"""Initial weights that depend on a parameter's name and the seed, never on who makes them or in which order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from minipar.model.config import ModelConfig
+
+
+def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+    """The whole initial value, float32 on the CPU, of the parameter with this canonical name.
+
+    norm weights           1
+    biases                 0
+    o and down             normal, deviation 0.02 / sqrt(2 num_layers): 2 num_layers of them add up in the
+                           residual stream (GPT-2, section 2.3)
+    everything else        normal, deviation 0.02
+
+    A rank that owns a part makes the whole and cuts its part out. Other dtypes are cast from these numbers.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    deviation = 0.02
+    if name.endswith((".o.weight", ".down.weight")):
+        deviation /= math.sqrt(2 * config.num_layers)
+    generator = torch.Generator().manual_seed(_digest(seed, name))
+    return torch.randn(shape, generator=generator) * deviation
+
+
+def _digest(seed: int, name: str) -> int:
+    """A 63-bit number; Python's own hash() differs from process to process."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@torch.no_grad()
+def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
+    """Fill the parameters of a model, a stage of one, or, given its canonical prefix, any module inside.
+
+        for i, block in model.layers.items():
+            initialize(block.to_empty(device="cpu"), config, seed, prefix=f"layers.{i}.")
+
+    A stage's tied head starts as the embedding it is tied to. Raises ValueError on a meta parameter.
+    """
+    tied = getattr(module, "tied", {})
+    for name, parameter in module.named_parameters():
+        canonical = prefix + tied.get(name, name)
+        if parameter.is_meta:
+            raise ValueError(
+                f"{canonical} is on the meta device and holds no numbers; use to_empty(device=...) first"
+            )
+        parameter.copy_(initial_weight(canonical, tuple(parameter.shape), config, seed))

@@ -1,0 +1,160 @@
+"""A linear layer whose weight gradient can wait.
+
+The backward of y = x w^T is two independent products: dx = dy w, which the layer below is waiting for, and
+dw = dy^T x, which nobody waits for until the optimizer steps. A pipeline that runs the second one later fills
+its idle time with it. One autograd function serves both cases, so a backward in two halves runs the same products
+as a whole one and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class WeightGradients:
+    """The weight-gradient products that backward has put off, in the order in which it met them.
+
+        queue = WeightGradients()
+        defer_weight_gradients(model, queue)
+        model.loss(tokens, targets).backward()     # input gradients only
+        later = queue.pop_all()                    # this microbatch's products, to be kept
+        for product in later: product()            # now the weights have their gradients
+
+    An entry is a function without arguments. It holds the layer's x and dy until it is dropped.
+    """
+
+    def __init__(self):
+        self._products: list[Callable[[], None]] = []
+
+    def put(self, product: Callable[[], None]) -> None:
+        # backward may run on a thread of its own (CUDA); appending to a list is atomic
+        self._products.append(product)
+
+    def pop_all(self) -> list[Callable[[], None]]:
+        """Take every entry out of the queue."""
+        products, self._products = self._products, []
+        return products
+
+    def run(self) -> None:
+        """Compute every entry and add it to its weight's gradient."""
+        for product in self.pop_all():
+            product()
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+
+@torch.no_grad()
+def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, deferred):
+        _, weight_needs_grad, bias_needs_grad, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if weight_needs_grad else None, weight if ctx.needs_input_grad[0] else None)
+        # Only a leaf has a `.grad` to add to later; a computed weight's gradient has to flow on at once.
+        ctx.deferred = deferred
+        ctx.later_weight = weight if deferred is not None and weight_needs_grad and weight.is_leaf else None
+        ctx.later_bias = bias if deferred is not None and bias_needs_grad and bias.is_leaf else None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        x_needs_grad, weight_needs_grad, bias_needs_grad, _ = ctx.needs_input_grad
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1]) if x_needs_grad else None
+        dw = db = None
+        if ctx.later_weight is not None:
+            ctx.deferred.put(partial(_add_weight_gradient, ctx.later_weight, rows, x))
+        elif weight_needs_grad:
+            dw = _weight_gradient(rows, x)
+        if ctx.later_bias is not None:
+            ctx.deferred.put(partial(_add_bias_gradient, ctx.later_bias, rows))
+        elif bias_needs_grad:
+            db = rows.sum(0)
+        return dx, dw, db, None
+
+
+def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
+    return rows.t() @ x.reshape(-1, x.shape[-1])
+
+
+@torch.no_grad()
+def _add_weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> None:
+    accumulate_gradient(weight, _weight_gradient(rows, x))
+
+
+@torch.no_grad()
+def _add_bias_gradient(bias: nn.Parameter, rows: Tensor) -> None:
+    accumulate_gradient(bias, rows.sum(0))
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, deferred: WeightGradients | None = None
+) -> Tensor:
+    """Multiply by a weight, y = x w^T + b, leaving the weight's gradient to `deferred` where that is given.
+
+    x  [..., D]    w  [F, D]    b  [F]    y  [..., F]
+
+    backward   dx = dy w          [..., D]   at once; skipped where x needs no gradient
+               dw = dy^T x        [F, D]     at once, or as an entry of `deferred`
+               db = sum of dy     [F]        likewise
+
+    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x and w only, and x
+    only where w is trained. A frozen weight makes no entry; neither does a weight that is not a leaf, whose gradient
+    has to flow on to what it was computed from. A deferred product fires no hook of the parameter.
+    """
+    return _Linear.apply(x, weight, bias, deferred)
+
+
+class Linear(nn.Module):
+    """`linear` with its own weight [out_features, in_features] and, if asked for, bias; filled by `initialize`.
+
+    `deferred` is read in forward: the backward of that forward puts its weight gradient there (None: does it at once).
+    """
+
+    deferred: WeightGradients | None = None
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False, device=None, dtype=None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        bias_value = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", bias_value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias, self.deferred)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class TiedHead(nn.Module):
+    """`linear` with a weight handed over at each call: the embedding's, which so has one name and one owner."""
+
+    deferred: WeightGradients | None = None
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return linear(x, weight, None, self.deferred)
+
+
+def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
+    """Send the weight gradients of every layer inside that can wait to `queue`; None ends it.
+
+    A layer that can wait is one with an attribute `deferred`.
+    """
+    for layer in module.modules():
+        if hasattr(layer, "deferred"):
+            layer.deferred = queue

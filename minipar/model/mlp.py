@@ -1,0 +1,28 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.model.linear import Linear
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward layer: y = down(silu(gate(x)) * up(x)).
+
+    x, y  [B, T, D]    gate, up  [F, D]    down  [D, F]
+
+    Costs 6 D F flops a token forward.
+    Source: arXiv:2002.05202.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, device=None, dtype=None):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.gate = Linear(dim, hidden_dim, **factory)
+        self.up = Linear(dim, hidden_dim, **factory)
+        self.down = Linear(hidden_dim, dim, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))

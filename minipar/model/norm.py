@@ -1,0 +1,27 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Scale each token to root mean square 1, then by a learned weight: y = w x / sqrt(mean(x^2) + eps).
+
+    x, y  [..., D]    w  [D]
+
+    16-bit inputs are normalised in float32 and rounded before the weight multiplies, as Hugging Face's Llama does;
+    float64 stays float64, where that one goes down to float32.
+    Source: arXiv:1910.07467.
+    """
+
+    def __init__(self, dim: int, eps: float, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(x.dtype)

@@ -1,0 +1,187 @@
+"""The whole model, or a stage of it: some of its layers, with or without the two ends."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.errors import one_of
+from minipar.model.block import Block
+from minipar.model.config import ModelConfig
+from minipar.model.init import initialize
+from minipar.model.linear import Linear, TiedHead
+from minipar.model.norm import RMSNorm
+
+IGNORED = -100  # a target that is not counted
+
+
+class Transformer(nn.Module):
+    """A Llama-style language model; with `layers`, `first` and `last`, one stage of it under the same names.
+
+    first       has the embedding: its input is tokens [B, T] int64; else hidden [B, T, D]
+    layers      canonical layer numbers, ascending; None: all
+    last        has the final norm and the head: its output is logits [B, T, V]; else hidden [B, T, D]
+    positions   [T] or [B, T]  each token's place in its sample; default 0 ... T-1
+    sample_ids  [B]            each row's number in the step's batch; default 0 ... B-1
+    step        the training step; with positions, sample_ids and `seed` it decides the dropout masks
+
+    Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
+    `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
+    `norm.weight` and `head.weight`. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
+    last stage that is not the first holds a copy under the name head.weight, and `tied` says of what.
+
+    Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        layers: Iterable[int] | None = None,
+        first: bool = True,
+        last: bool = True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.config, self.seed, self.first, self.last = config, seed, first, last
+        factory = {"device": device, "dtype": dtype}
+        if first:
+            self.embedding = nn.utils.skip_init(
+                nn.Embedding,
+                config.vocab_size,
+                config.dim,
+                device=device or torch.get_default_device(),
+                dtype=dtype,
+            )
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, i, seed, **factory) for i in _checked_layers(layers, config.num_layers)}
+        )
+        if last:
+            self.norm = RMSNorm(config.dim, config.norm_eps, **factory)
+            shares = config.tie_embeddings and first
+            self.head = TiedHead() if shares else Linear(config.dim, config.vocab_size, **factory)
+        if not any(p.is_meta for p in self.parameters()):
+            initialize(self, config, seed)
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Parameters held here that are copies of another stage's: own name -> canonical name."""
+        is_copy = self.last and not self.first and self.config.tie_embeddings
+        return {"head.weight": "embedding.weight"} if is_copy else {}
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None, step: int = 0
+    ) -> Tensor:
+        self._check_input(x)
+        B, T = x.shape[:2]
+        positions = torch.arange(T, device=x.device) if positions is None else positions
+        sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
+        _check_shape("positions", positions, [(T,), (B, T)])
+        _check_shape("sample_ids", sample_ids, [(B,)])
+        if self.first:
+            x = self.embedding(x)
+        for block in self.layers.values():
+            x = block(x, positions, sample_ids, step)
+        return self._logits(self.norm(x)) if self.last else x
+
+    def _logits(self, x: Tensor) -> Tensor:
+        shares = self.first and self.config.tie_embeddings
+        return self.head(x, self.embedding.weight) if shares else self.head(x)
+
+    def loss(
+        self,
+        x: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        step: int = 0,
+        count: int | Tensor | None = None,
+    ) -> Tensor:
+        """The mean cross-entropy over the targets that are not -100.
+
+        x        tokens [B, T], or hidden [B, T, D] where this is not the first stage
+        targets  [B, T] int64
+        count    divides the sum; default: the number of counted targets in `targets`. Who holds a part of a batch gives
+                 the whole batch's count; the parts' losses and gradients then sum to the whole's.
+
+        Without a single counted target the loss is 0, and so is every gradient.
+        """
+        if not self.last:
+            raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
+        _check_shape("targets", targets, [tuple(x.shape[:2])])
+        if count is None:
+            count = (targets != IGNORED).sum()
+        logits = self(x, positions, sample_ids, step)
+        return cross_entropy_sum(logits, targets) / torch.as_tensor(count).clamp(min=1)
+
+    def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
+        """A stage of this model that starts from *copies* of its present values; this model is left as it is.
+
+        Cut first and transform afterwards: parameters are copied without what a strategy has attached to them.
+        Raises ValueError where this model does not have a part that is asked for.
+        """
+        layers = _checked_layers(layers, self.config.num_layers)
+        lacking = [str(i) for i in layers if str(i) not in self.layers]
+        if lacking or (first and not self.first) or (last and not self.last):
+            have = f"layers {', '.join(self.layers)}, first={self.first}, last={self.last}"
+            raise ValueError(
+                f"stage(layers={layers}, first={first}, last={last}) is not within this model: {have}"
+            )
+        part = Transformer(self.config, self.seed, layers, first, last, device="meta")
+        for i in layers:
+            part.layers[str(i)] = copy.deepcopy(self.layers[str(i)])
+        if first:
+            part.embedding = copy.deepcopy(self.embedding)
+        if last:
+            part.norm = copy.deepcopy(self.norm)
+            if not (self.first and self.config.tie_embeddings):
+                part.head = copy.deepcopy(self.head)
+            elif not first:
+                part.head.weight = copy.deepcopy(self.embedding.weight)
+        return part.train(self.training)
+
+    def _check_input(self, x: Tensor) -> None:
+        if self.first and (x.dim() != 2 or x.dtype != torch.int64):
+            raise ValueError(f"tokens are {_describe(x)}; this stage embeds int64 tokens [B, T]")
+        if not self.first and (x.dim() != 3 or x.shape[2] != self.config.dim or not x.is_floating_point()):
+            raise ValueError(
+                f"hidden is {_describe(x)}; this stage takes floats [B, T, dim={self.config.dim}]"
+            )
+        if x.shape[1] > self.config.max_seq_len:
+            raise ValueError(
+                f"{x.shape[1]} tokens a sample exceed max_seq_len={self.config.max_seq_len}; "
+                f"use {self.config.max_seq_len} or fewer"
+            )
+
+
+def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the targets that are not -100 of logsumexp(logits) - logits[target], in float32 or wider.
+
+    logits [..., V]    targets [...] int64
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _checked_layers(layers: Iterable[int] | None, num_layers: int) -> list[int]:
+    numbers = list(range(num_layers) if layers is None else layers)
+    ascending = all(a < b for a, b in zip(numbers, numbers[1:]))
+    if not ascending or (numbers and not 0 <= numbers[0] <= numbers[-1] < num_layers):
+        raise ValueError(
+            f"layers={numbers} are not layers of num_layers={num_layers}; use ascending numbers from 0"
+        )
+    return numbers
+
+
+def _check_shape(name: str, x: Tensor, allowed: list[tuple[int, ...]]) -> None:
+    if tuple(x.shape) not in allowed:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; use {one_of(allowed)}")
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
