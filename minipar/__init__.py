@@ -14,5 +14,6 @@ train, cli             the main job
 from minipar.comm import Comm
 from minipar.errors import RankError
 from minipar.launch import init_from_env, run, shutdown
+from minipar.mesh import Mesh
 
-__all__ = ["Comm", "RankError", "init_from_env", "run", "shutdown"]
+__all__ = ["Comm", "Mesh", "RankError", "init_from_env", "run", "shutdown"]

@@ -1,11 +1,13 @@
 """Where ranks stand: the arithmetic of a mesh, its inverse, its groups, and the Comms made from it."""
 
-from itertools import product
+from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minipar.launch import run
 from minipar.mesh import DENSE, EXPERT, Mesh
 from tests.strategies import mesh_sizes, num_ranks
 
@@ -119,6 +121,24 @@ def test_a_product_of_axes_is_one_comm_in_whatever_order_it_is_asked_for():
     mesh.comm("tp", "ep")  # in no list of ours: made now
     assert len(world.made) == made + 1
     assert mesh.comm().size == 1
+
+
+@settings(max_examples=2)
+@given(st.lists(mesh_sizes(), min_size=3, max_size=3))
+def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_not_mix(meshes):
+    """Each rank gives its world rank; several meshes live on one world at once, with every product of their axes."""
+    asked = [axes for grid in (DENSE, EXPERT) for n in range(5) for axes in combinations(grid, n)]
+
+    def gathered(world, meshes):
+        mine = [sizes for sizes in meshes if world.rank < num_ranks(sizes)]
+        built = [Mesh(world.subgroup(range(num_ranks(sizes)), "mesh"), **sizes) for sizes in mine]
+        me = torch.tensor([world.rank])
+        handles = [[mesh.comm(*axes).all_gather(me, async_op=True) for axes in asked] for mesh in built]
+        return [[tuple(handle.wait().tolist()) for handle in row] for row in handles]
+
+    for rank, answers in enumerate(run(gathered, meshes, world_size=8, timeout_s=10)):
+        mine = [Mesh(num_ranks(sizes), **sizes) for sizes in meshes if rank < num_ranks(sizes)]
+        assert answers == [[mesh.group(rank, *axes) for axes in asked] for mesh in mine]
 
 
 @pytest.mark.parametrize(
