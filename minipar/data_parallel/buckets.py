@@ -1,0 +1,89 @@
+"""Gradients travel in buckets: one all-reduce per parameter wastes latency, one for all of them leaves nothing to overlap.
+
+A bucket is one flat buffer with a view for every parameter in it; the views become the parameters' gradients, so
+reducing the buffer reduces them all. Buckets hold the parameters in reverse order of registration, which is about the
+order in which a backward finishes their gradients. The first bucket is small, so that communication begins early.
+Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+ALIGNMENT_BYTES = 64  # of every view and chunk: a cache line, and what vector loads like
+
+
+class Bucket:
+    """Parameters of one dtype that one Comm reduces together.
+
+    flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
+            flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are alike and aligned
+    views   parameter -> its part of `flat`, in the parameter's shape
+    flags   for each of `flagged`: did any rank compute a gradient? Empty in all but the last bucket
+    """
+
+    def __init__(self, params: list[nn.Parameter], comm, flagged: list[nn.Parameter] = ()):
+        self.params, self.comm, self.flagged = params, comm, list(flagged)
+        dtype, device = params[0].dtype, params[0].device
+        step = ALIGNMENT_BYTES // dtype.itemsize
+        starts, end = [], 0
+        for param in params:
+            starts.append(end)
+            end = _round_up(end + param.numel(), step)
+        self.flat = torch.zeros(_round_up(end + len(flagged), step * comm.size), dtype=dtype, device=device)
+        self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for i, p in zip(starts, params)}
+        self.flags = self.flat[end : end + len(flagged)]
+
+    @torch.no_grad()
+    def collect(self, param: nn.Parameter) -> None:
+        """Make the parameter's gradient the view in this bucket, keeping its value; without one, zeros stand in."""
+        view = self.views[param]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+            param.grad = view
+
+
+def make_buckets(
+    params: Iterable[nn.Parameter],
+    comm_of: Callable[[nn.Parameter], object],
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> list[Bucket]:
+    """Buckets of at most `bucket_bytes` (a larger parameter has one to itself), in the order to reduce them.
+
+    A bucket has one dtype and one Comm; parameters of different ones fill buckets side by side.
+    """
+    filling: dict[tuple, list[nn.Parameter]] = {}  # (comm, dtype) -> the bucket being filled
+    groups: dict[tuple, list[nn.Parameter]] = {}
+    contents: list[tuple[tuple, list[nn.Parameter]]] = []  # full buckets, in order
+    for param in reversed(list(params)):
+        key = (comm_of(param), param.dtype, param.device)
+        groups.setdefault(key, []).append(param)
+        current = filling.setdefault(key, [])
+        limit = bucket_bytes if contents else first_bucket_bytes
+        if current and sum(p.nbytes for p in current) + param.nbytes > limit:
+            contents.append((key, current))
+            current = filling[key] = []
+        current.append(param)
+    contents += filling.items()
+    last = {key: i for i, (key, _) in enumerate(contents)}
+    return [
+        Bucket(params, key[0], groups[key] if last[key] == i else ())
+        for i, (key, params) in enumerate(contents)
+    ]
+
+
+def flat_bytes(params: list[Tensor], comm_size: int, num_flags: int = 0) -> int:
+    """Bytes of the flat buffer of a bucket of these parameters: the formula `Bucket` is tested against."""
+    itemsize = params[0].element_size()
+    gradients = sum(_round_up(p.nbytes, ALIGNMENT_BYTES) for p in params)
+    return _round_up(gradients + num_flags * itemsize, ALIGNMENT_BYTES * comm_size)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
