@@ -1,0 +1,94 @@
+"""Pictures of pipelines: what is shaded is the bubble, and what is printed is the schedule."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.pipeline import Costs, Timeline, interleaved, make_schedule, one_f_one_b, simulate, zb_h2
+from tests.pipeline.strategies import costs, schedules
+from visualize.pipeline import bubble_gaps, draw_timeline
+from visualize.pipeline_command import timeline_command
+from visualize.pipeline_text import grid_text
+
+
+@given(st.data(), schedules(max_ranks=4, max_microbatches=6))
+def test_the_shaded_part_is_the_bubble_over_total(data, schedule):
+    timeline = simulate(schedule, data.draw(costs(schedule.num_stages)))
+    shaded = sum(end - start for gaps in bubble_gaps(timeline) for start, end in gaps)
+    whole = schedule.num_ranks * timeline.longest_own_span
+    assert shaded / whole == pytest.approx(timeline.bubble_over_total)
+    assert all(0 <= start < end <= timeline.makespan for gaps in bubble_gaps(timeline) for start, end in gaps)
+
+
+def test_the_grid_of_1f1b_is_the_classic_one():
+    assert grid_text(simulate(one_f_one_b(2, 3))).splitlines() == [
+        "1f1b: 2 ranks, 3 microbatches; makespan 12; bubble 25.0% of total time, 33.3% of ideal time",
+        "rank 0   F0 F1 ·  ·  B0 ── F2 B1 ── ·  B2 ──  live 2",
+        "rank 1   ·  F0 B0 ── F1 B1 ── F2 B2 ── ·  ·   live 1",
+    ]
+
+
+@given(schedules(max_ranks=4, max_microbatches=6))
+def test_the_grid_names_every_action_once_and_idles_elsewhere(schedule):
+    timeline = simulate(schedule)
+    _, *rows = grid_text(timeline).splitlines()
+    cells = [cell for row in rows for cell in row.split()[2:-2]]
+    busy = [cell for cell in cells if cell != "·"]
+    assert len(cells) == schedule.num_ranks * timeline.makespan
+    assert len(busy) == sum(timeline.busy)
+    assert len([cell for cell in busy if cell[0] in "FBIW"]) == len(timeline.spans)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_pictures_are_written_whatever_the_schedules(tmp_path, suffix):
+    halves = Costs(0.5, 0.5, 0.5)
+    timelines = [simulate(interleaved(3, 4, 2), halves), simulate(zb_h2(2, 3)), simulate(one_f_one_b(1, 1))]
+    (file,) = draw_timeline(timelines, tmp_path / f"many{suffix}")
+    assert file.stat().st_size > 10_000
+
+
+def test_the_same_timeline_gives_the_same_file(tmp_path):
+    timeline = simulate(one_f_one_b(2, 3))
+    first, again = (draw_timeline(timeline, tmp_path / name)[1] for name in ("a", "b"))
+    assert first.suffix == ".svg"
+    assert first.read_bytes() == again.read_bytes()
+
+
+def test_a_measured_timeline_is_drawn_in_the_same_form(tmp_path):
+    predicted = simulate(one_f_one_b(2, 3))
+    measured = {action: (1e3 + start, 1e3 + end + 0.1) for action, (start, end) in predicted.spans.items()}
+    late = Timeline(predicted.schedule, measured)
+    assert late.peak_live == predicted.peak_live
+    assert late.makespan == pytest.approx(12.1)
+    draw_timeline([predicted, late], tmp_path / "both.png", titles=["predicted", "measured"])
+
+
+def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
+    timeline_command(
+        schedule=("1f1b", "interleaved"),
+        stages=2,
+        microbatches=4,
+        chunks=3,
+        costs=(3, 3, 3),
+        out=tmp_path / "t",
+    )
+    printed = capsys.readouterr().out
+    assert "1f1b: 2 ranks, 4 microbatches; makespan 45; bubble 20.0% of total" in printed
+    assert "interleaved: 2 ranks, 4 microbatches; makespan 39; bubble 7.7% of total" in printed
+    assert {file.name for file in tmp_path.iterdir()} == {"t.png", "t.svg"}
+
+
+def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
+    with pytest.raises(ValueError, match="^v=2 chunks a rank with schedule='1f1b'"):
+        timeline_command(chunks=2, out=tmp_path / "t")
+    with pytest.raises(ValueError, match="^v=0; use an integer of at least 1$"):
+        timeline_command(schedule=("interleaved",), chunks=0, out=tmp_path / "t")
+    with pytest.raises(ValueError, match="no timelines to draw"):
+        timeline_command(schedule=(), out=tmp_path / "t")
+
+
+def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
+    names = ("gpipe", "breadth-first", "zb-h1", "zb-v", "dualpipe-v", "zb-auto")
+    draw_timeline([simulate(make_schedule(name, 2, 2)) for name in names], tmp_path / "all.svg")

@@ -1,0 +1,172 @@
+"""Pictures of pipelines: who computes what when, what is bubble, and how many activations are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minipar.pipeline import Action, Timeline
+from visualize.pipeline_text import chunk_of, headline
+
+# Fill, text, height, name. Okabe and Ito's hues, which every kind of colour vision tells apart. Lightness falls
+# from F to W and W is lower, so that a grey printer tells them apart as well; only bubble is hatched.
+STYLE = {
+    "F": ("#aedcf4", "black", 0.92, "F  forward"),
+    "B": ("#d55e00", "white", 0.92, "B  backward"),
+    "I": ("#e69f00", "black", 0.92, "I  input gradient"),
+    "W": ("#00614a", "white", 0.66, "W  weight gradient"),
+}
+BUBBLE = {"facecolor": "#dcdcdc", "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}
+ROW_INCHES, LIVE_INCHES, WIDTH_INCHES = 0.34, 0.2, 13.0
+
+
+def draw_timeline(
+    timelines: Timeline | Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None
+) -> list[Path]:
+    """Write `timeline_figure` to `path`; the files written.
+
+    path    its suffix decides the format: .png, .svg or .pdf; without one of these, a PNG and an SVG
+    """
+    figure, path = timeline_figure(timelines, titles), Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = path.suffix in (".png", ".svg", ".pdf")
+    files = [path] if whole else [Path(f"{path}.png"), Path(f"{path}.svg")]
+    for file in files:
+        # Without date and random names the same timeline gives the same file.
+        with matplotlib.rc_context({"svg.hashsalt": "minipar"}):
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    return files
+
+
+def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:
+    """Timelines below one another on one time axis, each with its ranks' live activations below it.
+
+    Simulated and measured ones alike: all that is drawn is in `Timeline.spans`. Hatched is bubble: what is idle
+    in as much time around each rank's own span as the longest own span takes, so that the hatched part is exactly
+    `bubble_over_total`. What stays white is free for the steps before and after.
+
+    titles  what to put above each timeline in place of the schedule's name and figures
+    """
+    timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not timelines:
+        raise ValueError("no timelines to draw; give at least one")
+    titles = [headline(timeline) for timeline in timelines] if titles is None else titles
+    rows = [timeline.schedule.num_ranks for timeline in timelines]
+    heights = [inches * n for n in rows for inches in (ROW_INCHES, LIVE_INCHES)]
+    figure = Figure(figsize=(WIDTH_INCHES, sum(heights) + 0.75 * len(timelines) + 0.7), layout="constrained")
+    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    duration = max(timeline.makespan for timeline in timelines)
+    for timeline, title, gantt, live in zip(timelines, titles, axes[::2], axes[1::2]):
+        _draw_actions(gantt, timeline, duration)
+        gantt.set_title(title, loc="left", fontsize=10, pad=8)
+        _draw_live(live, timeline, duration)
+    axes[-1].set_xlabel("time", fontsize=9)
+    _draw_legend(figure, timelines)
+    return figure
+
+
+def bubble_gaps(timeline: Timeline) -> list[list[tuple[float, float]]]:
+    """For each rank, the (start, end) of the gaps that are bubble: together `bubble_over_total` of its time.
+
+    Its time is as long as the longest own span of any rank, and starts with its own first action, or as much
+    earlier as lets it end by the makespan.
+    """
+    length, latest = (
+        timeline.longest_own_span,
+        _origin(timeline) + timeline.makespan - timeline.longest_own_span,
+    )
+    gaps = []
+    for actions in timeline.schedule.actions:
+        spans = [timeline.spans[action] for action in actions]
+        start = min([latest, *(first for first, _ in spans[:1])])
+        ends = [start, *(end for _, end in spans)]
+        starts = [*(start for start, _ in spans), start + length]
+        gaps.append([(a, b) for a, b in zip(ends, starts) if b > a])
+    return gaps
+
+
+def _draw_actions(axes: Axes, timeline: Timeline, duration: float) -> None:
+    origin = _origin(timeline)
+    for rank, gaps in enumerate(bubble_gaps(timeline)):
+        boxes = [(start - origin, end - start) for start, end in gaps]
+        axes.broken_barh(boxes, (rank - 0.46, 0.92), **BUBBLE)
+    for rank, actions in enumerate(timeline.schedule.actions):
+        ordered = sorted(actions, key=lambda action: _kind(timeline, action))
+        for (op, chunk), same in groupby(ordered, key=lambda action: _kind(timeline, action)):
+            fill, _, height, _ = STYLE[op]
+            axes.broken_barh(
+                [(start - origin, end - start) for start, end in map(timeline.spans.get, same)],
+                (rank - height / 2, height),
+                facecolor=_lighter(fill, chunk),
+                edgecolor="white",
+                linewidth=0.6 if len(actions) < 500 else 0,
+            )
+        for action in actions:
+            _write_number(axes, timeline, action, rank, duration)
+    _style_rows(axes, timeline, duration)
+
+
+def _kind(timeline: Timeline, action: Action) -> tuple[str, int]:
+    return action.op, chunk_of(timeline, action)
+
+
+def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, duration: float) -> None:
+    """The microbatch, as large as fits its box, or not at all."""
+    start, end = timeline.spans[action]
+    number = str(action.microbatch)
+    room_points = (end - start) / duration * WIDTH_INCHES * 72 * 0.9
+    size = min(9.0, room_points / (0.7 * len(number)))
+    if size >= 4:
+        middle = (start + end) / 2 - _origin(timeline)
+        colour = STYLE[action.op][1] if chunk_of(timeline, action) == 0 else "black"
+        axes.text(middle, rank, number, ha="center", va="center_baseline", fontsize=size, color=colour)
+
+
+def _draw_live(axes: Axes, timeline: Timeline, duration: float) -> None:
+    """A step curve a rank, all to one scale, with its peak beside it."""
+    origin, most = _origin(timeline), max(timeline.peak_live, default=1) or 1
+    for rank, peak in enumerate(timeline.peak_live):
+        changes = [(0.0, 0), *((time - origin, count) for time, count in timeline.live(rank)), (duration, 0)]
+        times, counts = zip(*changes)
+        floor = rank + 0.42
+        tops = [floor - 0.84 * count / most for count in counts]
+        axes.fill_between(times, tops, floor, step="post", color="#7f7f9f", linewidth=0)
+        axes.text(duration, rank, f" {peak}", va="center", fontsize=7.5)
+    axes.set_title("live activations", loc="left", fontsize=7.5, pad=2)
+    axes.set_title("peak", loc="right", fontsize=7.5, pad=2)
+    _style_rows(axes, timeline, duration)
+
+
+def _style_rows(axes: Axes, timeline: Timeline, duration: float) -> None:
+    ranks = range(timeline.schedule.num_ranks)
+    axes.set_xlim(0, duration)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=7.5)
+    axes.tick_params(length=0, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
+    ops = {action.op for timeline in timelines for action in timeline.spans}
+    patches = [Patch(facecolor=fill, label=name) for op, (fill, _, _, name) in STYLE.items() if op in ops]
+    if any(timeline.schedule.num_stages > timeline.schedule.num_ranks for timeline in timelines):
+        patches.append(Patch(facecolor=_lighter("#555555", 1), label="lighter: a rank's later stages"))
+    patches.append(Patch(**BUBBLE, label="bubble"))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
+
+
+def _lighter(colour: str, chunk: int) -> tuple[float, ...]:
+    """The first chunk's colour, mixed with white for later chunks."""
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    keep = 0.6**chunk
+    return tuple(1 - keep * (1 - channel) for channel in channels)
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((start for start, _ in timeline.spans.values()), default=0.0)

@@ -1,0 +1,65 @@
+"""A pipeline's timeline as text: the classic grid, a row a rank and a column a unit of time."""
+
+from __future__ import annotations
+
+from minipar.pipeline import Action, Timeline
+
+MOST_COLUMNS = 400
+
+
+def grid_text(timeline: Timeline) -> str:
+    """One row a rank, "F3" where it runs the forward of microbatch 3, "·" where it is idle; then the figures.
+
+    A column is the shortest action, or 1/400 of the whole where that is longer; an action of several columns
+    shows dashes after its name. Where a rank holds several stages, a, b, ... is the first, second, ... of them.
+    """
+    start, unit = _origin(timeline), _unit(timeline)
+    columns = _column(timeline.makespan / unit)
+    width = 1 + max((len(_label(timeline, action)) for action in timeline.spans), default=0)
+    lines = []
+    for rank, actions in enumerate(timeline.schedule.actions):
+        cells = ["·".ljust(width)] * columns
+        for action in actions:
+            first, last = (_column((t - start) / unit) for t in timeline.spans[action])
+            names = [_label(timeline, action).ljust(width), *["─" * (width - 1) + " "] * (last - first)]
+            cells[first:last] = names[: last - first]
+        lines.append(f"rank {rank:<3} {''.join(cells)} live {timeline.peak_live[rank]}")
+    return "\n".join([headline(timeline), *lines])
+
+
+def headline(timeline: Timeline) -> str:
+    """The schedule's name and its figures, each with its convention."""
+    schedule = timeline.schedule
+    shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
+    own_span = f" (longest own span {timeline.longest_own_span:.4g})" if shorter else ""
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches; "
+        f"makespan {timeline.makespan:.4g}{own_span}; "
+        f"bubble {timeline.bubble_over_total:.1%} of total time, {timeline.bubble_over_ideal:.1%} of ideal time"
+    )
+
+
+def chunk_of(timeline: Timeline, action: Action) -> int:
+    """Whether `action` is on the first (0), second (1), ... of its rank's stages."""
+    schedule = timeline.schedule
+    return schedule.stages_of(schedule.stage_rank[action.stage]).index(action.stage)
+
+
+def _label(timeline: Timeline, action: Action) -> str:
+    several = timeline.schedule.num_stages > timeline.schedule.num_ranks
+    return f"{action.op}{action.microbatch}" + (
+        "abcdefghijklmnopqrstuvwxyz"[chunk_of(timeline, action)] if several else ""
+    )
+
+
+def _origin(timeline: Timeline) -> float:
+    return min((start for start, _ in timeline.spans.values()), default=0.0)
+
+
+def _unit(timeline: Timeline) -> float:
+    shortest = min((end - start for start, end in timeline.spans.values() if end > start), default=1.0)
+    return max(shortest, timeline.makespan / MOST_COLUMNS)
+
+
+def _column(units: float) -> int:
+    return int(units + 0.5)  # halves always up: an action of one unit then never rounds to none
