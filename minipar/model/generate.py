@@ -17,7 +17,7 @@ def generate(
 
     temperature 0 takes the likeliest token; above it, tokens are drawn from softmax(logits / temperature) by a
     generator seeded with `seed`. Each token costs a forward over the last max_seq_len tokens: nothing is cached.
-    Raises ValueError on an empty prompt or a negative number.
+    Raises ValueError on an empty prompt, a token outside the vocabulary or a negative number.
     """
     tokens = torch.as_tensor(prompt_tokens, dtype=torch.int64)
     if tokens.dim() not in (1, 2) or tokens.numel() == 0:
@@ -27,6 +27,12 @@ def generate(
     if num_tokens < 0 or temperature < 0:
         raise ValueError(
             f"num_tokens={num_tokens} and temperature={temperature} must not be negative; use 0 or more"
+        )
+    vocab_size = model.config.vocab_size
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        raise ValueError(
+            f"prompt_tokens range from {tokens.min()} to {tokens.max()}; vocab_size={vocab_size} "
+            f"allows 0 to {vocab_size - 1}"
         )
     batch = torch.atleast_2d(tokens).to(next(model.parameters()).device)
     generator = torch.Generator().manual_seed(seed)

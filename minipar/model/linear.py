@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ class WeightGradients:
 
     def __init__(self):
         self._products: list[Callable[[], None]] = []
+        self.anchor = torch.empty(0, requires_grad=True)  # makes an output part of a backward; see `linear`
 
     def put(self, product: Callable[[], None]) -> None:
         # backward may run on a thread of its own (CUDA); appending to a list is atomic
@@ -58,32 +60,41 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
+class _Later(NamedTuple):
+    """A parameter whose gradient waits in a queue. Wrapped in this, autograd does not see it.
+
+    Otherwise autograd would call its hooks at the end of dx, with a gradient that is not there yet.
+    """
+
+    parameter: nn.Parameter
+    queue: WeightGradients
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, deferred):
-        _, weight_needs_grad, bias_needs_grad, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if weight_needs_grad else None, weight if ctx.needs_input_grad[0] else None)
-        # Only a leaf has a `.grad` to add to later; a computed weight's gradient has to flow on at once.
-        ctx.deferred = deferred
-        ctx.later_weight = weight if deferred is not None and weight_needs_grad and weight.is_leaf else None
-        ctx.later_bias = bias if deferred is not None and bias_needs_grad and bias.is_leaf else None
+    def forward(ctx, x, weight, bias, anchor):
+        ctx.later = [p if isinstance(p, _Later) else None for p in (weight, bias)]
+        trains_weight = ctx.later[0] is not None or ctx.needs_input_grad[1]
+        weight, bias = (p.parameter if isinstance(p, _Later) else p for p in (weight, bias))
+        ctx.save_for_backward(x if trains_weight else None, weight if ctx.needs_input_grad[0] else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        x_needs_grad, weight_needs_grad, bias_needs_grad, _ = ctx.needs_input_grad
+        later_weight, later_bias = ctx.later
         rows = dy.reshape(-1, dy.shape[-1])
-        dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1]) if x_needs_grad else None
-        dw = db = None
-        if ctx.later_weight is not None:
-            ctx.deferred.put(partial(_add_weight_gradient, ctx.later_weight, rows, x))
-        elif weight_needs_grad:
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
+        if later_weight is not None:
+            later_weight.queue.put(partial(_add_later, later_weight.parameter, _weight_gradient, rows, x))
+        elif ctx.needs_input_grad[1]:
             dw = _weight_gradient(rows, x)
-        if ctx.later_bias is not None:
-            ctx.deferred.put(partial(_add_bias_gradient, ctx.later_bias, rows))
-        elif bias_needs_grad:
-            db = rows.sum(0)
+        if later_bias is not None:
+            later_bias.queue.put(partial(_add_later, later_bias.parameter, _bias_gradient, rows))
+        elif ctx.needs_input_grad[2]:
+            db = _bias_gradient(rows)
         return dx, dw, db, None
 
 
@@ -91,14 +102,13 @@ def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
     return rows.t() @ x.reshape(-1, x.shape[-1])
 
 
-@torch.no_grad()
-def _add_weight_gradient(weight: nn.Parameter, rows: Tensor, x: Tensor) -> None:
-    accumulate_gradient(weight, _weight_gradient(rows, x))
+def _bias_gradient(rows: Tensor) -> Tensor:
+    return rows.sum(0)
 
 
 @torch.no_grad()
-def _add_bias_gradient(bias: nn.Parameter, rows: Tensor) -> None:
-    accumulate_gradient(bias, rows.sum(0))
+def _add_later(parameter: nn.Parameter, gradient: Callable[..., Tensor], *inputs: Tensor) -> None:
+    accumulate_gradient(parameter, gradient(*inputs))
 
 
 def linear(
@@ -112,11 +122,17 @@ def linear(
                dw = dy^T x        [F, D]     at once, or as an entry of `deferred`
                db = sum of dy     [F]        likewise
 
-    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x and w only, and x
-    only where w is trained. A frozen weight makes no entry; neither does a weight that is not a leaf, whose gradient
-    has to flow on to what it was computed from. A deferred product fires no hook of the parameter.
+    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x and w only,
+    x only where w is trained, w only where x needs a gradient. A frozen weight makes no entry; neither does
+    one that is not a leaf, as its gradient has to flow on. No hook of a parameter sees a deferred gradient.
     """
-    return _Linear.apply(x, weight, bias, deferred)
+    if deferred is None:
+        return _Linear.apply(x, weight, bias, None)
+    weight, bias = (
+        _Later(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p for p in (weight, bias)
+    )
+    # y has to require a gradient even where x does not and autograd sees no parameter
+    return _Linear.apply(x, weight, bias, None if x.requires_grad else deferred.anchor)
 
 
 class Linear(nn.Module):

@@ -1,0 +1,1 @@
+"""The one-process model against definitions, finite differences and Hugging Face's Llama."""

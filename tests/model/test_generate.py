@@ -1,0 +1,55 @@
+import pytest
+import torch
+
+from minipar.model import ModelConfig, Transformer, generate
+
+CONFIG = ModelConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, max_seq_len=8, dropout=0.3)
+
+
+@pytest.fixture
+def model():
+    return Transformer(CONFIG)
+
+
+def test_each_token_is_the_likeliest_after_the_last_window(model):
+    tokens = generate(model, [1, 2, 3], 12)
+    assert tokens[:3].tolist() == [1, 2, 3]
+    assert tokens.shape == (15,)
+    model.eval()
+    for t in range(3, 15):
+        assert tokens[t] == model(tokens[None, max(0, t - 8) : t])[0, -1].argmax()
+
+
+def test_rows_of_a_batch_are_continued_alike(model):
+    both = generate(model, torch.tensor([[1, 2], [5, 0]]), 6)
+    assert both.shape == (2, 8)
+    assert torch.equal(both[1], generate(model, torch.tensor([5, 0]), 6))
+
+
+def test_sampling_repeats_with_its_seed_and_leaves_the_global_one_alone(model):
+    state = torch.get_rng_state()
+    first, again, other = (generate(model, [1], 40, temperature=1.0, seed=s) for s in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_in_training_stays_in_training(model):
+    assert model.training
+    generate(model, [1], 2)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda m: generate(m, [], 3), r"prompt_tokens has shape \(0,\)"),
+        (lambda m: generate(m, torch.zeros(1, 1, 1), 3), "prompt_tokens has shape"),
+        (lambda m: generate(m, [1], -1), "num_tokens=-1"),
+        (lambda m: generate(m, [1], 1, temperature=-0.5), "temperature=-0.5"),
+        (lambda m: generate(m, [13], 1), "prompt_tokens range from 13 to 13; vocab_size=13 allows 0 to 12"),
+    ],
+)
+def test_a_prompt_that_cannot_be_continued_is_refused(model, call, says):
+    with pytest.raises(ValueError, match=says):
+        call(model)

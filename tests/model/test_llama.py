@@ -1,0 +1,146 @@
+"""The same numbers as Llama: as written out below, and, where it is installed, as Hugging Face computes them."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from minipar.model import ModelConfig, Transformer
+from tests.strategies import assert_equal_to
+
+SIZES = dict(vocab_size=31, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, hidden_dim=40, max_seq_len=16)
+
+
+def random_model(seed=0, **changes):
+    """Weights far from their initial values, so that every term counts."""
+    model = Transformer(ModelConfig(**{**SIZES, **changes}), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.3 + (p.dim() == 1))
+    return model
+
+
+def llama(w, tokens, config):
+    """Llama's equations for one sequence, token by token and head by head."""
+
+    def norm(x, name):
+        return w[name] * x / torch.sqrt((x * x).mean() + config.norm_eps)
+
+    def turned(x, t):
+        half = config.head_dim // 2
+        frequencies = 1 / config.rope_theta ** (torch.arange(half, dtype=torch.float32) / half)
+        angle = torch.tensor(float(t)) * frequencies  # float32, as Hugging Face has it
+        rotated_half = torch.cat((-x[half:], x[:half]))
+        cos, sin = angle.cos().double().repeat(2), angle.sin().double().repeat(2)
+        return x * cos + rotated_half * sin
+
+    def attention(xs, name):
+        d, group = config.head_dim, config.num_heads // config.num_kv_heads
+        q, k, v = ([w[f"{name}.{n}.weight"] @ x for x in xs] for n in "qkv")
+        outs = []
+        for t in range(len(xs)):
+            heads = []
+            for h in range(config.num_heads):
+                mine, shared = slice(h * d, (h + 1) * d), slice(h // group * d, (h // group + 1) * d)
+                query = turned(q[t][mine], t)
+                scores = torch.stack([query @ turned(k[s][shared], s) / math.sqrt(d) for s in range(t + 1)])
+                heads.append(scores.softmax(0) @ torch.stack([v[s][shared] for s in range(t + 1)]))
+            outs.append(w[f"{name}.o.weight"] @ torch.cat(heads))
+        return outs
+
+    def mlp(x, name):
+        gate, up, down = (w[f"{name}.{n}.weight"] for n in ("gate", "up", "down"))
+        return down @ ((gate @ x) * torch.sigmoid(gate @ x) * (up @ x))
+
+    xs = [w["embedding.weight"][t] for t in tokens]
+    for i in range(config.num_layers):
+        mixed = attention([norm(x, f"layers.{i}.attention_norm.weight") for x in xs], f"layers.{i}.attention")
+        xs = [x + m for x, m in zip(xs, mixed)]
+        xs = [x + mlp(norm(x, f"layers.{i}.mlp_norm.weight"), f"layers.{i}.mlp") for x in xs]
+    head = w.get("head.weight", w["embedding.weight"])
+    return torch.stack([head @ norm(x, "norm.weight") for x in xs])
+
+
+@pytest.mark.parametrize("attention", ["fused", "plain"])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(tie_embeddings=True), dict(num_kv_heads=6, rope_theta=500.0), dict(norm_eps=0.1)]
+)
+def test_logits_and_gradients_are_those_of_llamas_equations(attention, changes):
+    model = random_model(attention=attention, **changes)
+    tokens = torch.randint(31, (2, 7), generator=torch.Generator().manual_seed(1))
+    reference = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    want = torch.stack([llama(reference, row.tolist(), model.config) for row in tokens])
+    logits = model(tokens)
+    assert_equal_to(logits, want, rtol=1e-12)
+    dy = torch.randn(want.shape, dtype=want.dtype)
+    logits.backward(dy), want.backward(dy)
+    for name, p in model.named_parameters():
+        assert_equal_to(p.grad, reference[name].grad, rtol=1e-11, what=name)
+
+
+RENAMED = {
+    r"^embedding\.": "model.embed_tokens.",
+    r"^layers\.": "model.layers.",
+    r"^norm\.": "model.norm.",
+    r"^head\.": "lm_head.",
+    r"attention\.([qkvo])\.": r"self_attn.\1_proj.",
+    r"attention_norm\.": "input_layernorm.",
+    r"mlp_norm\.": "post_attention_layernorm.",
+    r"mlp\.(gate|up|down)\.": r"mlp.\1_proj.",
+}
+
+
+def renamed(name):
+    for pattern, new in RENAMED.items():
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def huggingface_twin(transformers, model):
+    config = model.config
+    twin = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.dim,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            intermediate_size=config.hidden_dim,
+            max_position_embeddings=config.max_seq_len,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            tie_word_embeddings=config.tie_embeddings,
+        )
+    ).to(next(model.parameters()).dtype)
+    weights = {renamed(name): w for name, w in model.state_dict().items()}
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= ({"lm_head.weight"} if config.tie_embeddings else set())
+    return twin
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_weights_exchange_with_hugging_face_by_renaming_alone(tied, dtype, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama
+
+    def norm_in_float64(self, x):  # theirs goes down to float32 even for float64
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    if dtype == torch.float64:
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm_in_float64)
+    model = random_model(tie_embeddings=tied, rope_theta=500.0).to(dtype)
+    twin = huggingface_twin(transformers, model)
+    tokens = torch.randint(31, (2, 16), generator=torch.Generator().manual_seed(1))
+    ours, theirs = model(tokens), twin(tokens).logits
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    print(f"{dtype} tied={tied}: max|ours - theirs| = {(ours - theirs).abs().max():.2e}")
+    assert_equal_to(ours, theirs, rtol=rtol)
+    ours.logsumexp(-1).sum().backward(), theirs.logsumexp(-1).sum().backward()
+    gradients = {name: p.grad for name, p in twin.named_parameters()}
+    for name, p in model.named_parameters():
+        assert_equal_to(p.grad, gradients[renamed(name)], rtol=10 * rtol, what=name)
