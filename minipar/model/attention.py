@@ -47,7 +47,8 @@ class Attention(nn.Module):
     q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
 
     `num_heads` and `num_kv_heads` are what *this module* computes: who cuts q, k, v and o by heads sets them.
-    `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks.
+    `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks; so may
+    `project`, by one that treats the three products of one input together.
     """
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):
@@ -64,11 +65,15 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = rotation(positions, self.head_dim, self.rope_theta, x.dtype)
-        q = rotate(self._heads(self.q(x), self.num_heads), cos, sin)
-        k = rotate(self._heads(self.k(x), self.num_kv_heads), cos, sin)
-        v = self._heads(self.v(x), self.num_kv_heads)
+        q, k, v = self.project(x)
+        q = rotate(self._heads(q, self.num_heads), cos, sin)
+        k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
+        v = self._heads(v, self.num_kv_heads)
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
         return self.o(out.transpose(1, 2).flatten(2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
 
     def _heads(self, x: Tensor, num_heads: int) -> Tensor:
         return x.unflatten(-1, (num_heads, self.head_dim))

@@ -22,7 +22,8 @@ class Block(nn.Module):
     h = x + dropout(attention(norm(x)))
     y = h + dropout(mlp(norm(h)))
 
-    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks.
+    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks. `drop` may be replaced
+    by one that is given a part of the tokens.
     """
 
     def __init__(self, config: ModelConfig, layer: int, seed: int, device=None, dtype=None):
@@ -36,11 +37,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
         mixed = self.attention(self.attention_norm(x), positions)
-        x = x + self._drop(mixed, ATTENTION_SITE, positions, sample_ids, step)
+        x = x + self.drop(mixed, ATTENTION_SITE, positions, sample_ids, step)
         made = self.mlp(self.mlp_norm(x))
-        return x + self._drop(made, MLP_SITE, positions, sample_ids, step)
+        return x + self.drop(made, MLP_SITE, positions, sample_ids, step)
 
-    def _drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not (self.training and self.dropout > 0):
             return x
         return dropout(x, self.dropout, self.seed, step, self.layer, site, sample_ids, positions)

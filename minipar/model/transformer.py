@@ -28,11 +28,14 @@ class Transformer(nn.Module):
     positions   [T] or [B, T]  each token's place in its sample; default 0 ... T-1
     sample_ids  [B]            each row's number in the step's batch; default 0 ... B-1
     step        the training step; with positions, sample_ids and `seed` it decides the dropout masks
+    targets     give them to the last stage, and it returns the sum of cross-entropies in place of the logits
 
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
     `norm.weight` and `head.weight`. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
     last stage that is not the first holds a copy under the name head.weight, and `tied` says of what.
+
+    `finish` and `sequence_length` may be replaced where the head's logits or the hidden states are parts of the whole.
 
     Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
     """
@@ -75,10 +78,15 @@ class Transformer(nn.Module):
         return {"head.weight": "embedding.weight"} if is_copy else {}
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, sample_ids: Tensor | None = None, step: int = 0
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        step: int = 0,
+        targets: Tensor | None = None,
     ) -> Tensor:
         self._check_input(x)
-        B, T = x.shape[:2]
+        B, T = x.shape[0], self.sequence_length(x)
         positions = torch.arange(T, device=x.device) if positions is None else positions
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         _check_shape("positions", positions, [(T,), (B, T)])
@@ -87,11 +95,20 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         for block in self.layers.values():
             x = block(x, positions, sample_ids, step)
-        return self._logits(self.norm(x)) if self.last else x
-
-    def _logits(self, x: Tensor) -> Tensor:
+        if not self.last:
+            return x
+        x = self.norm(x)
         shares = self.first and self.config.tie_embeddings
-        return self.head(x, self.embedding.weight) if shares else self.head(x)
+        logits = self.head(x, self.embedding.weight) if shares else self.head(x)
+        return self.finish(logits, targets)
+
+    def finish(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+        """The logits, or where there are targets the sum of their cross-entropies."""
+        return logits if targets is None else cross_entropy_sum(logits, targets)
+
+    def sequence_length(self, x: Tensor) -> int:
+        """How many tokens a sample has, given this stage's input."""
+        return x.shape[1]
 
     def loss(
         self,
@@ -113,11 +130,10 @@ class Transformer(nn.Module):
         """
         if not self.last:
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
-        _check_shape("targets", targets, [tuple(x.shape[:2])])
+        _check_shape("targets", targets, [(x.shape[0], self.sequence_length(x))])
         if count is None:
             count = (targets != IGNORED).sum()
-        logits = self(x, positions, sample_ids, step)
-        return cross_entropy_sum(logits, targets) / torch.as_tensor(count).clamp(min=1)
+        return self(x, positions, sample_ids, step, targets) / torch.as_tensor(count).clamp(min=1)
 
     def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
         """A stage of this model that starts from *copies* of its present values; this model is left as it is.
@@ -152,9 +168,9 @@ class Transformer(nn.Module):
             raise ValueError(
                 f"hidden is {_describe(x)}; this stage takes floats [B, T, dim={self.config.dim}]"
             )
-        if x.shape[1] > self.config.max_seq_len:
+        if (T := self.sequence_length(x)) > self.config.max_seq_len:
             raise ValueError(
-                f"{x.shape[1]} tokens a sample exceed max_seq_len={self.config.max_seq_len}; "
+                f"{T} tokens a sample exceed max_seq_len={self.config.max_seq_len}; "
                 f"use {self.config.max_seq_len} or fewer"
             )
 
