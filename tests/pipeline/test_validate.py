@@ -45,6 +45,16 @@ def test_a_deadlock_is_refused_with_each_blocked_rank_and_the_cycle():
     assert refusal.value.cycle == (0, 1)
 
 
+def test_a_rank_that_waits_for_a_cycle_is_blocked_but_not_on_it():
+    rank_0 = (F0, Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1))
+    backward_first = (Action("F", 1, 0), Action("B", 1, 0), Action("F", 1, 1), Action("B", 1, 1))
+    forwards_first = (Action("F", 2, 0), Action("F", 2, 1), Action("B", 2, 0), Action("B", 2, 1))
+    with pytest.raises(Deadlock) as refusal:
+        validate(Schedule((rank_0, backward_first, forwards_first), (0, 1, 2), 2))
+    assert set(refusal.value.blocked) == {0, 1, 2}
+    assert refusal.value.cycle == (1, 2)
+
+
 def test_a_rank_that_waits_for_itself_is_a_cycle_of_one():
     schedule = edited(zb_h1(1, 1), 0, list.reverse)
     with pytest.raises(Deadlock, match="rank 0 at W .* needs I .* of rank 0; .*cycle: rank 0 -> rank 0"):
