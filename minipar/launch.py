@@ -37,13 +37,18 @@ def run(
     left a message that nobody received. The next run then gets fresh processes.
     """
     backend = _check_request(fn, world_size, backend, timeout_s)
+    payload = _packed(fn, args)
     pool = _pools.get(backend)
-    if pool is None or pool.size < world_size:
+    if pool is not None and pool.busy:
+        raise ValueError(
+            "run was called while another one is under way; call it again when that one has returned"
+        )
+    if pool is None or pool.size < world_size or not pool.alive():
         if pool is not None:
             pool.close()
         pool = _pools[backend] = Pool(world_size, backend)
     try:
-        return pool.run(dumps((fn, args)), world_size, timeout_s, on_report)
+        return pool.run(payload, world_size, timeout_s, on_report)
     except BaseException:
         _pools.pop(backend).close()
         raise
@@ -93,6 +98,13 @@ def _check_request(fn, world_size, backend, timeout_s) -> str:
     if backend == "nccl" and not torch.cuda.is_available():
         raise ValueError("backend='nccl' needs a GPU, and torch finds none; use gloo")
     return backend
+
+
+def _packed(fn, args) -> bytes:
+    try:
+        return dumps((fn, args))
+    except Exception as error:
+        raise ValueError(f"{fn!r} and its arguments cannot travel to another process: {error}") from error
 
 
 _pools: dict[str, Pool] = {}  # by backend: the one piece of state that outlives a call

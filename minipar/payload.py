@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 import os
 import sys
+import sysconfig
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
 
 import cloudpickle
 import torch
+
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, os.path.dirname(__file__) + os.sep)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
 
 
 class _CompactPickler(cloudpickle.Pickler):
@@ -78,14 +82,13 @@ class Modules:
 def _own_modules():
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and is_own(file):
+        if file and file.endswith(".py") and os.path.isabs(file) and is_own(file):
             yield name, file
 
 
 def is_own(file: str) -> bool:
     """Is this file the caller's: neither Python's, nor installed, nor minipar's?"""
-    libraries = (sys.prefix, sys.base_prefix, str(Path(__file__).parent))
-    return not os.path.abspath(file).startswith(libraries) and not file.startswith("<frozen")
+    return not (any(p in file for p in _INSTALLED) or os.path.abspath(file).startswith(_LIBRARIES))
 
 
 def _stamp(file: str) -> tuple[int, int]:

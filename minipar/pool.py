@@ -18,7 +18,7 @@ from minipar.errors import RankError
 from minipar.payload import Surroundings, dumps, loads
 
 GRACE_S = 0.5  # after a failure, time for the others to report a better cause and what they wait for
-PATIENCE_S = 1.0  # silence after which ranks are asked whether they are stuck
+PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
 
 
 class Pool:
@@ -26,6 +26,7 @@ class Pool:
 
     def __init__(self, size: int, backend: str):
         self.size = size
+        self.busy = False
         self._runs = 0
         self._folder = tempfile.mkdtemp(prefix="minipar-")
         self._pipes, self._processes = [], []
@@ -51,6 +52,7 @@ class Pool:
 
     def run(self, payload: bytes, world_size: int, timeout_s: float, on_report) -> list:
         self._runs += 1
+        self.busy = True
         job = dumps(worker.Job(payload, world_size, self._runs, timeout_s, Surroundings.here()))
         for rank in range(world_size):
             self._pipes[rank].send_bytes(job)
@@ -58,7 +60,12 @@ class Pool:
         accounts = {rank: account for rank, (_, account) in answers.items()}
         if found := surplus(accounts):
             raise RankError(int(found[0].split()[1]), "\n".join(found))
-        return [loads(answers[rank][0]) for rank in range(world_size)]
+        results = [loads(answers[rank][0]) for rank in range(world_size)]
+        self.busy = False  # only now: a pool whose run failed is not used again
+        return results
+
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
         """Stop every process, and leave nothing behind."""
@@ -165,7 +172,8 @@ class _Call:
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
         )
         failure = self._failures[rank]
-        others = {r: status.where for r, status in self._statuses.items()}
+        others = dict.fromkeys(self._answers, "has returned" if answer == "done" else "ready")
+        others |= {r: status.where for r, status in self._statuses.items()}
         others |= {
             r: f.status.where for r, f in self._failures.items() if r != rank and not isinstance(f, str)
         }

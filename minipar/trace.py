@@ -12,6 +12,7 @@ Times are seconds of the machine's monotonic clock, the same clock in every proc
 from __future__ import annotations
 
 import json
+import math
 import time
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -53,25 +54,62 @@ def span(trace: Trace | None, kind: Kind, name: str):
 
 def busy_s(spans, kind: Kind) -> float:
     """Seconds covered by at least one span of this kind."""
-    return sum(end - start for start, end in _union(spans, kind))
+    return _length(_union(spans, kind))
 
 
 def overlap_fraction(spans) -> float:
-    """Of the seconds in which this rank communicated, the part in which it also computed: 0 nothing hidden, 1 all of it."""
-    communicate, compute = _union(spans, "communicate"), _union(spans, "compute")
-    hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in communicate for b in compute)
-    total = sum(end - start for start, end in communicate)
-    return hidden / total if total else 0.0
+    """Of the seconds in which this rank communicated, the part in which it also computed: 0 nothing hidden, 1 all of it.
+
+    A lane does one thing at a time: what it communicates or waits inside one of its own compute spans is not computing.
+    """
+    communicate = _union(spans, "communicate")
+    computing = []
+    for lane in {s.lane for s in spans}:
+        own = [s for s in spans if s.lane == lane]
+        computing += _both(_union(own, "compute"), _gaps(_union(own, "communicate", "wait")))
+    hidden_s, total_s = _length(_both(communicate, _merge(computing))), _length(communicate)
+    return min(1.0, hidden_s / total_s) if total_s else 0.0
 
 
-def _union(spans, kind: Kind) -> list[tuple[float, float]]:
+# Sorted lists of disjoint intervals (start, end) ----------------------------------------------------------------
+
+
+def _union(spans, *kinds: Kind) -> list[tuple[float, float]]:
+    return _merge((s.start_s, s.end_s) for s in spans if s.kind in kinds)
+
+
+def _merge(intervals) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((s.start_s, s.end_s) for s in spans if s.kind == kind):
+    for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
             merged.append((start, end))
     return merged
+
+
+def _gaps(intervals) -> list[tuple[float, float]]:
+    """All of time but these."""
+    edges = [-math.inf, *(t for interval in intervals for t in interval), math.inf]
+    return list(zip(edges[::2], edges[1::2]))
+
+
+def _both(a, b) -> list[tuple[float, float]]:
+    """What is in a and in b."""
+    found, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _length(intervals) -> float:
+    return sum(end - start for start, end in intervals)
 
 
 def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict]:

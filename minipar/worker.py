@@ -168,6 +168,7 @@ class _Lines(io.TextIOBase):
 def _reset_torch() -> None:
     """Nothing an earlier function set may change what this one computes."""
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)  # ranks share the cores

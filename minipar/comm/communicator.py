@@ -112,7 +112,9 @@ class Comm(Collectives):
             return self._link.group
         key = (self.name, self.ranks)
         if key not in self._link.groups:
-            self._link.groups[key] = dist.new_group(sorted(self.ranks), use_local_synchronization=True)
+            self._link.groups[key] = dist.new_group(
+                sorted(self.ranks), timedelta(seconds=self.timeout_s), use_local_synchronization=True
+            )
         return self._link.groups[key]
 
     def report(self, value) -> None:
@@ -213,8 +215,10 @@ class Comm(Collectives):
     def _native(self, collective: str, x: torch.Tensor, **kwargs):
         """torch's own collective on these ranks: what the hand-written ones are measured against."""
         self.traffic.book("native", x.nbytes)
-        x = x.detach().contiguous()
-        return getattr(self, f"_native_{collective}")(self.process_group(), x, **kwargs)
+        x, group = x.detach().contiguous(), self.process_group()
+        # Its own collectives take no deadline, only their group does.
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
+        return getattr(self, f"_native_{collective}")(group, x, **kwargs)
 
     def _native_all_reduce(self, group, x, op, out=None):
         out = x.clone() if out is None else out.copy_(x)
