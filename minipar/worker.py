@@ -171,7 +171,8 @@ def _reset_torch() -> None:
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # the setter imports a compiler, which takes a second
+        torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)  # ranks share the cores
     torch.manual_seed(0)
     random.seed(0)
