@@ -36,7 +36,7 @@ def test_the_share_of_kept_elements_is_one_minus_p(p, seed):
 @pytest.mark.parametrize("word", range(len(KEY)))
 def test_masks_of_neighbouring_seeds_steps_layers_and_sites_are_independent(p, word):
     first = mask(p)
-    for distance in (1, 2, 256):
+    for distance in (1, 2, 256, 2**32):
         other = list(KEY)
         other[word] += distance
         both = first * mask(p, key=tuple(other))
@@ -102,6 +102,19 @@ def test_one_byte_an_element_is_kept_for_the_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
         dropout(x, 0.25, *KEY, torch.arange(2), torch.arange(5))
     assert sum(kept) == x.numel()
+
+
+def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch):
+    keys = []
+
+    def record(x, p, *key_and_place):
+        keys.append((p, *key_and_place[:4]))
+        return x
+
+    monkeypatch.setattr("minipar.model.block.dropout", record)
+    config = ModelConfig(vocab_size=11, dim=8, num_layers=3, num_heads=2, dropout=0.5)
+    Transformer(config, seed=9, layers=[1, 2], last=False)(torch.randint(11, (2, 4)), step=6)
+    assert keys == [(0.5, 9, 6, layer, site) for layer in (1, 2) for site in (0, 1)]
 
 
 def test_a_model_drops_in_training_only_and_by_seed_step_and_sample():
