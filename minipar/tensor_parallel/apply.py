@@ -1,0 +1,167 @@
+"""The recipe: which layer of the model is cut how.
+
+    embedding            rows                                   one all-reduce forward
+    attention            q, k, v by heads; o to match           one all-reduce forward, one backward
+    mlp                  gate, up by features; down to match    one all-reduce forward, one backward
+    head                 rows; the loss over split logits       one all-reduce backward
+    norms                whole on every rank
+
+A layer therefore communicates four times, each time B*T*D elements: whatever happens between a column-parallel and a
+row-parallel matrix happens to features, or heads, that do not know of each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from types import MappingProxyType
+
+from torch import nn
+
+from minipar.comm.chunks import chunk_sizes
+from minipar.errors import divisors, one_of
+from minipar.model.attention import Attention
+from minipar.model.block import Block
+from minipar.model.config import ModelConfig
+from minipar.model.linear import TiedHead
+from minipar.model.mlp import SwiGLU
+from minipar.model.norm import RMSNorm
+from minipar.model.transformer import Transformer
+from minipar.placement import place_whole, placement_of, set_placement
+from minipar.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    project_together,
+    replicate_parameter,
+)
+from minipar.tensor_parallel.sequence import ShardDropout, ShardLength, ShardRMSNorm
+from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelFinish, VocabParallelTiedHead
+
+
+def tensor_parallel(
+    model: Transformer, comm, sequence_parallel: bool = False, pad_vocab: bool = False
+) -> Transformer:
+    """Turn the one-process model, or a stage of it, into this rank's shard of it, in place; returns the model.
+
+    comm               the tp ranks; each calls this with the same model
+    sequence_parallel  between the split matrices each rank holds its own tokens: see `sequence.py`. Hidden states
+                       between stages are then shards [B, T/tp, D], and tp must divide T
+    pad_vocab          where tp does not divide the vocabulary, cut it as if it were padded to a multiple of tp. The
+                       padding is not stored: the last rank has fewer rows, and no logit needs a mask
+
+    `model.loss` never gathers the logits; `model(tokens)` does, for who wants to see them: [B, T, V]. A gradient is
+    complete over tp when autograd delivers it. Every parameter has a placement; see `full_state_dict`.
+
+    Sends, a layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, which gathers the inputs of
+    its column-parallel matrices once more, 10(tp-1)/tp * B*T*D, and the norms' 2 D gradients. Where tp exceeds the
+    key/value heads, ranks that share one sum its gradients.
+    Raises ValueError where tp does not divide what is to be split, before anything is changed.
+    """
+    check_tensor_parallel(model.config, comm.size, pad_vocab)
+    _say_if_padded(model.config.vocab_size, comm)
+    _place(model)
+    if model.first:
+        model.embedding = VocabParallelEmbedding.from_embedding(
+            model.embedding, comm, split_tokens=sequence_parallel, uneven=True
+        )
+    for block in model.layers.values():
+        cut_block(block, comm, sequence_parallel)
+    if model.last:
+        model.norm = cut_norm(model.norm, comm, sequence_parallel)
+        model.head = cut_head(model.head, comm, sequence_parallel)
+        model.finish = VocabParallelFinish(model.config.vocab_size, comm)
+    if sequence_parallel:
+        model.sequence_length = ShardLength(model.first, comm)
+    return model
+
+
+def cut_block(block: Block, comm, sequence_parallel: bool) -> None:
+    """Replace each layer of a block by this rank's part of it."""
+    for name, layer in list(block.named_children()):
+        setattr(block, name, CUTS[type(layer)](layer, comm, sequence_parallel))
+    if sequence_parallel:
+        block.drop = ShardDropout(block, comm)
+
+
+def cut_attention(attention: Attention, comm, sequence_parallel: bool) -> nn.Module:
+    """Give each rank num_heads/tp query heads and the key/value heads these read, shared where there are too few."""
+    kv_shards = min(comm.size, attention.num_kv_heads)
+    column = partial(ColumnParallelLinear.from_linear, comm=comm, tokens_split=sequence_parallel)
+    attention.q = column(attention.q)
+    attention.k = column(attention.k, num_shards=kv_shards)
+    attention.v = column(attention.v, num_shards=kv_shards)
+    attention.o = RowParallelLinear.from_linear(attention.o, comm, split_tokens=sequence_parallel)
+    attention.project = partial(project_together, (attention.q, attention.k, attention.v))
+    attention.num_heads //= comm.size
+    attention.num_kv_heads //= kv_shards
+    return attention
+
+
+def cut_mlp(mlp: SwiGLU, comm, sequence_parallel: bool) -> nn.Module:
+    """Give each rank the same features of gate and up, which meet element by element."""
+    column = partial(ColumnParallelLinear.from_linear, comm=comm, tokens_split=sequence_parallel)
+    mlp.gate, mlp.up = column(mlp.gate), column(mlp.up)
+    mlp.down = RowParallelLinear.from_linear(mlp.down, comm, split_tokens=sequence_parallel)
+    mlp.project = partial(project_together, (mlp.gate, mlp.up))
+    return mlp
+
+
+def cut_norm(norm: RMSNorm, comm, sequence_parallel: bool) -> nn.Module:
+    replicate_parameter(norm.weight)
+    return ShardRMSNorm(norm, comm) if sequence_parallel else norm
+
+
+# How each kind of layer is cut: another kind is another line.
+CUTS = MappingProxyType({Attention: cut_attention, SwiGLU: cut_mlp, RMSNorm: cut_norm})
+
+
+def cut_head(head: nn.Module, comm, sequence_parallel: bool) -> nn.Module:
+    if isinstance(head, TiedHead):
+        return VocabParallelTiedHead(comm, tokens_split=sequence_parallel)
+    return ColumnParallelLinear.from_linear(head, comm, tokens_split=sequence_parallel, uneven=True)
+
+
+def _say_if_padded(vocab_size: int, comm) -> None:
+    if vocab_size % comm.size and comm.rank == 0:
+        padded = -(-vocab_size // comm.size) * comm.size
+        warnings.warn(
+            f"vocab_size={vocab_size} is cut over tp={comm.size} as if padded to {padded}", stacklevel=3
+        )
+
+
+def _place(model: Transformer) -> None:
+    place_whole(model)
+    for name, canonical in model.tied.items():
+        parameter = model.get_parameter(name)
+        set_placement(parameter, placement_of(parameter).tie(canonical))
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
+    """Raise ValueError where a model of these sizes cannot be cut over tp ranks, saying what would work."""
+    legal = legal_sizes(config, pad_vocab)
+    if tp in legal:
+        return
+    advice = f"use {one_of(legal)}"
+    if not pad_vocab and tp in legal_sizes(config, pad_vocab=True):
+        advice += ", or pad_vocab=True"
+    raise ValueError(f"tp={tp} {next(_obstacles(config, tp, pad_vocab))}; {advice}")
+
+
+def legal_sizes(config: ModelConfig, pad_vocab: bool = False) -> list[int]:
+    """Over how many ranks a model of these sizes can be cut."""
+    return [tp for tp in divisors(config.num_heads) if not any(_obstacles(config, tp, pad_vocab))]
+
+
+def _obstacles(config: ModelConfig, tp: int, pad_vocab: bool) -> Iterator[str]:
+    sizes = {"num_heads": config.num_heads, "hidden_dim": config.hidden_dim}
+    if not pad_vocab:
+        sizes["vocab_size"] = config.vocab_size
+    for name, size in sizes.items():
+        if tp < 1 or size % tp:
+            yield f"does not divide {name}={size}"
+    kv = config.num_kv_heads
+    if tp >= 1 and tp % kv and kv % tp:
+        yield f"neither divides num_kv_heads={kv} nor is a multiple of it"
+    if pad_vocab and tp >= 1 and 0 in chunk_sizes(config.vocab_size, tp):
+        yield f"leaves a rank without a row of vocab_size={config.vocab_size}"

@@ -1,0 +1,177 @@
+"""The two ends of a language model with the vocabulary split over ranks: the embedding, and the loss.
+
+The logits are the largest tensor of a training step: [B, T, V], with V around 100,000. They are never whole on any rank:
+all the loss needs of the others' logits is three numbers a token.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3 (the embedding, and the fused loss).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.comm import differentiable
+from minipar.comm.chunks import bounds, chunk_sizes
+from minipar.errors import one_of, require_divides
+from minipar.model.linear import TiedHead
+from minipar.model.transformer import IGNORED
+from minipar.placement import place_whole
+from minipar.tensor_parallel.linear import Matrix, column_parallel, cut_parameter
+from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+
+BLOCK_ELEMS = (
+    1 << 20
+)  # logits turned into probabilities at a time, so that no second tensor of their size is needed
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of the embedding: each rank looks up the tokens it has, and the sum over ranks is every token's row.
+
+    tokens  [B, T] int64 on every rank    w  [V/tp, D], cut as torch.chunk cuts
+    y       [B, T, D] on every rank; with `split_tokens` this rank's tokens [B, T/tp, D]
+
+    backward   dw[v] = sum of dy over the places of token v    local; with `split_tokens` dy is gathered
+
+    Sends 2(tp-1)/tp * B*T*D elements forward; with `split_tokens` half of it forward, half backward.
+    """
+
+    def __init__(self, weight, first_token: int, comm, split_tokens: bool = False):
+        super().__init__()
+        self.weight, self.first_token, self.comm, self.split_tokens = weight, first_token, comm, split_tokens
+
+    @classmethod
+    def from_embedding(
+        cls, embedding, comm, split_tokens: bool = False, uneven: bool = False
+    ) -> VocabParallelEmbedding:
+        """Cut this rank's part out of a whole embedding, the same on every rank; ValueError unless equal, or `uneven`."""
+        if not uneven:
+            require_divides("tp", comm.size, "num_embeddings", embedding.weight.shape[0])
+        place_whole(embedding)
+        first_token = vocab_bounds(embedding.weight.shape[0], comm.size)[comm.rank]
+        return cls(cut_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, split_tokens)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local, elsewhere = _local_tokens(tokens, self.first_token, self.weight.shape[0])
+        y = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
+        if self.split_tokens:
+            return reduce_scatter_tokens(self.comm, y)
+        return differentiable.all_reduce(self.comm, y)
+
+
+class VocabParallelTiedHead(TiedHead):
+    """The head that multiplies by the embedding's rows: x [B, T, D] (or shards of the tokens) -> logits [B, T, V/tp]."""
+
+    def __init__(self, comm, tokens_split: bool = False):
+        super().__init__()
+        self.comm, self.tokens_split = comm, tokens_split
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        (logits,) = column_parallel(self.comm, x, [Matrix(weight, self.deferred)], self.tokens_split)
+        return logits
+
+
+class VocabParallelFinish:
+    """What becomes of the head's logits [B, T, V/tp]: gathered for who asks for logits, a sum of losses in training."""
+
+    def __init__(self, vocab_size: int, comm):
+        self.sizes, self.comm = chunk_sizes(vocab_size, comm.size), comm
+
+    def __call__(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+        if targets is None:
+            return differentiable.gather(self.comm, logits, dim=-1, sizes=self.sizes)
+        return vocab_parallel_cross_entropy(
+            self.comm, logits, targets, reduction="sum", vocab_size=sum(self.sizes)
+        )
+
+
+def vocab_parallel_cross_entropy(
+    comm,
+    logits: Tensor,
+    targets: Tensor,
+    ignore_index: int = IGNORED,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Cross-entropy of logits whose vocabulary is split over `comm`, which never meet; every rank gets the loss.
+
+    logits      [..., V/tp]   this rank's columns, cut as torch.chunk cuts; `vocab_size` is V where tp does not divide it
+    targets     [...]         int64, the same on every rank; those equal to ignore_index count nothing
+    reduction   "mean" over counted targets, "sum", or "none": [...], 0 where ignored
+
+    loss       = log(sum_v e^z_v) - (1-s) z_target - s mean_v z_v        with s = label_smoothing
+    backward     dz_v = (softmax_v - (1-s)[v = target] - s/V) dloss      local
+
+    Sends, by ring all-reduces of N targets, 2(tp-1)/tp * N for the maximum and 2(tp-1)/tp * 2N for the sum of
+    exponentials and the target's logit; 3N with smoothing, for the sum of the logits. In float32 or wider. Gathering the
+    logits instead sends (tp-1)/tp * N*V. Keeps the logits and one number a target.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is unknown; use {one_of(('mean', 'sum', 'none'))}")
+    vocab_size = comm.size * logits.shape[-1] if vocab_size is None else vocab_size
+    first = vocab_bounds(vocab_size, comm.size)[comm.rank]
+    losses = _CrossEntropy.apply(
+        logits.flatten(0, -2), comm, targets.flatten(), first, vocab_size, ignore_index, label_smoothing
+    )
+    if reduction == "none":
+        return losses.view(targets.shape)
+    total = losses.sum()
+    return total if reduction == "sum" else total / (targets != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, comm, targets, first, vocab_size, ignore_index, smoothing):
+        local, elsewhere = _local_tokens(targets, first, logits.shape[1])
+        log_sum, target_logit, mean_logit = _statistics(comm, logits, local, elsewhere, smoothing, vocab_size)
+        counted = targets != ignore_index
+        ctx.save_for_backward(logits, log_sum, local, elsewhere, counted)
+        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
+        return torch.where(counted, log_sum - (1 - smoothing) * target_logit - smoothing * mean_logit, 0.0)
+
+    @staticmethod
+    def backward(ctx, dloss):
+        logits, log_sum, local, elsewhere, counted = ctx.saved_tensors
+        dloss = torch.where(counted, dloss, 0.0)
+        dz = torch.empty_like(logits)
+        for rows in _row_blocks(logits):
+            probabilities = (logits[rows] - log_sum[rows, None]).exp_()
+            if ctx.smoothing:
+                probabilities -= ctx.smoothing / ctx.vocab_size
+            dz[rows] = probabilities.mul_(dloss[rows, None])
+        at_target = torch.where(elsewhere, 0.0, (ctx.smoothing - 1) * dloss)
+        dz.scatter_add_(1, local[:, None], at_target[:, None].to(dz.dtype))
+        return dz, *(None,) * 6
+
+
+def _statistics(comm, logits, local, elsewhere, smoothing, vocab_size) -> tuple[Tensor, Tensor, Tensor]:
+    """Over the whole vocabulary, a number a row: log-sum-exp, the target's logit and, if smoothing asks, the mean."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    peak = comm.all_reduce_(logits.amax(1).to(wide), op="max")
+    sums = logits.new_empty((3 if smoothing else 2, len(logits)), dtype=wide)
+    for rows in _row_blocks(logits):
+        sums[0, rows] = (logits[rows] - peak[rows, None]).exp_().sum(1)
+    sums[1] = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill_(elsewhere, 0.0)
+    if smoothing:
+        sums[2] = logits.sum(1, dtype=wide)
+    comm.all_reduce_(sums)
+    return peak + sums[0].log(), sums[1], sums[-1] / vocab_size
+
+
+def _row_blocks(logits: Tensor) -> list[slice]:
+    step = max(1, BLOCK_ELEMS // max(1, logits.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
+
+
+def _local_tokens(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Tokens as rows of this rank's part, 0 for those that are elsewhere, and which these are."""
+    local = tokens - first
+    elsewhere = (local < 0) | (local >= count)
+    return local.masked_fill(elsewhere, 0), elsewhere
+
+
+def vocab_bounds(vocab_size: int, tp: int) -> list[int]:
+    """Where each rank's part of the vocabulary starts, and where the last one ends."""
+    return bounds(chunk_sizes(vocab_size, tp))
