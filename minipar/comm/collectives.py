@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import torch
@@ -50,6 +51,17 @@ class Collectives:
 
     Gather and scatter act on dim 0. Costs are in the modules of the algorithms.
     """
+
+    preferred: str | None = None
+
+    def using(self, algorithm: str):
+        """This same Comm, with "auto" standing for `algorithm` in every collective that has it; "auto" undoes it."""
+        known = {name for algorithms in ALGORITHMS.values() for name in algorithms} | {"native", "auto"}
+        if algorithm not in known:
+            raise ValueError(f"algorithm={algorithm!r} is unknown; use {one_of(sorted(known))}")
+        other = copy.copy(self)
+        other.preferred = None if algorithm == "auto" else algorithm
+        return other
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
         """The sum (mean, max, min) over ranks of x, on every rank."""
@@ -102,6 +114,8 @@ class Collectives:
 
     def _call(self, collective: str, algorithm: str, async_op: bool, x: torch.Tensor, **kwargs):
         known = ALGORITHMS[collective]
+        if algorithm == "auto" and self.preferred in (*known, "native"):
+            algorithm = self.preferred
         if algorithm == "auto":
             num_bytes = x.nbytes * (
                 self.size if collective == "all_gather" and kwargs["sizes"] is None else 1

@@ -102,6 +102,7 @@ class Comm(Collectives):
                 f"subgroup {name!r} of ranks {ranks}: use distinct ranks below {self.size}, rank {self.rank} among them"
             )
         comm = Comm(self._link, tuple(self.ranks[r] for r in ranks), f"{self.name}/{name}", parent=self)
+        comm.preferred = self.preferred
         if self.device.type == "cuda" and comm.size > 1:
             comm.process_group()
         return comm
