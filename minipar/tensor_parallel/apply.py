@@ -40,7 +40,11 @@ from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelF
 
 
 def tensor_parallel(
-    model: Transformer, comm, sequence_parallel: bool = False, pad_vocab: bool = False
+    model: Transformer,
+    comm,
+    sequence_parallel: bool = False,
+    pad_vocab: bool = False,
+    algorithm: str = "auto",
 ) -> Transformer:
     """Turn the one-process model, or a stage of it, into this rank's shard of it, in place; returns the model.
 
@@ -49,6 +53,7 @@ def tensor_parallel(
                        between stages are then shards [B, T/tp, D], and tp must divide T
     pad_vocab          where tp does not divide the vocabulary, cut it as if it were padded to a multiple of tp. The
                        padding is not stored: the last rank has fewer rows, and no logit needs a mask
+    algorithm          which collectives do the talking
 
     `model.loss` never gathers the logits; `model(tokens)` does, for who wants to see them: [B, T, V]. A gradient is
     complete over tp when autograd delivers it. Every parameter has a placement; see `full_state_dict`.
@@ -59,6 +64,7 @@ def tensor_parallel(
     Raises ValueError where tp does not divide what is to be split, before anything is changed.
     """
     check_tensor_parallel(model.config, comm.size, pad_vocab)
+    comm = comm.using(algorithm) if algorithm != "auto" else comm
     _say_if_padded(model.config.vocab_size, comm)
     _place(model)
     if model.first:
