@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from minipar.comm import halving_doubling, hierarchical, pairwise, ring, tree
+from minipar.comm.chunks import chunk_sizes
 from minipar.errors import one_of
 
 ALGORITHMS = {
@@ -80,13 +81,24 @@ class Collectives:
         self._check_root(root)
         return self._call("reduce", algorithm, async_op, x, root=root, op=op)
 
-    def reduce_scatter(self, x, op: str = "sum", sizes=None, algorithm: str = "auto", async_op: bool = False):
-        """This rank's chunk, along dim 0, of the sum over ranks of x. `sizes`: every rank's, else as torch.chunk cuts."""
-        return self._call("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes)
+    def reduce_scatter(
+        self, x, op: str = "sum", sizes=None, algorithm: str = "auto", async_op: bool = False, out=None
+    ):
+        """This rank's chunk, along dim 0, of the sum over ranks of x. `sizes`: every rank's, else as torch.chunk cuts.
 
-    def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False):
-        """All ranks' x along dim 0. `sizes`: every rank's length, where they differ."""
-        return self._call("all_gather", algorithm, async_op, x, sizes=sizes)
+        `out`, contiguous, is where to put it, if not into a new tensor: that chunk of x itself will do.
+        """
+        own = (sizes or chunk_sizes(x.shape[0], self.size))[self.rank]
+        out = _place(out, x, own)
+        return self._call("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes, out=out)
+
+    def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False, out=None):
+        """All ranks' x along dim 0. `sizes`: every rank's length, where they differ.
+
+        `out`, contiguous, is where to put it, if not into a new tensor; x may be this rank's chunk of it.
+        """
+        out = _place(out, x, sum(sizes or [x.shape[0]] * self.size))
+        return self._call("all_gather", algorithm, async_op, x, sizes=sizes, out=out)
 
     def broadcast(self, x, root: int = 0, algorithm: str = "auto", async_op: bool = False):
         """Rank `root`'s x; the others' has the same shape and dtype and is not read."""
@@ -135,3 +147,15 @@ class Collectives:
     def _check_root(self, root: int) -> None:
         if not 0 <= root < self.size:
             raise ValueError(f"root={root} is not a rank of {self.name!r}; use 0 to {self.size - 1}")
+
+
+def _place(out: torch.Tensor | None, x: torch.Tensor, length: int) -> torch.Tensor | None:
+    """`out`, fit to be written to, or None; ValueError where the result would not fit."""
+    if out is None:
+        return None
+    shape = (length, *x.shape[1:])
+    if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; use a contiguous {x.dtype} {shape}"
+        )
+    return out.detach()

@@ -113,9 +113,7 @@ class Comm(Collectives):
             return self._link.group
         key = (self.name, self.ranks)
         if key not in self._link.groups:
-            self._link.groups[key] = dist.new_group(
-                sorted(self.ranks), timedelta(seconds=self.timeout_s), use_local_synchronization=True
-            )
+            self._link.groups[key] = _named_group(sorted(self.ranks), self.name, self.timeout_s)
         return self._link.groups[key]
 
     def report(self, value) -> None:
@@ -236,25 +234,25 @@ class Comm(Collectives):
         dist.broadcast(out, self.ranks[root], group)
         return out
 
-    def _native_reduce_scatter(self, group, x, op, sizes):
+    def _native_reduce_scatter(self, group, x, op, sizes, out=None):
         sizes = check_sizes(sizes, x.shape[0], self.size, "sizes")
         padded = torch.cat(
             [_pad(chunk, max(sizes)) for chunk in x.split(sizes)]
         )  # it takes equal chunks only
-        out = x.new_empty((max(sizes), *x.shape[1:]))
-        dist.reduce_scatter_tensor(out, padded, _native_op(op, x), group)
-        out = out[: sizes[self.rank]].clone()
-        return out.div_(self.size) if op == "mean" else out
+        padded_own = x.new_empty((max(sizes), *x.shape[1:]))
+        dist.reduce_scatter_tensor(padded_own, padded, _native_op(op, x), group)
+        own = padded_own[: sizes[self.rank]]
+        own = own.clone() if out is None else out.copy_(own)
+        return own.div_(self.size) if op == "mean" else own
 
-    def _native_all_gather(self, group, x, sizes):
+    def _native_all_gather(self, group, x, sizes, out=None):
         sizes = gathered_sizes(self, x, sizes)
-        out = x.new_empty((self.size * max(sizes), *x.shape[1:]))
-        dist.all_gather_into_tensor(out, _pad(x, max(sizes)), group)
-        return (
-            out
-            if min(sizes) == max(sizes)
-            else torch.cat([c[:n] for c, n in zip(out.chunk(self.size), sizes)])
-        )
+        padded = x.new_empty((self.size * max(sizes), *x.shape[1:]))
+        dist.all_gather_into_tensor(padded, _pad(x, max(sizes)), group)
+        chunks = [c[:n] for c, n in zip(padded.chunk(self.size), sizes)]
+        if out is not None:
+            return torch.cat(chunks, out=out)
+        return padded if min(sizes) == max(sizes) else torch.cat(chunks)
 
     def _native_all_to_all(self, group, x, send_sizes, recv_sizes):
         send_sizes, recv_sizes = all_to_all_sizes(self, x, send_sizes, recv_sizes)
@@ -284,6 +282,26 @@ class Comm(Collectives):
             on_wait = partial(trace.add, "wait", f"{kind} {self.name}")
         stream = self._channel.stream
         return stream.submit(operation, on_wait) if async_op else stream.run(operation)
+
+
+def _named_group(ranks: list[int], name: str, timeout_s: float) -> dist.ProcessGroup:
+    """A process group whose members find each other by its name.
+
+    dist.new_group counts instead: how many groups a process has made so far. That hangs where a member has made more
+    than another, as ranks of a pool that serves worlds of several sizes have.
+    """
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.get_backend(),
+        c10d._get_default_store(),
+        group_name=f"{name} {ranks}",
+        timeout=timedelta(seconds=timeout_s),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
 
 def _native_op(op: str, x: torch.Tensor):

@@ -66,7 +66,9 @@ def all_reduce_by_doubling(
     return out
 
 
-def reduce_scatter(comm, x: torch.Tensor, op: str = "sum", sizes=None) -> torch.Tensor:
+def reduce_scatter(
+    comm, x: torch.Tensor, op: str = "sum", sizes=None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rank r's chunk of the sum, x [N, ...] -> [sizes[r], ...]: each step send the half the partner's side will own.
 
     Sends all of x but this rank's chunk where p is a power of two. Elsewhere core rank r also reduces chunk r+q, for
@@ -74,10 +76,10 @@ def reduce_scatter(comm, x: torch.Tensor, op: str = "sum", sizes=None) -> torch.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
     how, core = reduction(op, x.dtype), _core(comm.size)
-    mine = x.new_empty((sizes[comm.rank], *x.shape[1:]))
+    out = x.new_empty((sizes[comm.rank], *x.shape[1:])) if out is None else out
     sums = _fold_in(comm, x.detach().contiguous(), how)
     if sums is None:
-        return comm.recv(mine.shape, mine.dtype, comm.rank - core)
+        return comm.exchange(None, None, out.shape, out.dtype, comm.rank - core, out=out)
     chunks = sums.split(sizes)
     groups = [torch.cat(chunks[r::core]) for r in range(core)]  # chunk r, and with it chunk r + q
     _halve(comm, groups, how)
@@ -86,10 +88,10 @@ def reduce_scatter(comm, x: torch.Tensor, op: str = "sum", sizes=None) -> torch.
         groups[comm.rank].div_(comm.size)
     for chunk in theirs:
         comm.send(chunk, comm.rank + core)
-    return mine.clone()
+    return out.copy_(mine)
 
 
-def all_gather(comm, x: torch.Tensor, sizes=None) -> torch.Tensor:
+def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Every rank's x along dim 0: each step exchange all one has, so that what one has doubles.
 
     Sends p-1 chunks where p is a power of two and all are alike. Elsewhere a rank past q first hands its chunk to rank
@@ -98,7 +100,7 @@ def all_gather(comm, x: torch.Tensor, sizes=None) -> torch.Tensor:
     sizes = gathered_sizes(comm, x, sizes)
     core, rest = _core(comm.size), x.shape[1:]
     edges = bounds(sizes)
-    out = x.new_empty((edges[-1], *rest))
+    out = x.new_empty((edges[-1], *rest)) if out is None else out
     if comm.rank >= core:
         comm.send(x, comm.rank - core)
         return comm.exchange(None, None, out.shape, out.dtype, comm.rank - core, out=out)

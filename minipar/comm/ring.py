@@ -21,30 +21,32 @@ SEGMENT_BYTES = (
 )  # a chunk travels in segments of this size, so that adding one hides the next one's journey
 
 
-def reduce_scatter(comm, x: torch.Tensor, op: str = "sum", sizes=None) -> torch.Tensor:
+def reduce_scatter(
+    comm, x: torch.Tensor, op: str = "sum", sizes=None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rank r's chunk of the sum over ranks of x: x [N, ...] -> [sizes[r], ...], cut along dim 0.
 
     Chunk c starts at rank c+1 and travels once around, growing by one contribution a step, until it ends at rank c.
     Sends all of x but this rank's own chunk: (p-1)/p of it where p divides N. The additions of chunk c run in the order
-    c+1, c+2, ..., c.
+    c+1, c+2, ..., c. `out`, where to put it, may be that chunk of x itself.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
     flat, edges = _flat(x), _edges(sizes, x)
-    own = x.new_empty((sizes[comm.rank], *x.shape[1:]))
+    own = x.new_empty((sizes[comm.rank], *x.shape[1:])) if out is None else out
     _reduce_scatter_into(comm, flat, own.view(-1), edges, reduction(op, x.dtype))
     return own
 
 
-def all_gather(comm, x: torch.Tensor, sizes=None) -> torch.Tensor:
+def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Every rank's x, concatenated along dim 0: x [sizes[r], ...] -> [sum(sizes), ...]; without `sizes`, all are alike.
 
     In each step pass on the chunk received in the one before. Sends every chunk but the right neighbour's: (p-1)/p of
-    the result where all are alike.
+    the result where all are alike. `out`, where to put it, may have x in its place already: then nothing is copied.
     """
     sizes = gathered_sizes(comm, x, sizes)
-    out, edges = x.new_empty((sum(sizes), *x.shape[1:])), _edges(sizes, x)
+    out, edges = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out, _edges(sizes, x)
     flat = out.view(-1)
-    flat[edges[comm.rank] : edges[comm.rank + 1]] = _flat(x)
+    _put(x, flat[edges[comm.rank] : edges[comm.rank + 1]])
     _all_gather_in(comm, flat, edges)
     return out
 
@@ -157,6 +159,12 @@ def _all_gather_in(comm, flat, edges) -> None:
 
 def _receive(comm, out, source):
     return comm.exchange(None, None, out.shape, out.dtype, source, out=out, async_op=True)
+
+
+def _put(x: torch.Tensor, place: torch.Tensor) -> None:
+    """Copy x to its place, unless that is where it is."""
+    if x.data_ptr() != place.data_ptr():
+        place.copy_(_flat(x))
 
 
 def _segments(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
