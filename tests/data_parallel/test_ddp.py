@@ -1,0 +1,439 @@
+"""DDP gives the gradients of one process: over drawn models, buckets, ranks, accumulation; and real bugs turn it red."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import minipar
+from minipar.data_parallel import DDP
+from minipar.data_parallel.buckets import flat_bytes
+from minipar.model import ModelConfig, Transformer, cross_entropy_sum
+from minipar.placement import placement_of
+from minipar.trace import Trace
+from tests.strategies import assert_equal_to, seeds
+
+
+class Case(NamedTuple):
+    seed: int
+    width: int
+    bucket_mb: float
+    reduce: str
+    microbatches: int
+    steps: int
+    set_to_none: bool
+    algorithm: str
+
+
+cases = st.builds(
+    Case,
+    seed=seeds,
+    width=st.integers(1, 9),
+    bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
+    reduce=st.sampled_from(["mean", "sum"]),
+    microbatches=st.integers(1, 3),
+    steps=st.integers(1, 3),
+    set_to_none=st.booleans(),
+    algorithm=st.sampled_from(["auto", "ring", "tree", "native"]),
+)
+
+
+class Net(nn.Module):
+    """Everything that is hard for DDP in one small model: tied, frozen, unused, used on some ranks, a buffer."""
+
+    def __init__(self, width: int, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tied = nn.Linear(width, width, bias=False)
+        self.again = nn.Linear(width, width, bias=False)
+        self.again.weight = self.tied.weight
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.unused = nn.Linear(width, 3)
+        self.on_even_ranks = nn.Linear(width, width)
+        self.out = nn.Linear(width, 2 * width + 1)
+        self.register_buffer("offset", torch.randn(width))
+        self.to(torch.float64)
+
+    def forward(self, x, rank: int):
+        h = torch.tanh(self.again(torch.tanh(self.tied(x + self.offset))))
+        h = self.frozen(h)
+        if rank % 2 == 0:
+            h = h + self.on_even_ranks(h)
+        return self.out(h).square().mean()
+
+
+def batch(case: Case, rank: int, step: int, microbatch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((case.seed, rank, step, microbatch)) % 2**31)
+    return torch.randn(3, case.width, generator=generator, dtype=torch.float64)
+
+
+def train_on_ranks(world, case: Case, wrap=DDP):
+    net = Net(case.width, seed=case.seed + world.rank)  # different on each rank: rank 0's is what counts
+    ddp = wrap(net, world, bucket_mb=case.bucket_mb, first_bucket_mb=case.bucket_mb / 2, reduce=case.reduce,
+               algorithm=case.algorithm)  # fmt: skip
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    for step in range(case.steps):
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        with ddp.no_sync():
+            for microbatch in range(case.microbatches - 1):
+                ddp(batch(case, world.rank, step, microbatch), world.rank).backward()
+        ddp(batch(case, world.rank, step, case.microbatches - 1), world.rank).backward()
+        history.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
+        optimizer.step()
+    return history, net.state_dict()
+
+
+def train_in_one_process(case: Case, size: int):
+    net = Net(case.width, seed=case.seed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    for step in range(case.steps):
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        for microbatch in range(case.microbatches):
+            for rank in range(size):
+                loss = net(batch(case, rank, step, microbatch), rank)
+                (loss / size if case.reduce == "mean" else loss).backward()
+        history.append({n: None if p.grad is None else p.grad.clone() for n, p in net.named_parameters()})
+        optimizer.step()
+    return history, net.state_dict()
+
+
+def assert_same_training(results, case: Case):
+    want_history, want_state = train_in_one_process(case, len(results))
+    for rank, (history, state) in enumerate(results):
+        for step, (got, want) in enumerate(zip(history, want_history)):
+            for name in want:
+                what = f"rank {rank}, step {step}, gradient of {name}"
+                assert (got[name] is None) == (want[name] is None), what
+                if want[name] is not None:
+                    assert_equal_to(got[name], want[name], what=what)
+        for name in want_state:
+            assert_equal_to(state[name], want_state[name], what=f"rank {rank}, {name} at the end")
+
+
+@given(st.integers(1, 8), st.lists(cases, min_size=3, max_size=3))
+def test_ddp_trains_as_one_process_does(size, drawn):
+    results = minipar.run(
+        lambda world, drawn: [train_on_ranks(world, case) for case in drawn],
+        drawn,
+        world_size=size,
+        timeout_s=10,
+    )
+    for i, case in enumerate(drawn):
+        assert_same_training([r[i] for r in results], case)
+
+
+CASE = Case(
+    seed=3,
+    width=5,
+    bucket_mb=1e-4,
+    reduce="mean",
+    microbatches=1,
+    steps=2,
+    set_to_none=True,
+    algorithm="ring",
+)
+
+
+class AveragesTheParameter(DDP):
+    """The hook reduces the parameter it is handed, not its gradient."""
+
+    def _on_gradient(self, param):
+        with torch.no_grad():
+            self.buckets[0].comm.all_reduce_(param, "mean")
+
+
+class NeverWritesBack(DDP):
+    """A copy of the bucket is reduced."""
+
+    def _launch(self, bucket):
+        bucket.flat = bucket.flat.clone()
+        super()._launch(bucket)
+
+
+class DividesTwice(DDP):
+    def _finish(self):
+        super()._finish()
+        for param in self._bucket_of:
+            if param.grad is not None:
+                param.grad /= self.buckets[0].comm.size
+
+
+class ForgetsTheLastBucket(DDP):
+    """A bucket that is not full is never sent."""
+
+    def _finish(self):
+        self._launched = len(self.buckets)
+        super()._finish()
+
+
+@pytest.mark.parametrize(
+    "broken", [AveragesTheParameter, NeverWritesBack, DividesTwice, ForgetsTheLastBucket]
+)
+def test_real_bugs_are_seen(broken):
+    check_training(DDP)
+    # Where one rank reduces what another does not, they wait for each other in vain before they differ.
+    with pytest.raises((AssertionError, minipar.RankError)):
+        check_training(broken)
+
+
+def check_training(wrap):
+    assert_same_training(minipar.run(train_on_ranks, CASE, wrap, world_size=2, timeout_s=10), CASE)
+
+
+# Losses over tokens ------------------------------------------------------------------------------------------------
+
+CONFIG = ModelConfig(vocab_size=17, dim=16, num_layers=2, num_heads=2, max_seq_len=8, tie_embeddings=True)
+
+
+def tokens_and_targets(size: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 17, (2 * size, 8), generator=generator)
+    targets = torch.randint(0, 17, (2 * size, 8), generator=generator)
+    targets[torch.rand(targets.shape, generator=generator) < 0.4] = -100
+    targets[:2] = -100  # rank 0 has no token to count, and still takes part
+    return tokens, targets
+
+
+def language_model_gradients(world, seed: int, mean_of_means: bool):
+    ddp = DDP(
+        Transformer(CONFIG, seed=seed, dtype=torch.float64), world, reduce="mean" if mean_of_means else "sum"
+    )
+    tokens, targets = tokens_and_targets(world.size, seed)
+    count = (targets != -100).sum()
+    mine = slice(2 * world.rank, 2 * world.rank + 2)
+    logits = ddp(tokens[mine])
+    local = (targets[mine] != -100).sum().clamp(min=1)
+    (cross_entropy_sum(logits, targets[mine]) / (local if mean_of_means else count)).backward()
+    return {name: p.grad for name, p in ddp.module.named_parameters()}
+
+
+def assert_same_gradients(grads, model):
+    for name, p in model.named_parameters():
+        assert_equal_to(grads[name], p.grad, what=name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_sum_over_the_global_count_is_the_mean_of_one_process(size):
+    model = Transformer(CONFIG, seed=size, dtype=torch.float64)
+    model.loss(*tokens_and_targets(size, size)).backward()
+    for grads in minipar.run(language_model_gradients, size, False, world_size=size, timeout_s=10):
+        assert_same_gradients(grads, model)
+
+
+def test_a_mean_of_means_is_seen():
+    model = Transformer(CONFIG, seed=2, dtype=torch.float64)
+    model.loss(*tokens_and_targets(2, 2)).backward()
+    grads = minipar.run(language_model_gradients, 2, True, world_size=2, timeout_s=10)[0]
+    with pytest.raises(AssertionError):
+        assert_same_gradients(grads, model)
+
+
+# Order of events ------------------------------------------------------------------------------------------------
+
+
+class WaitsInTheHook(DDP):
+    def _launch(self, bucket):
+        super()._launch(bucket)
+        self._handles[-1].wait()
+
+
+def order_of_events(world, wrap):
+    """The backward of a chain of layers, as a list: gradient i is there, bucket i left, a wait for bucket i."""
+    layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(5)))
+    ddp = wrap(layers, world, bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket a layer
+    events = []
+    all_reduce = world.all_reduce_
+
+    def recorded(x, *args, **kwargs):
+        index = next(i for i, bucket in enumerate(ddp.buckets) if bucket.flat is x)
+        events.append(("left", index))
+        handle = all_reduce(x, *args, **kwargs)
+        wait = handle.wait
+        handle.wait = lambda: (events.append(("wait", index)), wait())[1]
+        return handle
+
+    world.all_reduce_ = recorded
+    for i, layer in enumerate(reversed(layers)):
+        layer.weight.register_hook(lambda grad, i=i: events.append(("gradient", i)))
+    ddp(torch.randn(4, 20)).sum().backward()
+    return events
+
+
+def assert_overlaps(events):
+    last_gradient = max(i for i, (what, _) in enumerate(events) if what == "gradient")
+    first_wait = min(i for i, (what, _) in enumerate(events) if what == "wait")
+    assert events.index(("left", 0)) < last_gradient, "no bucket left before the backward ended"
+    assert first_wait > last_gradient, "the backward waited for a bucket"
+
+
+def test_buckets_leave_during_the_backward_and_nothing_waits_inside_it():
+    for events in minipar.run(order_of_events, DDP, world_size=2, timeout_s=10):
+        assert_overlaps(events)
+        assert [index for what, index in events if what == "left"] == list(range(5))
+
+
+def test_waiting_in_the_hook_is_seen():
+    (events, _) = minipar.run(order_of_events, WaitsInTheHook, world_size=2, timeout_s=10)
+    with pytest.raises(AssertionError, match="waited"):
+        assert_overlaps(events)
+
+
+def communication_during_backward(world):
+    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+    ddp = DDP(layers, world, bucket_mb=0.2, first_bucket_mb=0.2)
+    world.trace = Trace()
+    loss = ddp(torch.randn(64, 300)).sum()
+    with world.trace.span("compute", "backward"):
+        loss.backward()
+    return world.trace.spans
+
+
+def test_all_reduces_run_on_the_comms_own_lane_while_the_backward_computes():
+    for spans in minipar.run(communication_during_backward, world_size=2, timeout_s=10):
+        (backward,) = [s for s in spans if s.kind == "compute"]
+        sent = [s for s in spans if s.kind == "communicate"]
+        assert len(sent) > 5
+        assert all(s.lane != "main" and backward.start_s < s.start_s < backward.end_s for s in sent)
+
+
+# Traffic, memory, edges -------------------------------------------------------------------------------------------
+
+
+def traffic_and_memory(world, width):
+    net = Net(width, 0)
+    ddp = DDP(net, world, bucket_mb=1e-4, first_bucket_mb=1e-4, algorithm="ring")
+    world.traffic.reset()
+    ddp(torch.ones(2, width, dtype=torch.float64), world.rank).backward()
+    storages = {
+        p.grad.untyped_storage().data_ptr(): p.grad.untyped_storage().nbytes()
+        for p in net.parameters()
+        if p.grad is not None
+    }
+    flat = [flat_bytes(b.params, world.size, len(b.flagged)) for b in ddp.buckets]
+    return world.traffic.sent_bytes, dict(world.traffic.by_kind), flat, storages
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_traffic_and_gradient_memory_are_the_formulas(size):
+    for sent, by_kind, flat, storages in minipar.run(traffic_and_memory, 7, world_size=size, timeout_s=10):
+        assert sent == 2 * (size - 1) * sum(flat) // size
+        assert set(by_kind) <= {"all_reduce"}
+        assert sum(storages.values()) <= sum(flat)
+        assert set(storages.values()) <= set(flat)
+
+
+def parameters_on_two_comms(world):
+    pair = world.subgroup([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    ddp = DDP(net, lambda p: pair if p is net[1].weight or p is net[1].bias else world, reduce="sum")
+    ddp(torch.full((1, 4), float(world.rank + 1), dtype=torch.float64)).sum().backward()
+    return net[1].bias.grad.item(), net[0].bias.grad / net[1].weight[0], net[1].weight.detach()
+
+
+def test_each_parameter_is_reduced_over_its_own_comm():
+    results = minipar.run(parameters_on_two_comms, world_size=4, timeout_s=10)
+    assert [bias for bias, _, _ in results] == [2.0] * 4
+    for _, first_over_weight, weight in results:
+        total = sum(w for _, _, w in results)
+        assert_equal_to(first_over_weight * weight[0], total[0])
+
+
+def exception_in_the_middle(world):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    ddp = DDP(net, world)
+    net[0].weight.register_hook(fail := (lambda grad: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        ddp(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
+    net[0].weight._backward_hooks.clear()
+    del fail
+    net.zero_grad()
+    ddp(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
+    return net[1].bias.grad, net[0].weight.grad
+
+
+def test_after_an_exception_in_a_backward_the_next_one_is_synchronised():
+    a, b = minipar.run(exception_in_the_middle, world_size=2, timeout_s=10)
+    assert torch.equal(a[1], b[1])
+    assert torch.equal(a[0], torch.ones(3, dtype=torch.float64))
+
+
+def recomputed(world, use_reentrant):
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return checkpoint(self.net, x, use_reentrant=use_reentrant)
+
+    alone = copy.deepcopy(net)
+    for rank in range(world.size):
+        alone(torch.full((2, 6), rank + 1.0, dtype=torch.float64)).square().sum().backward()
+    x = torch.full((2, 6), world.rank + 1.0, dtype=torch.float64, requires_grad=True)
+    ddp = DDP(Checkpointed(), world, reduce="sum")
+    ddp(x).square().sum().backward()
+    return net[0].weight.grad, alone[0].weight.grad
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_inside(use_reentrant):
+    for got, want in minipar.run(recomputed, use_reentrant, world_size=2, timeout_s=10):
+        assert_equal_to(got, want)
+
+
+def half_precision(world):
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8).bfloat16()
+    ddp = DDP(net, world)
+    out = ddp(torch.full((1, 8), world.rank + 1.0, dtype=torch.bfloat16))
+    out.sum().backward()
+    assert placement_of(net.weight).replicated == {"dp"}
+    return net.weight.grad.float(), net.weight.grad.dtype
+
+
+def test_bf16_gradients_and_the_placement_they_belong_to():
+    for grad, dtype in minipar.run(half_precision, world_size=4, timeout_s=10):
+        assert dtype == torch.bfloat16
+        assert torch.equal(grad, torch.full((8, 8), 2.5))
+
+
+def as_torchs(world):
+    config = ModelConfig(vocab_size=31, dim=32, num_layers=2, num_heads=2, max_seq_len=16)
+    ours = DDP(Transformer(config), world, algorithm="native")
+    theirs = nn.parallel.DistributedDataParallel(Transformer(config), process_group=world.process_group())
+    for ddp in (ours, theirs):
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        for step in range(3):
+            tokens = torch.randint(
+                0, 31, (2, 16), generator=torch.Generator().manual_seed(10 * step + world.rank)
+            )
+            optimizer.zero_grad()
+            F.cross_entropy(ddp(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+    return [(a.detach(), b.detach()) for a, b in zip(ours.parameters(), theirs.parameters())]
+
+
+def test_it_is_a_drop_in_for_torchs_ddp_in_a_plain_loop():
+    for pairs in minipar.run(as_torchs, world_size=2, timeout_s=10):
+        for ours, theirs in pairs:
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"reduce": "max"}, {"bucket_mb": 0}, {"bucket_mb": -1.0}, {"first_bucket_mb": 0}]
+)
+def test_bad_arguments_are_refused_by_name(wrong):
+    comm = minipar.Comm.__new__(minipar.Comm)  # refused before anything is asked of it
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DDP(nn.Linear(2, 2), comm, **wrong)
