@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from minipar.comm import halving_doubling, hierarchical, pairwise, ring, tree
-from minipar.comm.chunks import chunk_sizes
+from minipar.comm.chunks import check_sizes
 from minipar.errors import one_of
 
 ALGORITHMS = {
@@ -88,8 +88,8 @@ class Collectives:
 
         `out`, contiguous, is where to put it, if not into a new tensor: that chunk of x itself will do.
         """
-        own = (sizes or chunk_sizes(x.shape[0], self.size))[self.rank]
-        out = _place(out, x, own)
+        if out is not None:
+            out = _place(out, x, check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank])
         return self._call("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes, out=out)
 
     def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False, out=None):
@@ -97,7 +97,8 @@ class Collectives:
 
         `out`, contiguous, is where to put it, if not into a new tensor; x may be this rank's chunk of it.
         """
-        out = _place(out, x, sum(sizes or [x.shape[0]] * self.size))
+        if out is not None:
+            out = _place(out, x, sum(ring.gathered_sizes(self, x, sizes)))
         return self._call("all_gather", algorithm, async_op, x, sizes=sizes, out=out)
 
     def broadcast(self, x, root: int = 0, algorithm: str = "auto", async_op: bool = False):
@@ -149,10 +150,8 @@ class Collectives:
             raise ValueError(f"root={root} is not a rank of {self.name!r}; use 0 to {self.size - 1}")
 
 
-def _place(out: torch.Tensor | None, x: torch.Tensor, length: int) -> torch.Tensor | None:
-    """`out`, fit to be written to, or None; ValueError where the result would not fit."""
-    if out is None:
-        return None
+def _place(out: torch.Tensor, x: torch.Tensor, length: int) -> torch.Tensor:
+    """`out`, fit to be written to; ValueError where the result would not fit."""
     shape = (length, *x.shape[1:])
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
         raise ValueError(
