@@ -6,6 +6,8 @@ import io
 import os
 import sys
 import sysconfig
+import types
+from importlib import import_module
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +16,7 @@ import cloudpickle
 import torch
 
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, os.path.dirname(__file__) + os.sep)
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen")
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", "<string>")
 
 
 class _CompactPickler(cloudpickle.Pickler):
@@ -32,6 +34,8 @@ class _CompactPickler(cloudpickle.Pickler):
                 copy = torch.nn.Parameter(copy.detach(), obj.requires_grad)
             copy.__dict__.update(obj.__dict__)
             return copy.__reduce_ex__(2)
+        if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
+            return import_module, (obj.__name__,)  # cloudpickle takes torch.ops for one made by hand
         return super().reducer_override(obj)
 
 
@@ -58,25 +62,28 @@ class Surroundings(NamedTuple):
 
 
 class Modules:
-    """The caller's own modules as this process has imported them; edited ones are forgotten, to be imported afresh."""
+    """The caller's own modules as this process has imported them; stale ones are forgotten, to be imported afresh."""
 
     def __init__(self):
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (time, size) of its file when it was imported
+        self._place: tuple | None = None  # where the caller looked for modules
 
     def remember(self) -> None:
         for name, file in _own_modules():
             if name not in self._seen:
                 self._seen[name] = _stamp(file)
 
-    def forget_edited(self) -> None:
-        """Where one of them changed, all go: others may have imported names from it."""
-        own = dict(_own_modules())
-        if any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own):
+    def forget_stale(self, caller: Surroundings) -> None:
+        """Where one was edited, or might now be another file, all go: others may have imported names from it."""
+        own, place = dict(_own_modules()), (caller.path, caller.directory)
+        edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
+        if edited or place != self._place:
             for name, file in own.items():
                 sys.modules.pop(name, None)
                 # An edit of the same length within the same second leaves a byte-code file that looks fresh.
                 Path(cache_from_source(file)).unlink(missing_ok=True)
             self._seen.clear()
+        self._place = place
 
 
 def _own_modules():

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import types
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
 from minipar import worker
@@ -55,7 +55,8 @@ class Pool:
         self.busy = True
         job = dumps(worker.Job(payload, world_size, self._runs, timeout_s, Surroundings.here()))
         for rank in range(world_size):
-            self._pipes[rank].send_bytes(job)
+            with suppress(OSError):  # a process that has ended: its sentinel says how
+                self._pipes[rank].send_bytes(job)
         answers = _Call(self, range(world_size), on_report).wait_for("done")
         accounts = {rank: account for rank, (_, account) in answers.items()}
         if found := surplus(accounts):
@@ -84,6 +85,7 @@ class _Call:
     def __init__(self, pool: Pool, ranks, on_report):
         self._pipes = {pool._pipes[rank]: rank for rank in ranks}
         self._sentinels = {pool._processes[rank].sentinel: rank for rank in ranks}
+        self._size = len(ranks)
         self._processes = pool._processes
         self._on_report = on_report
         self._answers: dict[int, object] = {}
@@ -92,7 +94,7 @@ class _Call:
         self._stuck: dict[int, str] | None = None
 
     def wait_for(self, answer: str) -> dict[int, object]:
-        while len(self._answers) < len(self._pipes):
+        while len(self._answers) < self._size:
             if not self._listen(PATIENCE_S, answer):
                 self._look_for_deadlock()
             if self._failures:
@@ -159,8 +161,7 @@ class _Call:
         why = deadlock(accounts, blocked, set(self._answers))
         if why and why == self._stuck:
             rank = min(why)
-            others = {r: status.where for r, status in self._statuses.items() if r != rank}
-            raise RankError(rank, "deadlock: " + "\n  ".join(why.values()), others)
+            raise RankError(rank, "deadlock: " + "\n  ".join(why.values()), self._others(rank))
         self._stuck = why
 
     def _explain_failure(self, answer: str) -> None:
@@ -172,12 +173,14 @@ class _Call:
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
         )
         failure = self._failures[rank]
-        others = dict.fromkeys(self._answers, "has returned" if answer == "done" else "ready")
+        raise RankError(rank, failure if isinstance(failure, str) else failure.traceback, self._others(rank))
+
+    def _others(self, rank: int) -> dict[int, str]:
+        """What every rank but this one was doing when it was asked, or when it failed."""
+        others = dict.fromkeys(self._answers, "has returned")
         others |= {r: status.where for r, status in self._statuses.items()}
-        others |= {
-            r: f.status.where for r, f in self._failures.items() if r != rank and not isinstance(f, str)
-        }
-        raise RankError(rank, failure if isinstance(failure, str) else failure.traceback, others)
+        others |= {r: f if isinstance(f, str) else f.summary for r, f in self._failures.items()}
+        return {r: what for r, what in others.items() if r != rank}
 
     def _only_secondary(self) -> bool:
         return all(_is_secondary(failure) for failure in self._failures.values())

@@ -46,7 +46,12 @@ class Status(NamedTuple):
 class Failure(NamedTuple):
     traceback: str
     secondary: bool  # only the other end of somebody else's failure
-    status: Status
+    summary: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        last = "".join(traceback.format_exception_only(error)).strip()
+        return cls(_trimmed_traceback(error), isinstance(error, PeerLost), f"failed too: {last}")
 
 
 def main(pipe, rank: int, size: int, backend: str, folder: str) -> None:
@@ -61,8 +66,8 @@ def main(pipe, rank: int, size: int, backend: str, folder: str) -> None:
     sys.stdout, sys.stderr = _Lines(worker, "stdout"), _Lines(worker, "stderr")
     try:
         worker.join(backend, folder)
-    except Exception:
-        worker.tell("failed", Failure(traceback.format_exc(), False, worker.status()))
+    except Exception as error:
+        worker.tell("failed", Failure.of(error))
         return
     worker.tell("ready", None)
     while True:
@@ -105,14 +110,12 @@ class Worker:
 
     def work(self, job: Job) -> None:
         try:
-            result = dumps(self._call(job))
+            answer = "done", (dumps(self._call(job)), self._link.account())
         except BaseException as error:
-            secondary = isinstance(error, PeerLost)
-            self.tell("failed", Failure(_trimmed_traceback(error), secondary, self.status()))
-        else:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            self.tell("done", (result, self._link.account()))
+            answer = "failed", Failure.of(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.tell(*answer)
 
     def _call(self, job: Job):
         self._take_over(job.surroundings)
@@ -129,7 +132,7 @@ class Worker:
             self._modules.remember()
 
     def _take_over(self, caller: Surroundings) -> None:
-        self._modules.forget_edited()
+        self._modules.forget_stale(caller)
         sys.path[:], sys.argv[:] = caller.path, caller.argv
         os.environ.clear()
         os.environ.update(caller.environment, GLOO_SOCKET_IFNAME=_loopback())

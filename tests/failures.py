@@ -1,0 +1,99 @@
+"""Functions that fail on two ranks, each in its own way. Ranks import this file: it is light, and a user's own module."""
+
+import os
+import signal
+import sys
+import threading
+
+import torch
+
+THREE = torch.ones(3)
+
+
+def _receive(world, source, length=3):
+    return world.recv((length,), torch.float32, source)
+
+
+def raises(world):
+    if world.rank == 1:
+        raise KeyError("no such weight")
+    _receive(world, 1)
+
+
+def raises_on_every_rank(world):
+    raise KeyError(f"rank {world.rank} in vain")
+
+
+def is_killed(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _receive(world, 1)
+
+
+def exits_at_once(world):
+    if world.rank == 1:
+        os._exit(3)
+    _receive(world, 1)
+
+
+def asks_to_exit(world):
+    if world.rank == 1:
+        sys.exit("enough")
+    _receive(world, 1)
+
+
+def keeps_another_waiting(world):
+    if world.rank == 1:
+        threading.Event().wait(60)
+    _receive(world, 1)
+
+
+def both_receive_first(world):
+    _receive(world, 1 - world.rank)
+    world.send(THREE, 1 - world.rank)
+
+
+def both_send_first(world):
+    world.send(torch.ones(1 << 20), 1 - world.rank)
+    _receive(world, 1 - world.rank, 1 << 20)
+
+
+def receives_from_one_that_has_returned(world):
+    if world.rank == 0:
+        _receive(world, 1)
+
+
+def sends_to_one_that_has_returned(world):
+    if world.rank == 0:
+        world.send(THREE, 1)
+
+
+def receives_another_size(world):
+    if world.rank == 0:
+        world.send(THREE, 1)
+    else:
+        _receive(world, 0, length=5)
+
+
+def leaves_a_message(world):
+    if world.rank == 0:
+        world.send(THREE, 1, async_op=True)
+
+
+def leaves_a_receive(world):
+    if world.rank == 0:
+        world.recv((3,), torch.float32, 1, async_op=True)
+
+
+def skips_a_collective(world):
+    if world.rank == 0:
+        world.all_reduce(THREE)
+
+
+def skips_a_native_collective(world):
+    if world.rank == 0:
+        world.all_reduce(THREE, algorithm="native")
+
+
+def returns_what_cannot_travel(world):
+    return threading.Lock() if world.rank == 1 else None
