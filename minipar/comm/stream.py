@@ -82,12 +82,12 @@ class ThreadStream:
     def idle(self) -> bool:
         return self._last is None or self._last.done()
 
-    def run(self, operation: Callable):
+    def run(self, operation: Callable, on_wait=None):
         if self.inside():
             return operation()
         self._check_owner()
         if not self.idle():
-            return self.submit(operation).wait()
+            return self.submit(operation, on_wait).wait()
         self._inline = threading.get_ident()
         try:
             return operation()
@@ -136,7 +136,7 @@ class CudaStream:
     def idle(self) -> bool:
         return False  # what is posted must follow what was enqueued before it
 
-    def run(self, operation: Callable):
+    def run(self, operation: Callable, on_wait=None):
         return operation() if self._inside else self.submit(operation).wait()
 
     def submit(self, operation: Callable, on_wait=None) -> CudaHandle:
