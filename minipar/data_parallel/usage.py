@@ -1,0 +1,27 @@
+"""Which parameters did any rank use? What no rank used has no gradient; what some used counts as zero on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+
+def used_anywhere(
+    holders: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
+) -> set[nn.Parameter]:
+    """The parameters used on any of the ranks of their `holders[param].comm`. All ranks know it afterwards.
+
+    Sends, per Comm, an all-reduce of one byte a parameter, rounded up to a multiple of p: 2(p-1)/p of that by ring.
+    """
+    used_here, groups = set(used_here), {}
+    for param, holder in holders.items():
+        groups.setdefault(holder.comm, []).append(param)
+    used = set()
+    for comm, params in groups.items():
+        flags = torch.zeros(-(-len(params) // comm.size) * comm.size, dtype=torch.uint8)
+        flags[: len(params)] = torch.tensor([p in used_here for p in params])
+        flags = comm.all_reduce(flags.to(comm.device), "max", algorithm=algorithm)
+        used |= {p for p, flag in zip(params, flags.tolist()) if flag}
+    return used
