@@ -1,0 +1,55 @@
+"""The text, as bytes, and the batch of a step: a function of the seed and the step alone, whatever the mesh."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Batch(NamedTuple):
+    """All samples of a step: tokens and targets [B, T] int64, and how many targets count."""
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    count: int
+
+
+def load_text(path: Path | None) -> torch.Tensor:
+    """The bytes of a file, or of the Python language reference that CPython ships, as a uint8 tensor.
+
+    Raises ValueError where the file is missing, not a file, not readable, or empty.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        data = "\n".join(topics.values()).encode()
+    else:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise ValueError(f"text={path}: {error.strerror}; give a readable file") from None
+    if not data:
+        raise ValueError(f"text={path} is empty; give a file with more than one sample of text")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def require_samples(text: torch.Tensor, seq_len: int, path: Path | None = None) -> None:
+    """Refuse a text that has not one sample with its targets."""
+    if len(text) < seq_len + 1:
+        raise ValueError(
+            f"text={path} has {len(text)} bytes, fewer than one sample of seq_len={seq_len} and its last target; "
+            f"use seq_len={max(1, len(text) - 1)} or less"
+        )
+
+
+def batch_of_step(text: torch.Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
+    """Samples from places drawn by (seed, step): everybody can make the whole batch, and takes what is theirs."""
+    digest = hashlib.blake2b(f"batch {seed} {step}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+    starts = torch.randint(len(text) - seq_len, (batch_size, 1), generator=generator)
+    samples = text[starts + torch.arange(seq_len + 1)].long()
+    targets = samples[:, 1:].contiguous()
+    return Batch(samples[:, :-1].contiguous(), targets, targets.numel())

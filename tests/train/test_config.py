@@ -1,0 +1,31 @@
+import pytest
+
+from minipar.model import ModelConfig
+from minipar.train import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dp": 0}, "dp=0 is out of range; use 1 or more"),
+        ({"dp": 3}, "dp=3 does not divide batch_size=16; use 1, 2, 4, 8 or 16"),
+        ({"dp": 4, "microbatches": 3}, "microbatches=3 does not divide"),
+        ({"dp": 128, "batch_size": 128}, "makes 128 ranks on one machine; use at most 64"),
+        ({"steps": 0}, "steps=0"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"grad_clip": -1.0}, "grad_clip=-1.0"),
+        ({"dtype": "float8"}, "use float32, float64 or bfloat16"),
+        ({"seq_len": 512}, "seq_len=512 exceeds max_seq_len=256; use 256 or fewer"),
+        ({"model": ModelConfig(vocab_size=100)}, "vocab_size=100 does not hold every byte"),
+    ],
+)
+def test_an_impossible_run_is_refused_with_what_would_work(wrong, says):
+    with pytest.raises(ValueError, match=says.replace(".", r"\.")):
+        TrainConfig(**wrong)
+
+
+def test_the_folder_is_named_after_the_mesh_unless_told(tmp_path):
+    assert str(TrainConfig(dp=4).folder) == "runs/dp4"
+    assert str(TrainConfig(name="mine").folder) == "runs/mine"
+    assert TrainConfig(out=tmp_path, name="mine").folder == tmp_path

@@ -1,0 +1,88 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.placement import Placement, set_placement
+from minipar.train.optim import clip_grad_norm_, count_copies, learning_rate, parameter_groups
+from tests.strategies import assert_equal_to, seeds
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth():
+    rates = [learning_rate(step, 100, 2.0, 10) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert rates[9] == rates[10] == max(rates) == 2.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert learning_rate(100, 100, 2.0, 10) == pytest.approx(0.2)
+    assert learning_rate(0, 5, 1.0, 0) == 1.0
+
+
+def test_matrices_decay_and_vectors_do_not_also_where_a_matrix_is_held_as_a_flat_shard():
+    model = nn.Linear(3, 4)
+    shard = nn.Parameter(torch.zeros(6))
+    set_placement(shard, Placement.whole("w", (3, 4)).flatten_range(0, 6))
+    decays, rests = parameter_groups([*model.named_parameters(), ("shard", shard)], 0.1)
+    assert [id(p) for p in decays["params"]] == [id(model.weight), id(shard)]
+    assert [id(p) for p in rests["params"]] == [id(model.bias)]
+    assert rests["weight_decay"] == 0
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=4), st.floats(0.01, 100), seeds)
+def test_in_one_process_it_is_torchs(sizes, largest, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ours = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in sizes]
+    theirs = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in sizes]
+    for a, b in zip(ours, theirs):
+        a.grad = torch.randn(a.shape, generator=generator, dtype=torch.float64)
+        b.grad = a.grad.clone()
+    norm = clip_grad_norm_(ours, largest)
+    assert_equal_to(norm.double(), nn.utils.clip_grad_norm_(theirs, largest).double(), what="norm")
+    for a, b in zip(ours, theirs):
+        assert_equal_to(a.grad, b.grad)
+
+
+def parts_of_a_model(world, seed):
+    """One matrix split over pairs of ranks, one vector on every rank, a bias on rank 3 alone, an unused one."""
+    generator = torch.Generator().manual_seed(seed)
+    full = {
+        n: torch.randn(s, generator=generator, dtype=torch.float64)
+        for n, s in (("w", (4, 6)), ("v", (5,)), ("b", (3,)))
+    }
+    placements = {
+        "w": Placement.whole("w", (4, 6)).shard(1, world.rank % 2, 2).replicate("dp"),
+        "v": Placement.whole("v", (5,)).replicate("dp", "tp"),
+    }
+    if world.rank == 3:
+        placements["b"] = Placement.whole("b", (3,))
+    params = []
+    for name, placement in placements.items():
+        param = nn.Parameter(torch.zeros(placement.local_shape, dtype=torch.float64))
+        set_placement(param, placement)
+        param.grad = placement.slice_of(full[name]).clone()
+        params.append(param)
+    unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    set_placement(unused, Placement.whole("unused", (2,)))
+    copies = count_copies(params, world)
+    norm = clip_grad_norm_([*params, unused], 1e-3, world)
+    want = torch.stack([x.square().sum() for x in full.values()]).sum().sqrt()
+    return copies, norm, want, params[1].grad, full["v"], unused.grad
+
+
+def test_over_a_mesh_every_part_counts_once():
+    for rank, (copies, norm, want, grad, full, unused) in enumerate(
+        minipar.run(parts_of_a_model, 5, world_size=4, timeout_s=10)
+    ):
+        assert copies == [2, 4, 1][: len(copies)], rank
+        assert_equal_to(norm.double(), want, what="norm")
+        assert_equal_to(grad, full * (1e-3 / (want + 1e-6)))
+        assert unused is None
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_norm_that_is_no_number_scales_nothing(value):
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = torch.tensor([1.0, value])
+    assert not torch.isfinite(clip_grad_norm_([param], 1.0))
+    assert param.grad[0] == 1.0
