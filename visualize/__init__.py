@@ -1,5 +1,9 @@
-"""Pictures of schedules, timelines and losses.
+"""Pictures of schedules, timelines, collectives and losses.
 
+style.py             the colours and axes they share
+trace.py             what each rank did and when
+training.py          the loss of a run, and a reference's
+collectives.py       the ring step by step, and the time collectives take
 pipeline.py          a pipeline's timelines, simulated or measured, as PNG and SVG
 pipeline_text.py     the same as a grid of text
 pipeline_command.py  what `minipar timeline` does

@@ -1,0 +1,45 @@
+"""What the pictures share: colours that all kinds of colour vision tell apart, quiet axes, and how a file is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's hues; RANKS are in an order in which neighbours differ in lightness too.
+BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
+VERMILION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#9a9a9a"
+RANKS = (SKY, VERMILION, YELLOW, BLUE, PURPLE, GREEN, ORANGE, GREY)
+INK, FAINT = "#222222", "#dcdcdc"
+IDLE = {"facecolor": FAINT, "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}  # waiting, bubbles
+SMALL, NORMAL, LARGE = 7.5, 9.0, 11.0  # font sizes
+
+
+def new_figure(width_inches: float, height_inches: float) -> Figure:
+    """A figure outside pyplot's list of open ones, so that drawing leaves no state behind."""
+    return Figure(figsize=(width_inches, height_inches), layout="constrained")
+
+
+def quiet(axes: Axes, grid: str | None = None) -> None:
+    """No box, small ticks, and at most a faint grid along one axis ("x", "y" or "both")."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GREY)
+    axes.tick_params(labelsize=SMALL, color=GREY, length=3)
+    if grid:
+        axes.grid(axis=grid, color=FAINT, linewidth=0.6)
+        axes.set_axisbelow(True)
+
+
+def write(figure: Figure, path: str | Path) -> Path:
+    """Write the figure in the format its suffix names (.png, .svg, .pdf), without a date."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def text_on(colour: str) -> str:
+    """Black or white, whichever reads better on this colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

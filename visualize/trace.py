@@ -1,0 +1,140 @@
+"""A picture of what each rank did and when: computing above, communication below, waiting hatched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from minipar.trace import Span, busy_s, overlap_fraction
+from visualize.style import (
+    BLUE,
+    GREY,
+    IDLE,
+    INK,
+    LARGE,
+    NORMAL,
+    PURPLE,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    text_on,
+    write,
+)
+
+FORWARD, BACKWARD = "#aedcf4", VERMILION  # as in the pictures of pipelines
+COMPUTE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": PURPLE}
+WIDTH_INCHES, LANE_INCHES, GAP_INCHES = 13.0, 0.3, 0.14
+
+
+def draw_trace(
+    spans_by_rank: Mapping[int, Sequence[Span]], path: str | Path, title: str | None = None
+) -> Path:
+    """Write `trace_figure` to a .png, .svg or .pdf; the file written."""
+    return write(trace_figure(spans_by_rank, title), path)
+
+
+def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None = None) -> Figure:
+    """The spans of each rank on one time axis, in milliseconds from the first.
+
+    A rank is a band: its own thread's lane on top (what it computes by name, synchronous communication, waiting), and
+    below it a lane for each Comm that worked beside it. At the right, the part of its communication that was hidden
+    behind computing.
+
+    Raises ValueError where there is nothing to draw.
+    """
+    everything = [s for spans in spans_by_rank.values() for s in spans]
+    if not everything:
+        raise ValueError("no spans to draw; set `world.trace` before the steps to record")
+    origin_s = min(s.start_s for s in everything)
+    length_ms = max((max(s.end_s for s in everything) - origin_s) * 1e3, 1e-3)
+    lanes = {rank: _lanes(spans) for rank, spans in spans_by_rank.items()}
+    height = sum(len(names) * LANE_INCHES + GAP_INCHES for names in lanes.values())
+    figure = new_figure(WIDTH_INCHES, height + 1.2)
+    axes = figure.subplots()
+    top = 0.0
+    for rank, spans in spans_by_rank.items():
+        for lane in lanes[rank]:
+            _draw_lane(axes, [s for s in spans if s.lane == lane], top, origin_s, length_ms)
+            label = f"rank {rank}" if lane == "main" else _short(lane)
+            size, colour = (NORMAL, INK) if lane == "main" else (SMALL, GREY)
+            axes.text(
+                -0.006 * length_ms, top + 0.5, label, ha="right", va="center", fontsize=size, color=colour
+            )
+            top += 1
+        _write_overlap(axes, spans, top - len(lanes[rank]), length_ms)
+        top += GAP_INCHES / LANE_INCHES
+    axes.set(xlim=(0, length_ms), ylim=(top, -0.15), yticks=[], xlabel="milliseconds")
+    quiet(axes, grid="x")
+    axes.spines["left"].set_visible(False)
+    axes.set_title(title or _headline(spans_by_rank, length_ms), loc="left", fontsize=LARGE, pad=10)
+    axes.set_title("communication hidden behind computing", loc="right", fontsize=SMALL, color=GREY)
+    figure.legend(
+        handles=_legend(everything), loc="outside lower center", ncols=8, fontsize=NORMAL, frameon=False
+    )
+    return figure
+
+
+def _lanes(spans: Sequence[Span]) -> list[str]:
+    return list(dict.fromkeys(["main", *(s.lane for s in spans)]))
+
+
+def _draw_lane(axes: Axes, spans: Sequence[Span], top: float, origin_s: float, length_ms: float) -> None:
+    """Longer spans first, so that what they enclose is drawn over them."""
+    for s in sorted(spans, key=lambda s: s.start_s - s.end_s):
+        start, end = (s.start_s - origin_s) * 1e3, (s.end_s - origin_s) * 1e3
+        if s.kind == "wait":
+            axes.broken_barh([(start, end - start)], (top + 0.06, 0.88), **IDLE)
+            continue
+        axes.broken_barh(
+            [(start, end - start)], (top + 0.06, 0.88), facecolor=_colour(s), edgecolor="white", linewidth=0.4
+        )
+        covered_s = min((o.start_s for o in spans if s.start_s < o.start_s < s.end_s), default=s.end_s)
+        _write_name(axes, s, start, (covered_s - origin_s) * 1e3, top, length_ms)
+
+
+def _write_name(axes: Axes, s: Span, start: float, end: float, top: float, length_ms: float) -> None:
+    """In the part that nothing is drawn over, if it fits."""
+    name, points = s.name.split()[0], (end - start) / length_ms * WIDTH_INCHES * 0.85 * 72
+    if points > 0.62 * SMALL * len(name) + 4:
+        style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(_colour(s)))
+        axes.text((start + end) / 2, top + 0.52, name, **style)
+
+
+def _colour(s: Span) -> str:
+    return BLUE if s.kind == "communicate" else COMPUTE.get(s.name, GREY)
+
+
+def _short(lane: str) -> str:
+    """`comm 'world/dp'` -> `dp`: the last part of a Comm's name."""
+    return lane.strip("'").rpartition("/")[2].removeprefix("comm '")
+
+
+def _write_overlap(axes: Axes, spans: Sequence[Span], top: float, length_ms: float) -> None:
+    if busy_s(spans, "communicate"):
+        text = f"{overlap_fraction(spans):.0%}"
+        axes.text(1.006 * length_ms, top + 0.5, text, va="center", fontsize=NORMAL)
+
+
+def _headline(spans_by_rank, length_ms: float) -> str:
+    ranks = len(spans_by_rank)
+    communicating = sum(busy_s(spans, "communicate") for spans in spans_by_rank.values()) / ranks
+    text = f"{ranks} ranks, {length_ms:.1f} ms"
+    return f"{text}; {communicating * 1e3:.1f} ms of communication a rank" if communicating else text
+
+
+def _legend(spans: Sequence[Span]) -> list[Patch]:
+    names = {s.name for s in spans if s.kind == "compute"}
+    handles = [Patch(facecolor=colour, label=name) for name, colour in COMPUTE.items() if name in names]
+    if names - set(COMPUTE):
+        handles.append(Patch(facecolor=GREY, label="other computing"))
+    kinds = {s.kind for s in spans}
+    if "communicate" in kinds:
+        handles.append(Patch(facecolor=BLUE, label="communication"))
+    if "wait" in kinds:
+        handles.append(Patch(**IDLE, label="waiting for it"))
+    return handles

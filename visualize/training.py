@@ -1,0 +1,91 @@
+"""A picture of a training run: loss, learning rate and throughput, and how close a reference came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from visualize.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    LARGE,
+    NORMAL,
+    ORANGE,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    write,
+)
+
+
+def draw_training(
+    metrics: Sequence[Mapping], path: str | Path, reference: Mapping[str, Sequence[float]] | None = None
+) -> Path:
+    """Write `training_figure` to a .png, .svg or .pdf; the file written."""
+    return write(training_figure(metrics, reference), path)
+
+
+def training_figure(
+    metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]] | None = None
+) -> Figure:
+    """The loss over steps and, below it, tokens a second and the learning rate.
+
+    metrics    a mapping a step, with `step` and `loss`, and where known `tokens_per_s` and `lr`
+    reference  other runs by name, as their losses from the first step on: drawn as rings around ours
+    """
+    if not metrics:
+        raise ValueError("no metrics to draw; give those of at least one step")
+    extra = [(key, name) for key, name in _PANELS.items() if key in metrics[0]]
+    figure = new_figure(9.0, 4.0 + (1.7 if extra else 0))
+    top, *below = figure.subfigures(2, 1, height_ratios=(4.0, 1.7)) if extra else [figure]
+    _draw_loss(top.subplots(), metrics, reference or {})
+    for area in below:
+        for axes, (key, (name, colour)) in zip(area.subplots(1, len(extra), squeeze=False)[0], extra):
+            axes.plot([m["step"] for m in metrics], [m[key] for m in metrics], color=colour, linewidth=1.2)
+            axes.set_title(name, loc="left", fontsize=NORMAL)
+            axes.set_ylim(0, 1.1 * max(m[key] for m in metrics))
+            axes.yaxis.set_major_formatter("{x:,g}")
+            quiet(axes, grid="y")
+    return figure
+
+
+_PANELS = {"tokens_per_s": ("tokens a second", GREEN), "lr": ("learning rate", ORANGE)}
+
+
+def _draw_loss(axes: Axes, metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]]) -> None:
+    steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
+    axes.plot(steps, losses, color=BLUE, linewidth=1.6, label="this run", zorder=2)
+    for (name, others), colour in zip(reference.items(), (VERMILION, GREY)):
+        largest = max((abs(a - b) for a, b in zip(losses, others)), default=0.0)
+        label = f"{name} (largest difference in loss {largest:.1e})"
+        axes.plot(
+            steps[: len(others)],
+            others,
+            "o",
+            color=colour,
+            fillstyle="none",
+            markersize=5,
+            label=label,
+            zorder=3,
+        )
+    for step, loss, side in ((steps[0], losses[0], "left"), (steps[-1], losses[-1], "right")):
+        axes.annotate(
+            f"{loss:.3f}",
+            (step, loss),
+            (0, 7),
+            textcoords="offset points",
+            ha=side,
+            fontsize=NORMAL,
+            color=BLUE,
+        )
+    axes.set_xlabel("step", fontsize=SMALL)
+    axes.set_title("loss (nats a token)", loc="left", fontsize=LARGE)
+    axes.margins(y=0.1)
+    if reference:
+        axes.legend(fontsize=NORMAL, frameon=False)
+    quiet(axes, grid="y")
