@@ -85,6 +85,9 @@ def tensor_parallel(
 def cut_block(block: Block, comm, sequence_parallel: bool) -> None:
     """Replace each layer of a block by this rank's part of it."""
     for name, layer in list(block.named_children()):
+        if type(layer) not in CUTS:
+            kinds = one_of(kind.__name__ for kind in CUTS)
+            raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
         setattr(block, name, CUTS[type(layer)](layer, comm, sequence_parallel))
     if sequence_parallel:
         block.drop = ShardDropout(block, comm)

@@ -1,0 +1,65 @@
+"""What the tests of tensor parallelism draw: sizes that tp divides, and the batch they are tried on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+
+from minipar.model import IGNORED, ModelConfig, Transformer
+from tests.strategies import seeds, world_sizes
+
+
+class Case(NamedTuple):
+    config: ModelConfig
+    tp: int
+    sequence_parallel: bool
+    batch: int
+    length: int
+    seed: int
+    algorithm: str = "auto"
+
+    def model(self, **stage) -> Transformer:
+        return Transformer(self.config, self.seed, **stage).double()
+
+    def tokens(self, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of a step, and targets of which about a quarter are ignored."""
+        generator = torch.Generator().manual_seed(self.seed + step)
+        shape, vocab = (self.batch, self.length), self.config.vocab_size
+        tokens, targets = torch.randint(vocab, (2, *shape), generator=generator)
+        return tokens, targets.masked_fill(torch.rand(shape, generator=generator) < 0.25, IGNORED)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+@st.composite
+def cases(draw, tp=world_sizes, sequence_parallel=None):
+    """A small model that tp ranks can cut: as many key/value heads as they divide, or fewer than there are ranks."""
+    tp, few = draw(tp), draw(st.integers(1, 2))
+    short = draw(st.booleans())
+    num_heads = tp * few
+    fitting = [kv for kv in divisors(num_heads) if (tp % kv == 0 if short else kv % tp == 0)]
+    config = ModelConfig(
+        vocab_size=tp * draw(st.integers(2, 4)),
+        dim=num_heads * draw(st.sampled_from([2, 4])),
+        num_layers=draw(st.integers(1, 2)),
+        num_heads=num_heads,
+        num_kv_heads=draw(st.sampled_from(fitting)),
+        hidden_dim=tp * draw(st.integers(1, 4)),
+        max_seq_len=64,
+        tie_embeddings=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.3])),
+        attention=draw(st.sampled_from(["fused", "plain"])),
+    )
+    return Case(
+        config=config,
+        tp=tp,
+        sequence_parallel=draw(st.booleans()) if sequence_parallel is None else sequence_parallel,
+        batch=draw(st.integers(1, 3)),
+        length=tp * draw(st.integers(1, 2)),
+        seed=draw(seeds),
+        algorithm=draw(st.sampled_from(["auto", "ring", "native"])),
+    )

@@ -1,0 +1,160 @@
+"""Bugs that people ship, planted one at a time: the comparison with one process sees each of them."""
+
+import pytest
+import torch
+
+import minipar
+from minipar.comm import differentiable
+from minipar.model import ModelConfig, Transformer
+from minipar.placement import placement_of
+from minipar.tensor_parallel import linear, sequence, tensor_parallel
+from tests.tensor_parallel.strategies import Case
+from tests.tensor_parallel.test_apply import compare_outputs, cut
+
+CONFIG = ModelConfig(
+    vocab_size=8, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=16, dropout=0.2
+)
+
+
+def case(sequence_parallel: bool, tp: int = 2) -> Case:
+    return Case(CONFIG, tp, sequence_parallel, batch=2, length=4, seed=5)
+
+
+def norm_gradients_not_summed(world):
+    sequence.differentiable = type("", (), {**vars(differentiable), "copy": staticmethod(lambda comm, x: x)})
+    return True
+
+
+def output_summed_instead_of_left_split(world):
+    column = linear.column_parallel
+    linear.column_parallel = lambda comm, *args: tuple(
+        differentiable.all_reduce(comm, y) for y in column(comm, *args)
+    )
+    return False
+
+
+def dx_not_summed(world):
+    start = linear._start_dx
+
+    def alone(ctx, *args):
+        ctx.comm = ctx.comm.subgroup([ctx.comm.rank], "alone")
+        return start(ctx, *args)
+
+    linear._start_dx = alone
+    return False
+
+
+def shared_heads_not_summed(world):
+    matrix = linear.ColumnParallelLinear.matrix
+    linear.ColumnParallelLinear.matrix = lambda self: matrix(self)._replace(replicas=None)
+    return False
+
+
+def dropout_by_local_position(world):
+    def local(self, x, site, positions, *args):
+        return self.drop(x, site, positions.narrow(-1, 0, x.shape[1]), *args)
+
+    sequence.ShardDropout.__call__ = local
+    return True
+
+
+def backward_sums_in_place_into_what_it_was_given(world):
+    """A row-parallel output whose gradient is summed, in place, by a careless conjugate of the all-reduce."""
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, comm):
+            ctx.comm = comm
+            return comm.all_reduce(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return ctx.comm.all_reduce_(dy.contiguous()), None
+
+    linear.differentiable = type(
+        "", (), {**vars(differentiable), "all_reduce": staticmethod(lambda comm, x: InPlace.apply(x, comm))}
+    )
+    return False
+
+
+FAULTS = [
+    norm_gradients_not_summed,
+    output_summed_instead_of_left_split,
+    dx_not_summed,
+    shared_heads_not_summed,
+    dropout_by_local_position,
+    backward_sums_in_place_into_what_it_was_given,
+]
+
+
+def seen(world, fault) -> str:
+    """What the comparison says with the fault in; the run's modules are put back, as ranks outlive a call."""
+    kept = [(owner, dict(vars(owner))) for owner in (linear, sequence)]
+    classes = [(c, dict(vars(c))) for c in (linear.ColumnParallelLinear, sequence.ShardDropout)]
+    try:
+        compare_outputs(world, case(fault(world), world.size))
+        return "nothing"
+    except AssertionError as error:
+        return str(error)
+    finally:
+        for owner, names in kept:
+            vars(owner).update(names)
+        for owner, names in classes:
+            for name in ("matrix", "__call__"):
+                if name in names:
+                    setattr(owner, name, names[name])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_bug_is_seen(fault):
+    said = minipar.run(seen, fault, world_size=4, timeout_s=10)
+    assert any("max|a - b|" in line or "shape" in line for line in said), said
+
+
+def test_without_a_bug_nothing_is_seen():
+    for sequence_parallel in (False, True):
+        assert (
+            minipar.run(seen, lambda world, sp=sequence_parallel: sp, world_size=4, timeout_s=10)
+            == ["nothing"] * 4
+        )
+
+
+def initial(world, how: str) -> str:
+    """Initialise shards the wrong way, and hold them to what one process starts from."""
+    oracle = dict(case(False).model().named_parameters())
+    model = cut(case(False), world)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        placement = placement_of(parameter)
+        if how == "one seed":
+            shape, scale = parameter.shape, 0.02
+        else:  # the fan-in of the shard
+            shape, scale = parameter.shape, parameter.shape[-1] ** -0.5
+        if parameter.dim() == 2 and placement.length != placement.global_shape:
+            parameter.data = torch.randn(shape, dtype=torch.float64) * scale
+    weight = model.layers["0"].attention.o.weight
+    columns = world.all_gather(weight.detach().t().contiguous()).chunk(world.size)
+    if how == "one seed" and torch.equal(columns[0], columns[-1]):
+        return "equal shards"
+    ratio = weight.std() * oracle["layers.0.attention.o.weight"].shape[1] ** 0.5
+    return f"{ratio:.1f}"
+
+
+def test_shards_from_one_seed_are_copies_and_are_noticed():
+    assert minipar.run(initial, "one seed", world_size=4, timeout_s=10) == ["equal shards"] * 4
+
+
+def ours(world) -> bool:
+    model = tensor_parallel(Transformer(CONFIG, seed=1), world)
+    weight = model.layers["0"].attention.o.weight.detach().t().contiguous()
+    columns = world.all_gather(weight).chunk(world.size)
+    return not any(torch.equal(columns[0], other) for other in columns[1:])
+
+
+def test_our_shards_are_parts_of_one_initial_weight():
+    assert all(minipar.run(ours, world_size=4, timeout_s=10))
+
+
+def test_a_shard_s_own_fan_in_makes_weights_sqrt_tp_too_large():
+    for ratio in minipar.run(initial, "fan-in", world_size=4, timeout_s=10):
+        assert 1.7 < float(ratio) < 2.3

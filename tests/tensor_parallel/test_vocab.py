@@ -1,0 +1,145 @@
+"""The embedding and the loss over a split vocabulary are those over the whole one, without ever making it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.placement import placement_of
+from minipar.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from minipar.tensor_parallel.vocab import vocab_bounds
+from tests.strategies import assert_equal_to, seeds, world_sizes
+
+
+def embed(world, vocab: int, dim: int, batch: int, length: int, split_tokens: bool, seed: int) -> None:
+    torch.manual_seed(seed)
+    whole = nn.Embedding(vocab, dim, dtype=torch.float64)
+    tokens = torch.randint(vocab, (batch, length))
+    dy = torch.randn(batch, length, dim, dtype=torch.float64)
+    y = whole(tokens)
+    y.backward(dy)
+    cut = VocabParallelEmbedding.from_embedding(whole, world, split_tokens, uneven=True)
+    mine = slice(world.rank * length // world.size, (world.rank + 1) * length // world.size)
+    mine = mine if split_tokens else slice(None)
+    out = cut(tokens)
+    assert torch.equal(out, y[:, mine])  # one rank adds the row and the others zeros
+    out.backward(dy[:, mine])
+    assert_equal_to(cut.weight.grad, placement_of(cut.weight).slice_of(whole.weight.grad), what="dw")
+
+
+@given(st.data(), world_sizes)
+def test_the_split_embedding_is_the_embedding(data, tp):
+    vocab = data.draw(st.integers(1, 3)) * tp - data.draw(st.integers(0, 1)) * (tp > 2)
+    if 0 in [b - a for a, b in zip(vocab_bounds(vocab, tp), vocab_bounds(vocab, tp)[1:])]:
+        vocab = tp
+    draws = [data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2)), tp * data.draw(st.integers(1, 3))]
+    minipar.run(embed, vocab, *draws, data.draw(st.booleans()), data.draw(seeds), world_size=tp, timeout_s=10)
+
+
+def lose(
+    world, vocab: int, shape, ignored: float, smoothing: float, reduction: str, scale: float, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = (torch.randn(*shape, vocab, dtype=torch.float64) * scale).requires_grad_()
+    targets = torch.randint(vocab, shape)
+    targets[torch.rand(shape) < ignored] = -100
+    flat = logits.flatten(0, -2), targets.flatten()
+    want = F.cross_entropy(*flat, label_smoothing=smoothing, reduction=reduction)
+    want = want.view(shape) if reduction == "none" else want
+    weights = torch.randn_like(want)
+    (want * weights).sum().backward()
+    edges = vocab_bounds(vocab, world.size)
+    mine = logits.detach()[..., edges[world.rank] : edges[world.rank + 1]].requires_grad_()
+    loss = vocab_parallel_cross_entropy(
+        world, mine, targets, label_smoothing=smoothing, reduction=reduction, vocab_size=vocab
+    )
+    assert torch.equal(loss.isnan(), want.isnan())
+    assert_equal_to(loss.detach().nan_to_num(), want.detach().nan_to_num(), what="loss")
+    (loss * weights).sum().backward()
+    want_gradient = logits.grad[..., edges[world.rank] : edges[world.rank + 1]]
+    assert_equal_to(mine.grad.nan_to_num(), want_gradient.nan_to_num(), what="dlogits")
+
+
+@given(st.data(), world_sizes)
+def test_the_split_loss_is_torch_s(data, tp):
+    vocab = data.draw(st.integers(1, 4)) * tp + (1 if tp == 2 else 0)
+    minipar.run(
+        lose,
+        vocab,
+        data.draw(st.sampled_from([(5,), (2, 3), (1, 1)])),
+        data.draw(st.sampled_from([0.0, 0.4, 1.0])),
+        data.draw(st.sampled_from([0.0, 0.1, 1.0])),
+        data.draw(st.sampled_from(["mean", "sum", "none"])),
+        data.draw(
+            st.sampled_from([1.0, 300.0])
+        ),  # exponentials that overflow unless the maximum is subtracted
+        data.draw(seeds),
+        world_size=tp,
+        timeout_s=10,
+    )
+
+
+def long_rows(world) -> None:
+    """More logits than are turned into probabilities at a time."""
+    lose(world, 1 << 16, (2, 40), 0.2, 0.1, "mean", 1.0, 0)
+
+
+def test_many_logits_are_worked_off_in_blocks():
+    minipar.run(long_rows, world_size=2, timeout_s=10)
+
+
+def half_precision(world) -> tuple:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 64, dtype=torch.bfloat16)
+    targets = torch.randint(64, (6,))
+    mine = logits.chunk(world.size, 1)[world.rank].requires_grad_()
+    loss = vocab_parallel_cross_entropy(world, mine, targets)
+    loss.backward()
+    return loss.detach(), F.cross_entropy(logits.float(), targets), mine.grad.dtype
+
+
+def test_half_precision_logits_are_summed_in_single():
+    loss, want, dtype = minipar.run(half_precision, world_size=4, timeout_s=10)[0]
+    assert loss.dtype == torch.float32
+    assert dtype == torch.bfloat16
+    assert_equal_to(loss, want, rtol=1e-6, what="loss")
+
+
+def refuse(world) -> list[str]:
+    lines = []
+    for attempt in (
+        lambda: vocab_parallel_cross_entropy(
+            world, torch.zeros(1, 2), torch.zeros(1).long(), reduction="max"
+        ),
+        lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(9, 2), world),
+    ):
+        with pytest.raises(ValueError) as error:
+            attempt()
+        lines.append(str(error.value))
+    return lines
+
+
+def test_bad_requests_are_refused_with_what_would_work():
+    assert minipar.run(refuse, world_size=2, timeout_s=10)[0] == [
+        "reduction='max' is unknown; use mean, sum or none",
+        "tp=2 does not divide num_embeddings=9; use 1, 3 or 9",
+    ]
+
+
+def sent_by_the_loss(world, smoothing: float) -> tuple[int, int]:
+    comm = world.using("ring")
+    logits = torch.randn(24, 8, dtype=torch.float64, requires_grad=True)
+    comm.traffic.reset()
+    loss = vocab_parallel_cross_entropy(comm, logits, torch.randint(8, (24,)), label_smoothing=smoothing)
+    loss.backward()
+    return comm.traffic.sent_bytes
+
+
+@pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 3), (0.1, 4)])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_the_loss_sends_three_numbers_a_target(tp, smoothing, numbers):
+    want = 2 * (tp - 1) * numbers * 24 * 8 // tp
+    assert minipar.run(sent_by_the_loss, smoothing, world_size=tp, timeout_s=10) == [want] * tp
