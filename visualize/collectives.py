@@ -1,0 +1,185 @@
+"""Pictures of collectives: which sums travel around a ring, step by step, and how long each algorithm takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from visualize.style import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LARGE,
+    NORMAL,
+    ORANGE,
+    PURPLE,
+    RANKS,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    write,
+)
+
+State = tuple[
+    tuple[frozenset[int], ...], ...
+]  # [rank][chunk]: whose contributions this rank's copy of it sums
+
+
+class Step(NamedTuple):
+    """One step of a ring all-reduce: rank r sends chunk sends[r] to its right; and what each rank holds after it."""
+
+    phase: str  # "reduce-scatter" or "all-gather"
+    sends: tuple[int, ...]
+    after: State
+
+
+def ring_start(p: int) -> State:
+    return tuple(tuple(frozenset([rank]) for _ in range(p)) for rank in range(p))
+
+
+def ring_steps(p: int) -> Iterator[Step]:
+    """The 2(p-1) steps of a ring all-reduce over p ranks, as `minipar.comm.ring` takes them.
+
+    In step s = 1, 2, ... rank r sends chunk r - s (mod p); what arrives is added to the own part in the first p-1
+    steps, and replaces it afterwards.
+    """
+    held = ring_start(p)
+    for step in range(1, 2 * p - 1):
+        sends = tuple((rank - step) % p for rank in range(p))
+        after = [list(chunks) for chunks in held]
+        for rank in range(p):
+            left = (rank - 1) % p
+            after[rank][sends[left]] |= held[left][sends[left]]
+        held = tuple(map(tuple, after))
+        yield Step("reduce-scatter" if step < p else "all-gather", sends, held)
+
+
+# Step by step -----------------------------------------------------------------------------------------------------
+
+
+def draw_ring(p: int, path: str | Path) -> Path:
+    """Write small multiples of a ring all-reduce over p ranks, a panel a step; the file written.
+
+    A row is a rank, a box one chunk of its vector, and the colours in it the ranks whose contributions it sums. A
+    heavy frame marks what has just arrived, a whole box the complete sum.
+    """
+    check_ring(p)
+    steps = list(ring_steps(p))
+    figure = new_figure(2.3 * p + 0.6, 2 * (0.36 * p + 0.75) + 0.4)
+    grid = figure.subplots(2, p)
+    _draw_state(grid[0][0], ring_start(p), None)
+    grid[0][0].set_title("start", loc="left", fontsize=NORMAL)
+    for number, step in enumerate(steps):
+        axes = grid[number // (p - 1)][number % (p - 1) + 1]
+        _draw_state(axes, step.after, step.sends)
+        axes.set_title(f"{number + 1}  {step.phase}", loc="left", fontsize=NORMAL)
+    _draw_key(grid[1][0], p)
+    figure.suptitle(f"ring all-reduce over {p} ranks: {2 * (p - 1)} steps of one chunk each", fontsize=LARGE)
+    return write(figure, path)
+
+
+def _draw_state(axes: Axes, state: State, sends: Sequence[int] | None) -> None:
+    p = len(state)
+    for rank, chunks in enumerate(state):
+        arrived = None if sends is None else sends[(rank - 1) % p]
+        for chunk, summed in enumerate(chunks):
+            draw_chunk(axes, chunk, rank, 0.9, 0.72, summed, p, heavy=chunk == arrived)
+    axes.set(xlim=(-0.02, p), ylim=(p - 0.1, -0.1))
+    axes.set_yticks([rank + 0.36 for rank in range(p)], [f"rank {rank}" for rank in range(p)], fontsize=SMALL)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def draw_chunk(
+    axes: Axes, x: float, y: float, width: float, height: float, summed, p: int, heavy=False
+) -> None:
+    """A box with a stripe in the colour of each rank in the sum."""
+    stripe = width / p
+    for rank in range(p):
+        colour = RANKS[rank % len(RANKS)] if rank in summed else "white"
+        axes.add_patch(Rectangle((x + rank * stripe, y), stripe, height, facecolor=colour, linewidth=0))
+    edge = dict(edgecolor=INK, linewidth=1.8) if heavy else dict(edgecolor=GREY, linewidth=0.6)
+    axes.add_patch(Rectangle((x, y), width, height, facecolor="none", zorder=3 if heavy else 2, **edge))
+
+
+def _draw_key(axes: Axes, p: int) -> None:
+    axes.axis("off")
+    axes.set(xlim=(-0.02, p), ylim=(p - 0.1, -0.1))
+    for rank in range(p):
+        draw_chunk(axes, 0, rank, 0.9, 0.72, {rank}, p)
+        axes.text(1.05, rank + 0.36, f"rank {rank}'s contribution", va="center", fontsize=SMALL)
+
+
+def check_ring(p: int) -> None:
+    if not 2 <= p <= len(RANKS):
+        raise ValueError(f"p={p} ranks make no picture; use 2 to {len(RANKS)}")
+
+
+# How long they take -----------------------------------------------------------------------------------------------
+
+CURVES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY)
+
+
+def draw_alpha_beta(
+    points: Mapping[str, Sequence[tuple[int, float]]],
+    fits: Mapping[str, Callable[[int], float]],
+    path: str | Path,
+    num_ranks: int | None = None,
+) -> Path:
+    """Write measured times of all-reduce algorithms over the vector's bytes, with the cost model through them.
+
+    points     algorithm -> (bytes of the vector, seconds) as measured: dots
+    fits       algorithm -> seconds of a number of bytes, by its alpha-beta formula: lines
+    num_ranks  draws a second panel: bus bandwidth, 2(p-1)/p bytes / seconds
+    """
+    figure = new_figure(11.0 if num_ranks else 6.5, 4.2)
+    panels = figure.subplots(1, 2 if num_ranks else 1, squeeze=False)[0]
+    sizes = sorted({num_bytes for measured in points.values() for num_bytes, _ in measured})
+    for (name, measured), colour in zip(points.items(), CURVES):
+        curve = [(n, fits[name](n)) for n in sizes] if name in fits else []
+        for axes, value in zip(panels, (_milliseconds, _bus_bandwidth(num_ranks))):
+            axes.plot([n for n, _ in curve], [value(*xy) for xy in curve], color=colour, linewidth=1.4)
+            axes.plot(
+                [n for n, _ in measured],
+                [value(*xy) for xy in measured],
+                "o",
+                color=colour,
+                ms=4.5,
+                label=name,
+            )
+    panels[0].set_title("time of one all-reduce, ms", loc="left", fontsize=NORMAL)
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    if num_ranks:
+        panels[1].set_title("bus bandwidth, GB/s", loc="left", fontsize=NORMAL)
+    for axes in panels:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes[::2], [_readable(n) for n in sizes[::2]])
+        axes.minorticks_off()
+        quiet(axes, grid="both")
+    panels[0].legend(
+        fontsize=NORMAL, frameon=False, title="dots measured, lines alpha-beta model", title_fontsize=SMALL
+    )
+    return write(figure, path)
+
+
+def _milliseconds(num_bytes: int, seconds: float) -> float:
+    return 1e3 * seconds
+
+
+def _bus_bandwidth(p: int | None):
+    return lambda num_bytes, seconds: 2 * (p - 1) / p * num_bytes / seconds / 1e9
+
+
+def _readable(num_bytes: int) -> str:
+    for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:g} {unit}"
+    return f"{num_bytes} B"
