@@ -1,0 +1,48 @@
+"""What a layer keeps for its backward, counted from the tensors autograd saves, is what the formula says."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minipar
+from minipar.model import ModelConfig
+from minipar.tensor_parallel import layer_activation_bytes, tensor_parallel
+from tests.tensor_parallel.strategies import Case, cases
+
+
+def saved_bytes(world, case: Case, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that one layer's graph keeps, parameters apart."""
+    model = tensor_parallel(case.model().to(dtype), world, case.sequence_parallel)
+    block, parameters = model.layers["0"], {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = case.length // (world.size if case.sequence_parallel else 1)
+    x = torch.randn(case.batch, tokens, case.config.dim, dtype=dtype, requires_grad=True)
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that no later one gets the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = block(x, torch.arange(case.length), torch.arange(case.batch))
+    assert y.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@given(cases(), st.sampled_from([torch.float32, torch.float64]))
+def test_a_layer_keeps_what_the_formula_says(case, dtype):
+    want = layer_activation_bytes(
+        case.config, case.batch, case.length, case.tp, case.sequence_parallel, dtype
+    )
+    kept = minipar.run(saved_bytes, case, dtype, world_size=case.tp, timeout_s=10)
+    assert kept == [want] * case.tp
+
+
+def test_in_round_numbers_a_layer_keeps_6_parts_whole_and_20_split():
+    """D (6 + 20/tp) a token, and 26 D/tp with sequence parallelism, but for what is small beside D."""
+    config = ModelConfig(dim=4096, num_layers=1, num_heads=32, hidden_dim=4 * 4096, vocab_size=8)
+    for tp in (1, 2, 4, 8):
+        for sequence_parallel, parts in ((False, 6 + 20 / tp), (True, 26 / tp)):
+            kept = layer_activation_bytes(config, 8, 1024, tp, sequence_parallel)
+            assert abs(kept / (8 * 1024 * 4 * 4096) / parts - 1) < 0.005
