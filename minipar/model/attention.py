@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, and two functions that compute its core."""
+"""Causal self-attention with grouped queries, and the functions that compute its core."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.model.config import ModelConfig
+from minipar.model.flash import flash_attention
 from minipar.model.linear import Linear
+from minipar.model.mask import whole_mask
 from minipar.model.rope import rotate, rotation
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, positions: Tensor | None = None
+) -> Tensor:
     """Attention as it is defined: out = softmax(q k^T / sqrt(head_dim)) v, written out.
 
-    q, out  [B, H, T, head_dim]
-    k, v    [B, H/g, S, head_dim]    each serves g neighbouring query heads
+    q, out     [B, H, T, head_dim]
+    k, v       [B, H/g, S, head_dim]    each serves g neighbouring query heads
+    positions  None, or [T] or [B, T]   each token's place in its document: it sees its own document only
 
     `causal`: the query of index i sees the keys of index up to i.
     Keeps B*H*T*S probabilities for the backward.
@@ -26,18 +31,26 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Ten
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if causal:
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(unseen, -math.inf)
+        hidden = whole_mask(q.shape[2], k.shape[2], causal, positions).hidden()
+        scores = scores.masked_fill(hidden.to(q.device), -math.inf)
     return scores.softmax(-1) @ v
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-    """`plain_attention` by torch's fused kernels, which keep a number a query instead of the probabilities."""
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, positions: Tensor | None = None
+) -> Tensor:
+    """`plain_attention` by torch's fused kernels, which keep a number a query instead of the probabilities.
+
+    For documents they need the mask, T*S bytes; `flash_attention` does not.
+    """
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    if positions is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    seen = ~whole_mask(q.shape[2], k.shape[2], causal, positions).hidden().to(q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
-CORES = {"plain": plain_attention, "fused": fused_attention}
+CORES = {"plain": plain_attention, "fused": fused_attention, "flash": flash_attention}
 
 
 class Attention(nn.Module):
@@ -48,14 +61,15 @@ class Attention(nn.Module):
 
     `num_heads` and `num_kv_heads` are what *this module* computes: who cuts q, k, v and o by heads sets them.
     `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks; so may
-    `project`, by one that treats the three products of one input together.
+    `project`, by one that treats the three products of one input together. Where samples hold documents, `core` is
+    given the `positions` too.
     """
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
-        self.core = CORES[config.attention]
+        self.documents, self.core = config.documents, CORES[config.attention]
         factory = {"device": device, "dtype": dtype}
         kv_dim = config.num_kv_heads * config.head_dim
         self.q = Linear(config.dim, config.dim, **factory)
@@ -69,7 +83,8 @@ class Attention(nn.Module):
         q = rotate(self._heads(q, self.num_heads), cos, sin)
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
         v = self._heads(v, self.num_kv_heads)
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True)
+        of_documents = {"positions": positions} if self.documents else {}
+        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **of_documents)
         return self.o(out.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

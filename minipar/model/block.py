@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minipar.model.attention import Attention
+from minipar.model.balance import carry
 from minipar.model.config import ModelConfig
 from minipar.model.dropout import dropout
 from minipar.model.mlp import SwiGLU
+from minipar.model.moe import SwitchMoE
 from minipar.model.norm import RMSNorm
 
 ATTENTION_SITE, MLP_SITE = 0, 1  # where in a layer a dropout mask is for
@@ -20,7 +22,7 @@ class Block(nn.Module):
     positions  [T] or [B, T]    sample_ids  [B]
 
     h = x + dropout(attention(norm(x)))
-    y = h + dropout(mlp(norm(h)))
+    y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses y carries
 
     `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks. `drop` may be replaced
     by one that is given a part of the tokens.
@@ -33,13 +35,23 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, **factory)
         self.attention = Attention(config, **factory)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps, **factory)
-        self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
+        if config.has_experts(layer):
+            options = config.mixture_options
+            self.mlp = SwitchMoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
+        else:
+            self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
 
     def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
         mixed = self.attention(self.attention_norm(x), positions)
         x = x + self.drop(mixed, ATTENTION_SITE, positions, sample_ids, step)
-        made = self.mlp(self.mlp_norm(x))
+        made = self._feed(self.mlp_norm(x), positions, sample_ids, step)
         return x + self.drop(made, MLP_SITE, positions, sample_ids, step)
+
+    def _feed(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+        if not isinstance(self.mlp, SwitchMoE):
+            return self.mlp(x)
+        y, metrics = self.mlp(x, positions, sample_ids, step)
+        return carry(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
     def drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not (self.training and self.dropout > 0):

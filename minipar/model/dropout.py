@@ -45,12 +45,24 @@ def keep_mask(
     feature_offset: int = 0,
 ) -> Tensor:
     """The elements that stay, bool [B, T, D]; arguments as in `dropout`, key = (seed, step, layer, site)."""
+    return _hash(num_features, key, sample_ids, positions, feature_offset) >= round(p * 2**32)
+
+
+def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Numbers between 0 and 1, float64 [B, T, num_features], by the same counting; key = (seed, step, layer, site)."""
+    return (_hash(num_features, key, sample_ids, positions) + 0.5) / 2**32
+
+
+def _hash(
+    num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor, feature_offset: int = 0
+) -> Tensor:
+    """A number of 32 bits for each element of [B, T, num_features]."""
     state = 0
     for word in key:
         state = _absorb(_absorb(state, word & _LOW_32), word >> 32)
     tokens = _absorb(_absorb(state, sample_ids)[:, None], positions)
     features = torch.arange(feature_offset, feature_offset + num_features, device=positions.device)
-    return _absorb(tokens[..., None], features) >= round(p * 2**32)
+    return _absorb(tokens[..., None], features)
 
 
 def _absorb(state, word):

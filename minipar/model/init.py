@@ -27,7 +27,7 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
     if name.endswith(".bias"):
         return torch.zeros(shape)
     deviation = 0.02
-    if name.endswith((".o.weight", ".down.weight")):
+    if name.endswith((".o.weight", ".down.weight", ".experts.down")):
         deviation /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator().manual_seed(_digest(seed, name))
     return torch.randn(shape, generator=generator) * deviation

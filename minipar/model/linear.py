@@ -53,8 +53,13 @@ class WeightGradients:
 
 @torch.no_grad()
 def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks."""
-    if parameter.grad is None:
+    """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks.
+
+    A parameter that has an attribute `take_gradient`, a function, is given its gradient through that.
+    """
+    if (take := getattr(parameter, "take_gradient", None)) is not None:
+        take(gradient)
+    elif parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from minipar.errors import one_of
 from minipar.model.block import Block
 from minipar.model.config import ModelConfig
+from minipar.model.groups import check_whole_groups
 from minipar.model.init import initialize
 from minipar.model.linear import Linear, TiedHead
 from minipar.model.norm import RMSNorm
@@ -32,10 +33,12 @@ class Transformer(nn.Module):
 
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
-    `norm.weight` and `head.weight`. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
+    `norm.weight` and `head.weight`; a layer with experts has `mlp.router.weight` and `mlp.experts.{gate,up,down}`
+    [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
     last stage that is not the first holds a copy under the name head.weight, and `tied` says of what.
 
-    `finish` and `sequence_length` may be replaced where the head's logits or the hidden states are parts of the whole.
+    `finish` and `sequence_length` may be replaced where the head's logits or the hidden states are parts of the whole,
+    `default_positions` where the tokens are.
 
     Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
     """
@@ -87,7 +90,10 @@ class Transformer(nn.Module):
     ) -> Tensor:
         self._check_input(x)
         B, T = x.shape[0], self.sequence_length(x)
-        positions = torch.arange(T, device=x.device) if positions is None else positions
+        if positions is None:
+            positions = torch.arange(T, device=x.device)
+        elif self.config.num_experts:
+            check_whole_groups(positions, self.config.group_tokens)
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         _check_shape("positions", positions, [(T,), (B, T)])
         _check_shape("sample_ids", sample_ids, [(B,)])
@@ -105,6 +111,10 @@ class Transformer(nn.Module):
     def finish(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """The logits, or where there are targets the sum of their cross-entropies."""
         return logits if targets is None else cross_entropy_sum(logits, targets)
+
+    def default_positions(self, T: int, device) -> Tensor:
+        """Where in its sample each token is, if the caller does not say."""
+        return torch.arange(T, device=device)
 
     def sequence_length(self, x: Tensor) -> int:
         """How many tokens a sample has, given this stage's input."""
@@ -127,6 +137,10 @@ class Transformer(nn.Module):
                  the whole batch's count; the parts' losses and gradients then sum to the whole's.
 
         Without a single counted target the loss is 0, and so is every gradient.
+
+        A model with experts trains on their auxiliary losses too: they are in the gradients of this loss, but not in its
+        value, so that it is the same number on the last stage of a pipeline, which does not see other stages' layers.
+        `take_metrics` has them. Who holds a part of a batch calls `set_num_groups` besides giving `count`.
         """
         if not self.last:
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")

@@ -1,0 +1,201 @@
+"""Flash attention: exact attention that never holds the matrix of scores, in plain torch.
+
+Scores are computed a tile at a time and forgotten. Forward, each tile of queries keeps a running maximum m, sum l and
+output o, corrected whenever the maximum grows (online softmax):
+
+    m' = max(m, max_j s_j)      l' = exp(m - m') l + sum_j exp(s_j - m')      o' = exp(m - m') o + sum_j exp(s_j - m') v_j
+    at the end   out = o / l    lse = m + log l
+
+Backward the scores are computed again, and one number a query, lse, turns them into probabilities at once:
+
+    P = exp(S - lse)     dv = P^T dout     dP = dout v^T     dS = P * (dP - delta)     dq = dS k     dk = dS^T q
+    delta = sum over features of dout * out, the sum over keys of P dP without its matrix; less dlse where lse is used
+
+Keeps q, k, v, out and lse: linear in the length where the matrix is quadratic. Costs 2 matrix products forward and 5
+backward, against 2 and 4; tiles in which nothing is seen are not computed, so causal costs about half.
+
+Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; arXiv:2205.14135.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from minipar.errors import one_of, require_divides
+from minipar.model import fused
+from minipar.model.mask import Mask, whole_mask
+from minipar.model.merge import merge_, no_keys
+
+IMPLEMENTATIONS = ("tiled", "fused", "auto")
+TILE_ELEMS = 1 << 18  # scores held at a time: they stay in a core's cache, and outweigh the cost of a call
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    return_lse: bool = False,
+    impl: str = "tiled",
+    positions: Tensor | None = None,
+    mask: Mask | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(head_dim)) v in memory linear in the length; with `return_lse`, and the log-sum-exps.
+
+    q, out     [B, H, T, head_dim]
+    k, v       [B, H/g, S, head_dim]    each serves g neighbouring query heads
+    lse        [B, H, T]                of the scaled scores, in float32 or wider; gradients flow through it too
+    positions  None, or [T] or [B, T]   each token's place in its document: it sees its own document only
+    mask       in place of `causal` and `positions`: what sees what, where q and k are parts of a sequence
+    impl       "tiled": this file. "fused": the same by torch's kernels. "auto": fused where there is a kernel for it
+
+    A query that sees no key gives out = 0, lse = -inf, and no gradient.
+    Raises ValueError where shapes do not fit, or `fused` cannot do what is asked.
+    """
+    check_shapes(q, k, v)
+    mask = mask or whole_mask(q.shape[2], k.shape[2], causal, positions)
+    out, lse = _Flash.apply(q, k, v, mask, choose(impl, q, mask))
+    return (out, lse) if return_lse else out
+
+
+class Block(NamedTuple):
+    """One way to compute attention over a block of keys, in two halves."""
+
+    attend_: Callable
+    attend_backward_: Callable
+
+
+def choose(impl: str, q: Tensor, mask: Mask) -> Block:
+    """What `impl` stands for here; raises ValueError where there is no such thing."""
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl={impl!r} is unknown; use {one_of(IMPLEMENTATIONS)}")
+    obstacle = fused.obstacle(q, mask)
+    if impl == "fused" and obstacle:
+        raise ValueError(f"impl='fused' has no kernel for {obstacle}; use 'tiled' or 'auto'")
+    if impl == "tiled" or obstacle:
+        return Block(attend_, attend_backward_)
+    return Block(fused.attend_, fused.attend_backward_)
+
+
+class _Flash(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, mask, block):
+        out, lse = no_keys(q)
+        block.attend_(out, lse, q, k, v, mask)
+        out = out.to(q.dtype)
+        ctx.mask, ctx.block = mask, block
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        q, k, v, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        grads = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        if dlse is None:
+            ctx.block.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
+        else:  # of which a kernel does not know
+            attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
+        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
+
+
+def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+    """Take the keys of k into (out, lse), in place."""
+    tile = _Tiling(q, k)
+    all_q, all_k, all_v = tile.queries(q) * tile.scale, tile.keys(k), tile.keys(v)
+    for rows, blocks in mask.tiles(tile.side):
+        if blocks:
+            place, numbers = out[:, :, rows], lse[:, :, rows]
+            part_out, part_lse = _attend_rows(all_q[:, :, rows].flatten(1, 2), all_k, all_v, blocks, tile)
+            merge_(place, numbers, part_out.view(place.shape), part_lse.view(numbers.shape))
+
+
+def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tuple[Tensor, Tensor]:
+    """The online softmax: one tile of queries [G, R, head_dim] over its tiles of keys."""
+    most = q.new_full((*q.shape[:2], 1), -torch.inf)
+    total, out = torch.zeros_like(most), torch.zeros_like(q)
+    for cols, hidden in blocks:
+        scores = tile.hide(torch.bmm(q, k[:, cols].transpose(1, 2)), hidden)
+        grown = torch.maximum(most, scores.amax(-1, keepdim=True))
+        finite = grown.masked_fill(grown == -torch.inf, 0.0)  # nothing seen so far: exp(-inf - 0) = 0
+        weights, correction = scores.sub_(finite).exp_(), (most - finite).exp_()
+        total.mul_(correction).add_(weights.sum(-1, keepdim=True))
+        out.mul_(correction).baddbmm_(weights, v[:, cols])
+        most = grown
+    return out.div_(total.masked_fill(total == 0, 1.0)), most + total.log()
+
+
+def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
+    """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
+    tile = _Tiling(q, k)
+    all_q, all_dout, all_k, all_v = tile.queries(q) * tile.scale, tile.queries(dout), tile.keys(k), tile.keys(v)
+    all_dk, all_dv = dk.view(all_k.shape), dv.view(all_v.shape)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = tile.queries((delta if dlse is None else delta - dlse)[..., None])
+    # a query that sees nothing: exp(s - inf) = 0
+    numbers = tile.queries(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
+    for rows, blocks in mask.tiles(tile.side):
+        of_rows = [x[:, :, rows].flatten(1, 2) for x in (all_q, all_dout, numbers, delta)]
+        for cols, hidden in blocks:
+            into = all_dk[:, cols], all_dv[:, cols]
+            tile_dq = _backward_tile(*into, *of_rows, all_k[:, cols], all_v[:, cols], hidden, tile)
+            place = dq[:, :, rows]
+            place.add_(tile_dq.view(place.shape), alpha=tile.scale)
+
+
+def _backward_tile(dk, dv, q, dout, lse, delta, k, v, hidden, tile: _Tiling) -> Tensor:
+    """dq of one tile; its dk and dv are added to those given."""
+    scores = tile.hide(torch.bmm(q, k.transpose(1, 2)), hidden)
+    weights = scores.sub_(lse).exp_()
+    dv.baddbmm_(weights.transpose(1, 2), dout)
+    dscores = torch.bmm(dout, v.transpose(1, 2)).sub_(delta).mul_(weights)
+    dk.baddbmm_(dscores.transpose(1, 2), q)
+    return torch.bmm(dscores, k)
+
+
+class _Tiling:
+    """How large a tile is, and how tensors are laid out for it: G = B*H/g matrices, g query heads in the rows of one.
+
+    side  queries and keys of a tile, so that there are about TILE_ELEMS scores at a time
+    """
+
+    def __init__(self, q: Tensor, k: Tensor):
+        self.batch, num_heads, _, head_dim = q.shape
+        self.num_kv_heads = k.shape[1]
+        self.group = num_heads // self.num_kv_heads
+        self.dtype = torch.promote_types(q.dtype, torch.float32)
+        self.scale = 1 / math.sqrt(head_dim)
+        self.side = max(32, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
+
+    def queries(self, x: Tensor) -> Tensor:
+        """[B, H, T, f] -> [G, g, T, f]"""
+        return x.to(self.dtype).reshape(-1, self.group, *x.shape[2:])
+
+    def keys(self, x: Tensor) -> Tensor:
+        """[B, H/g, S, f] -> [G, S, f]"""
+        return x.to(self.dtype).reshape(-1, *x.shape[2:])
+
+    def hide(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
+        """scores [G, g*R, C], in place -inf where hidden [R, C] or [B, 1, R, C]."""
+        if hidden is not None:
+            shape = (self.batch, self.num_kv_heads * self.group, -1, scores.shape[-1])
+            scores.view(shape).masked_fill_(hidden.to(scores.device), -torch.inf)
+        return scores
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError where q, k and v are not [B, H, T, head_dim], and k and v alike with heads that divide q's."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(f"{shapes}: use q [B, H, T, head_dim], and k and v alike, [B, H/g, S, head_dim]")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{shapes}: use the same batch and head_dim for all")
+    require_divides("key/value heads", k.shape[1], "query heads", q.shape[1])

@@ -1,0 +1,250 @@
+"""A mixture of experts: many MLPs, of which each token uses a few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.model.balance import MoEMetrics, balance_losses, z_losses
+from minipar.model.config import ModelConfig
+from minipar.model.experts import Experts
+from minipar.model.groups import Groups
+from minipar.model.init import initialize
+from minipar.model.mixture import MixtureConfig, require_size
+from minipar.model.mlp import SwiGLU
+from minipar.model.permute import Plan, combine, compact_plan, padded_plan, spread
+from minipar.model.router import Router, expert_choice, places, token_choice
+
+
+class Routing(NamedTuple):
+    """Who goes where. For M tokens with k choices each: expert, place, kept, weight [M, k]; of a choice that is not
+    kept, no more is known. load, kept_load [N, E]: choices of each group's tokens, and those there is room for."""
+
+    expert: Tensor
+    place: Tensor
+    kept: Tensor
+    weight: Tensor
+    load: Tensor
+    kept_load: Tensor
+
+
+class AtHome(NamedTuple):
+    """The journey of rows to their experts where all experts are here: none.
+
+    rows    [R, D], sorted by expert
+    counts  [E] how many each expert has
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+    def arrive(self) -> tuple[Tensor, Sequence[int]]:
+        return self.rows, self.counts.tolist()
+
+    def go_back(self, out: Tensor) -> Tensor:
+        return out
+
+
+class SwitchMoE(nn.Module):
+    """Experts in place of an MLP: y_t = sum over token t's kept choices of weight * expert(x_t), + shared(x_t).
+
+    x, y        [B, T, D] or [T, D]
+    positions   [T] or [B, T]    sample_ids  [B]    step     as in `Transformer`: they key the jitter and the noise
+    hidden_dim  each expert's width; options are `MixtureConfig`'s
+    num_groups  None, or how many routing groups the whole batch has where calls see parts of it: auxiliary losses are
+                means over these, so that those of the parts sum to the whole's
+
+    A choice beyond its expert's capacity is dropped; a token that loses all of its choices gets 0 here (or the shared
+    expert's answer) and lives on in the residual stream. Without capacity_factor nothing is dropped.
+
+    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Transformer` does it by `carry`.
+    Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and shared's.
+
+    Costs 6 k D F flops a token forward, whatever E is; only rows that are used are computed.
+    Raises ValueError for impossible options, or where a router's logit is not finite.
+    Source: Switch Transformers, arXiv:2101.03961; GShard, arXiv:2006.16668; ST-MoE, arXiv:2202.08906.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        capacity_factor: float | None = 1.25,
+        *,
+        layer: int = 0,
+        seed: int = 0,
+        device=None,
+        dtype=None,
+        **options,
+    ):
+        super().__init__()
+        require_size("num_experts", num_experts)
+        self.options = MixtureConfig(
+            num_experts=num_experts, top_k=top_k, capacity_factor=capacity_factor, **options
+        )
+        self.num_groups: int | None = None
+        self.loss_scale = 1.0
+        self.metrics: MoEMetrics | None = None
+        factory = {"device": device, "dtype": dtype}
+        noisy = self.options.router == "noisy_top_k"
+        self.router = Router(dim, num_experts, self.options.jitter, noisy, layer, seed, **factory)
+        self.experts = Experts(num_experts, dim, hidden_dim, **factory)
+        self.shared = SwiGLU(dim, self.options.shared_dim, **factory) if self.options.shared_dim else None
+        self.register_buffer(
+            "balance_bias", torch.zeros(num_experts, device=device) if self.options.balance_bias else None
+        )
+        self.unbalanced_load: Tensor | int = 0  # since the last `update_balance_bias`
+        if not self.router.weight.is_meta:
+            initialize(self, ModelConfig(num_layers=1), seed)
+
+    # What follows may be replaced by a strategy that holds a part of the experts, or of each expert.
+
+    padded = False  # are all experts and groups given rows up to their capacity, used or not?
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> AtHome:
+        """Send rows to their experts; who calls does something else meanwhile, then asks the journey to `arrive`."""
+        return AtHome(rows, counts)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The tokens, as routers see them."""
+        return x
+
+    def share(self, x: Tensor) -> Tensor:
+        """Something that the features of an expert, wherever they are, compute from."""
+        return x
+
+    def leave(self, y: Tensor) -> Tensor:
+        """What the block adds to its residual stream."""
+        return y
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        step: int = 0,
+    ) -> tuple[Tensor, MoEMetrics]:
+        if x.dim() == 2:
+            y, metrics = self(x[None], positions, sample_ids, step)
+            return y[0], metrics
+        x = self.enter(x)
+        B, T, D = x.shape
+        positions = torch.arange(T, device=x.device) if positions is None else positions
+        sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
+        logits = self.router(x, positions, sample_ids, step)
+        groups = Groups(B, T, self.options.group_tokens or max(1, T))
+        routing = self.route(logits, groups)
+        y = self._apply_experts(self.share(x).reshape(-1, D), routing, groups).view(B, T, D)
+        return self.leave(y), self._measure(logits, routing, groups)
+
+    def route(self, logits: Tensor, groups: Groups) -> Routing:
+        """Let tokens choose experts, or experts tokens, and see who finds room.
+
+        logits  [B, T, E]
+        """
+        options, E, real = self.options, self.options.num_experts, groups.real(logits.device)
+        probs, capacity = logits.softmax(-1), options.capacity(groups.size)
+        if options.router == "expert_choice":
+            weight = groups.split(probs)
+            expert, place = expert_choice(weight.detach(), real, capacity)
+        else:
+            scores = logits if self.balance_bias is None else probs + self.balance_bias
+            expert, weight = token_choice(probs, scores.detach(), options.top_k)
+            expert, weight = groups.split(expert, fill=E), groups.split(weight)
+            priority = weight.detach() if options.drop_order == "weight" else None
+            place = places(expert, E, priority)
+        kept = (expert < E) & (place < capacity)
+        load, kept_load = (
+            F.one_hot(e.flatten(1), E + 1).sum(1)[:, :E] for e in (expert, expert.masked_fill(~kept, E))
+        )
+        return Routing(*(groups.join(t) for t in (expert, place, kept, weight)), load, kept_load)
+
+    def _apply_experts(self, x: Tensor, routing: Routing, groups: Groups) -> Tensor:
+        """[M, D] -> [M, D]"""
+        plan = self._plan(routing, groups)
+        journey = self.dispatch(spread(x, plan), plan.counts)
+        shared = None if self.shared is None else self.shared(x)  # while the rows travel
+        rows, counts = journey.arrive()
+        out = journey.go_back(self.experts(rows, counts))
+        y = combine(out, self.share(routing.weight), plan)
+        return y if shared is None else y + shared
+
+    def _plan(self, routing: Routing, groups: Groups) -> Plan:
+        expert, kept, E = routing.expert, routing.kept, self.options.num_experts
+        if not self.padded or self.options.capacity_factor is None:
+            return compact_plan(expert, kept, E)
+        capacity = min(self.options.capacity(groups.size), groups.tokens)
+        of_tokens = groups.of_tokens(expert.device)
+        return padded_plan(expert, kept, routing.place, of_tokens, E, groups.number, capacity)
+
+    def _measure(self, logits: Tensor, routing: Routing, groups: Groups) -> MoEMetrics:
+        options, real = self.options, groups.real(logits.device)
+        probs = logits.softmax(-1)
+        num_groups = max(1, groups.number if self.num_groups is None else self.num_groups)
+        balance = logits.new_zeros(())
+        if options.router != "expert_choice":  # there, loads are even by construction
+            sums = groups.split(probs).sum(1)
+            balance = balance_losses(routing.load, sums, real.sum(1), options.balance_coef).sum() / num_groups
+        z = z_losses(groups.split(logits), real, options.z_coef).sum() / num_groups
+        metrics = MoEMetrics(
+            balance_loss=balance,
+            z_loss=z,
+            load=routing.load.sum(0),
+            kept_load=routing.kept_load.sum(0),
+            tokens=groups.batch * groups.tokens,
+            unserved=(~routing.kept.any(1)).sum(),
+            entropy_sum=torch.special.entr(probs.detach()).sum(),
+        )
+        self._remember(metrics.detach())
+        return metrics
+
+    def _remember(self, metrics: MoEMetrics) -> None:
+        self.metrics = metrics if self.metrics is None else self.metrics + metrics
+        if self.training and self.balance_bias is not None:
+            self.unbalanced_load = self.unbalanced_load + metrics.load
+
+
+def mixtures(model: nn.Module) -> Iterator[tuple[str, SwitchMoE]]:
+    """The mixtures of experts inside, by name."""
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, SwitchMoE))
+
+
+def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float = 1.0) -> None:
+    """Tell every mixture how many routing groups the whole batch has (`config.num_groups(batch, seq_len)`).
+
+    Who calls the model on parts of a batch (microbatches, or this rank's samples) must: an auxiliary loss is the mean
+    over all groups. `loss_scale` is what the loss itself is multiplied with before its backward, if it is.
+    """
+    for _, moe in mixtures(model):
+        moe.num_groups, moe.loss_scale = num_groups, loss_scale
+
+
+def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
+    """What each mixture did since this was last asked, by name; then begin anew."""
+    taken = {name: moe.metrics for name, moe in mixtures(model) if moe.metrics is not None}
+    for _, moe in mixtures(model):
+        moe.metrics = None
+    return taken
+
+
+@torch.no_grad()
+def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm=None) -> None:
+    """After a step: raise the bias of experts with less than the mean load since the last update, lower the others'.
+
+    bias_e += rate * sign(mean load - load_e), over the tokens of all ranks of `comm`. Loads are whole numbers, so every
+    layout moves the biases alike.
+    Source: arXiv:2408.15664, algorithm 1.
+    """
+    for _, moe in mixtures(model):
+        if moe.balance_bias is None:
+            continue
+        load = moe.unbalanced_load + torch.zeros_like(moe.balance_bias, dtype=torch.int64)
+        load = load if comm is None else comm.all_reduce(load)
+        moe.balance_bias += rate * (load.sum() - load * len(load)).sign()
+        moe.unbalanced_load = 0

@@ -1,0 +1,116 @@
+"""Bring tokens to their experts' rows and the results back: two maps, and every step is a gather.
+
+A choice is one (token, expert) pair; token t's j-th is number t * k + j. A plan says for each row which choice it
+serves, and for each choice in which row it is served. With both maps, forward and backward only read scattered rows and
+write ordered ones, so no two of them write to one place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Plan(NamedTuple):
+    """choice [R]: the choice that a row serves, -1 for none.    row [M, k]: the row of a choice, -1 where it is dropped.
+    counts [E]: how many rows each expert has; rows are sorted by expert."""
+
+    choice: Tensor
+    row: Tensor
+    counts: Tensor
+
+
+def compact_plan(expert: Tensor, kept: Tensor, num_experts: int) -> Plan:
+    """Just the rows that are needed, sorted by expert, then by token.
+
+    expert, kept  [M, k]
+    """
+    target = expert.masked_fill(~kept, num_experts).flatten()
+    counts = torch.bincount(target, minlength=num_experts + 1)[:num_experts]
+    choice = target.argsort(stable=True)[: int(counts.sum())]
+    row = torch.full_like(target, -1)
+    row[choice] = torch.arange(len(choice), device=row.device)
+    return Plan(choice, row.view_as(expert), counts)
+
+
+def padded_plan(
+    expert: Tensor,
+    kept: Tensor,
+    place: Tensor,
+    group: Tensor,
+    num_experts: int,
+    num_groups: int,
+    capacity: int,
+) -> Plan:
+    """`capacity` rows for every expert and group, used or not: sizes that are known before anything is routed.
+
+    expert, kept, place  [M, k]    group  [M]
+    row of a choice = (expert * num_groups + group) * capacity + place
+    """
+    row = ((expert * num_groups + group[:, None]) * capacity + place).masked_fill(~kept, -1)
+    rows_each = num_groups * capacity
+    choice = torch.full((num_experts * rows_each,), -1, device=row.device)
+    choice[row[kept]] = kept.flatten().nonzero()[:, 0]
+    return Plan(choice, row, torch.full((num_experts,), rows_each, device=row.device))
+
+
+def spread(x: Tensor, plan: Plan) -> Tensor:
+    """Copy each token to the rows of its choices: rows_r = x_t, or 0 where nobody uses row r.
+
+    x  [M, D]    rows  [R, D]
+
+    backward   dx_t = sum over its choices of drows     [M, D]
+    """
+    return _Spread.apply(x, plan)
+
+
+def combine(out: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+    """Weigh and add what the experts made of each token: y_t = sum over its kept choices j of weight_tj out_row(t,j).
+
+    out  [R, D]    weight  [M, k]    y  [M, D]      a token of which no choice is kept gets 0
+
+    backward   dout_r = weight_tj dy_t           [R, D]
+               dweight_tj = <dy_t, out_row>      [M, k]
+    """
+    return _Combine.apply(out, weight.to(out.dtype), plan)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, plan):
+        ctx.plan = plan
+        return _take(x, _token(plan))
+
+    @staticmethod
+    def backward(ctx, drows):
+        return sum(_take(drows, row) for row in ctx.plan.row.unbind(1)), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, weight, plan):
+        ctx.plan = plan
+        ctx.save_for_backward(out, weight)
+        return sum(_take(out, row) * w[:, None] for row, w in zip(plan.row.unbind(1), weight.unbind(1)))
+
+    @staticmethod
+    def backward(ctx, dy):
+        (out, weight), plan = ctx.saved_tensors, ctx.plan
+        dout = _take(dy, _token(plan)) * _take(weight.reshape(-1, 1), plan.choice)
+        dweight = [(dy * _take(out, row)).sum(1) for row in plan.row.unbind(1)]
+        return dout, torch.stack(dweight, 1), None
+
+
+def _token(plan: Plan) -> Tensor:
+    """The token each row serves, -1 for none."""
+    return plan.choice.div(plan.row.shape[1], rounding_mode="floor")
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], 0 where the index is -1."""
+    missing = index < 0
+    if not missing.any():
+        return x.index_select(0, index)
+    return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)

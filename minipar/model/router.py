@@ -1,0 +1,120 @@
+"""Routers: how tokens and experts find each other.
+
+A router scores every expert for every token. Then either each token takes its best experts (`token_choice`), or each
+expert takes its best tokens (`expert_choice`). Equal scores go to the expert, or the token, of the lower number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.model.dropout import uniform
+from minipar.model.linear import Linear, linear
+
+JITTER_SITE, NOISE_SITE = 2, 3  # where in a layer these random numbers are for; dropout has 0 and 1
+
+
+class Router(Linear):
+    """Score the experts: logits = x w^T, in float32 or wider whatever x is.
+
+    x  [B, T, D]    w  [E, D]    logits  [B, T, E]
+
+    jitter > 0   in training, x is first *multiplied* by uniform numbers from [1 - jitter, 1 + jitter]
+    noisy        in training, logits + normal * softplus(x w_noise^T): the noise's width is learned
+    `layer` and `seed` key the random numbers, which depend on sample, position and step, not on who draws them.
+
+    Raises ValueError where a logit is nan or infinite.
+    Source: Switch Transformers, arXiv:2101.03961, section 2.4 (float32, jitter); arXiv:1701.06538, equation 4 (noise).
+    """
+
+    def __init__(
+        self, dim: int, num_experts: int, jitter=0.0, noisy=False, layer=0, seed=0, device=None, dtype=None
+    ):
+        wide = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        super().__init__(dim, num_experts, device=device, dtype=wide)
+        self.jitter, self.layer, self.seed = jitter, layer, seed
+        self.noise = Linear(dim, num_experts, device=device, dtype=wide) if noisy else None
+
+    def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        where = step, positions, sample_ids
+        if self.training and self.jitter > 0:
+            x = x * (1 + self.jitter * (2 * self._uniform(x.shape[-1], JITTER_SITE, *where).to(x.dtype) - 1))
+        logits = linear(x, self.weight.to(x.dtype), None, self.deferred)
+        if self.training and self.noise is not None:
+            normal = torch.special.ndtri(self._uniform(self.out_features, NOISE_SITE, *where)).to(x.dtype)
+            width = linear(x, self.noise.weight.to(x.dtype), None, self.noise.deferred)
+            logits = logits + normal * F.softplus(width)
+        _require_finite(logits)
+        return logits
+
+    def _uniform(
+        self, num_features: int, site: int, step: int, positions: Tensor, sample_ids: Tensor
+    ) -> Tensor:
+        return uniform(num_features, (self.seed, step, self.layer, site), sample_ids, positions)
+
+
+def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Each token's `top_k` best experts by score, best first, and how much each one's answer counts.
+
+    probs, scores  [..., E]    expert, weight  [..., k]
+
+    k = 1   weight = p                  (Switch: the weight is how the router learns)
+    k > 1   weight = p / sum of its k p's     (GShard, Mixtral: the answers are averaged)
+
+    Source: arXiv:2101.03961, equation 2; GShard, arXiv:2006.16668, section 2.2.
+    """
+    expert = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    weight = probs.gather(-1, expert)
+    return expert, weight if top_k == 1 else weight / weight.sum(-1, keepdim=True)
+
+
+def places(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
+    """Where each choice stands in its expert's queue, from 0, within its group.
+
+    expert    [N, g, k]   `num_experts` for no expert
+    priority  [N, g, k]   larger is earlier; None: tokens queue by position, each with its choices in their order
+
+    In order of position a token's place does not depend on later tokens: routing is causal. By priority it is not.
+    Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 3.3 (batch prioritized routing).
+    """
+    queue = expert.flatten(1)
+    if priority is not None:
+        order = priority.flatten(1).sort(dim=-1, descending=True, stable=True).indices
+        queue = queue.gather(1, order)
+    before = F.one_hot(queue, num_experts + 1).cumsum(1) - 1
+    place = before.gather(2, queue[..., None])[..., 0]
+    if priority is not None:
+        place = torch.empty_like(place).scatter_(1, order, place)
+    return place.view_as(expert)
+
+
+def expert_choice(probs: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Each expert's `capacity` best tokens of a group, as the choices of tokens: one column per expert.
+
+    probs  [N, g, E]    real  [N, g]: False for padding
+    expert [N, g, E]    e in column e where expert e took the token, else E
+    place  [N, g, E]    the token's rank among those that e took
+
+    Every expert is full by construction; a token may be taken by many experts or by none. Not causal: whether a token
+    is taken depends on later ones.
+    Source: arXiv:2202.09368, section 3.2.
+    """
+    num_experts = probs.shape[-1]
+    ranked = probs.masked_fill(~real[..., None], -1).sort(dim=1, descending=True, stable=True).indices
+    place = torch.empty_like(ranked)
+    place.scatter_(1, ranked, torch.arange(probs.shape[1], device=probs.device)[:, None].expand_as(ranked))
+    taken = (place < capacity) & real[..., None]
+    numbers = torch.arange(num_experts, device=probs.device).expand_as(place)
+    return numbers.masked_fill(~taken, num_experts), place
+
+
+def _require_finite(logits: Tensor) -> None:
+    bad = ~logits.detach().isfinite().all(-1)
+    if bad.any():
+        raise ValueError(
+            f"the router's logits are nan or infinite for {int(bad.sum())} of {bad.numel()} tokens, the first at "
+            f"{tuple(bad.nonzero()[0].tolist())}; look for nan or inf in its input or its weight"
+        )
