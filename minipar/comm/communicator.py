@@ -150,11 +150,11 @@ class Comm(Collectives):
         return self._point_to_point("exchange", x, to, out, source, async_op)
 
     def _point_to_point(self, kind: str, x, to, out, source, async_op: bool):
-        for peer in (to, source):
-            if peer is not None and not 0 <= peer < self.size:
-                raise ValueError(
-                    f"{kind} with rank {peer} of {self._channel.name}: its ranks are 0 to {self.size - 1}"
-                )
+        # What a step of a collective passes through is kept short: Python is slow just after a copy has emptied the caches.
+        if not (to is None or 0 <= to < self.size) or not (source is None or 0 <= source < self.size):
+            raise ValueError(
+                f"{kind} between ranks {to} and {source} of {self._channel.name}: its ranks are 0 to {self.size - 1}"
+            )
         stream = self._channel.stream
         if stream.inside():  # a step of a collective
             posted = self._post(kind, x, to, out, source)
@@ -165,20 +165,20 @@ class Comm(Collectives):
 
     def _post(self, kind: str, x, to, out, source) -> Posted:
         """Hand a send and a receive to the transport, the receive first, so that its memory is ready."""
-        if self.rank in (to, source):
+        if to == self.rank or source == self.rank:
             if to != source:
                 raise ValueError(
                     f"{kind} on {self._channel.name}: rank {self.rank} must send to itself and receive from itself"
                 )
             out.copy_(x)
-            return Posted(self._link, [], out)
+            return Posted(self._link, (), out)
         if self.device.type == "cuda":
             return self._post_grouped(kind, x, to, out, source)
         works = []
         if source is not None and out.numel():
             works.append(self._hand_over("receive", out, source, self._channel.received))
         if to is not None and x.numel():
-            x = x.detach().contiguous()
+            x = x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
             works.append(self._hand_over("send", x, to, self._channel.sent))
             self.traffic.book(self._channel.kind or kind, x.nbytes)
         return Posted(self._link, works, out)
@@ -186,12 +186,12 @@ class Comm(Collectives):
     def _hand_over(self, verb: str, x: torch.Tensor, peer: int, counter) -> tuple:
         # A collective on the stream's thread and a message posted beside it count apart.
         lane = "p2p" if self._channel.kind is None else "collective"
-        key = (self.ranks[peer], lane)
-        number = counter.get(key, (0, 0))[0]
-        counter[key] = (number + 1, x.nbytes)
+        key, num_bytes = (self.ranks[peer], lane), x.nbytes
+        number = counter[key][0] if key in counter else 0
+        counter[key] = (number + 1, num_bytes)
         transport = self._link.group.send if verb == "send" else self._link.group.recv
-        work = transport([x], self._peers[peer], self._channel.tag(lane, number, x.nbytes))
-        return work, Message(verb, key[0], self._channel.name, lane, number, x.nbytes), x
+        work = transport([x], self._peers[peer], self._channel.tag(lane, number, num_bytes))
+        return work, Message(verb, key[0], self._channel.name, lane, number, num_bytes), x
 
     def _post_grouped(self, kind: str, x, to, out, source) -> Posted:
         """On NCCL a send and a receive are one grouped call on the current stream, matched by order alone."""
@@ -281,7 +281,7 @@ class Comm(Collectives):
             operation = partial(_recorded, trace, f"{kind} {self.name}", operation)
             on_wait = partial(trace.add, "wait", f"{kind} {self.name}")
         stream = self._channel.stream
-        return stream.submit(operation, on_wait) if async_op else stream.run(operation)
+        return (stream.submit if async_op else stream.run)(operation, on_wait)
 
 
 def _named_group(ranks: list[int], name: str, timeout_s: float) -> dist.ProcessGroup:

@@ -26,17 +26,15 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     target, how = out.view(-1), reduction(op, x.dtype)
-    sizes = chunk_sizes(
-        target.numel(), _core(comm.size)
-    )  # only the core ranks own chunks; the others get a copy
-    sums = _fold_in(comm, x.detach().contiguous().view(-1), how)
+    edges = bounds(chunk_sizes(target.numel(), _core(comm.size)))  # only the core ranks own chunks
+    sums = _fold_in(comm, _flat(x), how)
     if sums is not None:
-        target.copy_(sums)
-        pieces = list(target.split(sizes))
-        _halve(comm, pieces, how)
+        if sums.data_ptr() != target.data_ptr():
+            target.copy_(sums)
+        _halve(comm, target, edges, how)
         if how.divide:
-            pieces[comm.rank].div_(comm.size)
-        _double(comm, pieces)
+            target[edges[comm.rank] : edges[comm.rank + 1]].div_(comm.size)
+        _double(comm, target, edges)
     _fold_out(comm, target)
     return out
 
@@ -51,14 +49,14 @@ def all_reduce_by_doubling(
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     target, how = out.view(-1), reduction(op, x.dtype)
-    sums = _fold_in(comm, x.detach().contiguous().view(-1), how)
+    sums = _fold_in(comm, _flat(x), how)
     if sums is not None:
+        received = comm.scratch(target.numel(), x.dtype)
         for distance in _distances(comm.size):
             partner = comm.rank ^ distance
-            received = comm.scratch(target.numel(), x.dtype)
             comm.exchange(sums, partner, sums.shape, sums.dtype, partner, out=received)
             sums = how.combine(sums, received, out=target)
-        if sums is not target:
+        if sums is not target:  # alone
             target.copy_(sums)
         if how.divide:
             target.div_(comm.size)
@@ -72,7 +70,7 @@ def reduce_scatter(
     """Rank r's chunk of the sum, x [N, ...] -> [sizes[r], ...]: each step send the half the partner's side will own.
 
     Sends all of x but this rank's chunk where p is a power of two. Elsewhere core rank r also reduces chunk r+q, for
-    the rank that folded its x into it.
+    the rank that folded its x into it. `out`, where to put it, may be that chunk of x itself.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
     how, core = reduction(op, x.dtype), _core(comm.size)
@@ -80,39 +78,44 @@ def reduce_scatter(
     sums = _fold_in(comm, x.detach().contiguous(), how)
     if sums is None:
         return comm.exchange(None, None, out.shape, out.dtype, comm.rank - core, out=out)
-    chunks = sums.split(sizes)
-    groups = [torch.cat(chunks[r::core]) for r in range(core)]  # chunk r, and with it chunk r + q
-    _halve(comm, groups, how)
-    mine, *theirs = groups[comm.rank].split(sizes[comm.rank :: core])
+    chunks, order = sums.split(sizes), _carried(comm.size)
+    work = torch.cat([chunks[c].reshape(-1) for c in order])
+    edges = _core_edges(comm.size, [chunk.numel() for chunk in chunks])
+    _halve(comm, work, edges, how)
+    own = work[edges[comm.rank] : edges[comm.rank + 1]]
     if how.divide:
-        groups[comm.rank].div_(comm.size)
-    for chunk in theirs:
-        comm.send(chunk, comm.rank + core)
-    return out.copy_(mine)
+        own.div_(comm.size)
+    if comm.rank + core < comm.size:
+        comm.send(own[out.numel() :], comm.rank + core)
+    return out.copy_(own[: out.numel()].view(out.shape))
 
 
 def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
     """Every rank's x along dim 0: each step exchange all one has, so that what one has doubles.
 
     Sends p-1 chunks where p is a power of two and all are alike. Elsewhere a rank past q first hands its chunk to rank
-    r-q, which carries both and sends it the whole at the end.
+    r-q, which carries both and sends it the whole at the end. `out`, where to put it, may have x in its place already.
     """
     sizes = gathered_sizes(comm, x, sizes)
-    core, rest = _core(comm.size), x.shape[1:]
-    edges = bounds(sizes)
-    out = x.new_empty((edges[-1], *rest)) if out is None else out
+    core, row_elems = _core(comm.size), x.shape[1:].numel()
+    out = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out
     if comm.rank >= core:
         comm.send(x, comm.rank - core)
         return comm.exchange(None, None, out.shape, out.dtype, comm.rank - core, out=out)
-    carried = [x.detach()]
+    lengths = [size * row_elems for size in sizes]
+    order, edges = _carried(comm.size), _core_edges(comm.size, lengths)
+    work = out.view(-1) if core == comm.size else torch.empty_like(out).view(-1)
+    own = work[edges[comm.rank] : edges[comm.rank + 1]]
+    if own.data_ptr() != x.data_ptr():
+        own[: x.numel()].copy_(_flat(x))
     if comm.rank + core < comm.size:
-        carried.append(comm.recv((sizes[comm.rank + core], *rest), x.dtype, comm.rank + core))
-    groups = [x.new_empty((sum(sizes[r::core]), *rest)) for r in range(core)]
-    groups[comm.rank] = torch.cat(carried)
-    _double(comm, groups)
-    for r, group in enumerate(groups):
-        for c, chunk in zip(range(r, comm.size, core), group.split(sizes[r::core])):
-            out[edges[c] : edges[c + 1]] = chunk
+        theirs = own[x.numel() :]
+        comm.exchange(None, None, theirs.shape, theirs.dtype, comm.rank + core, out=theirs)
+    _double(comm, work, edges)
+    if core < comm.size:
+        chunks = out.view(-1).split(lengths)
+        for c, chunk in zip(order, work.split([lengths[c] for c in order])):
+            chunks[c].copy_(chunk)
     if comm.rank + core < comm.size:
         comm.send(out, comm.rank + core)
     return out
@@ -127,44 +130,49 @@ def _core(p: int) -> int:
 
 
 def _distances(p: int) -> list[int]:
-    """p/2, p/4, ..., 1 among the core ranks."""
+    """q/2, q/4, ..., 1 among the q core ranks."""
     core = _core(p)
     return [core >> i for i in range(1, core.bit_length())]
 
 
-def _halve(comm, pieces: list[torch.Tensor], how) -> None:
-    """Reduce-scatter among the core ranks: afterwards pieces[rank] holds the sum. The others are left half summed."""
-    low, high = 0, len(pieces)  # the pieces still to be reduced here
+def _carried(p: int) -> list[int]:
+    """All chunks in the order in which the core ranks carry them: 0, q, 1, q+1, ..."""
+    return [c for r in range(_core(p)) for c in range(r, p, _core(p))]
+
+
+def _core_edges(p: int, lengths) -> list[int]:
+    """Where what each core rank carries begins in the chunks of that order."""
+    return bounds([sum(lengths[r :: _core(p)]) for r in range(_core(p))])
+
+
+def _halve(comm, flat: torch.Tensor, edges, how) -> None:
+    """Reduce-scatter among the core ranks: afterwards chunk `rank` of flat is the sum. The others are half summed."""
+    low, high = 0, len(edges) - 1  # the chunks still to be summed here
     for distance in _distances(comm.size):
         partner, middle = comm.rank ^ distance, low + distance
-        keep, give = (low, middle), (middle, high)
-        if comm.rank & distance:
-            keep, give = give, keep
-        received = comm.scratch(sum(p.numel() for p in pieces[slice(*keep)]), pieces[0].dtype)
-        comm.exchange(
-            _join_flat(pieces[slice(*give)]), partner, received.shape, received.dtype, partner, out=received
+        keep, give = (
+            ((middle, high), (low, middle)) if comm.rank & distance else ((low, middle), (middle, high))
         )
-        for piece, part in zip(
-            pieces[slice(*keep)], received.split([p.numel() for p in pieces[slice(*keep)]])
-        ):
-            how.combine(piece, part.view(piece.shape), out=piece)
+        mine, theirs = _between(flat, edges, *keep), _between(flat, edges, *give)
+        received = comm.scratch(mine.numel(), flat.dtype)
+        comm.exchange(theirs, partner, received.shape, received.dtype, partner, out=received)
+        how.combine(mine, received, out=mine)
         low, high = keep
 
 
-def _double(comm, pieces: list[torch.Tensor]) -> None:
-    """All-gather among the core ranks, each beginning with pieces[rank]: the halving, run backwards."""
+def _double(comm, flat: torch.Tensor, edges) -> None:
+    """All-gather among the core ranks, each beginning with chunk `rank` of flat: the halving, run backwards."""
     for distance in reversed(_distances(comm.size)):
         partner = comm.rank ^ distance
         have = comm.rank // distance * distance
         want = have ^ distance
-        shape = (sum(p.numel() for p in pieces[want : want + distance]),)
-        mine = _join_flat(pieces[have : have + distance])
-        received = comm.exchange(
-            mine, partner, shape, mine.dtype, partner, out=comm.scratch(*shape, mine.dtype)
-        )
-        missing = pieces[want : want + distance]
-        for piece, part in zip(missing, received.split([p.numel() for p in missing])):
-            piece.copy_(part.view(piece.shape))
+        mine = _between(flat, edges, have, have + distance)
+        missing = _between(flat, edges, want, want + distance)
+        comm.exchange(mine, partner, missing.shape, missing.dtype, partner, out=missing)
+
+
+def _between(flat: torch.Tensor, edges, first: int, last: int) -> torch.Tensor:
+    return flat[edges[first] : edges[last]]
 
 
 def _fold_in(comm, x: torch.Tensor, how) -> torch.Tensor | None:
@@ -190,15 +198,5 @@ def _fold_out(comm, result: torch.Tensor) -> None:
         comm.send(result, comm.rank + core)
 
 
-def _join_flat(tensors) -> torch.Tensor:
-    """The tensors as one flat one; neighbours in one storage are joined without a copy."""
-    first = tensors[0]
-    num_elems = sum(t.numel() for t in tensors)
-    if len(tensors) == 1:
-        return first.reshape(-1)
-    same = all(t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors)
-    offset, follows = first.storage_offset(), same
-    for t in tensors:
-        follows = follows and t.storage_offset() == offset and t.is_contiguous()
-        offset += t.numel()
-    return first.as_strided((num_elems,), (1,)) if follows else torch.cat([t.reshape(-1) for t in tensors])
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().view(-1)

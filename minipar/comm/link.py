@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -55,6 +55,9 @@ class Link:
     channels: dict[int, Channel] = field(default_factory=dict)
     waiting: dict[int, Message] = field(default_factory=dict)  # thread -> the message it waits for
 
+    def __post_init__(self):
+        self.timeout = timedelta(seconds=self.timeout_s)
+
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         digest = zlib.crc32(repr((self.run, name, ranks)).encode())
         if digest not in self.channels:
@@ -67,7 +70,7 @@ class Link:
         self.waiting[thread] = message
         start_s = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self.timeout_s))
+            work.wait(self.timeout)
         except RuntimeError as error:
             if time.monotonic() - start_s >= 0.9 * self.timeout_s:
                 raise TimeoutError(f"rank {self.rank} waited {self.timeout_s:g} s to {message}") from None
@@ -108,23 +111,26 @@ class Channel:
         self.kind: str | None = None  # the collective under way
         self.sent: dict[tuple[int, str], tuple[int, int]] = {}  # (peer, lane) -> messages, bytes of the last
         self.received: dict[tuple[int, str], tuple[int, int]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._scratch = self._scratch_view = torch.empty(0, dtype=torch.uint8, device=device)
 
     def tag(self, lane: str, number: int, num_bytes: int) -> int:
         return zlib.crc32(b"%s %d %d" % (lane.encode(), number, num_bytes), self.digest) >> 1  # 31 bits
 
     def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory kept between collectives: the first touch of fresh pages costs as much as the copy into them."""
+        if num_elems == self._scratch_view.numel() and dtype == self._scratch_view.dtype:
+            return self._scratch_view
         num_bytes = num_elems * dtype.itemsize
         if self._scratch.numel() < num_bytes:
             self._scratch = self._scratch.new_empty(num_bytes)
-        return self._scratch[:num_bytes].view(dtype)
+        self._scratch_view = self._scratch[:num_bytes].view(dtype)
+        return self._scratch_view
 
 
 class Posted:
     """Messages handed to the transport: `wait()` returns what was received, when all have arrived or left."""
 
-    def __init__(self, link: Link, works: list[tuple], out: torch.Tensor | None):
+    def __init__(self, link: Link, works: Sequence[tuple], out: torch.Tensor | None):
         self._link = link
         self._works = works  # (work, message, tensor): the tensor must live until its message has left
         self._out = out
@@ -135,5 +141,5 @@ class Posted:
     def wait(self) -> torch.Tensor | None:
         for work, message, _ in self._works:
             self._link.wait(work, message)
-        self._works = []
+        self._works = ()
         return self._out

@@ -8,6 +8,8 @@ Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byt
     reduce_scatter   (p-1) alpha + (p-1)/p n (beta + gamma)
     all_gather       (p-1) alpha + (p-1)/p n beta
     all_reduce      2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
+
+A chunk longer than SEGMENT_BYTES travels in segments of that length, each a message of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ import torch
 
 from minipar.comm.chunks import bounds, check_sizes, chunk_sizes, reduction
 
-SEGMENT_BYTES = (
-    1 << 19
-)  # a chunk travels in segments of this size, so that adding one hides the next one's journey
+# What arrives should still be in the cache when it is added; shorter segments would cost more in Python than they save.
+SEGMENT_BYTES = 4 << 20
 
 
 def reduce_scatter(
@@ -30,11 +31,19 @@ def reduce_scatter(
     Sends all of x but this rank's own chunk: (p-1)/p of it where p divides N. The additions of chunk c run in the order
     c+1, c+2, ..., c. `out`, where to put it, may be that chunk of x itself.
     """
-    sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
-    flat, edges = _flat(x), _edges(sizes, x)
-    own = x.new_empty((sizes[comm.rank], *x.shape[1:])) if out is None else out
-    _reduce_scatter_into(comm, flat, own.view(-1), edges, reduction(op, x.dtype))
-    return own
+    p, rank = comm.size, comm.rank
+    sizes = check_sizes(sizes, x.shape[0], p, "sizes")
+    out = x.new_empty((sizes[rank], *x.shape[1:])) if out is None else out
+    parts = _chunks(_flat(x), _edges(sizes, x))
+    if p == 1:
+        _put(x, out.view(-1))
+    # One buffer holds what is passed on: when the next sum is written there, the last one has left.
+    longest = max(map(len, parts))
+    buffer, slot = comm.scratch(longest + _segment_length(parts), x.dtype).tensor_split([longest])
+    places = [buffer[: len(part)] for part in parts]
+    places[rank] = out.view(-1)
+    _around(comm, range(1, p), parts, places, reduction(op, x.dtype), slot)
+    return out
 
 
 def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,11 +52,11 @@ def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = Non
     In each step pass on the chunk received in the one before. Sends every chunk but the right neighbour's: (p-1)/p of
     the result where all are alike. `out`, where to put it, may have x in its place already: then nothing is copied.
     """
-    sizes = gathered_sizes(comm, x, sizes)
-    out, edges = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out, _edges(sizes, x)
-    flat = out.view(-1)
-    _put(x, flat[edges[comm.rank] : edges[comm.rank + 1]])
-    _all_gather_in(comm, flat, edges)
+    p, sizes = comm.size, gathered_sizes(comm, x, sizes)
+    out = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out
+    chunks = _chunks(out.view(-1), _edges(sizes, x))
+    _put(x, chunks[comm.rank])
+    _around(comm, range(p, 2 * p - 1), chunks, chunks)
     return out
 
 
@@ -58,11 +67,13 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
     torch.chunk cuts. `out` may be x itself: then it is in place.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    flat, target = _flat(x), out.view(-1)
-    edges = bounds(chunk_sizes(flat.numel(), comm.size))
-    own = target[edges[comm.rank] : edges[comm.rank + 1]]
-    _reduce_scatter_into(comm, flat, own, edges, reduction(op, x.dtype))
-    _all_gather_in(comm, target, edges)
+    flat, target, p = _flat(x), out.view(-1), comm.size
+    edges = bounds(chunk_sizes(flat.numel(), p))
+    if p == 1:
+        _put(flat, target)
+    parts, places = _chunks(flat, edges), _chunks(target, edges)
+    slot = comm.scratch(_segment_length(parts), x.dtype)
+    _around(comm, range(1, 2 * p - 1), parts, places, reduction(op, x.dtype), slot)
     return out
 
 
@@ -71,18 +82,16 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
     2(p-1) alpha + 2 (p-1)/p n beta: twice the least number of bytes, but log p / 2 times less than a tree.
     """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    flat, target = _flat(x), out.view(-1)
-    edges = bounds(chunk_sizes(flat.numel(), comm.size))
+    p, out = comm.size, torch.empty_like(x, memory_format=torch.contiguous_format)
+    chunks = _chunks(out.view(-1), bounds(chunk_sizes(x.numel(), p)))
     if comm.rank == root:
-        target.copy_(flat)
-        chunks = [(r, flat[edges[r] : edges[r + 1]]) for r in range(comm.size) if r != root]
-        for handle in [comm.send(chunk, r, async_op=True) for r, chunk in chunks]:
+        out.copy_(x)
+        for handle in [comm.send(chunks[r], r, async_op=True) for r in range(p) if r != root]:
             handle.wait()
     else:
-        own = target[edges[comm.rank] : edges[comm.rank + 1]]
+        own = chunks[comm.rank]
         comm.exchange(None, None, own.shape, own.dtype, root, out=own)
-    _all_gather_in(comm, target, edges)
+    _around(comm, range(p, 2 * p - 1), chunks, chunks)
     return out
 
 
@@ -97,8 +106,8 @@ def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tenso
     if comm.rank != root:
         comm.send(own, root)
         return None
-    out, edges = torch.empty_like(flat), bounds(sizes)
-    chunks = [out[edges[r] : edges[r + 1]] for r in range(comm.size)]
+    out = torch.empty_like(flat)
+    chunks = _chunks(out, bounds(sizes))
     chunks[root].copy_(own)
     others = [r for r in range(comm.size) if r != root]
     for handle in [comm.exchange(None, None, None, None, r, out=chunks[r], async_op=True) for r in others]:
@@ -106,69 +115,49 @@ def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tenso
     return out.view(x.shape)
 
 
-# The two halves, on flat views ----------------------------------------------------------------------------------
+# Around the ring ------------------------------------------------------------------------------------------------
+#
+# In step s = 1, 2, ... rank r sends chunk r-s and receives chunk r-s-1 (mod p). In the first p-1 steps it adds its own
+# part to what it receives, so that chunk r ends here, complete: the reduce-scatter. In the next p-1 steps complete
+# chunks are passed on: the all-gather. An all-reduce is both, without a pause between them.
 
 
-def _reduce_scatter_into(comm, x, own, edges, how) -> None:
-    """Sum chunk r of every rank's flat x into `own`, which may be a part of x.
+def _around(comm, steps: range, parts, places, how=None, slot=None) -> None:
+    """Go these steps: parts[c] is this rank's part of chunk c, places[c] where its sum belongs, perhaps the same memory.
 
-    A segment is passed on as soon as it is summed, while the next one is still arriving. Two scratch buffers take
-    turns: one receives while the other is being sent.
+    `slot` is where a segment lands that is yet to be added.
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
-    longest = max(b - a for a, b in zip(edges, edges[1:]))
-    scratch = comm.scratch(2 * longest, x.dtype).view(2, longest)
-    first = x[edges[left] : edges[left + 1]]
-    sends = [comm.send(piece, right, async_op=True) for piece in _segments(first)] if p > 1 else []
-    for step in range(1, p):
-        c = (rank - 1 - step) % p
-        mine = x[edges[c] : edges[c + 1]]
-        buffer = scratch[step % 2][: len(mine)]
-        arriving = [_receive(comm, piece, left) for piece in _segments(buffer)]
-        last = step == p - 1
-        passed_on = []
-        for handle, here, sum_ in zip(arriving, _segments(mine), _segments(own if last else buffer)):
-            how.combine(handle.wait(), here, out=sum_)
-            if not last:
-                passed_on.append(comm.send(sum_, right, async_op=True))
-        for handle in sends:
-            handle.wait()
-        sends = passed_on
-    if p == 1:
-        own.copy_(x)
-    if how.divide:
-        own.div_(p)
+    length = _segment_length(parts)
+    starts = range(0, max(map(len, parts)), length)
+    for step in steps:
+        gives, c = (parts if step == 1 else places)[(rank - step) % p], (rank - step - 1) % p
+        for start in starts:
+            give, place = gives[start : start + length], places[c][start : start + length]
+            if step >= p:
+                comm.exchange(give, right, place.shape, place.dtype, left, out=place)
+                continue
+            arrived = slot[: len(place)]
+            comm.exchange(give, right, arrived.shape, arrived.dtype, left, out=arrived)
+            how.combine(arrived, parts[c][start : start + length], out=place)
+        if step == p - 1 and how.divide:
+            places[c].div_(p)
 
 
-def _all_gather_in(comm, flat, edges) -> None:
-    """Pass the chunks of `flat` around until every rank has all of them; each rank starts with its own in place."""
-    p, rank = comm.size, comm.rank
-    left, right = (rank - 1) % p, (rank + 1) % p
-    chunks = [flat[a:b] for a, b in zip(edges, edges[1:])]
-    sends = [comm.send(piece, right, async_op=True) for piece in _segments(chunks[rank])] if p > 1 else []
-    for step in range(1, p):
-        arriving = [_receive(comm, piece, left) for piece in _segments(chunks[(rank - step) % p])]
-        for handle in arriving:
-            piece = handle.wait()
-            if step < p - 1:
-                sends.append(comm.send(piece, right, async_op=True))
-    for handle in sends:
-        handle.wait()
+def _segment_length(chunks) -> int:
+    """How many elements travel in one message."""
+    return max(1, min(max(map(len, chunks)), SEGMENT_BYTES // chunks[0].element_size()))
 
 
-def _receive(comm, out, source):
-    return comm.exchange(None, None, out.shape, out.dtype, source, out=out, async_op=True)
+def _chunks(flat: torch.Tensor, edges) -> list[torch.Tensor]:
+    return [flat[a:b] for a, b in zip(edges, edges[1:])]
 
 
 def _put(x: torch.Tensor, place: torch.Tensor) -> None:
     """Copy x to its place, unless that is where it is."""
     if x.data_ptr() != place.data_ptr():
         place.copy_(_flat(x))
-
-
-def _segments(flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return flat.split(max(1, SEGMENT_BYTES // flat.element_size())) if flat.numel() else ()
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
