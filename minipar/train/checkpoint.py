@@ -10,25 +10,20 @@ that was killed leaves the checkpoints before it as they were.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import threading
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
-from minipar.placement import Placement, overlap
+from minipar.placement import Placement
 from minipar.train.record import gather_values, write_whole
-
-FORMAT = 1
-MANIFEST = "manifest.json"
+from minipar.train.restore import FORMAT, MANIFEST, checkpoints, checksum
 
 
 class Part(NamedTuple):
@@ -56,7 +51,9 @@ class Saver:
         self._folder, self._keep, self._wait = Path(folder), keep, wait
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._jobs = None
+        if comm.rank == 0:
+            for unfinished in self._folder.glob(".step-*.part"):  # of a save that was killed
+                shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, step: int, parts: Iterable[Part], extra: dict) -> None:
         """Store the parts and `extra`, anything JSON can hold and alike on every rank, as the state after `step` steps."""
@@ -92,7 +89,7 @@ def _to_write(comm, parts: list[Part]) -> list[Part]:
     """Of what several ranks hold alike, one of them writes it: not always the first, so that all write about as much."""
     if comm.size == 1:
         return parts
-    digests = [_digest(repr((part.kind, part.placement.part)).encode()) for part in parts]
+    digests = [checksum(repr((part.kind, part.placement.part)).encode()) for part in parts]
     mine = torch.tensor([int(digest[:15], 16) for digest in digests], dtype=torch.int64)
     lengths = comm.all_gather(torch.tensor([len(mine)]), algorithm="ring").tolist()
     everywhere = comm.all_gather(mine, sizes=lengths).split(lengths)
@@ -120,13 +117,13 @@ def _write_checkpoint(comm, folder: Path, step: int, parts: list[Part], extra: d
         {"key": str(i), "kind": part.kind, "placement": _described(part.placement)}
         for i, part in enumerate(parts)
     ]
-    files = gather_values(comm, (file.name, file.stat().st_size, _digest(file.read_bytes()), described))
+    files = gather_values(comm, (file.name, file.stat().st_size, checksum(file.read_bytes()), described))
     if comm.rank == 0:
         entries = {
             name: {"bytes": size, "digest": digest, "parts": held} for name, size, digest, held in files
         }
         content = {"format": FORMAT, "step": step, "extra": extra, "files": entries}
-        content["digest"] = _digest(json.dumps(content, sort_keys=True).encode())
+        content["digest"] = checksum(json.dumps(content, sort_keys=True).encode())
         write_whole(beside / MANIFEST, json.dumps(content))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(beside, final)
@@ -134,101 +131,6 @@ def _write_checkpoint(comm, folder: Path, step: int, parts: list[Part], extra: d
         for old in checkpoints(folder)[keep:] if keep else []:
             shutil.rmtree(old, ignore_errors=True)
     comm.barrier()
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, damaged ones included."""
-    found = [path for path in Path(folder).glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
-
-
-def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, with a warning about every newer one that is not; None if there is none."""
-    for path in checkpoints(folder):
-        damage = find_damage(path)
-        if damage is None:
-            return path
-        warnings.warn(f"checkpoint {path} is damaged ({damage}); looking for an older one", stacklevel=2)
-    return None
-
-
-def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads all of it."""
-    name = MANIFEST
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        stated = manifest.pop("digest", None)
-        if stated != _digest(json.dumps(manifest, sort_keys=True).encode()):
-            return f"{MANIFEST}: its checksum differs"
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST}: format {manifest['format']}, this program reads {FORMAT}"
-        for name, entry in manifest["files"].items():
-            data = (path / name).read_bytes()
-            if len(data) != entry["bytes"]:
-                return f"{name}: {len(data)} bytes, it should have {entry['bytes']}"
-            if _digest(data) != entry["digest"]:
-                return f"{name}: its checksum differs"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{name}: {type(error).__name__}: {error}"
-    return None
-
-
-class Checkpoint:
-    """A checkpoint opened for reading, from whatever mesh.
-
-    step     after how many steps it was made
-    extra    what was given to `save`
-    kinds    kinds of part in it: "parameter", "exp_avg", ...
-    """
-
-    def __init__(self, path: Path):
-        manifest = json.loads((path / MANIFEST).read_text())
-        self.path, self.step, self.extra = path, manifest["step"], manifest["extra"]
-        self._stored: dict[tuple[str, str], list[tuple[str, str, Placement]]] = {}
-        for name, entry in manifest["files"].items():
-            for part in entry["parts"]:
-                placement = Placement(**part["placement"])
-                self._stored.setdefault((part["kind"], placement.name), []).append(
-                    (name, part["key"], placement)
-                )
-        self._files: dict[str, safe_open] = {}
-
-    @property
-    def kinds(self) -> set[str]:
-        return {kind for kind, _ in self._stored}
-
-    def has(self, kind: str, name: str) -> bool:
-        return (kind, name) in self._stored
-
-    def names(self, kind: str) -> list[str]:
-        return [name for k, name in self._stored if k == kind]
-
-    def global_shape(self, kind: str, name: str) -> tuple[int, ...]:
-        return self._stored[kind, name][0][2].global_shape
-
-    def read(self, kind: str, wanted: Placement) -> torch.Tensor:
-        """The local tensor of this placement, put together from the stored parts that overlap it.
-
-        Raises ValueError, with the name, where it is not stored or not all of it is.
-        """
-        stored = self._stored.get((kind, wanted.name))
-        if stored is None:
-            raise ValueError(f"{self.path} has no {kind} of {wanted.name}")
-        local, missing = None, wanted.numel
-        for file, key, placement in stored:
-            for box, source, target in overlap(placement, wanted):
-                tensor = self._tensor(file, key)
-                local = tensor.new_empty(wanted.local_shape) if local is None else local
-                target.of_local(local, box).copy_(source.of_local(tensor, box))
-                missing -= box.numel
-        if missing:
-            raise ValueError(f"{self.path}: {missing} elements of {kind} of {wanted.name} are in no file")
-        return local if local is not None else torch.empty(wanted.local_shape)
-
-    def _tensor(self, file: str, key: str) -> torch.Tensor:
-        if file not in self._files:
-            self._files[file] = safe_open(self.path / file, framework="pt")
-        return self._files[file].get_tensor(key)
 
 
 def _described(placement: Placement) -> dict:
@@ -239,10 +141,6 @@ def _described(placement: Placement) -> dict:
 
 def _name(step: int) -> str:
     return f"step-{step:08}"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _flush(path: Path) -> None:

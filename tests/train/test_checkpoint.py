@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 import minipar
 from minipar.mesh import Mesh
 from minipar.placement import Placement
-from minipar.train.checkpoint import MANIFEST, Checkpoint, Part, Saver, checkpoints, find_damage, newest_whole
+from minipar.train.checkpoint import Part, Saver
+from minipar.train.restore import MANIFEST, Checkpoint, checkpoints, find_damage, newest_whole
 from tests.strategies import mesh_sizes, num_ranks, seeds
 
 SHAPES = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": ()}
@@ -163,6 +164,8 @@ def test_kill_9_at_any_point_of_a_save_loses_nothing_older(tmp_path, survived):
     path = newest_whole(tmp_path)
     assert path is not None
     assert path.name == ("step-00000001" if survived < 4 else "step-00000002")
+    minipar.run(write, {}, tmp_path, 0, (3,), world_size=1, timeout_s=10)
+    assert not list(tmp_path.glob(".*")), "what the killed save left is still there"
     checkpoint = Checkpoint(path)
     want = full(checkpoint.step, "parameter")["a"]
     assert torch.equal(checkpoint.read("parameter", Placement.whole("a", (6, 5))), want)
