@@ -20,6 +20,7 @@ def balance_losses(counts: Tensor, prob_sums: Tensor, tokens: Tensor, coef: floa
 
     Source: arXiv:2101.03961, equations 4 to 6.
     """
+    counts = counts.to(prob_sums.dtype)  # a quotient of whole numbers would be float32
     f = counts / counts.sum(1, keepdim=True)
     return coef * counts.shape[1] * (f * prob_sums / tokens[:, None]).sum(1)
 
