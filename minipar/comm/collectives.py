@@ -127,12 +127,16 @@ class Collectives:
 
     def _call(self, collective: str, algorithm: str, async_op: bool, x: torch.Tensor, **kwargs):
         known = ALGORITHMS[collective]
+        if x.dim() == 0 and collective in ("reduce_scatter", "all_gather", "all_to_all"):
+            raise ValueError(f"{collective} acts on dim 0, and x has none: use x.view(1)")
         if algorithm == "auto" and self.preferred in (*known, "native"):
             algorithm = self.preferred
         if algorithm == "auto":
-            num_bytes = x.nbytes * (
-                self.size if collective == "all_gather" and kwargs["sizes"] is None else 1
-            )
+            num_bytes = x.nbytes
+            if collective == "all_gather":  # of the whole: what one rank brings may be another's nothing
+                num_bytes = (
+                    sum(ring.gathered_sizes(self, x, kwargs["sizes"])) * x.shape[1:].numel() * x.itemsize
+                )
             algorithm = choose(collective, self.size, num_bytes)
         if algorithm == "native":
             self.process_group()  # made in the caller's thread, so in the same order on every rank
