@@ -3,7 +3,9 @@
 Reading order:
 
 sequence.py   activations split by tokens where the matrices are not: sequence parallelism
-linear.py     the two ways to cut a matrix, column and row
+column.py     one input, several split matrices: its gradient is summed while theirs are computed
+chunked.py    sequence parallelism's communication in pieces, behind the products
+linear.py     the two ways to cut a linear layer, column and row
 vocab.py      the embedding and the loss, with the vocabulary cut
 apply.py      the recipe: how each layer of the model is cut
 state.py      the whole model back from the shards
@@ -11,20 +13,25 @@ memory.py     what a layer keeps for its backward
 """
 
 from minipar.tensor_parallel.apply import check_tensor_parallel, legal_sizes, tensor_parallel
-from minipar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
+from minipar.tensor_parallel.column import Matrix, column_parallel
+from minipar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from minipar.tensor_parallel.memory import layer_activation_bytes
 from minipar.tensor_parallel.state import full_state_dict
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 __all__ = [
     "ColumnParallelLinear",
+    "Matrix",
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "check_tensor_parallel",
     "column_parallel",
     "full_state_dict",
+    "gather_matmul",
     "layer_activation_bytes",
     "legal_sizes",
+    "matmul_scatter",
     "tensor_parallel",
     "vocab_parallel_cross_entropy",
 ]

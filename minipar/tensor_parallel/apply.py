@@ -3,6 +3,7 @@
     embedding            rows                                   one all-reduce forward
     attention            q, k, v by heads; o to match           one all-reduce forward, one backward
     mlp                  gate, up by features; down to match    one all-reduce forward, one backward
+    experts              each of them like an mlp               one all-reduce forward, two backward
     head                 rows; the loss over split logits       one all-reduce backward
     norms                whole on every rank
 
@@ -14,11 +15,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 from torch import nn
 
+from minipar.comm import Comm
 from minipar.comm.chunks import chunk_sizes
 from minipar.errors import divisors, one_of
 from minipar.model.attention import Attention
@@ -43,6 +46,7 @@ def tensor_parallel(
     model: Transformer,
     comm,
     sequence_parallel: bool = False,
+    chunked: bool = False,
     pad_vocab: bool = False,
     algorithm: str = "auto",
 ) -> Transformer:
@@ -51,6 +55,7 @@ def tensor_parallel(
     comm               the tp ranks; each calls this with the same model
     sequence_parallel  between the split matrices each rank holds its own tokens: see `sequence.py`. Hidden states
                        between stages are then shards [B, T/tp, D], and tp must divide T
+    chunked            sequence parallelism's gathers and sums in pieces, behind the layers' products: see `chunked.py`
     pad_vocab          where tp does not divide the vocabulary, cut it as if it were padded to a multiple of tp. The
                        padding is not stored: the last rank has fewer rows, and no logit needs a mask
     algorithm          which collectives do the talking
@@ -63,72 +68,93 @@ def tensor_parallel(
     key/value heads, ranks that share one sum its gradients.
     Raises ValueError where tp does not divide what is to be split, before anything is changed.
     """
+    if chunked and not sequence_parallel:
+        raise ValueError(
+            "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
+        )
     check_tensor_parallel(model.config, comm.size, pad_vocab)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _say_if_padded(model.config.vocab_size, comm)
     _place(model)
+    how = Cut(comm, sequence_parallel, chunked)
     if model.first:
         model.embedding = VocabParallelEmbedding.from_embedding(
-            model.embedding, comm, split_tokens=sequence_parallel, uneven=True
+            model.embedding, comm, sequence_parallel, uneven=True
         )
     for block in model.layers.values():
-        cut_block(block, comm, sequence_parallel)
+        cut_block(block, how)
     if model.last:
-        model.norm = cut_norm(model.norm, comm, sequence_parallel)
-        model.head = cut_head(model.head, comm, sequence_parallel)
+        model.norm = cut_norm(model.norm, how)
+        model.head = cut_head(model.head, how)
         model.finish = VocabParallelFinish(model.config.vocab_size, comm)
     if sequence_parallel:
         model.sequence_length = ShardLength(model.first, comm)
     return model
 
 
-def cut_block(block: Block, comm, sequence_parallel: bool) -> None:
+@dataclass(frozen=True)
+class Cut:
+    """Over which ranks layers are cut, and what lies between them."""
+
+    comm: Comm
+    sequence_parallel: bool
+    chunked: bool
+
+    def column(self, linear: nn.Module, **options) -> ColumnParallelLinear:
+        return ColumnParallelLinear.from_linear(
+            linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked, **options
+        )
+
+    def row(self, linear: nn.Module) -> RowParallelLinear:
+        return RowParallelLinear.from_linear(
+            linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked
+        )
+
+
+def cut_block(block: Block, how: Cut) -> None:
     """Replace each layer of a block by this rank's part of it."""
     for name, layer in list(block.named_children()):
         if type(layer) not in CUTS:
             kinds = one_of(kind.__name__ for kind in CUTS)
             raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
-        setattr(block, name, CUTS[type(layer)](layer, comm, sequence_parallel))
-    if sequence_parallel:
-        block.drop = ShardDropout(block, comm)
+        setattr(block, name, CUTS[type(layer)](layer, how))
+    if how.sequence_parallel:
+        block.drop = ShardDropout(block, how.comm)
 
 
-def cut_attention(attention: Attention, comm, sequence_parallel: bool) -> nn.Module:
+def cut_attention(attention: Attention, how: Cut) -> nn.Module:
     """Give each rank num_heads/tp query heads and the key/value heads these read, shared where there are too few."""
-    kv_shards = min(comm.size, attention.num_kv_heads)
-    column = partial(ColumnParallelLinear.from_linear, comm=comm, tokens_split=sequence_parallel)
-    attention.q = column(attention.q)
-    attention.k = column(attention.k, num_shards=kv_shards)
-    attention.v = column(attention.v, num_shards=kv_shards)
-    attention.o = RowParallelLinear.from_linear(attention.o, comm, split_tokens=sequence_parallel)
+    kv_shards = min(how.comm.size, attention.num_kv_heads)
+    attention.q = how.column(attention.q)
+    attention.k = how.column(attention.k, num_shards=kv_shards)
+    attention.v = how.column(attention.v, num_shards=kv_shards)
+    attention.o = how.row(attention.o)
     attention.project = partial(project_together, (attention.q, attention.k, attention.v))
-    attention.num_heads //= comm.size
+    attention.num_heads //= how.comm.size
     attention.num_kv_heads //= kv_shards
     return attention
 
 
-def cut_mlp(mlp: SwiGLU, comm, sequence_parallel: bool) -> nn.Module:
+def cut_mlp(mlp: SwiGLU, how: Cut) -> nn.Module:
     """Give each rank the same features of gate and up, which meet element by element."""
-    column = partial(ColumnParallelLinear.from_linear, comm=comm, tokens_split=sequence_parallel)
-    mlp.gate, mlp.up = column(mlp.gate), column(mlp.up)
-    mlp.down = RowParallelLinear.from_linear(mlp.down, comm, split_tokens=sequence_parallel)
+    mlp.gate, mlp.up, mlp.down = how.column(mlp.gate), how.column(mlp.up), how.row(mlp.down)
     mlp.project = partial(project_together, (mlp.gate, mlp.up))
     return mlp
 
 
-def cut_norm(norm: RMSNorm, comm, sequence_parallel: bool) -> nn.Module:
+def cut_norm(norm: RMSNorm, how: Cut) -> nn.Module:
     replicate_parameter(norm.weight)
-    return ShardRMSNorm(norm, comm) if sequence_parallel else norm
+    return ShardRMSNorm(norm, how.comm) if how.sequence_parallel else norm
 
 
 # How each kind of layer is cut: another kind is another line.
 CUTS = MappingProxyType({Attention: cut_attention, SwiGLU: cut_mlp, RMSNorm: cut_norm})
 
 
-def cut_head(head: nn.Module, comm, sequence_parallel: bool) -> nn.Module:
+def cut_head(head: nn.Module, how: Cut) -> nn.Module:
     if isinstance(head, TiedHead):
-        return VocabParallelTiedHead(comm, tokens_split=sequence_parallel)
-    return ColumnParallelLinear.from_linear(head, comm, tokens_split=sequence_parallel, uneven=True)
+        return VocabParallelTiedHead(how.comm, how.sequence_parallel)
+    return how.column(head, uneven=True)
 
 
 def _say_if_padded(vocab_size: int, comm) -> None:
@@ -164,6 +190,8 @@ def legal_sizes(config: ModelConfig, pad_vocab: bool = False) -> list[int]:
 
 def _obstacles(config: ModelConfig, tp: int, pad_vocab: bool) -> Iterator[str]:
     sizes = {"num_heads": config.num_heads, "hidden_dim": config.hidden_dim}
+    if config.num_experts and config.shared_dim:
+        sizes["shared_dim"] = config.shared_dim
     if not pad_vocab:
         sizes["vocab_size"] = config.vocab_size
     for name, size in sizes.items():

@@ -30,32 +30,39 @@ class VocabParallelEmbedding(nn.Module):
     """Rows of the embedding: each rank looks up the tokens it has, and the sum over ranks is every token's row.
 
     tokens  [B, T] int64 on every rank    w  [V/tp, D], cut as torch.chunk cuts
-    y       [B, T, D] on every rank; with `split_tokens` this rank's tokens [B, T/tp, D]
+    y       [B, T, D] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, D]
 
-    backward   dw[v] = sum of dy over the places of token v    local; with `split_tokens` dy is gathered
+    backward   dw[v] = sum of dy over the places of token v    local; with `sequence_parallel` dy is gathered
 
-    Sends 2(tp-1)/tp * B*T*D elements forward; with `split_tokens` half of it forward, half backward.
+    Sends 2(tp-1)/tp * B*T*D elements forward; with `sequence_parallel` half of it forward, half backward.
     """
 
-    def __init__(self, weight, first_token: int, comm, split_tokens: bool = False):
+    def __init__(self, weight, first_token: int, comm, sequence_parallel: bool = False):
         super().__init__()
-        self.weight, self.first_token, self.comm, self.split_tokens = weight, first_token, comm, split_tokens
+        self.weight, self.first_token, self.comm, self.sequence_parallel = (
+            weight,
+            first_token,
+            comm,
+            sequence_parallel,
+        )
 
     @classmethod
     def from_embedding(
-        cls, embedding, comm, split_tokens: bool = False, uneven: bool = False
+        cls, embedding, comm, sequence_parallel: bool = False, uneven: bool = False
     ) -> VocabParallelEmbedding:
         """Cut this rank's part out of a whole embedding, the same on every rank; ValueError unless equal, or `uneven`."""
         if not uneven:
             require_divides("tp", comm.size, "num_embeddings", embedding.weight.shape[0])
         place_whole(embedding)
         first_token = vocab_bounds(embedding.weight.shape[0], comm.size)[comm.rank]
-        return cls(cut_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, split_tokens)
+        return cls(
+            cut_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, sequence_parallel
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         local, elsewhere = _local_tokens(tokens, self.first_token, self.weight.shape[0])
         y = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
-        if self.split_tokens:
+        if self.sequence_parallel:
             return reduce_scatter_tokens(self.comm, y)
         return differentiable.all_reduce(self.comm, y)
 
@@ -63,12 +70,12 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelTiedHead(TiedHead):
     """The head that multiplies by the embedding's rows: x [B, T, D] (or shards of the tokens) -> logits [B, T, V/tp]."""
 
-    def __init__(self, comm, tokens_split: bool = False):
+    def __init__(self, comm, sequence_parallel: bool = False):
         super().__init__()
-        self.comm, self.tokens_split = comm, tokens_split
+        self.comm, self.sequence_parallel = comm, sequence_parallel
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        (logits,) = column_parallel(self.comm, x, [Matrix(weight, self.deferred)], self.tokens_split)
+        (logits,) = column_parallel(self.comm, x, [Matrix(weight, self.deferred)], self.sequence_parallel)
         return logits
 
 

@@ -19,6 +19,7 @@ class Case(NamedTuple):
     length: int
     seed: int
     algorithm: str = "auto"
+    chunked: bool = False
 
     def model(self, **stage) -> Transformer:
         return Transformer(self.config, self.seed, **stage).double()
@@ -54,12 +55,14 @@ def cases(draw, tp=world_sizes, sequence_parallel=None):
         dropout=draw(st.sampled_from([0.0, 0.3])),
         attention=draw(st.sampled_from(["fused", "plain"])),
     )
+    sequence_parallel = draw(st.booleans()) if sequence_parallel is None else sequence_parallel
     return Case(
         config=config,
         tp=tp,
-        sequence_parallel=draw(st.booleans()) if sequence_parallel is None else sequence_parallel,
+        sequence_parallel=sequence_parallel,
         batch=draw(st.integers(1, 3)),
         length=tp * draw(st.integers(1, 2)),
         seed=draw(seeds),
+        chunked=sequence_parallel and draw(st.booleans()),
         algorithm=draw(st.sampled_from(["auto", "ring", "native"])),
     )

@@ -7,7 +7,7 @@ import minipar
 from minipar.comm import differentiable
 from minipar.model import ModelConfig, Transformer
 from minipar.placement import placement_of
-from minipar.tensor_parallel import linear, sequence, tensor_parallel
+from minipar.tensor_parallel import column, linear, sequence, tensor_parallel
 from tests.tensor_parallel.strategies import Case
 from tests.tensor_parallel.test_apply import compare_outputs, cut
 
@@ -26,21 +26,21 @@ def norm_gradients_not_summed(world):
 
 
 def output_summed_instead_of_left_split(world):
-    column = linear.column_parallel
+    split = linear.column_parallel
     linear.column_parallel = lambda comm, *args: tuple(
-        differentiable.all_reduce(comm, y) for y in column(comm, *args)
+        differentiable.all_reduce(comm, y) for y in split(comm, *args)
     )
     return False
 
 
 def dx_not_summed(world):
-    start = linear._start_dx
+    start = column._start_dx
 
     def alone(ctx, *args):
         ctx.comm = ctx.comm.subgroup([ctx.comm.rank], "alone")
         return start(ctx, *args)
 
-    linear._start_dx = alone
+    column._start_dx = alone
     return False
 
 
@@ -89,7 +89,7 @@ FAULTS = [
 
 def seen(world, fault) -> str:
     """What the comparison says with the fault in; the run's modules are put back, as ranks outlive a call."""
-    kept = [(owner, dict(vars(owner))) for owner in (linear, sequence)]
+    kept = [(owner, dict(vars(owner))) for owner in (column, linear, sequence)]
     classes = [(c, dict(vars(c))) for c in (linear.ColumnParallelLinear, sequence.ShardDropout)]
     try:
         compare_outputs(world, case(fault(world), world.size))

@@ -12,9 +12,8 @@ import minipar
 from minipar.comm import differentiable
 from minipar.model.linear import Linear, WeightGradients, linear
 from minipar.placement import gather, placement_of
-from minipar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, column_parallel
-from minipar.tensor_parallel import linear as module
-from minipar.tensor_parallel.linear import Matrix
+from minipar.tensor_parallel import ColumnParallelLinear, Matrix, RowParallelLinear, column_parallel
+from minipar.tensor_parallel import column as module
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
@@ -62,41 +61,41 @@ def assert_parameters(cut, gradients) -> None:
         assert_equal_to(parameter.grad, placement_of(parameter).slice_of(gradients[name]), what=name)
 
 
-def column(world, case: Layer, gather_output: bool, tokens_split: bool) -> None:
+def column_layer(world, case: Layer, gather_output: bool, sequence_parallel: bool) -> None:
     layer, x, dy = case.make()
     y, dx, gradients = oracle(layer, x, dy)
-    cut = ColumnParallelLinear.from_linear(layer, world, gather_output, tokens_split)
-    mine = (part(world, x, 1) if tokens_split else x.detach()).requires_grad_()
+    cut = ColumnParallelLinear.from_linear(layer, world, gather_output, sequence_parallel)
+    mine = (part(world, x, 1) if sequence_parallel else x.detach()).requires_grad_()
     out = cut(mine)
     assert_equal_to(out.detach(), y if gather_output else part(world, y, -1), what="y")
     out.backward(dy if gather_output else part(world, dy, -1))
-    assert_equal_to(mine.grad, part(world, dx, 1) if tokens_split else dx, what="dx")
+    assert_equal_to(mine.grad, part(world, dx, 1) if sequence_parallel else dx, what="dx")
     assert_parameters(cut, gradients)
 
 
 @given(layers, st.booleans(), st.booleans())
-def test_column_parallel_has_its_features_of_one_process(case, gather_output, tokens_split):
-    minipar.run(column, case, gather_output, tokens_split, world_size=case.tp, timeout_s=10)
+def test_column_parallel_has_its_features_of_one_process(case, gather_output, sequence_parallel):
+    minipar.run(column_layer, case, gather_output, sequence_parallel, world_size=case.tp, timeout_s=10)
 
 
-def row(world, case: Layer, input_is_parallel: bool, split_tokens: bool) -> None:
+def row(world, case: Layer, input_is_parallel: bool, sequence_parallel: bool) -> None:
     layer, x, dy = case.make()
     y, dx, gradients = oracle(layer, x, dy)
-    cut = RowParallelLinear.from_linear(layer, world, input_is_parallel, split_tokens)
+    cut = RowParallelLinear.from_linear(layer, world, input_is_parallel, sequence_parallel)
     mine = (part(world, x, -1) if input_is_parallel else x.detach()).requires_grad_()
     out = cut(mine)
-    assert_equal_to(out.detach(), part(world, y, 1) if split_tokens else y, what="y")
-    out.backward(part(world, dy, 1) if split_tokens else dy)
+    assert_equal_to(out.detach(), part(world, y, 1) if sequence_parallel else y, what="y")
+    out.backward(part(world, dy, 1) if sequence_parallel else dy)
     assert_equal_to(mine.grad, part(world, dx, -1) if input_is_parallel else dx, what="dx")
     assert_parameters(cut, gradients)
 
 
 @given(layers, st.booleans(), st.booleans())
-def test_row_parallel_is_the_whole_sum_with_its_bias_once(case, input_is_parallel, split_tokens):
-    minipar.run(row, case, input_is_parallel, split_tokens, world_size=case.tp, timeout_s=10)
+def test_row_parallel_is_the_whole_sum_with_its_bias_once(case, input_is_parallel, sequence_parallel):
+    minipar.run(row, case, input_is_parallel, sequence_parallel, world_size=case.tp, timeout_s=10)
 
 
-def pair(world, case: Layer, tokens_split: bool) -> None:
+def pair(world, case: Layer, sequence_parallel: bool) -> None:
     """up, an elementwise function, down: the shape of every block."""
     up, x, _ = case.make()
     down = case.kind(up.out_features, up.in_features, bias=case.bias).double()
@@ -107,20 +106,20 @@ def pair(world, case: Layer, tokens_split: bool) -> None:
     z.backward(dz)
     want = {name: p.grad for name, p in down.named_parameters()}
     want_up = {name: p.grad for name, p in up.named_parameters()}
-    first = ColumnParallelLinear.from_linear(up, world, tokens_split=tokens_split)
-    second = RowParallelLinear.from_linear(down, world, split_tokens=tokens_split)
-    mine = (part(world, x, 1) if tokens_split else x.detach()).requires_grad_()
+    first = ColumnParallelLinear.from_linear(up, world, sequence_parallel=sequence_parallel)
+    second = RowParallelLinear.from_linear(down, world, sequence_parallel=sequence_parallel)
+    mine = (part(world, x, 1) if sequence_parallel else x.detach()).requires_grad_()
     out = second(torch.tanh(first(mine)))
-    assert_equal_to(out.detach(), part(world, z, 1) if tokens_split else z.detach(), what="z")
-    out.backward(part(world, dz, 1) if tokens_split else dz)
-    assert_equal_to(mine.grad, part(world, x.grad, 1) if tokens_split else x.grad, what="dx")
+    assert_equal_to(out.detach(), part(world, z, 1) if sequence_parallel else z.detach(), what="z")
+    out.backward(part(world, dz, 1) if sequence_parallel else dz)
+    assert_equal_to(mine.grad, part(world, x.grad, 1) if sequence_parallel else x.grad, what="dx")
     assert_parameters(first, want_up)
     assert_parameters(second, want)
 
 
 @given(layers, st.booleans())
-def test_a_pair_is_equal_to_one_process(case, tokens_split):
-    minipar.run(pair, case, tokens_split, world_size=case.tp, timeout_s=10)
+def test_a_pair_is_equal_to_one_process(case, sequence_parallel):
+    minipar.run(pair, case, sequence_parallel, world_size=case.tp, timeout_s=10)
 
 
 def naive_and_overlapped(world, case: Layer, defer: bool) -> None:
@@ -205,7 +204,7 @@ def overlapped_order(world) -> list[str]:
     events = []
     layer, x, dy = Layer(world.size, 1, 2, 2, 2, False, Linear, 1).make()
     cut = ColumnParallelLinear.from_linear(layer, world)
-    launch, product = world.all_reduce_, module._weight_gradient
+    launch, product = world.all_reduce_, module.weight_gradient
 
     def launched(*args, **kwargs):
         events.append("launch")
@@ -214,12 +213,12 @@ def overlapped_order(world) -> list[str]:
         handle.wait = lambda: events.append("wait") or wait()
         return handle
 
-    module._weight_gradient = lambda *args: events.append("dw") or product(*args)
+    module.weight_gradient = lambda *args: events.append("dw") or product(*args)
     world.all_reduce_ = launched
     try:
         cut(x.detach().requires_grad_()).backward(part(world, dy, -1))
     finally:
-        module._weight_gradient = product
+        module.weight_gradient = product
         del world.all_reduce_
     return events
 

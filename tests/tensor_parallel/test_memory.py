@@ -12,7 +12,7 @@ from tests.tensor_parallel.strategies import Case, cases
 
 def saved_bytes(world, case: Case, dtype: torch.dtype) -> int:
     """Bytes of the distinct storages that one layer's graph keeps, parameters apart."""
-    model = tensor_parallel(case.model().to(dtype), world, case.sequence_parallel)
+    model = tensor_parallel(case.model().to(dtype), world, case.sequence_parallel, case.chunked)
     block, parameters = model.layers["0"], {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = case.length // (world.size if case.sequence_parallel else 1)
     x = torch.randn(case.batch, tokens, case.config.dim, dtype=dtype, requires_grad=True)

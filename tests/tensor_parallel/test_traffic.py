@@ -16,7 +16,7 @@ FLOAT64 = 8
 def layer_bytes(world, case: Case, recompute: str) -> int:
     """What one layer sends in one forward and backward."""
     model = Transformer(case.config, case.seed).double()
-    tensor_parallel(model, world, case.sequence_parallel, algorithm="ring")
+    tensor_parallel(model, world, case.sequence_parallel, case.chunked, algorithm="ring")
     comm, block = model.finish.comm, model.layers["0"]
     tokens = case.length // (world.size if case.sequence_parallel else 1)
     x = torch.randn(case.batch, tokens, case.config.dim, dtype=torch.float64, requires_grad=True)
@@ -70,7 +70,7 @@ def test_a_layer_sends_what_the_formula_says(case):
 
 
 def step_bytes(world, case: Case) -> int:
-    model = tensor_parallel(case.model(), world, case.sequence_parallel, algorithm="ring")
+    model = tensor_parallel(case.model(), world, case.sequence_parallel, case.chunked, algorithm="ring")
     comm = model.finish.comm
     before = comm.traffic.sent_bytes
     model.loss(*case.tokens()).backward()

@@ -14,16 +14,16 @@ from minipar.tensor_parallel.vocab import vocab_bounds
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
-def embed(world, vocab: int, dim: int, batch: int, length: int, split_tokens: bool, seed: int) -> None:
+def embed(world, vocab: int, dim: int, batch: int, length: int, sequence_parallel: bool, seed: int) -> None:
     torch.manual_seed(seed)
     whole = nn.Embedding(vocab, dim, dtype=torch.float64)
     tokens = torch.randint(vocab, (batch, length))
     dy = torch.randn(batch, length, dim, dtype=torch.float64)
     y = whole(tokens)
     y.backward(dy)
-    cut = VocabParallelEmbedding.from_embedding(whole, world, split_tokens, uneven=True)
+    cut = VocabParallelEmbedding.from_embedding(whole, world, sequence_parallel, uneven=True)
     mine = slice(world.rank * length // world.size, (world.rank + 1) * length // world.size)
-    mine = mine if split_tokens else slice(None)
+    mine = mine if sequence_parallel else slice(None)
     out = cut(tokens)
     assert torch.equal(out, y[:, mine])  # one rank adds the row and the others zeros
     out.backward(dy[:, mine])

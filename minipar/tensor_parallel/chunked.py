@@ -1,0 +1,163 @@
+"""Sequence parallelism's communication in pieces, each hidden behind the product of another piece.
+
+    gather_matmul    all-gather x, then x w^T     -> while my tokens are multiplied, my left neighbour's are arriving
+    matmul_scatter   x w^T, then reduce-scatter   -> while a sum of some tokens travels, the next rank's are multiplied
+
+The same bytes and the same products as the collectives one after another, in tp pieces; known as asynchronous tensor
+parallelism, or collective matmul. What it gains is the time of whichever is shorter, less what smaller products lose.
+
+Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.errors import require_divides
+from minipar.model.linear import WeightGradients, accumulate_gradient
+from minipar.tensor_parallel.column import Matrix, weight_gradient
+from minipar.tensor_parallel.sequence import TOKENS
+
+
+def rotating(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (rank, chunk) of every rank, mine first, each while the next is arriving.
+
+    Sends tp-1 chunks.
+    """
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    chunk = chunk.detach().contiguous()
+    for step in range(comm.size):
+        last = step == comm.size - 1
+        arriving = (
+            None if last else comm.exchange(chunk, right, chunk.shape, chunk.dtype, left, async_op=True)
+        )
+        yield (comm.rank - step) % comm.size, chunk
+        chunk = chunk if last else arriving.wait()
+
+
+def summing(comm, term: Callable[[int], Tensor]) -> Tensor:
+    """The sum over ranks of term(my rank), each rank's term for another computed while sums travel.
+
+    The sum for rank c starts at rank c+1 and goes once around: the reduce-scatter of a ring. Sends tp-1 terms.
+    """
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    total = term(left)
+    for step in range(1, comm.size):
+        arriving = comm.exchange(total, right, total.shape, total.dtype, left, async_op=True)
+        mine = term((left - step) % comm.size)
+        total = arriving.wait().add_(mine)
+    return total
+
+
+def gather_matmul(comm, x: Tensor, matrices: Sequence[Matrix]) -> tuple[Tensor, ...]:
+    """`column_parallel(comm, x, matrices, sequence_parallel=True)`, in pieces.
+
+    x    [B, T/tp, D]  this rank's tokens        w_i  [F_i/tp, D]        y_i  [B, T, F_i/tp]
+
+    backward   dx = sum over ranks of sum_i dy_i w_i, this rank's tokens    in pieces
+               dw_i = dy_i^T x                                              as pieces of x come round again
+
+    Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred products share one round, later.
+    """
+    visible = [None if m.waits else m.weight for m in matrices]
+    waiting = [m.deferred for m in matrices if m.waits]
+    anchor = None if x.requires_grad or not waiting else waiting[0].anchor
+    return _GatherMatmul.apply(x, comm, matrices, anchor, *visible)
+
+
+class _GatherMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm, matrices, anchor, *visible):
+        ctx.comm, ctx.matrices = comm, matrices
+        ctx.now = [needed and not m.waits for m, needed in zip(matrices, ctx.needs_input_grad[4:])]
+        ctx.save_for_backward(x, *(m.weight for m in matrices))
+        pieces: list = [None] * comm.size
+        for rank, chunk in rotating(comm, x):
+            pieces[rank] = [F.linear(chunk, m.weight) for m in matrices]
+        return tuple(torch.cat(ys, TOKENS) for ys in zip(*pieces))
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        comm, matrices = ctx.comm, ctx.matrices
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = summing(comm, lambda rank: sum(_of_rank(comm, dy, rank) @ w for dy, w in zip(dys, weights)))
+        now = [(m, dy) for m, dy, needed in zip(matrices, dys, ctx.now) if needed]
+        later = [(m, dy) for m, dy in zip(matrices, dys) if m.waits]
+        if later:
+            later[0][0].deferred.put(partial(_add_later, comm, x, later))
+        dws = iter(_weight_gradients(comm, x, now) if now else ())
+        return dx, None, None, None, *(next(dws) if needed else None for needed in ctx.now)
+
+
+def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> list[Tensor]:
+    """dw = dy^T x for several dy, as the tokens of x come round, and the sums over replicas."""
+    dws = [torch.zeros_like(m.weight) for m, _ in pairs]
+    for rank, chunk in rotating(comm, x):
+        for dw, (_, dy) in zip(dws, pairs):
+            dw += weight_gradient(_of_rank(comm, dy, rank), chunk)
+    return [dw if m.replicas is None else m.replicas.all_reduce_(dw) for dw, (m, _) in zip(dws, pairs)]
+
+
+@torch.no_grad()
+def _add_later(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> None:
+    for (matrix, _), dw in zip(pairs, _weight_gradients(comm, x, pairs)):
+        accumulate_gradient(matrix.weight, dw)
+
+
+def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | None = None) -> Tensor:
+    """`reduce_scatter_tokens(comm, linear(x, weight))`, in pieces.
+
+    x  [B, T, D/tp]    w  [F, D/tp]    y  [B, T/tp, F]  this rank's tokens of the sum over ranks
+
+    backward   dx = dy w, dw = dy^T x    as pieces of dy come round
+
+    Sends (tp-1)/tp * B*T*F elements forward, and as many backward. A deferred product keeps the gathered dy.
+    """
+    require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
+    matrix = Matrix(weight, deferred)
+    anchor = deferred.anchor if matrix.waits and not x.requires_grad else None
+    return _MatmulScatter.apply(x, comm, matrix, anchor, None if matrix.waits else weight)
+
+
+class _MatmulScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm, matrix, anchor, visible):
+        ctx.comm, ctx.matrix = comm, matrix
+        ctx.trains = matrix.waits or ctx.needs_input_grad[4]
+        ctx.save_for_backward(x if ctx.trains else None, matrix.weight)
+        return summing(comm, lambda rank: F.linear(_of_rank(comm, x, rank), matrix.weight))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        comm, matrix = ctx.comm, ctx.matrix
+        dxs, rounds = [None] * comm.size, rotating(comm, dy)
+        if matrix.waits:
+            rounds = list(rounds)
+            matrix.deferred.put(partial(_add_row_gradient, comm, matrix.weight, x, rounds))
+        dw = torch.zeros_like(weight) if ctx.trains and not matrix.waits else None
+        for rank, chunk in rounds:
+            dxs[rank] = chunk @ weight
+            if dw is not None:
+                dw += weight_gradient(chunk, _of_rank(comm, x, rank))
+        return torch.cat(dxs, TOKENS), None, None, None, dw
+
+
+@torch.no_grad()
+def _add_row_gradient(comm, weight: Tensor, x: Tensor, rounds: list[tuple[int, Tensor]]) -> None:
+    dw = torch.zeros_like(weight)
+    for rank, chunk in rounds:
+        dw += weight_gradient(chunk, _of_rank(comm, x, rank))
+    accumulate_gradient(weight, dw)
+
+
+def _of_rank(comm, x: Tensor, rank: int) -> Tensor:
+    """The tokens of x that are `rank`'s."""
+    return x.chunk(comm.size, TOKENS)[rank]

@@ -1,0 +1,118 @@
+"""One input, several weights whose output features are split: y_i = x w_i^T.
+
+`linear(copy(x), w)` is column parallelism in five words, and `column_parallel` computes the same. It treats all the
+matrices that one input meets (q, k and v) together, so that there is one sum of dx for them and not three, and lets that
+sum travel while the weights' gradients are computed.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2, for the sequence-parallel form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.model.linear import WeightGradients, accumulate_gradient
+from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
+
+
+class Matrix(NamedTuple):
+    """A weight [F/tp, D] that an input meets.
+
+    deferred   None, or where the backward puts the product that is the weight's gradient
+    replicas   None, or the Comm of the ranks that hold this same shard, over which its gradient is summed
+    """
+
+    weight: Tensor
+    deferred: WeightGradients | None = None
+    replicas: object = None
+
+    @property
+    def waits(self) -> bool:
+        return self.deferred is not None and self.weight.requires_grad and self.weight.is_leaf
+
+
+def column_parallel(
+    comm, x: Tensor, matrices: Sequence[Matrix], sequence_parallel: bool = False
+) -> tuple[Tensor, ...]:
+    """Multiply one input by several weights whose output features are split over `comm`: y_i = x w_i^T.
+
+    x    [B, T, D]          the same on every rank; where `sequence_parallel`, this rank's [B, T/tp, D]
+    w_i  [F_i/tp, D]        rows r*F_i/tp ... of the full weight
+    y_i  [B, T, F_i/tp]     each rank has its own features
+
+    backward   dx = sum over ranks of sum_i dy_i w_i    one all-reduce (reduce-scatter), under way while
+               dw_i = dy_i^T x                          are computed, or deferred
+
+    Sends 2(tp-1)/tp * B*T*D elements backward. Where `sequence_parallel`: (tp-1)/tp * B*T*D forward, to gather x, and twice
+    that backward, since only the shard of x is kept: it is gathered again while dx is computed. And 2(g-1)/g * |w_i|
+    for the gradient of a w_i that g ranks hold. A deferred product keeps the gathered x.
+    """
+    visible = [None if m.waits else m.weight for m in matrices]
+    waiting = [m.deferred for m in matrices if m.waits]
+    anchor = None if x.requires_grad or not waiting else waiting[0].anchor
+    return _ColumnParallel.apply(x, comm, matrices, sequence_parallel, anchor, *visible)
+
+
+class _ColumnParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm, matrices, sequence_parallel, anchor, *visible):
+        ctx.comm, ctx.matrices, ctx.sequence_parallel = comm, matrices, sequence_parallel
+        ctx.trains = [m.waits or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
+        ctx.save_for_backward(x if any(ctx.trains) else None, *(m.weight for m in matrices))
+        whole = start_gather_tokens(comm, x)() if sequence_parallel else x
+        return tuple(F.linear(whole, m.weight) for m in matrices)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        regather = ctx.sequence_parallel and any(ctx.trains)
+        whole = start_gather_tokens(ctx.comm, x) if regather else lambda: x
+        finish_dx = _start_dx(ctx, dys, weights) if ctx.needs_input_grad[0] else lambda: None
+        x = whole()
+        finish_dws = [
+            _start_dw(m, dy, x) if trains else lambda: None
+            for m, dy, trains in zip(ctx.matrices, dys, ctx.trains)
+        ]
+        return finish_dx(), None, None, None, None, *(finish() for finish in finish_dws)
+
+
+def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
+    """Begin to sum dx over ranks."""
+    dx = rows(dys[0]) @ weights[0]
+    for dy, weight in zip(dys[1:], weights[1:]):
+        dx.addmm_(rows(dy), weight)
+    dx = dx.view(*dys[0].shape[:-1], -1)
+    if ctx.sequence_parallel:
+        return start_reduce_scatter_tokens(ctx.comm, dx)
+    return ctx.comm.all_reduce_(dx, async_op=True).wait  # in place: dx is nobody else's
+
+
+def _start_dw(matrix: Matrix, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
+    """Compute dw and begin to sum it over the replicas, or put that off."""
+    if matrix.waits:
+        matrix.deferred.put(partial(add_later, matrix, dy, x))
+        return lambda: None
+    dw = weight_gradient(dy, x)
+    return (lambda: dw) if matrix.replicas is None else matrix.replicas.all_reduce_(dw, async_op=True).wait
+
+
+@torch.no_grad()
+def add_later(matrix: Matrix, dy: Tensor, x: Tensor) -> None:
+    dw = weight_gradient(dy, x)
+    if matrix.replicas is not None:
+        matrix.replicas.all_reduce_(dw)
+    accumulate_gradient(matrix.weight, dw)
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    return rows(dy).t() @ rows(x)
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
