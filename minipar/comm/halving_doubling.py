@@ -7,8 +7,11 @@ Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.2-4.5), p a power of two, n 
     all_reduce by both (Rabenseifner) 2 log p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
     all_reduce by doubling alone      log p (alpha + n beta + n gamma): fewest steps, but every step sends all of x
 
-Where p is not a power of two, the ranks past the largest one, q, first hand their x to rank r-q and get the result
-from it: one more step in and one out, with n bytes in it for the ranks concerned.
+Where p is not a power of two, the ranks past the largest one below it, q, first hand their x to rank r-q and get the
+result from it: one more step in and one out, with n bytes in it for the ranks concerned. The q others are the core.
+
+What a rank sends, exactly, of x cut into q chunks as torch.chunk cuts: halving sends all but its own chunk; doubling the
+aligned block of 1, 2, 4, ... q/2 chunks in which its own lies.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from minipar.comm.ring import gathered_sizes
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
     """Rabenseifner: recursive halving to reduce-scatter, recursive doubling to all-gather. Same bits on all ranks.
 
-    Sends 2(p-1)/p of x where p is a power of two that divides its length.
+    Sends 2(p-1)/p of x where p is a power of two that divides its length. Elsewhere the halving and the doubling above;
+    a rank past the core sends x instead, and the rank it folds into the result as well.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     target, how = out.view(-1), reduction(op, x.dtype)
@@ -70,7 +74,7 @@ def reduce_scatter(
     """Rank r's chunk of the sum, x [N, ...] -> [sizes[r], ...]: each step send the half the partner's side will own.
 
     Sends all of x but this rank's chunk where p is a power of two. Elsewhere core rank r also reduces chunk r+q, for
-    the rank that folded its x into it. `out`, where to put it, may be that chunk of x itself.
+    the rank that folded its x into it, and sends it on. `out`, where to put it, may be that chunk of x itself.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
     how, core = reduction(op, x.dtype), _core(comm.size)

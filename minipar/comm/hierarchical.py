@@ -3,13 +3,13 @@
 With k nodes of g ranks, n bytes: inside the node a reduce-scatter, (g-1)/g n; across nodes an all-reduce of the own
 chunk, 2 (k-1)/k n/g; inside again an all-gather, (g-1)/g n. Every rank sends 2(kg-1)/(kg) n in all, as in a flat ring,
 but of that only 2 (k-1)/k n/g over the slow link, where each node's neighbour in a flat ring sends 2(kg-1)/(kg) n.
+Where the sizes do not divide, each of the three sends what `ring.py` says; they are booked as the three they are.
 """
 
 from __future__ import annotations
 
 import torch
 
-from minipar.comm import ring
 from minipar.comm.chunks import chunk_sizes, reduction
 from minipar.errors import divisors, require_divides
 
@@ -25,13 +25,13 @@ def all_reduce(
     how = reduction(op, x.dtype)
     inner = "sum" if how.divide else op
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    flat = x.detach().contiguous().view(-1)
+    flat, target = x.detach().contiguous().view(-1), out.view(-1)
     sizes = chunk_sizes(flat.numel(), node.size)
-    own = ring.reduce_scatter(node, flat, inner, sizes)
-    ring.all_reduce(across, own, inner, out=own)
+    own = node.reduce_scatter(flat, inner, sizes, algorithm="ring")
+    across.all_reduce_(own, inner, algorithm="ring")
     if how.divide:
         own.div_(comm.size)
-    out.view(-1).copy_(ring.all_gather(node, own, sizes))
+    node.all_gather(own, sizes, algorithm="ring", out=target)
     return out
 
 

@@ -9,7 +9,7 @@ Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byt
     all_gather       (p-1) alpha + (p-1)/p n beta
     all_reduce      2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-A chunk longer than SEGMENT_BYTES travels in segments of that length, each a message of its own.
+A chunk longer than SEGMENT_BYTES travels around in segments of that length, each a message of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
 def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
     """The root's x on every rank, for long vectors: scatter from the root, then a ring all-gather (van de Geijn).
 
-    2(p-1) alpha + 2 (p-1)/p n beta: twice the least number of bytes, but log p / 2 times less than a tree.
+    2(p-1) alpha + 2 (p-1)/p n beta: twice the least number of bytes, but log p / 2 times less than a tree. The root sends
+    all but its own chunk, one by one; then every rank all but its right neighbour's.
     """
     p, out = comm.size, torch.empty_like(x, memory_format=torch.contiguous_format)
     chunks = _chunks(out.view(-1), bounds(chunk_sizes(x.numel(), p)))

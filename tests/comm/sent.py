@@ -1,0 +1,199 @@
+"""What every algorithm sends, in elements a message: the formulas of the docstrings, evaluated."""
+
+from __future__ import annotations
+
+from math import ceil, log2, prod
+
+from minipar.comm.chunks import chunk_sizes
+from tests.comm.cases import Case, send_sizes
+
+
+def messages(case: Case, rank: int, size: int) -> list[int]:
+    """The lengths in bytes of the messages `rank` sends; empty ones are not messages."""
+    if case.algorithm == "auto" or size == 1 and case.algorithm != "native":
+        assert size == 1
+        return []
+    elems = FORMULAS[case.collective, case.algorithm](case, rank, size)
+    return [n * case.dtype.itemsize for n in elems if n]
+
+
+def _elems(case: Case) -> int:
+    return prod(case.shape)
+
+
+def _row(case: Case) -> int:
+    return prod(case.shape[1:])
+
+
+def _sizes(case: Case, size: int) -> list[int]:
+    """The elements of every rank's chunk, along dim 0."""
+    if case.collective == "all_gather":
+        sizes = case.sizes or [case.shape[0]] * size
+    else:
+        sizes = case.sizes or chunk_sizes(case.shape[0], size)
+    return [n * _row(case) for n in sizes]
+
+
+def _in_segments(case: Case, chunks: list[int], sent) -> list[int]:
+    """These chunks, each in messages of at most a segment."""
+    length = max(1, case.segment_bytes // case.dtype.itemsize)
+    return [min(length, chunks[c] - start) for c in sent for start in range(0, chunks[c], length)]
+
+
+def _all_but(size: int, *left_out: int) -> list[int]:
+    return [c for c in range(size) if c not in [r % size for r in left_out]]
+
+
+# Ring -----------------------------------------------------------------------------------------------------------
+
+
+def ring_reduce_scatter(case, rank, size, chunks=None):
+    """All of x but this rank's own chunk."""
+    return _in_segments(case, chunks or _sizes(case, size), _all_but(size, rank))
+
+
+def ring_all_gather(case, rank, size, chunks=None):
+    """Every chunk but the right neighbour's."""
+    return _in_segments(case, chunks or _sizes(case, size), _all_but(size, rank + 1))
+
+
+def ring_all_reduce(case, rank, size, elems=None):
+    """All of x twice, less chunk r and chunk r+1."""
+    chunks = chunk_sizes(_elems(case) if elems is None else elems, size)
+    return ring_reduce_scatter(case, rank, size, chunks) + ring_all_gather(case, rank, size, chunks)
+
+
+def ring_broadcast(case, rank, size):
+    """The root scatters all but its own chunk; then the all-gather."""
+    chunks = chunk_sizes(_elems(case), size)
+    scattered = [chunks[c] for c in _all_but(size, case.root)] if rank == case.root else []
+    return scattered + ring_all_gather(case, rank, size, chunks)
+
+
+def ring_reduce(case, rank, size):
+    """The reduce-scatter; then everybody but the root hands in its chunk."""
+    chunks = chunk_sizes(_elems(case), size)
+    return ring_reduce_scatter(case, rank, size, chunks) + ([chunks[rank]] if rank != case.root else [])
+
+
+# Halving and doubling -------------------------------------------------------------------------------------------
+
+
+def _core(size: int) -> int:
+    return 2 ** int(log2(size))
+
+
+def _halving(chunks: list[int], rank: int) -> list[int]:
+    """The half, quarter, ... that the partner's side keeps: together all but this rank's own chunk."""
+    core = len(chunks)
+    distances = [core >> i for i in range(1, core.bit_length())]
+    return [sum(chunks[(start := (rank ^ d) // d * d) : start + d]) for d in distances]
+
+
+def _doubling(chunks: list[int], rank: int) -> list[int]:
+    """This rank's chunk, then the two around it, the four, up to half of all."""
+    distances = [1 << i for i in range(len(chunks).bit_length() - 1)]
+    return [sum(chunks[(start := rank // d * d) : start + d]) for d in distances]
+
+
+def _folded(case, rank, size, inside) -> list[int]:
+    """Ranks past the core send x and nothing else; the ranks they fold into also send the result."""
+    core, n = _core(size), _elems(case)
+    return [n] if rank >= core else inside + ([n] if rank + core < size else [])
+
+
+def halving_doubling_all_reduce(case, rank, size):
+    """Halving and doubling of the chunks of the core ranks."""
+    core = _core(size)
+    chunks = chunk_sizes(_elems(case), core)
+    inside = _halving(chunks, rank) + _doubling(chunks, rank) if rank < core else []
+    return _folded(case, rank, size, inside)
+
+
+def doubling_all_reduce(case, rank, size):
+    """x in every step."""
+    return _folded(case, rank, size, [_elems(case)] * int(log2(size)))
+
+
+def halving_reduce_scatter(case, rank, size):
+    """Core rank r stands for chunk r and chunk r+q, and hands on the latter."""
+    core, chunks = _core(size), _sizes(case, size)
+    if rank >= core:
+        return [_elems(case)]
+    carried = [sum(chunks[r::core]) for r in range(core)]
+    return _halving(carried, rank) + chunks[rank + core : rank + core + 1]
+
+
+def doubling_all_gather(case, rank, size):
+    """Core rank r carries chunk r and chunk r+q, and sends the whole to rank r+q."""
+    core, chunks = _core(size), _sizes(case, size)
+    if rank >= core:
+        return [chunks[rank]]
+    carried = [sum(chunks[r::core]) for r in range(core)]
+    return _doubling(carried, rank) + ([sum(chunks)] if rank + core < size else [])
+
+
+# Trees, all-to-all, two levels, torch's own ---------------------------------------------------------------------
+
+
+def _children(place: int, size: int) -> int:
+    """How many places a place tells: those that differ from it in one bit below its lowest set one."""
+    lowest = place & -place or 1 << ceil(log2(size))
+    return sum(place + (1 << i) < size for i in range(lowest.bit_length() - 1))
+
+
+def tree_broadcast(case, rank, size):
+    """x to every child."""
+    return [_elems(case)] * _children((rank - case.root) % size, size)
+
+
+def tree_reduce(case, rank, size):
+    """x once, but for the root."""
+    return [_elems(case)] if rank != case.root else []
+
+
+def tree_all_reduce(case, rank, size):
+    """Up to rank 0, and down again."""
+    at_0 = case._replace(root=0)
+    return tree_reduce(at_0, rank, size) + tree_broadcast(at_0, rank, size)
+
+
+def pairwise_all_to_all(case, rank, size):
+    """Every chunk but the one that stays."""
+    sizes = send_sizes(case, rank, size)
+    return [sizes[c] * _row(case) for c in _all_but(size, rank)]
+
+
+def hierarchical_all_reduce(case, rank, size):
+    """Reduce-scatter inside the node, all-reduce of the own chunk across nodes, all-gather inside."""
+    g = max(d for d in range(1, size + 1) if size % d == 0 and d * d <= size)
+    node, place = divmod(rank, g)
+    chunks = chunk_sizes(_elems(case), g)
+    inside = ring_reduce_scatter(case, place, g, chunks) + ring_all_gather(case, place, g, chunks)
+    return inside + ring_all_reduce(case, node, size // g, chunks[place])
+
+
+def native(case, rank, size):
+    """Its payload, booked as one message."""
+    own = _sizes(case, size)[rank] if case.collective == "all_gather" else _elems(case)
+    return [own if case.collective != "all_to_all" else sum(send_sizes(case, rank, size)) * _row(case)]
+
+
+FORMULAS = {
+    ("all_reduce", "ring"): ring_all_reduce,
+    ("all_reduce", "halving_doubling"): halving_doubling_all_reduce,
+    ("all_reduce", "doubling"): doubling_all_reduce,
+    ("all_reduce", "tree"): tree_all_reduce,
+    ("all_reduce", "hierarchical"): hierarchical_all_reduce,
+    ("reduce", "tree"): tree_reduce,
+    ("reduce", "ring"): ring_reduce,
+    ("reduce_scatter", "ring"): ring_reduce_scatter,
+    ("reduce_scatter", "halving_doubling"): halving_reduce_scatter,
+    ("all_gather", "ring"): ring_all_gather,
+    ("all_gather", "halving_doubling"): doubling_all_gather,
+    ("broadcast", "tree"): tree_broadcast,
+    ("broadcast", "ring"): ring_broadcast,
+    ("all_to_all", "pairwise"): pairwise_all_to_all,
+    **{(name, "native"): native for name in ("all_reduce", "reduce", "reduce_scatter", "all_gather")},
+    **{(name, "native"): native for name in ("broadcast", "all_to_all")},
+}
