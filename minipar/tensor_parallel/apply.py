@@ -36,9 +36,9 @@ from minipar.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     project_together,
-    replicate_parameter,
 )
 from minipar.tensor_parallel.sequence import ShardDropout, ShardLength, ShardRMSNorm
+from minipar.tensor_parallel.shards import replicate_parameter
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelFinish, VocabParallelTiedHead
 
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from minipar.comm import differentiable
 from minipar.errors import require_divides
 from minipar.model.linear import WeightGradients, linear
-from minipar.placement import Placement, place_whole, placement_of, set_placement
+from minipar.placement import place_whole
 from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
 from minipar.tensor_parallel.column import Matrix, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -156,22 +157,3 @@ class RowParallelLinear(nn.Module):
     def _shared_bias(self) -> Tensor:
         # Added to this rank's tokens alone, its gradient is a part of the sum.
         return differentiable.copy(self.comm, self.bias) if self.sequence_parallel else self.bias
-
-
-def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
-    """Chunk `index` of `count` as a parameter of its own; `copies`: other ranks of tp hold it too."""
-    placement = placement_of(parameter).shard(dim, index, count)
-    return place(parameter, placement.replicate("tp") if copies else placement)
-
-
-def replicate_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, marked as held whole by every rank of tp."""
-    set_placement(parameter, placement_of(parameter).replicate("tp"))
-    return parameter
-
-
-def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """The part of a whole parameter that `placement` names, in memory of its own."""
-    part = nn.Parameter(placement.slice_of(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
-    set_placement(part, placement)
-    return part

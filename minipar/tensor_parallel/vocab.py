@@ -18,8 +18,9 @@ from minipar.errors import one_of, require_divides
 from minipar.model.linear import TiedHead
 from minipar.model.transformer import IGNORED
 from minipar.placement import place_whole
-from minipar.tensor_parallel.linear import Matrix, column_parallel, cut_parameter
+from minipar.tensor_parallel.column import Matrix, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+from minipar.tensor_parallel.shards import cut_parameter
 
 BLOCK_ELEMS = (
     1 << 20

@@ -1,0 +1,124 @@
+"""A linear layer on a cube of p x p x p ranks: the product's three dims are cut, each by one dim of the cube.
+
+    y(i, j) = sum_l x(i, l) w(j, l)^T         rank (i, j, l) computes the term l of y(i, j)
+
+Its factors are gathered along the dims they do not have (x along j, w along i), and the terms are summed along l; between
+products every matrix is spread over all p^3 ranks. One gather or scatter a matrix, each along a line of p = cuberoot(tp).
+
+Source: Agarwal et al., A three-dimensional approach to parallel matrix multiplication, 1995; Bian et al.,
+arXiv:2105.14450.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.comm import differentiable
+from minipar.errors import require_divides
+from minipar.placement import Placement, place_whole, placement_of
+from minipar.tensor_parallel.shards import place
+
+
+class Cube:
+    """rank = (i * p + j) * p + l, and the lines along which i, j or l alone varies; same_j: ranks of equal j.
+
+    `turned` exchanges the roles of j and l: what comes out along j goes into the next layer along l.
+    Raises ValueError where the ranks are not a cube.
+    """
+
+    def __init__(self, comm, turned: bool = False):
+        p = self.p = round(comm.size ** (1 / 3))
+        if p**3 != comm.size:
+            raise ValueError(f"tp={comm.size} is not a cube; use 1, 8, 27 ...")
+        i, j, l = comm.rank // p**2, comm.rank // p % p, comm.rank % p
+        step_j, step_l = (1, p) if turned else (p, 1)
+        self.i, self.j, self.l = (i, l, j) if turned else (i, j, l)
+        line = range(p)
+        here = comm.rank
+        self.along_i = comm.subgroup([here + (n - self.i) * p**2 for n in line], "i")
+        self.along_j = comm.subgroup([here + (n - self.j) * step_j for n in line], "l" if turned else "j")
+        self.along_l = comm.subgroup([here + (n - self.l) * step_l for n in line], "j" if turned else "l")
+        plane = [n * p**2 + m * step_l + self.j * step_j for n in line for m in line]
+        self.same_j = comm.subgroup(plane, "same l" if turned else "same j")
+
+
+def cube_linear(cube: Cube, x: Tensor, weight: Tensor) -> Tensor:
+    """This rank's block of y = x w^T.
+
+    x       [M/p^2, D/p]   rows (i, j), features l
+    weight  [F/p^2, D/p]   rows (j, i), features l
+    y       [M/p^2, F/p]   rows (i, l), features j
+
+    forward    y  = scatter_l(gather_j(x) gather_i(w)^T)
+    backward   dx = scatter_j(gather_l(dy) gather_i(w))       dw = scatter_i(gather_l(dy)^T gather_j(x))
+
+    Sends (p-1) (|x| + |w| + |y|) elements forward and (p-1) (2|x| + 2|w| + |y|) backward, with |x|, |w|, |y| those of
+    the blocks: only these are kept, so both factors are gathered again.
+    """
+    return _CubeLinear.apply(x, weight, cube)
+
+
+class _CubeLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, cube):
+        ctx.cube = cube
+        ctx.save_for_backward(x, weight)
+        return cube.along_l.reduce_scatter(
+            F.linear(cube.along_j.all_gather(x), cube.along_i.all_gather(weight))
+        )
+
+    @staticmethod
+    def backward(ctx, dy):
+        cube, (x, weight) = ctx.cube, ctx.saved_tensors
+        dx = dw = None
+        dy = cube.along_l.all_gather(dy)
+        if ctx.needs_input_grad[0]:
+            dx = cube.along_j.reduce_scatter(dy @ cube.along_i.all_gather(weight))
+        if ctx.needs_input_grad[1]:
+            dw = cube.along_i.reduce_scatter(dy.t() @ cube.along_j.all_gather(x))
+        return dx, dw, None
+
+
+class CubeLinear(nn.Module):
+    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `turned` layer takes what a plain one gives.
+
+    Costs: `cube_linear`; and the gradient of b [F/p] is summed over the ranks of equal j.
+    Raises ValueError where p^2 does not divide F, or p not D.
+    """
+
+    def __init__(self, weight, bias, cube: Cube):
+        super().__init__()
+        self.weight, self.cube = weight, cube
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear, comm, turned: bool = False) -> CubeLinear:
+        """Cut this rank's block out of a whole layer, the same on every rank."""
+        cube = Cube(comm, turned)
+        p = cube.p
+        require_divides("p^2", p**2, "out_features", linear.weight.shape[0])
+        require_divides("p", p, "in_features", linear.weight.shape[1])
+        place_whole(linear)
+        block = placement_of(linear.weight).shard(0, cube.j, p).shard(0, cube.i, p).shard(1, cube.l, p)
+        bias = linear.bias
+        if bias is not None:
+            bias = place(bias, placement_of(bias).shard(0, cube.j, p).replicate("tp"))
+        return cls(place(linear.weight, block), bias, cube)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = cube_linear(self.cube, x, self.weight)
+        return y if self.bias is None else y + differentiable.copy(self.cube.same_j, self.bias)
+
+    def input(self, rows: int, features: int) -> Placement:
+        """Which block of the input [rows, features] this rank holds."""
+        return self._block(rows, features, self.cube.j, self.cube.l)
+
+    def output(self, rows: int, features: int) -> Placement:
+        """Which block of the output [rows, features] this rank holds."""
+        return self._block(rows, features, self.cube.l, self.cube.j)
+
+    def _block(self, rows: int, features: int, inner: int, feature: int) -> Placement:
+        p, whole = self.cube.p, Placement.whole("activation", (rows, features))
+        return whole.shard(0, self.cube.i, p).shard(0, inner, p).shard(1, feature, p)

@@ -1,0 +1,136 @@
+"""Linear layers on a grid of ranks: every matrix, activations too, is cut along both dims, and none is ever whole.
+
+    SummaLinear            q x q ranks                 2D: blocks of x travel along rows, blocks of w along columns
+    SummaLinear, depth d   d layers of q x q ranks     2.5D: each layer has some rows of x and its own copy of w
+
+    y(i, j) = sum_k x(i, k) w(j, k)^T         x(i, k) on rank (i, k);  w(j, k), which is D block k, on rank (k, j)
+
+In step k, rank (i, k) gives x(i, k) to its row and rank (k, j) gives w(j, k) to its column. Against cutting in one
+dimension: nothing is replicated, and what travels shrinks with q; but both factors travel, weights included, and in
+3 (2 q) broadcasts and reductions instead of one all-reduce.
+
+Source: van de Geijn and Watts, SUMMA, 1997; Xu et al. (Optimus), arXiv:2104.05343; Wang et al. (Tesseract, 2.5D),
+arXiv:2105.14500.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.comm import differentiable
+from minipar.errors import require_divides
+from minipar.placement import Placement, place_whole, placement_of
+from minipar.tensor_parallel.shards import place
+
+
+class Grid:
+    """rank = (layer * q + i) * q + j of d layers of q x q ranks, and the Comms one talks over.
+
+    row      ranks (layer, i, *)     depth    ranks (*, i, j)
+    column   ranks (layer, *, j)     same_j   ranks (*, *, j)
+
+    Raises ValueError where the ranks are not depth times a square.
+    """
+
+    def __init__(self, comm, depth: int = 1):
+        require_divides("depth", depth, "tp", comm.size)
+        self.q, self.d = isqrt(comm.size // depth), depth
+        if self.q**2 * depth != comm.size:
+            squares = ", ".join(str(n * n * depth) for n in range(1, 5))
+            raise ValueError(f"tp={comm.size} is not depth={depth} times a square; use {squares} ...")
+        q = self.q
+        self.layer, self.i, self.j = comm.rank // q**2, comm.rank // q % q, comm.rank % q
+        first = self.layer * q**2
+        self.row = comm.subgroup([first + self.i * q + j for j in range(q)], "row")
+        self.column = comm.subgroup([first + i * q + self.j for i in range(q)], "column")
+        self.depth = comm.subgroup([self.i * q + self.j + n * q**2 for n in range(depth)], "depth")
+        self.same_j = comm.subgroup([n * q + self.j for n in range(depth * q)], "same j")
+
+
+def summa(grid: Grid, x: Tensor, weight: Tensor) -> Tensor:
+    """This rank's block of y = x w^T.
+
+    x       [M/(dq), D/q]   block (layer q + i, j)
+    weight  [F/q, D/q]      block (j, i) of [F, D], the same in each layer
+    y       [M/(dq), F/q]   block (layer q + i, j)
+
+    backward   dx(i, k) = sum_j dy(i, j) w(j, k)      w broadcast down columns, sums reduced along rows
+               dw(j, k) = sum_i dy(i, j)^T x(i, k)    x broadcast along rows, sums reduced up columns, then over layers
+
+    Sends (q-1) (|x| + |w|) elements forward and 2 (q-1) (|x| + |w|) backward, with |x| and |w| those of the blocks, and
+    2(d-1)/d |w| for the sum over layers.
+    """
+    return _Summa.apply(x, weight, grid)
+
+
+class _Summa(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, grid):
+        ctx.grid = grid
+        ctx.save_for_backward(x, weight)
+        y = x.new_zeros(x.shape[0], weight.shape[0])
+        for k in range(grid.q):
+            y += F.linear(_along(grid.row, x, k), _along(grid.column, weight, k))
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        grid, (x, weight) = ctx.grid, ctx.saved_tensors
+        dx = dw = None
+        for k in range(grid.q):
+            if ctx.needs_input_grad[0]:
+                term = dy @ _along(grid.column, weight, k)
+                dx = _first(grid.row.reduce(term, root=k, algorithm="tree"), dx)
+            if ctx.needs_input_grad[1]:
+                term = dy.t() @ _along(grid.row, x, k)
+                dw = _first(grid.column.reduce(term, root=k, algorithm="tree"), dw)
+        return dx, None if dw is None else grid.depth.all_reduce_(dw), None
+
+
+def _along(line, block: Tensor, k: int) -> Tensor:
+    """The k-th rank's block, on every rank of the line."""
+    return line.broadcast(block, root=k, algorithm="tree")
+
+
+def _first(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a
+
+
+class SummaLinear(nn.Module):
+    """y = x w^T + b on a grid: x [M/(dq), D/q] -> y [M/(dq), F/q], cut alike, so that layers follow one another.
+
+    Costs: `summa`; and the gradient of b [F/q] is summed over the ranks of equal j.
+    Raises ValueError where q does not divide D or F.
+    """
+
+    def __init__(self, weight, bias, grid: Grid):
+        super().__init__()
+        self.weight, self.grid = weight, grid
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_linear(cls, linear, comm, depth: int = 1) -> SummaLinear:
+        """Cut this rank's block out of a whole layer, the same on every rank."""
+        grid = Grid(comm, depth)
+        for dim, name in enumerate(("out_features", "in_features")):
+            require_divides("q", grid.q, name, linear.weight.shape[dim])
+        place_whole(linear)
+        block = placement_of(linear.weight).shard(0, grid.j, grid.q).shard(1, grid.i, grid.q)
+        weight = place(linear.weight, block.replicate("tp") if depth > 1 else block)
+        bias = linear.bias
+        if bias is not None:
+            bias = place(bias, placement_of(bias).shard(0, grid.j, grid.q).replicate("tp"))
+        return cls(weight, bias, grid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = summa(self.grid, x, self.weight)
+        return y if self.bias is None else y + differentiable.copy(self.grid.same_j, self.bias)
+
+    def activation(self, rows: int, features: int) -> Placement:
+        """Which block of an activation [rows, features], input or output, this rank holds."""
+        q, whole = self.grid.q, Placement.whole("activation", (rows, features))
+        return whole.shard(0, self.grid.layer * q + self.grid.i, self.grid.d * q).shard(1, self.grid.j, q)

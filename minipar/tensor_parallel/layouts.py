@@ -1,0 +1,60 @@
+"""What one linear layer, forward and backward, costs a rank in each layout: so that one sees when which pays.
+
+    M rows, D input and F output features, t ranks
+
+    layout                   sends, elements                                          holds, elements
+    1D, column               2(t-1)/t M D                                             D F/t + M D + M F/t
+    1D, row                  2(t-1)/t M F                                             D F/t + M D/t + M F
+    2D, q^2 = t              3(q-1) (M D + D F)/t                                     (D F + M D + M F)/t
+    2.5D, d q^2 = t          3(q-1) (M D/d + D F)/q^2 + 2(d-1)/d D F/q^2              (D F d + M D + M F)/t
+    3D, p^3 = t              (p-1) (3 M D + 3 D F + 2 M F)/t                          (D F + M D + M F)/t
+
+1D sends no weights, and the same however many ranks: it wins while rows are few beside features, inside a machine. The
+others send 1/sqrt(t) or 1/t^(2/3) of what they hold in all: they win when M is large, t is large, or a whole activation
+does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from math import isqrt
+from typing import NamedTuple
+
+
+class Cost(NamedTuple):
+    """Elements, a rank; exact."""
+
+    sent: Fraction
+    held: Fraction
+
+
+def column(t: int, m: int, d_in: int, d_out: int) -> Cost:
+    """1D by output features: the input is whole."""
+    return Cost(Fraction(2 * (t - 1) * m * d_in, t), Fraction(d_in * d_out + m * d_out, t) + m * d_in)
+
+
+def row(t: int, m: int, d_in: int, d_out: int) -> Cost:
+    """1D by input features: the output is whole."""
+    return Cost(Fraction(2 * (t - 1) * m * d_out, t), Fraction(d_in * d_out + m * d_in, t) + m * d_out)
+
+
+def summa(t: int, m: int, d_in: int, d_out: int, depth: int = 1) -> Cost:
+    """2D, or 2.5D with depth > 1."""
+    q2 = t // depth
+    w, x = Fraction(d_in * d_out, q2), Fraction(m * d_in, t)
+    sums = Fraction(2 * (depth - 1), depth) * w
+    return Cost(3 * (isqrt(q2) - 1) * (x + w) + sums, w + x + Fraction(m * d_out, t))
+
+
+def cube(t: int, m: int, d_in: int, d_out: int) -> Cost:
+    """3D."""
+    p = round(t ** (1 / 3))
+    w, x, y = Fraction(d_in * d_out, t), Fraction(m * d_in, t), Fraction(m * d_out, t)
+    return Cost((p - 1) * (3 * x + 3 * w + 2 * y), w + x + y)
+
+
+def pair(first: Callable[..., Cost], second: Callable[..., Cost], t: int, m: int, d: int, f: int) -> Cost:
+    """The two matrices of an MLP, D -> F -> D."""
+    up, down = first(t, m, d, f), second(t, m, f, d)
+    return Cost(up.sent + down.sent, up.held + down.held)
