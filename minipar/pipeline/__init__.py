@@ -15,13 +15,20 @@ validate.py      refuse what could not train
 registry.py      every schedule by name
 pipedream.py     the asynchronous ancestor: stale weights, and stashing
 partition.py     cut a model into stages
+stage.py         one stage at work: forward, backward, its two halves
+mailbox.py       results on their way between ranks
+tied.py          a weight that the first and the last stage share
+execute.py       Pipeline: one executor, which obeys any schedule
+measure.py       a run's own timeline, to be drawn beside the simulated one
 """
 
 from minipar.pipeline.alternating import interleaved, one_f_one_b
 from minipar.pipeline.costs import Costs
 from minipar.pipeline.deadlock import Deadlock
+from minipar.pipeline.execute import Pipeline
 from minipar.pipeline.fill_drain import breadth_first, gpipe
 from minipar.pipeline.lower import lower
+from minipar.pipeline.measure import measured, measured_costs
 from minipar.pipeline.partition import balance, partition
 from minipar.pipeline.registry import SCHEDULES, make_schedule
 from minipar.pipeline.schedule import Action, Schedule, needs
@@ -37,6 +44,7 @@ __all__ = [
     "Action",
     "Costs",
     "Deadlock",
+    "Pipeline",
     "Schedule",
     "Timeline",
     "balance",
@@ -46,6 +54,8 @@ __all__ = [
     "interleaved",
     "lower",
     "make_schedule",
+    "measured",
+    "measured_costs",
     "needs",
     "one_f_one_b",
     "partition",

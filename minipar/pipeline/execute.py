@@ -1,0 +1,232 @@
+"""Pipeline: one executor, which obeys any schedule."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import Comm
+from minipar.errors import require_divides
+from minipar.model import IGNORED
+from minipar.pipeline.lower import Compute, Receive, Send, Wait, lower
+from minipar.pipeline.mailbox import Mailbox
+from minipar.pipeline.schedule import Action, Schedule, result
+from minipar.pipeline.stage import Stage
+from minipar.pipeline.tied import TiedGradients
+from minipar.pipeline.timeline import Span
+from minipar.pipeline.validate import validate
+from minipar.trace import span
+
+
+class Pipeline:
+    """This rank's stages of a model, trained by a schedule.
+
+    stages      the modules this rank holds, by ascending stage number; each takes one tensor and returns one
+    comm        the ranks of the pipeline, as many as the schedule has
+    schedule    who runs what, in which order; anything `validate` accepts
+    loss_fn     (output, targets) -> a mean over the samples it is given. None: the last stage, called with
+                `targets=`, returns a sum over tokens, as Transformer does
+    checkpoint  True, or the stage numbers, of which only the inputs of microbatches are kept: their forward runs
+                once more before the backward
+
+    A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step, right
+    after its last backward; the ends of a model with tied embeddings after their gradients have been summed.
+
+    Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
+    runs its B (or W, and I) in ascending order of microbatches, as every generated schedule does; a tied
+    weight's to rounding, for its two parts are summed apart.
+
+    Sends m * elements of a stage's output a direction, for each boundary between stages on different ranks, and
+    80 bytes once to tell its shape; with tied embeddings V * D elements a step each way.
+    Raises ValueError for a schedule that can't train or doesn't fit, and for outputs that change their shape.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        comm: Comm,
+        schedule: Schedule,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        checkpoint: bool | Collection[int] = False,
+    ):
+        validate(schedule)
+        own = _require_fit(stages, comm, schedule)
+        self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
+        split = {s: {a.microbatch for a in schedule.actions[comm.rank] if a[:2] == ("W", s)} for s in own}
+        remat = {s for s in own if (checkpoint if isinstance(checkpoint, bool) else s in checkpoint)}
+        self.stages = {s: Stage(module, s, split[s], s in remat) for s, module in zip(own, stages)}
+        self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
+        self._program = lower(schedule)[comm.rank]
+        self._mailbox = Mailbox(comm, schedule)
+        self._tied = TiedGradients(comm, schedule, list(self.stages.values()))
+
+    def step(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        count: int | Tensor | None = None,
+        per_sample: dict[str, Tensor] | None = None,
+        stage_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor | None:
+        """Add the gradients of one batch to `.grad`; the loss on the rank of the last stage, None elsewhere.
+
+        inputs        [B, ...] on the rank of stage 0; m divides B, and the batch is cut along dim 0
+        targets       [B, ...] on the rank of the last stage
+        count         what the sum of the microbatches' losses is divided by. Default: m, where `loss_fn` gives
+                      means; without it the number of targets that are not -100. Where several pipelines share a
+                      batch, the whole batch's count on each; losses and gradients then sum to the whole's
+        per_sample    keyword arguments of this rank's stages that are cut as the batch is: `sample_ids`
+        stage_kwargs  keyword arguments passed whole: `positions`, `step`
+
+        A Transformer whose sample_ids are not given gets 0 ... B-1.
+        """
+        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
+        step = _Step(self, batch, self._divisor(targets, count))
+        try:
+            return step.run()
+        finally:
+            for stage in self.stages.values():
+                stage.end()
+
+    def forget_shapes(self) -> None:
+        """Let the next step have outputs of another shape than the last. Call it on every rank."""
+        self._mailbox.forget()
+
+    def _cut(self, inputs, targets, per_sample: dict, whole: dict) -> Batch:
+        m, holds = self.schedule.num_microbatches, self.stages
+        ends = {"inputs": (inputs, 0 in holds), "targets": (targets, self.schedule.num_stages - 1 in holds)}
+        for name, (value, needed) in ends.items():
+            if needed and value is None:
+                raise ValueError(
+                    f"{name}=None on rank {self.comm.rank}, which holds stages {[*holds]}; give the batch"
+                )
+        given = {name: value for name, (value, needed) in ends.items() if needed}
+        pieces = {name: split_batch(name, value, m) for name, value in {**given, **per_sample}.items()}
+        return Batch(pieces.pop("inputs", None), pieces.pop("targets", None), pieces, whole)
+
+    def _divisor(self, targets: Tensor | None, count):
+        if self.schedule.num_stages - 1 not in self.stages:
+            return None
+        if count is None:
+            count = self.schedule.num_microbatches if self.loss_fn else (targets != IGNORED).sum()
+        return torch.as_tensor(count).clamp(min=1)
+
+
+class Batch(NamedTuple):
+    """What this rank is given of a batch, by microbatch: inputs[k], targets[k], per_sample[name][k]."""
+
+    inputs: tuple[Tensor, ...] | None
+    targets: tuple[Tensor, ...] | None
+    per_sample: dict[str, tuple[Tensor, ...]]
+    whole: dict[str, Any]
+
+    def kwargs(self, microbatch: int) -> dict[str, Any]:
+        return {**self.whole, **{name: pieces[microbatch] for name, pieces in self.per_sample.items()}}
+
+
+def split_batch(name: str, x: Tensor, m: int) -> tuple[Tensor, ...]:
+    require_divides("num_microbatches", m, f"the batch of {name}", x.shape[0])
+    return x.split(x.shape[0] // m)
+
+
+class _Step:
+    """One run of the program, and the results that wait to be consumed: each is, once."""
+
+    def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None):
+        self._of, self._batch, self._divisor = pipeline, batch, divisor
+        self._results: dict[Action, Tensor] = {}
+        self._loss: Tensor | None = None
+        self._last = pipeline.schedule.num_stages - 1
+
+    def run(self) -> Tensor | None:
+        pipeline, mailbox = self._of, self._of._mailbox
+        pipeline.spans = {}
+        mailbox.begin()
+        pipeline._tied.begin()
+        for stage in pipeline.stages.values():
+            stage.begin(pipeline.schedule.num_microbatches)
+        for instruction in pipeline._program:
+            match instruction:
+                case Receive(action, source):
+                    mailbox.receive(action, source)
+                case Wait(action):
+                    with span(pipeline.comm.trace, "wait", f"for {action}"):
+                        self._results[result(action)] = mailbox.wait(action)
+                case Compute(action):
+                    self._compute(action)
+                case Send(action, to):
+                    mailbox.send(action, self._results.pop(result(action)), to)
+        mailbox.finish()
+        pipeline._tied.finish()
+        for stage in pipeline._tied.stages:
+            stage.synchronize()
+        return self._loss
+
+    def _compute(self, action: Action) -> None:
+        stage, start_s = self._of.stages[action.stage], time.perf_counter()
+        if action.op == "F":
+            self._forward(stage, action)
+        elif action.op == "W":
+            stage.weights(action.microbatch)
+        else:
+            self._backward(stage, action)
+        end_s = time.perf_counter()
+        self._of.spans[action] = (start_s, end_s)
+        if self._of.comm.trace is not None:
+            self._of.comm.trace.add("compute", str(action), start_s, end_s)
+        if stage.done and stage not in self._of._tied.stages:
+            stage.synchronize()
+
+    def _forward(self, stage: Stage, action: Action) -> None:
+        _, number, k = action
+        x = self._results.pop(Action("F", number - 1, k)) if number else self._batch.inputs[k]
+        kwargs = self._batch.kwargs(k)
+        if number < self._last:
+            out = stage.forward(k, x, kwargs)
+            self._of._mailbox.agree(action, out)
+            self._results[action] = out
+            return
+        loss_fn, target = self._of.loss_fn, self._batch.targets[k]
+        if loss_fn is None:
+            loss = stage.forward(k, x, {**kwargs, "targets": target}, self._shared)
+        else:
+            loss = stage.forward(k, x, kwargs, lambda out: self._shared(loss_fn(out, target)))
+        self._loss = loss if self._loss is None else self._loss + loss
+
+    def _shared(self, loss: Tensor) -> Tensor:
+        """The microbatch's share of the batch's loss."""
+        if loss.dim():
+            raise ValueError(
+                f"a microbatch's loss has shape {tuple(loss.shape)}; use a loss_fn that returns one number"
+            )
+        return loss / self._divisor
+
+    def _backward(self, stage: Stage, action: Action) -> None:
+        _, number, k = action
+        if number < self._last:
+            gradient = self._results.pop(Action("I", number + 1, k))
+        else:
+            gradient = torch.ones_like(self._loss)
+        gradient = stage.backward(k, gradient)
+        if number:
+            self._results[Action("I", number, k)] = gradient
+
+
+def _require_fit(stages: Sequence[nn.Module], comm: Comm, schedule: Schedule) -> tuple[int, ...]:
+    """The numbers of this rank's stages; ValueError where schedule, ranks and modules don't go together."""
+    if comm.size != schedule.num_ranks:
+        raise ValueError(
+            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, the pipeline's comm has {comm.size}"
+        )
+    own = schedule.stages_of(comm.rank)
+    if len(stages) != len(own):
+        raise ValueError(
+            f"{len(stages)} stages given on rank {comm.rank}, to which schedule {schedule.name} gives {len(own)}: "
+            f"numbers {list(own)}"
+        )
+    return own

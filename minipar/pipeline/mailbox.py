@@ -1,0 +1,175 @@
+"""Results on their way between ranks: posted early, waited for when needed, and forgotten once sent."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.comm.stream import Handle, StreamThread
+from minipar.pipeline.schedule import Action, Schedule, result
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+MAX_DIMS = 8
+HEADER_BYTES = 8 * (2 + MAX_DIMS)
+
+Pair = tuple[int, int]  # (source, to)
+
+
+class Mailbox:
+    """This rank's messages: activations to later stages, gradients to earlier ones.
+
+    A Comm for each pair of ranks and direction, so that a receive posted early is in nobody's way. What crosses
+    boundary s, between stages s and s+1, has one shape and dtype in both directions: that of stage s's output.
+    The sender knows it from its first forward. The receiver is told it by a header before the first message,
+    once: until then it receives at the last moment, in the order of the posts, and from then on ahead of time.
+
+    Sends m * elements a direction for every boundary between ranks, and HEADER_BYTES for each once.
+    """
+
+    def __init__(self, comm: Comm, schedule: Schedule):
+        self._rank, self._device = comm.rank, comm.device
+        boundaries = zip(schedule.stage_rank, schedule.stage_rank[1:])
+        pairs = {pair for a, b in boundaries if a != b for pair in ((a, b), (b, a))}
+        self._comms: dict[Pair, Comm] = {
+            pair: comm.subgroup(pair, f"pipe {pair[0]} to {pair[1]}")
+            for pair in sorted(pairs)  # one order on every rank, as NCCL needs
+            if comm.rank in pair
+        }
+        if comm.device.type == "cuda":
+            self._connect()
+        self._outbox = Outbox() if comm.device.type == "cpu" else StreamOutbox()
+        self.forget()
+        self.begin()
+
+    def forget(self) -> None:
+        """Agree on shapes anew."""
+        self._boundaries: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._announced: set[int] = set()
+
+    def begin(self) -> None:
+        """Start a step: nothing is under way."""
+        self._arriving: dict[Action, Handle] = {}
+        self._late: dict[Pair, deque[Action]] = {pair: deque() for pair in self._comms}
+
+    def agree(self, action: Action, x: Tensor) -> None:
+        """Hold the output of a forward to the shape of the first; ValueError where it differs or can't be sent."""
+        if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
+            raise ValueError(
+                f"stage {action.stage} returned {_describe(x.shape, x.dtype)}; the next stage takes a tensor of "
+                f"floats of at most {MAX_DIMS} dims"
+            )
+        agreed = self._boundaries.setdefault(action.stage, (x.shape, x.dtype))
+        if agreed != (x.shape, x.dtype):
+            raise ValueError(
+                f"stage {action.stage} returned {_describe(x.shape, x.dtype)} for microbatch {action.microbatch} "
+                f"and {_describe(*agreed)} before; use one shape for all microbatches, and call forget_shapes() "
+                "on every rank before a step of another"
+            )
+
+    def send(self, action: Action, x: Tensor, to: int) -> None:
+        """Post a send of the result of `action`."""
+        comm = self._comms[self._rank, to]
+        boundary = _boundary(action)
+        if action.op == "F" and boundary not in self._announced:
+            self._announced.add(boundary)
+            self._outbox.put(comm.send(_header(x).to(self._device), 1, async_op=True))
+        self._outbox.put(comm.send(x, 1, async_op=True))
+
+    def receive(self, action: Action, source: int) -> None:
+        """Post a receive, or make a note of it as long as its shape is not known."""
+        pair = (source, self._rank)
+        if self._late[pair] or _boundary(action) not in self._boundaries:
+            self._late[pair].append(action)
+        else:
+            self._post(action, pair)
+
+    def wait(self, action: Action) -> Tensor:
+        """The result of `action`, when it has arrived."""
+        key = result(action)
+        if key not in self._arriving:
+            pair = next(pair for pair, late in self._late.items() if action in late)
+            while key not in self._arriving:
+                self._post(self._late[pair].popleft(), pair)
+        return self._arriving.pop(key).wait()
+
+    def finish(self) -> None:
+        """End a step: what was sent has left."""
+        self._outbox.drain()
+
+    def _post(self, action: Action, pair: Pair) -> None:
+        comm, boundary = self._comms[pair], _boundary(action)
+        if boundary not in self._boundaries:
+            self._boundaries[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
+        shape, dtype = self._boundaries[boundary]
+        self._arriving[result(action)] = comm.recv(shape, dtype, 0, async_op=True)
+
+    def _connect(self) -> None:
+        """NCCL connects a pair at its first message, and both ends wait for it: here, where no order can hang."""
+        for pair, comm in self._comms.items():
+            token = torch.zeros(1, device=self._device)
+            if pair[0] == self._rank:
+                comm.send(token, 1)
+            else:
+                comm.recv((1,), token.dtype, 0)
+        torch.cuda.synchronize(self._device)
+
+
+class Outbox:
+    """Messages that are leaving. A thread waits for each, so that its tensor goes as soon as it has left."""
+
+    def __init__(self):
+        self._thread: StreamThread | None = None
+        self._handles: list[Handle] = []
+
+    def put(self, message) -> None:
+        if self._thread is None:
+            self._thread = StreamThread("pipeline outbox")
+            self._thread.start()
+        handle = Handle()
+        self._thread.operations.put((handle, message.wait))
+        self._handles.append(handle)
+
+    def drain(self) -> None:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.wait()
+
+    def __del__(self):
+        if self._thread is not None:
+            self._thread.operations.put(None)
+
+
+class StreamOutbox:
+    """The same on CUDA, where the allocator itself keeps a tensor's memory until the streams that use it are done."""
+
+    def __init__(self):
+        self._messages: list = []
+
+    def put(self, message) -> None:
+        self._messages.append(message)
+
+    def drain(self) -> None:
+        messages, self._messages = self._messages, []
+        for message in messages:
+            message.wait()
+
+
+def _boundary(action: Action) -> int:
+    return action.stage if action.op == "F" else action.stage - 1
+
+
+def _header(x: Tensor) -> Tensor:
+    sizes = [*x.shape, *[0] * (MAX_DIMS - x.dim())]
+    return torch.tensor([DTYPES.index(x.dtype), x.dim(), *sizes], dtype=torch.int64)
+
+
+def _parse(header: Tensor) -> tuple[torch.Size, torch.dtype]:
+    dtype, dims, *sizes = header.tolist()
+    return torch.Size(sizes[:dims]), DTYPES[dtype]
+
+
+def _describe(shape, dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

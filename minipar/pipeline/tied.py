@@ -1,0 +1,64 @@
+"""A weight that the first and the last stage share: each computes a part of its gradient, both need the sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minipar.comm import Comm
+from minipar.pipeline.schedule import Schedule
+from minipar.pipeline.stage import Stage
+
+
+class TiedGradients:
+    """The embedding of the first stage, and the head of the last, which is a copy of it (`Transformer.tied`).
+
+    embedding.grad = head.grad = (gradient as embedding) + (gradient as head)
+
+    The sum is of one step: what an earlier step left in `.grad`, summed already, is added afterwards. Both ranks
+    add in one order, so equal weights stay equal bit for bit. After both stages' last backward, before gradients
+    are summed over replicas or cut up.
+    Sends V * D elements each way, nothing where one rank holds both stages.
+    """
+
+    def __init__(self, comm: Comm, schedule: Schedule, stages: list[Stage]):
+        first_rank, last_rank = schedule.stage_rank[0], schedule.stage_rank[-1]
+        self.stages: list[Stage] = []  # whose gradients are complete only after `finish`
+        self._parameters: list[nn.Parameter] = []  # the first stage's, the last stage's, or both
+        for stage in stages:
+            if (name := _shared(stage, schedule.num_stages)) is not None:
+                self.stages.append(stage)
+                self._parameters.append(stage.transformer.get_parameter(name))
+        self._comm = None
+        if self.stages and first_rank != last_rank:
+            self._comm = comm.subgroup((first_rank, last_rank), "tied")
+
+    def begin(self) -> None:
+        """Set aside what is in `.grad`."""
+        self._before = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give both copies the sum."""
+        own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        if self._comm is None:
+            parts = own
+        else:
+            (mine,), me = own, self._comm.rank
+            theirs = self._comm.exchange(mine, 1 - me, mine.shape, mine.dtype, 1 - me)
+            parts = [mine, theirs] if me == 0 else [theirs, mine]
+        for p, before in zip(self._parameters, self._before):
+            total = parts[0] + parts[1]
+            p.grad = total if before is None else before.add_(total)
+
+
+def _shared(stage: Stage, num_stages: int) -> str | None:
+    """The stage's name for the weight it shares with the other end of the pipeline."""
+    model = stage.transformer
+    if model is None or not model.config.tie_embeddings or num_stages == 1:
+        return None
+    if stage.number == 0:
+        return "embedding.weight"
+    return next(iter(model.tied), None)

@@ -1,0 +1,287 @@
+"""The executor on real ranks: every schedule trains as one process does, and does what the schedule says."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import minipar
+from minipar.data_parallel import DDP
+from minipar.mesh import Mesh
+from minipar.model import ModelConfig, Transformer
+from minipar.pipeline import (
+    SCHEDULES,
+    Pipeline,
+    breadth_first,
+    gpipe,
+    interleaved,
+    make_schedule,
+    one_f_one_b,
+    validate,
+    zb_h1,
+    zb_v,
+)
+from minipar.pipeline.stage import Stage
+from minipar.pipeline.tied import TiedGradients
+from tests.pipeline.programs import accumulate, gradients, make_batch, own_stages, train_step
+from tests.pipeline.strategies import mutants, schedules
+from tests.strategies import assert_equal_to, seeds
+
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
+exact_dtypes = st.sampled_from(list(LIMITS))
+
+
+def small_config(num_layers: int, **options) -> ModelConfig:
+    sizes = dict(vocab_size=24, dim=8, num_heads=2, hidden_dim=16, max_seq_len=4)
+    return ModelConfig(num_layers=num_layers, **{**sizes, **options})
+
+
+def together(parts) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and all gradients, from what each rank returned."""
+    (loss,) = (loss for loss, _ in parts if loss is not None)
+    return loss, {name: grad for _, grads in parts for name, grad in grads.items()}
+
+
+def one_process(config, dtype, batch, m, seed=0, steps=1):
+    model = Transformer(config, seed=seed, dtype=dtype)
+    for _ in range(steps):
+        loss = accumulate(model, *batch, m, step=3)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@st.composite
+def cases(draw, drawn=schedules(max_ranks=4, max_microbatches=12)):  # noqa: B008
+    """A schedule, a model with at least a layer a stage, layer costs that move the cuts, and a batch."""
+    schedule = draw(drawn)
+    num_layers = schedule.num_stages + draw(st.integers(0, 3))
+    costs = draw(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=num_layers, max_size=num_layers))
+    config = small_config(num_layers, dropout=draw(st.sampled_from([0.0, 0.2])))
+    batch = make_batch(config, schedule.num_microbatches * draw(st.integers(1, 2)), draw(seeds))
+    return schedule, config, costs, batch
+
+
+def assert_same(got: dict, want: dict, rtol: float = 1e-10) -> None:
+    assert got.keys() >= want.keys()
+    for name in want:
+        assert_equal_to(got[name], want[name], rtol, what=name)
+
+
+def check_bitwise(case, dtype, world_size, steps=2, **options):
+    schedule, config, costs, batch = case
+    parts = minipar.run(
+        lambda world: train_step(world, config, dtype, schedule, batch, steps=steps, costs=costs, **options),
+        world_size=world_size,
+        timeout_s=10,
+    )
+    loss, got = together(parts)
+    want_loss, want = one_process(config, dtype, batch, schedule.num_microbatches, steps=steps)
+    assert torch.equal(loss, want_loss)
+    assert got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+@given(cases(), exact_dtypes)
+def test_every_schedule_trains_bit_for_bit_as_accumulation_in_one_process(case, dtype):
+    check_bitwise(case, dtype, world_size=4)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(cases(schedules(max_ranks=8, max_microbatches=20)), exact_dtypes)
+def test_every_schedule_trains_bit_for_bit_on_more_ranks(case, dtype):
+    check_bitwise(case, dtype, world_size=8)
+
+
+@settings(max_examples=8)
+@given(cases(), exact_dtypes)
+def test_activation_checkpointing_changes_no_bit(case, dtype):
+    check_bitwise(case, dtype, world_size=4, checkpoint=True)
+
+
+@settings(max_examples=8)
+@given(cases(schedules(names=["zb-v"], max_ranks=4, max_microbatches=6)))
+def test_some_stages_may_be_checkpointed_and_others_not(case):
+    check_bitwise(case, torch.float64, world_size=4, checkpoint={0, 3})
+
+
+@settings(max_examples=15)
+@example(("zb-v", 1, 2), torch.float64, 1)
+@given(
+    st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 4), st.integers(1, 6)),
+    exact_dtypes,
+    st.integers(1, 2),
+)
+def test_tied_embeddings_get_the_sum_of_both_ends(sizes, dtype, steps):
+    schedule = make_schedule(*sizes)
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    batch = make_batch(config, schedule.num_microbatches)
+    program = (config, dtype, schedule, batch, 0, steps)
+    loss, got = together(minipar.run(train_step, *program, world_size=4, timeout_s=10))
+    want_loss, want = one_process(config, dtype, batch, schedule.num_microbatches, steps=steps)
+    if schedule.num_stages > 1:
+        assert torch.equal(got["head.weight"], got["embedding.weight"])
+        del got["head.weight"]
+    assert torch.equal(loss, want_loss)
+    assert got.keys() == want.keys()
+    assert_same(got, want, LIMITS[dtype])
+
+
+def _with_fault(world, fault, *program):
+    with mock.patch.object(*fault):
+        return train_step(world, *program)
+
+
+def _forget_half(stage, microbatch):
+    products = stage._products.pop(microbatch)
+    for product in products[1:]:
+        product()
+    stage._left -= 1
+
+
+FAULTS = {
+    "each end of a tied model keeps its own gradient": (TiedGradients, "finish", lambda self: None),
+    "a weight gradient is put off and forgotten": (Stage, "weights", _forget_half),
+    "the loss is not divided": (
+        Pipeline,
+        "_divisor",
+        lambda self, targets, count: torch.ones(()) if targets is not None else None,
+    ),
+    "samples are numbered within their microbatch": (
+        Stage,
+        "_completed",
+        lambda self, kwargs, k, size: kwargs,
+    ),
+    "gradients of the input arrive as zeros": (
+        Stage,
+        "backward",
+        lambda self, k, gradient, run=Stage.backward: run(self, k, 0 * gradient),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_changes_a_gradient(fault):
+    config = small_config(3, tie_embeddings=True, dropout=0.2)
+    batch = make_batch(config, 4)
+    program = (config, torch.float64, zb_h1(3, 2), batch)
+    parts = minipar.run(_with_fault, FAULTS[fault], *program, world_size=3, timeout_s=10)
+    _, got = together(parts)
+    _, want = one_process(config, torch.float64, batch, 2)
+    with pytest.raises(AssertionError, match="max"):
+        assert_same(got, want)
+
+
+@settings(max_examples=150)
+@given(mutants())
+def test_a_changed_schedule_is_refused_or_trains_right(schedule):
+    """In whatever order it runs the microbatches: so to rounding."""
+    try:
+        validate(schedule)
+    except ValueError:
+        return
+    config = small_config(schedule.num_stages)
+    batch = make_batch(config, schedule.num_microbatches)
+    parts = minipar.run(train_step, config, torch.float64, schedule, batch, world_size=4, timeout_s=10)
+    loss, got = together(parts)
+    want_loss, want = one_process(config, torch.float64, batch, schedule.num_microbatches)
+    assert_equal_to(loss, want_loss)
+    assert_same(got, want)
+
+
+def _optimize(world, config, schedule, batches):
+    torch.set_num_threads(1)
+    stages = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    pipeline = Pipeline(stages, world, schedule)
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        pipeline.step(*batch)
+        optimizer.step()
+    return {name: p.detach() for stage in stages for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "schedule", [one_f_one_b(3, 4), interleaved(2, 4, 2), zb_v(2, 4)], ids=lambda s: s.name
+)
+def test_parameters_after_several_steps_are_those_of_one_process(schedule):
+    config = small_config(4)
+    batches = [make_batch(config, 4, seed) for seed in range(3)]
+    model = Transformer(config, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batch in batches:
+        optimizer.zero_grad()
+        accumulate(model, *batch, schedule.num_microbatches)
+        optimizer.step()
+    parts = minipar.run(_optimize, config, schedule, batches, world_size=schedule.num_ranks, timeout_s=10)
+    got = {name: p for part in parts for name, p in part.items()}
+    assert [name for name, p in model.named_parameters() if not torch.equal(got[name], p)] == []
+
+
+def _replicated(world, config, schedule, batch):
+    """Two pipelines, each on half of every microbatch's samples, under DDP."""
+    torch.set_num_threads(1)
+    mesh = Mesh(world, pp=2, dp=2)
+    comm, data = mesh.comm("pp"), mesh.comm("dp")
+    model = Transformer(config, dtype=torch.float64)
+    stages = [DDP(stage, data, reduce="sum") for stage in own_stages(model, schedule, comm.rank)]
+    syncs = []
+    for stage in stages:
+        stage.synchronize = lambda run=stage.synchronize: (syncs.append(1), run())
+    pipeline = Pipeline(stages, comm, schedule)
+    tokens, targets = batch
+    ids = torch.arange(len(tokens)).chunk(2)[data.rank]
+    count = (targets != -100).sum()
+    sent_before = data.traffic.messages
+    loss = pipeline.step(
+        tokens[ids], targets[ids], count=count, per_sample={"sample_ids": ids}, stage_kwargs={"step": 3}
+    )
+    assert len(syncs) == len(stages)
+    assert data.traffic.messages > sent_before
+    return loss, gradients([stage.module for stage in stages])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), zb_h1(2, 3), zb_v(2, 3)], ids=lambda s: s.name)
+def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, tied):
+    config = small_config(4, tie_embeddings=tied, dropout=0.2)
+    batch = make_batch(config, 6)
+    parts = minipar.run(_replicated, config, schedule, batch, world_size=4, timeout_s=10)
+    want_loss, want = one_process(config, torch.float64, batch, 3)
+    losses = [loss for loss, _ in parts if loss is not None]
+    assert_equal_to(sum(losses), want_loss)
+    for _, grads in parts:
+        for name, grad in grads.items():
+            assert_equal_to(grad, want.get(name, want["embedding.weight"]), what=name)
+
+
+def _traffic(world, config, schedule, batch):
+    pipeline = Pipeline(
+        own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank), world, schedule
+    )
+    sent = []
+    for _ in range(2):
+        world.traffic.reset()
+        pipeline.step(*batch)
+        sent.append(world.traffic.sent_bytes)
+    return sent
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe(3, 2), one_f_one_b(4, 6), interleaved(3, 3, 2), breadth_first(2, 2, 3), zb_v(3, 5)],
+    ids=lambda s: s.name,
+)
+def test_every_boundary_between_ranks_carries_m_outputs_a_direction(schedule):
+    """And 80 bytes in the first step. The turn of a V carries nothing, the wrap-around of a loop v-1 times m."""
+    config = small_config(schedule.num_stages)
+    m = schedule.num_microbatches
+    batch = make_batch(config, 2 * m)
+    sent = minipar.run(_traffic, config, schedule, batch, world_size=schedule.num_ranks, timeout_s=10)
+    crossing = {"gpipe": 2, "1f1b": 3, "interleaved": 5, "breadth-first": 5, "zb-v": 4}[schedule.name]
+    output_bytes = 2 * config.max_seq_len * config.dim * 8
+    steady = 2 * crossing * m * output_bytes
+    assert [sum(per_rank) for per_rank in zip(*sent)] == [steady + 80 * crossing, steady]
