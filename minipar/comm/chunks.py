@@ -22,13 +22,13 @@ def bounds(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes)]
 
 
-def check_sizes(sizes: Sequence[int] | None, length: int, count: int, what: str) -> list[int]:
+def check_sizes(sizes: Sequence[int] | None, length: int, count: int, what: str, dim: int = 0) -> list[int]:
     """The given sizes, or torch.chunk's, after checking that they cut `length` into `count` parts."""
     if sizes is None:
         return chunk_sizes(length, count)
     sizes = [int(s) for s in sizes]
     if len(sizes) != count or min(sizes) < 0 or sum(sizes) != length:
-        raise ValueError(f"{what}={sizes} does not cut dim 0 of length {length} into {count} parts")
+        raise ValueError(f"{what}={sizes} does not cut dim {dim} of length {length} into {count} parts")
     return sizes
 
 

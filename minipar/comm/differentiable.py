@@ -60,7 +60,7 @@ def all_reduce(comm, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
 
 def split(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """This rank's chunk of x, the same on every rank. Backward: all-gather of the chunks' gradients."""
-    sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes")
+    sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
     return _Conjugate.apply(x, _chunk(comm, dim, sizes), _along(dim, lambda g: comm.all_gather(g, sizes)))
 
 
@@ -79,7 +79,7 @@ def all_gather(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
 
 def reduce_scatter(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """This rank's chunk of the sum over ranks. Backward: all-gather."""
-    sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes")
+    sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
     there, back = lambda t: comm.reduce_scatter(t, sizes=sizes), lambda g: comm.all_gather(g, sizes)
     return _Conjugate.apply(x, _along(dim, there), _along(dim, back))
 
