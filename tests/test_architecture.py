@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Each line may import from lines above it, never from one below; parts on one line never import each other.
 HOUSE = """
 errors
-trace
+trace live_bytes
 comm
 payload
 worker

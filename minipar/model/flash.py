@@ -34,6 +34,7 @@ from minipar.model.merge import merge_, no_keys
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
 TILE_ELEMS = 1 << 18  # scores held at a time: they stay in a core's cache, and outweigh the cost of a call
+SHORTEST_SIDE = 32  # of a tile, however many heads there are
 
 
 def flash_attention(
@@ -99,7 +100,9 @@ class _Flash(Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = [torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        grads = [
+            torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
+        ]
         if dlse is None:
             ctx.block.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
         else:  # of which a kernel does not know
@@ -136,7 +139,12 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tupl
 def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
     """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
     tile = _Tiling(q, k)
-    all_q, all_dout, all_k, all_v = tile.queries(q) * tile.scale, tile.queries(dout), tile.keys(k), tile.keys(v)
+    all_q, all_dout, all_k, all_v = (
+        tile.queries(q) * tile.scale,
+        tile.queries(dout),
+        tile.keys(k),
+        tile.keys(v),
+    )
     all_dk, all_dv = dk.view(all_k.shape), dv.view(all_v.shape)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     delta = tile.queries((delta if dlse is None else delta - dlse)[..., None])
@@ -173,15 +181,15 @@ class _Tiling:
         self.group = num_heads // self.num_kv_heads
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.scale = 1 / math.sqrt(head_dim)
-        self.side = max(32, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
+        self.side = max(SHORTEST_SIDE, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, T, f] -> [G, g, T, f]"""
-        return x.to(self.dtype).reshape(-1, self.group, *x.shape[2:])
+        return x.to(self.dtype).reshape(self.batch * self.num_kv_heads, self.group, *x.shape[2:])
 
     def keys(self, x: Tensor) -> Tensor:
         """[B, H/g, S, f] -> [G, S, f]"""
-        return x.to(self.dtype).reshape(-1, *x.shape[2:])
+        return x.to(self.dtype).reshape(self.batch * self.num_kv_heads, *x.shape[2:])
 
     def hide(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
         """scores [G, g*R, C], in place -inf where hidden [R, C] or [B, 1, R, C]."""

@@ -149,7 +149,9 @@ def _parts(query: Run, key: Run, causal: bool) -> Iterator[Part]:
     """Query i sees key j where j <= i + offset: nothing above a diagonal, which leaves at most three parts."""
     n, m = query.length, key.length
     if causal and query.step != key.step:
-        raise ValueError(f"runs of steps {query.step} and {key.step} do not meet in triangles; use impl='tiled'")
+        raise ValueError(
+            f"runs of steps {query.step} and {key.step} do not meet in triangles; use impl='tiled'"
+        )
     offset = (query.start - key.start) // query.step if causal else m
     first = max(0, -offset)  # queries before this one see nothing
     full = min(m, max(0, offset))  # keys that all the others see

@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         self._check_input(x)
         B, T = x.shape[0], self.sequence_length(x)
         if positions is None:
-            positions = torch.arange(T, device=x.device)
+            positions = self.default_positions(T, x.device)
         elif self.config.num_experts:
             check_whole_groups(positions, self.config.group_tokens)
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids

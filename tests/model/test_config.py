@@ -36,7 +36,7 @@ def test_unset_sizes_follow_the_others_and_survive_a_replacement():
         (dict(dropout=float("nan")), "dropout=nan"),
         (dict(norm_eps=0.0), "norm_eps=0.0 is not positive"),
         (dict(rope_theta=-1.0), "rope_theta=-1.0 is not positive"),
-        (dict(attention="fast"), "attention='fast' is unknown; use fused or plain"),
+        (dict(attention="fast"), "attention='fast' is unknown; use fused, plain or flash"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_with_what_would_work(wrong, says):
