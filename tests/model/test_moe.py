@@ -376,7 +376,30 @@ def test_weight_gradients_can_wait_and_are_the_same_bits(drawn):
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-def test_jitter_multiplies_and_noise_adds_by_sample_and_position_in_training_only():
+def check_jitter_multiplies(router):
+    """Each feature by a factor from [1 - jitter, 1 + jitter]: nothing changes sign, and nothing comes from 0."""
+    router.weight.data.copy_(torch.eye(D))  # the logits are the features
+    x = tokens(1, 20, 30)
+    x[0] = 0
+    factors = router(x, torch.arange(30), torch.arange(20)) / x
+    assert torch.equal(factors[0].isnan(), torch.ones(30, D, dtype=torch.bool))
+    assert 0.9 <= factors[1:].min() < 0.91
+    assert 1.09 < factors[1:].max() <= 1.1
+
+
+def test_jitter_that_is_added_is_noticed(monkeypatch):
+    check_jitter_multiplies(make(jitter=0.1).router)
+
+    def forward(self, x, positions, sample_ids, step=0):
+        noise = self._uniform(x.shape[-1], 2, step, positions, sample_ids)
+        return (x + self.jitter * (2 * noise - 1)) @ self.weight.T
+
+    monkeypatch.setattr(moe_module.Router, "forward", forward)
+    with pytest.raises(AssertionError):
+        check_jitter_multiplies(make(jitter=0.1).router)
+
+
+def test_random_numbers_depend_on_sample_position_and_step_in_training_only():
     x, where = torch.ones(2, 3, D).double(), (torch.arange(3), torch.arange(2))
     jittered, noisy = make(jitter=0.1).router, make(router="noisy_top_k").router
     for router in (jittered, noisy):
