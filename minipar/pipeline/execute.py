@@ -130,7 +130,7 @@ class Batch(NamedTuple):
 
 
 def split_batch(name: str, x: Tensor, m: int) -> tuple[Tensor, ...]:
-    require_divides("num_microbatches", m, f"the batch of {name}", x.shape[0])
+    require_divides("num_microbatches", m, f"{name}.shape[0]", x.shape[0])
     return x.split(x.shape[0] // m)
 
 
