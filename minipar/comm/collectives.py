@@ -112,6 +112,13 @@ class Collectives:
         """Chunk s of x, along dim 0, goes to rank s; what rank s sent here is chunk s of the result."""
         return self._call("all_to_all", algorithm, async_op, x, send_sizes=send_sizes, recv_sizes=recv_sizes)
 
+    def custom(self, kind: str, operation, async_op: bool = False):
+        """A collective of the caller's own: `operation()`, made of sends, receives and exchanges on this Comm.
+
+        It is one operation of the stream, booked and traced under `kind`; what it returns is the result.
+        """
+        return self._collective(kind, operation, async_op)
+
     def barrier(self) -> None:
         """Return when every rank has called it: ceil(log p) steps of one byte (the dissemination barrier)."""
         self._collective("barrier", self._disseminate, async_op=False)

@@ -1,0 +1,137 @@
+"""Context parallelism by all-gather: every rank collects all keys and values, and attends with its own queries.
+
+Simpler than a ring, and no worse in bytes; but nothing hides the first gather, and a rank holds the keys and values of
+the whole sequence. Taking `heads_at_once` key/value heads at a time bounds that, and hides every gather but the first
+behind the heads before. Keys and values are kept by their owners only and gathered again for the backward, whose
+gradients a reduce-scatter takes home.
+
+    forward    2 N h_kv (P-1)/P elements sent by a rank        h_kv = kv heads * head_dim, for each sample
+    backward   4 N h_kv (P-1)/P                                the gradients in float32 or wider
+
+Source: Llama 3, arXiv:2407.21783, section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from minipar.context.layout import local_runs
+from minipar.errors import require_divides
+from minipar.model.flash import Block, check_shapes, choose
+from minipar.model.mask import Mask, Run
+from minipar.model.merge import no_keys
+from minipar.trace import span
+
+
+def all_gather_attention(
+    comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    layout: str = "contiguous",
+    positions: Tensor | None = None,
+    seq_len: int | None = None,
+    impl: str = "auto",
+    heads_at_once: int | None = None,
+) -> Tensor:
+    """This rank's part of the attention of a split sequence; arguments as in `ring_attention`.
+
+    heads_at_once  how many key/value heads are gathered at a time; None: all. A rank then holds 2 * 2 * N * head_dim
+                   * heads_at_once elements of them for each sample: the present ones and the next
+
+    Raises ValueError where heads_at_once does not divide the key/value heads.
+    """
+    check_shapes(q, k, v)
+    require_divides("heads_at_once", heads_at_once or k.shape[1], "key/value heads", k.shape[1])
+    length, p = q.shape[2] * comm.size, comm.size
+    keys = tuple(run for r in range(p) for run in local_runs(length, r, p, layout))
+    order = None
+    if layout == "zigzag":  # in their true order fewer, larger parts of them are seen
+        order = torch.cat([_numbers(run) for run in keys]).argsort().to(q.device)
+        keys = (Run(0, length),)
+    mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
+    gathered = Gathered(comm, mask, choose(impl, q, mask), order, heads_at_once or k.shape[1])
+    return _AllGatherAttention.apply(q, k, v, gathered)
+
+
+def _numbers(run: Run) -> Tensor:
+    return torch.arange(run.start, run.start + run.length)
+
+
+class Gathered(NamedTuple):
+    """How keys and values are collected, and in what order of tokens they are used."""
+
+    comm: object
+    mask: Mask
+    block: Block
+    order: Tensor | None
+    heads_at_once: int
+
+    def chunks(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """[2, B, heads_at_once, N/P, head_dim] each."""
+        return list(torch.stack((k, v)).split(self.heads_at_once, dim=2))
+
+    def start(self, kv: Tensor):
+        return self.comm.all_gather(kv[None], async_op=True)
+
+    def whole(self, handle) -> Tensor:
+        """[P, 2, B, heads, N/P, head_dim] as gathered -> [2, B, heads, N, head_dim]"""
+        kv = handle.wait().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+        return kv if self.order is None else kv.index_select(3, self.order)
+
+    def start_home(self, dkv: Tensor):
+        """Sum the gradients of all ranks, each owner's at the owner."""
+        if self.order is not None:
+            dkv = torch.empty_like(dkv).index_copy_(3, self.order, dkv)
+        parts = dkv.unflatten(3, (self.comm.size, -1)).permute(3, 0, 1, 2, 4, 5)
+        return self.comm.reduce_scatter(parts.contiguous(), async_op=True)
+
+    def query_heads(self, x: Tensor, chunk: int, num_kv_heads: int) -> Tensor:
+        """A view of the heads of x [B, H, ...] that use this chunk of the key/value heads."""
+        heads = x.shape[1] // num_kv_heads * self.heads_at_once
+        return x[:, chunk * heads : (chunk + 1) * heads]
+
+
+class _AllGatherAttention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g):
+        out, lse = no_keys(q)
+        chunks = g.chunks(k, v)
+        arriving = g.start(chunks[0])
+        for i in range(len(chunks)):
+            kv = g.whole(arriving)
+            arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
+            with span(g.comm.trace, "compute", f"forward heads {i}"):
+                views = (g.query_heads(x, i, k.shape[1]) for x in (out, lse, q))
+                g.block.attend_(*views, *kv, g.mask)
+        out = out.to(q.dtype)
+        ctx.g = g
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        g = ctx.g
+        dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        going_home, home = None, []
+        chunks = g.chunks(k, v)
+        arriving = g.start(chunks[0])
+        for i in range(len(chunks)):
+            kv = g.whole(arriving)
+            arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
+            dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
+            with span(g.comm.trace, "compute", f"backward heads {i}"):
+                dq_i, *others = (g.query_heads(x, i, k.shape[1]) for x in (dq, q, out, lse, dout))
+                g.block.attend_backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
+            if going_home:  # one at a time, or the gradients of all chunks would pile up
+                home.append(going_home.wait()[0])
+            going_home = g.start_home(dkv)
+        dk, dv = torch.cat([*home, going_home.wait()[0]], dim=2)
+        return *(grad.to(x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v))), None

@@ -1,0 +1,62 @@
+"""Several documents in one sample, one after another, none of which reads or predicts another.
+
+A token's position says all there is to know: it counts from 0 in every document, so its document started at its index
+less its position, and the next token's position is 0 where a document ends. Positions are split over ranks like tokens,
+and every mask is made from them (`minipar.model.mask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.model import IGNORED
+
+
+class Packed(NamedTuple):
+    """tokens, targets and positions [B, T]: a batch for a model with `documents=True`."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+def document_positions(lengths: Sequence[int]) -> Tensor:
+    """The position of each token in its document: lengths 3, 2 -> 0 1 2 0 1."""
+    return torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.empty(0).long()
+
+
+def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
+    """What each token should predict: the next one, or nothing where its document ends.
+
+    tokens, positions, targets  [..., T]
+    """
+    targets = torch.full_like(tokens, IGNORED)
+    goes_on = positions[..., 1:] == positions[..., :-1] + 1
+    targets[..., :-1] = torch.where(goes_on, tokens[..., 1:], IGNORED)
+    return targets
+
+
+def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
+    """Fill samples of `seq_len` tokens with documents, in order; one that does not fit goes on in the next sample.
+
+    What goes on is a document of its own there. The last sample is filled up with tokens 0, which predict nothing.
+    """
+    tokens = torch.cat(list(documents))
+    missing = -len(tokens) % seq_len
+    positions = torch.cat(
+        [document_positions([len(document) for document in documents]), torch.arange(missing)]
+    )
+    tokens = torch.cat([tokens, tokens.new_zeros(missing)]).view(-1, seq_len)
+    positions = positions.view(-1, seq_len)
+    # Where a sample begins in the middle of a document, that document's part counts from 0.
+    index = torch.arange(seq_len)
+    cut_off = positions[:, :1]
+    positions = torch.where(positions - cut_off == index, index, positions)
+    targets = next_tokens(tokens, positions)
+    if missing:
+        targets[-1, seq_len - missing - 1 :] = IGNORED
+    return Packed(tokens, targets, positions)

@@ -1,0 +1,151 @@
+"""Ulysses: for the attention alone, exchange a part of the tokens with all heads for all tokens of a part of the heads.
+
+    [B, H, N/P, d]   -- all-to-all ->   [B, H/P, N, d]   -- attention of one process ->   -- all-to-all back ->
+
+One all-to-all carries queries, keys and values together. Attention itself needs no communication and every rank does
+the same work, whatever the mask; but heads must go round. Where there are fewer key/value heads than ranks, ranks
+whose queries share one get it each.
+
+Sent by a rank, for N tokens, h = heads * head_dim and h_kv likewise, for each sample:
+
+    forward    (2 h + 2 h_kv) N (P-1)/P^2 elements: 4 N h (P-1)/P^2 without grouped queries.     backward   the same
+    where P is above the number of key/value heads, the 2 h_kv grow by P / kv heads
+
+Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.comm import differentiable
+from minipar.comm.chunks import bounds, chunk_sizes
+from minipar.context.layout import order_of_gathered
+from minipar.errors import divisors, one_of
+from minipar.model.flash import check_shapes, flash_attention
+from minipar.model.mask import Mask, Run
+
+
+def ulysses_attention(
+    comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    layout: str = "contiguous",
+    positions: Tensor | None = None,
+    seq_len: int | None = None,
+    impl: str = "auto",
+    pad: bool = False,
+) -> Tensor:
+    """This rank's part of the attention of a split sequence; arguments as in `ring_attention`.
+
+    pad  where P does not divide the heads, cut them as if there were more: the last ranks have fewer, or none. The
+         padding is neither sent nor computed
+
+    Documents add 8 B N (P-1)/P bytes: every rank needs all positions.
+    Raises ValueError where shapes do not fit, or P does not divide the heads and pad=False.
+    """
+
+    def attend(q, k, v, positions):
+        length = q.shape[2]
+        mask = Mask((Run(0, length),), (Run(0, length),), causal, positions, seq_len)
+        return flash_attention(q, k, v, impl=impl, mask=mask)
+
+    length = q.shape[2] * comm.size
+    order = None if layout == "contiguous" else order_of_gathered(length, comm.size, layout)
+    return exchange_heads(comm, q, k, v, attend, positions, order, pad)
+
+
+def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None = None, pad: bool = False):
+    """Call attend(q, k, v, positions) on all the tokens of a part of the heads, and give back a part of the tokens.
+
+    order  where it is not that of the ranks: the index of each token of the ranks' tokens one after another
+    """
+    check_shapes(q, k, v)
+    check_heads(q.shape[1], comm.size, pad)
+    cut = HeadCut(q.shape[1], k.shape[1], comm.size)
+    to_sorted = None if order is None else order.argsort().to(q.device)
+    positions = None if positions is None else _gather_positions(comm, positions, to_sorted)
+    q, k, v = _to_heads(comm, cut, q, k, v, to_sorted)
+    out = attend(q, k, v, positions) if q.shape[1] else q
+    return _to_tokens(comm, cut, out, order)
+
+
+class HeadCut(NamedTuple):
+    """Which heads each rank gets: neighbouring queries, and the key/value heads that these read."""
+
+    num_heads: int
+    num_kv_heads: int
+    size: int
+
+    def queries(self, rank: int) -> slice:
+        edges = bounds(chunk_sizes(self.num_heads, self.size))
+        return slice(edges[rank], edges[rank + 1])
+
+    def keys(self, rank: int) -> slice:
+        queries, group = self.queries(rank), self.num_heads // self.num_kv_heads
+        return slice(queries.start // group, -(-queries.stop // group)) if _length(queries) else slice(0, 0)
+
+    def parts(self, rank: int) -> list[int]:
+        """How many heads of q, k and v it gets."""
+        return [_length(self.queries(rank)), *2 * [_length(self.keys(rank))]]
+
+    def key_of_each_query(self, rank: int) -> list[int] | None:
+        """Where its queries do not share its keys evenly: which of them each reads."""
+        queries, keys = self.queries(rank), self.keys(rank)
+        group = self.num_heads // self.num_kv_heads
+        reads = [head // group - keys.start for head in range(queries.start, queries.stop)]
+        even = _length(queries) // max(1, _length(keys))
+        return None if reads == [i // max(1, even) for i in range(len(reads))] else reads
+
+
+def check_heads(num_heads: int, size: int, pad: bool = False) -> None:
+    """Raise ValueError where Ulysses cannot cut so many heads over so many ranks."""
+    if num_heads % size and not pad:
+        padded = -(-num_heads // size) * size
+        raise ValueError(
+            f"{size} ranks do not divide num_heads={num_heads}; use {one_of(divisors(num_heads))} ranks, pad to "
+            f"{padded} heads, or give pad=True"
+        )
+
+
+def _to_heads(comm, cut: HeadCut, q, k, v, to_sorted):
+    """[B, H, N/P, d] -> [B, H/P, N, d] for all three, in one all-to-all."""
+    batch, _, tokens, head_dim = q.shape
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    ranks = range(comm.size)
+    packed = torch.cat([x for r in ranks for x in (q[cut.queries(r)], k[cut.keys(r)], v[cut.keys(r)])])
+    mine = cut.parts(comm.rank)
+    received = differentiable.all_to_all(
+        comm, packed, [sum(cut.parts(r)) for r in ranks], [sum(mine)] * comm.size
+    )
+    received = received.view(comm.size, sum(mine), batch, tokens, head_dim)
+    whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
+    whole = whole if to_sorted is None else whole.index_select(2, to_sorted)
+    q, k, v = whole.split(mine, dim=1)
+    reads = cut.key_of_each_query(comm.rank)
+    if reads is not None:
+        k, v = (x.index_select(1, torch.tensor(reads, device=x.device)) for x in (k, v))
+    return q, k, v
+
+
+def _to_tokens(comm, cut: HeadCut, out: Tensor, order) -> Tensor:
+    """[B, H/P, N, d] -> [B, H, N/P, d]"""
+    out = out if order is None else out.index_select(2, order.to(out.device))
+    parts = out.unflatten(2, (comm.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+    heads = [cut.parts(r)[0] for r in range(comm.size)]
+    return differentiable.all_to_all(comm, parts, [heads[comm.rank]] * comm.size, heads).transpose(0, 1)
+
+
+def _gather_positions(comm, positions: Tensor, to_sorted) -> Tensor:
+    """[N/P] or [B, N/P] -> [N] or [B, N]"""
+    whole = comm.all_gather(positions.movedim(-1, 0).contiguous()).movedim(0, -1)
+    return whole if to_sorted is None else whole[..., to_sorted]
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start

@@ -1,0 +1,60 @@
+"""Both at once (USP): Ulysses inside a node, where an all-to-all is cheap, and the ring across nodes, where it is not.
+
+P = R * U ranks; neighbouring ranks form R groups of U. A group holds what one rank of a ring of R would hold, each
+member a contiguous piece of it. The all-to-all inside the group gives each member all of the group's tokens for H/U of the
+heads, which go around a ring of the R members with the same heads.
+
+Heads bound U alone, so there can be more ranks than heads; the ring's messages, made of a U-th of the heads each,
+shrink by U at the cost of the all-to-alls within nodes.
+
+    forward    Ulysses over U with N/R tokens, and a ring over R with h_kv/U: see there
+
+Source: arXiv:2405.07719, section 3.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from minipar.context.ring_attention import ring_attention
+from minipar.context.ulysses import exchange_heads
+from minipar.errors import require_divides
+
+
+def usp_attention(
+    ring_comm,
+    ulysses_comm,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = True,
+    layout: str = "contiguous",
+    positions: Tensor | None = None,
+    seq_len: int | None = None,
+    impl: str = "auto",
+    pad: bool = False,
+) -> Tensor:
+    """This rank's part of the attention of a split sequence; arguments as in `ring_attention` and `ulysses_attention`.
+
+    ulysses_comm  the U ranks of this rank's group
+    ring_comm     the R ranks with this rank's place in their groups, in the order of the groups
+
+    The tokens of each rank are `local_positions(N, rank, R * U, layout, ulysses_size=U)`.
+    """
+
+    def attend(q, k, v, positions):
+        return ring_attention(ring_comm, q, k, v, causal, layout, positions, seq_len, impl)
+
+    return exchange_heads(ulysses_comm, q, k, v, attend, positions, pad=pad)
+
+
+def split_comm(comm, ulysses_size: int):
+    """(ring_comm, ulysses_comm): groups of `ulysses_size` neighbouring ranks.
+
+    Raises ValueError where ulysses_size does not divide the ranks.
+    """
+    require_divides("ulysses_size", ulysses_size, "cp", comm.size)
+    first = comm.rank - comm.rank % ulysses_size
+    group = range(first, first + ulysses_size)
+    same_place = range(comm.rank % ulysses_size, comm.size, ulysses_size)
+    return comm.subgroup(same_place, "ring"), comm.subgroup(group, "ulysses")
