@@ -108,12 +108,12 @@ class Comm(Collectives):
         return comm
 
     def process_group(self) -> dist.ProcessGroup:
-        """The torch process group of exactly these ranks, in ascending order; the first call makes it, on all of them."""
+        """The torch process group of exactly these ranks, in this order; the first call makes it, on all of them."""
         if self.ranks == self._link.ranks:
             return self._link.group
         key = (self.name, self.ranks)
         if key not in self._link.groups:
-            self._link.groups[key] = _named_group(sorted(self.ranks), self.name, self.timeout_s)
+            self._link.groups[key] = _named_group(list(self.ranks), self.name, self.timeout_s)
         return self._link.groups[key]
 
     def report(self, value) -> None:

@@ -135,9 +135,6 @@ class Posted:
         self._works = works  # (work, message, tensor): the tensor must live until its message has left
         self._out = out
 
-    def done(self) -> bool:
-        return all(work.is_completed() for work, _, _ in self._works)
-
     def wait(self) -> torch.Tensor | None:
         for work, message, _ in self._works:
             self._link.wait(work, message)

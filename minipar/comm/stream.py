@@ -157,9 +157,6 @@ class CudaHandle:
         self._event = event
         self._result = result
 
-    def done(self) -> bool:
-        return self._event.query()
-
     def wait(self):
         current = torch.cuda.current_stream()
         current.wait_event(self._event)

@@ -1,0 +1,205 @@
+"""Messages between two ranks, subgroups, and Comms on somebody else's process group."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minipar
+from minipar import Comm, RankError
+from tests.comm.cases import cases, failures
+from tests.strategies import dtypes, seeds, shapes
+
+
+def numbers(shape, dtype, seed):
+    return torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@given(
+    st.integers(1, 8), st.lists(st.tuples(shapes(), dtypes, seeds), min_size=1, max_size=8), st.integers(0, 7)
+)
+@settings(max_examples=20)
+def test_exchange_hands_every_rank_its_neighbours_tensor(size, tensors, shift):
+    """By any shift, to oneself too, and strided tensors; what was sent is not written to."""
+
+    def wrong(world):
+        to, source, bad = (world.rank + shift) % world.size, (world.rank - shift) % world.size, []
+        for shape, dtype, seed in tensors:
+            x = torch.stack([numbers(shape, dtype, seed + world.rank)] * 2, dim=-1)[..., 0]
+            y = world.exchange(x, to, shape, dtype, source)
+            if not torch.equal(y, numbers(shape, dtype, seed + source)) or not torch.equal(
+                x, numbers(shape, dtype, seed + world.rank)
+            ):
+                bad.append((shape, dtype))
+        return bad
+
+    assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
+
+
+def test_a_line_has_ends():
+    def received(world):
+        to = world.rank + 1 if world.rank + 1 < world.size else None
+        source = world.rank - 1 if world.rank else None
+        return world.exchange(torch.tensor([world.rank]), to, (1,), torch.int64, source)
+
+    assert minipar.run(received, world_size=3, timeout_s=10) == [None, torch.tensor([0]), torch.tensor([1])]
+
+
+def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
+    def received(world):
+        other, n = 1 - world.rank, 50
+        handles = [world.recv((1,), torch.int64, other, async_op=True) for _ in range(n)]
+        sends = [world.send(torch.tensor([i]), other, async_op=True) for i in range(n)]
+        got = [handle.wait().item() for handle in handles]
+        assert [handle.wait() for handle in sends] == [None] * n
+        return got
+
+    assert minipar.run(received, world_size=2, timeout_s=10) == [list(range(50))] * 2
+
+
+def test_a_send_that_does_not_wait_can_meet_one_that_does():
+    def received(world):
+        if world.rank == 0:
+            handle = world.send(torch.arange(3), 1, async_op=True)
+            answer = world.recv((3,), torch.int64, 1)
+            handle.wait()
+            return answer.tolist()
+        x = world.recv((3,), torch.int64, 0)
+        world.send(x * 2, 0)
+        return x.tolist()
+
+    assert minipar.run(received, world_size=2, timeout_s=10) == [[0, 2, 4], [0, 1, 2]]
+
+
+def test_what_is_received_lands_where_the_caller_wants_it():
+    def received(world):
+        memory = torch.zeros(6)
+        other = 1 - world.rank
+        world.exchange(torch.ones(2), other, (2,), torch.float32, other, out=memory[2:4])
+        return memory.tolist()
+
+    assert minipar.run(received, world_size=2, timeout_s=10) == [[0, 0, 1, 1, 0, 0]] * 2
+
+
+# Subgroups ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_collectives_are_right_in_subgroups_of_subgroups_in_any_order(data):
+    """Two levels of groups, each in an order of its own, all of them at work at once."""
+    size = data.draw(st.integers(2, 8))
+    order = data.draw(st.permutations(range(size)))
+    cut = data.draw(st.integers(1, size - 1))
+    groups = [order[:cut], order[cut:]]
+    drawn = [data.draw(st.lists(cases(len(group)), min_size=2, max_size=4)) for group in groups]
+    inner = [data.draw(st.permutations(range(len(group)))) for group in groups]
+
+    def wrong(world):
+        mine = [world.rank in group for group in groups].index(True)
+        group = world.subgroup(groups[mine], "half")
+        again = group.subgroup(inner[mine], "shuffled")
+        assert group.ranks == tuple(groups[mine])
+        assert again.ranks == tuple(groups[mine][i] for i in inner[mine])
+        assert world.ranks[again.ranks[again.rank]] == world.rank
+        return failures(group, drawn[mine]) + failures(again, drawn[mine])
+
+    assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
+
+
+def test_a_subgroup_is_free_of_messages():
+    def sent(world):
+        for i in range(200):
+            world.subgroup(range(world.size), f"g{i}").subgroup([world.rank], "alone")
+        return world.traffic.messages
+
+    assert minipar.run(sent, world_size=4, timeout_s=10) == [0] * 4
+
+
+def test_messages_of_two_subgroups_of_the_same_ranks_do_not_meet():
+    def received(world):
+        a, b = world.subgroup([0, 1], "a"), world.subgroup([0, 1], "b")
+        if world.rank == 0:
+            handles = [c.send(torch.tensor([i]), 1, async_op=True) for i, c in enumerate((a, b))]
+            return [handle.wait() for handle in handles]
+        return [b.recv((1,), torch.int64, 0).item(), a.recv((1,), torch.int64, 0).item()]
+
+    assert minipar.run(received, world_size=2, timeout_s=10)[1] == [1, 0]
+
+
+def test_a_group_of_one_sends_nothing():
+    def results(world):
+        alone, x = world.subgroup([world.rank], "alone"), torch.arange(4.0)
+        kept = [alone.all_reduce(x), alone.all_gather(x), alone.reduce_scatter(x), alone.all_to_all(x)]
+        kept += [alone.broadcast(x), alone.reduce(x), alone.all_reduce_(x.clone(), "mean")]
+        alone.barrier()
+        return all(torch.equal(y, x) and y is not x for y in kept), world.traffic.messages
+
+    assert minipar.run(results, world_size=2, timeout_s=10) == [(True, 0)] * 2
+
+
+# Other people's process groups ----------------------------------------------------------------------------------
+
+
+def test_a_process_group_somebody_else_made_is_a_world():
+    def result(world):
+        comm = Comm.from_process_group(world.process_group(), timeout_s=10, node_size=2)
+        total = comm.all_reduce(torch.tensor([comm.rank]), algorithm="hierarchical")
+        return comm.ranks, comm.rank, comm.node_size, total.item()
+
+    want = [((0, 1, 2, 3), rank, 2, 6) for rank in range(4)]
+    assert minipar.run(result, world_size=4, timeout_s=10) == want
+
+
+@pytest.mark.parametrize(
+    ("node_size", "size", "is_"), [(2, 4, 2), (4, 4, None), (3, 4, None), (None, 4, None)]
+)
+def test_the_node_size_counts_only_where_it_cuts_the_group(node_size, size, is_):
+    def known(world):
+        return Comm.from_process_group(world.process_group(), node_size=node_size).node_size
+
+    assert minipar.run(known, world_size=size, timeout_s=10) == [is_] * size
+
+
+# What goes wrong between two ranks ------------------------------------------------------------------------------
+
+
+def receives_too_much(world):
+    if world.rank == 0:
+        world.send(torch.zeros(4), 1)
+    else:
+        world.recv((5,), torch.float32, 0)
+
+
+def leaves_a_message(world):
+    if world.rank == 0:
+        world.send(torch.zeros(4), 1, async_op=True)
+
+
+def asks_in_vain(world):
+    if world.rank == 0:
+        world.recv((4,), torch.float32, 1, async_op=True)
+
+
+def everybody_sends_first(world):
+    world.send(torch.zeros(1 << 20), (world.rank + 1) % world.size)
+    return world.recv((1 << 20,), torch.float32, (world.rank - 1) % world.size)
+
+
+@pytest.mark.parametrize(
+    ("function", "size", "words"),
+    [
+        (
+            receives_too_much,
+            2,
+            r"send 16 bytes to rank 1.*receive with 20 bytes|receive 20 bytes from rank 0.*16",
+        ),
+        (leaves_a_message, 2, r"rank 0 sent rank 1 1 message on comm 'world' that was not received"),
+        (asks_in_vain, 2, r"rank 0 asked rank 1 for 1 message on comm 'world' that was not sent"),
+        (everybody_sends_first, 3, r"deadlock: rank 0 waits to send 4194304 bytes to rank 1"),
+    ],
+)
+def test_a_message_that_does_not_match_is_an_error_that_names_the_pair(function, size, words):
+    """Among them the ring of blocking sends, and each well before the deadline of a minute."""
+    with pytest.raises(RankError, match=words):
+        minipar.run(function, world_size=size)
