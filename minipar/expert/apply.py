@@ -28,7 +28,7 @@ def expert_parallel(
     overlap    let rows travel while a shared expert computes; None: where there is one
     algorithm  of the all-to-all
 
-    Before or after `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
+    After `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
     Sends per mixture what `AllToAll` says. Raises ValueError where ep does not divide num_experts, before anything is
     changed.
     """
