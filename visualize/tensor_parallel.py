@@ -1,0 +1,174 @@
+"""Pictures of tensor parallelism: what a rank holds at each point of a layer, and what the ways to cut a matrix cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import NullLocator
+
+from minipar.tensor_parallel import layouts
+from visualize.style import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    LARGE,
+    NORMAL,
+    PURPLE,
+    RANKS,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    write,
+)
+
+
+class Point(NamedTuple):
+    """A point of a layer: the activation there, and what ranks say to one another to get there.
+
+    holds  "whole", "features", "tokens", or "term": a whole tensor that is one term of a sum
+    """
+
+    name: str
+    holds: str
+    forward: str = ""
+    backward: str = ""
+
+
+def layer_points(sequence_parallel: bool) -> list[Point]:
+    """The points of one layer, in order."""
+    between = "tokens" if sequence_parallel else "whole"
+    enter = ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
+    leave = ("reduce-scatter", "all-gather") if sequence_parallel else ("all-reduce", "")
+    points = []
+    for norm, middle, inside, out in (
+        ("attention\nnorm", "q, k, v", "attention", "o"),
+        ("mlp\nnorm", "gate, up", "silu * up", "down"),
+    ):
+        points += [
+            Point(norm, between),
+            Point(middle, "features", *enter),
+            Point(inside, "features"),
+            Point(out, "term"),
+            Point("sum,\n+ residual", between, *leave),
+        ]
+    return points
+
+
+def draw_layer(tp: int, path: str | Path, sequence_parallel: bool = False) -> Path:
+    """Write what each of tp ranks holds at each point of a layer, and where they communicate; the file written.
+
+    Each box is the activation, tokens down and features across; coloured is the part the rank holds. Hatched is a
+    term: all of the tensor, but only this rank's part of the sum.
+    """
+    points = layer_points(sequence_parallel)
+    figure = new_figure(1.05 * len(points) + 0.8, 0.72 * tp + 1.5)
+    axes = figure.subplots()
+    for column, point in enumerate(points):
+        axes.text(column + 0.4, -0.12, point.name, ha="center", va="bottom", fontsize=SMALL)
+        for rank in range(tp):
+            _draw_part(axes, column, rank, point.holds, tp)
+        _draw_collectives(axes, column, tp, point)
+    axes.set(xlim=(-0.7, len(points)), ylim=(tp + 0.75, -0.75))
+    axes.set_yticks(
+        [rank + 0.35 for rank in range(tp)], [f"rank {rank}" for rank in range(tp)], fontsize=SMALL
+    )
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    title = "tensor and sequence parallelism" if sequence_parallel else "tensor parallelism"
+    figure.suptitle(f"one layer under {title}: what each rank holds", fontsize=LARGE)
+    return write(figure, path)
+
+
+def _draw_part(axes: Axes, column: int, rank: int, holds: str, tp: int) -> None:
+    x, y, width, height = column + 0.08, rank + 0.04, 0.64, 0.62
+    axes.add_patch(Rectangle((x, y), width, height, facecolor="white", edgecolor=GREY, linewidth=0.6))
+    if holds == "features":
+        x, width = x + rank * width / tp, width / tp
+    elif holds == "tokens":
+        y, height = y + rank * height / tp, height / tp
+    colour = RANKS[rank % len(RANKS)]
+    hatched = (
+        dict(facecolor="white", hatch="////", edgecolor=colour) if holds == "term" else dict(facecolor=colour)
+    )
+    axes.add_patch(Rectangle((x, y), width, height, linewidth=0, **hatched))
+
+
+def _draw_collectives(axes: Axes, column: int, tp: int, point: Point) -> None:
+    """What is said just before this point: forward on the way in, backward on the way out."""
+    middle = column - 0.1
+    if point.forward or point.backward:
+        axes.plot([middle, middle], [-0.05, tp], color=INK, linewidth=0.9, linestyle=":")
+    if point.forward:
+        axes.text(
+            middle, tp + 0.1, f"{point.forward} \u2192", ha="center", va="top", fontsize=SMALL, color=BLUE
+        )
+    if point.backward:
+        axes.text(
+            middle,
+            tp + 0.4,
+            f"\u2190 {point.backward}",
+            ha="center",
+            va="top",
+            fontsize=SMALL,
+            color=VERMILION,
+        )
+
+
+def draw_layouts(m: int, d: int, f: int, path: str | Path, powers: Sequence[int] = range(1, 5)) -> Path:
+    """Write what an MLP D -> F -> D of M rows sends and holds per rank, cut in 1, 2 and 3 dims, over 4^n and 8^n ranks."""
+    squares, cubes = [4**n for n in powers], [8**n for n in powers if 8**n <= 4 ** max(powers)]
+    lines = {
+        "1D": (squares, (layouts.column, layouts.row), VERMILION),
+        "2D": (squares, (layouts.summa, layouts.summa), BLUE),
+        "2.5D, depth 4": ([t for t in squares if t >= 16], (_deep, _deep), PURPLE),
+        "3D": (cubes, (layouts.cube, layouts.cube), GREEN),
+    }
+    figure = new_figure(7.5, 3.2)
+    left, right = figure.subplots(1, 2)
+    for name, (ranks, layers, colour) in lines.items():
+        costs = [layouts.pair(*layers, t, m, d, f) for t in ranks]
+        for axes, values in ((left, [c.sent for c in costs]), (right, [c.held for c in costs])):
+            axes.plot(
+                ranks, [float(v) for v in values], "o-", color=colour, label=name, markersize=3, linewidth=1.2
+            )
+    for axes, title in ((left, "sent, forward and backward"), (right, "weights and activations held")):
+        axes.set_title(title, loc="left", fontsize=NORMAL)
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks(squares, [str(t) for t in squares])
+        axes.tick_params(which="minor", labelsize=SMALL)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("ranks", fontsize=SMALL)
+        quiet(axes, grid="both")
+    left.set_ylabel("elements a rank", fontsize=SMALL)
+    left.legend(fontsize=SMALL, frameon=False)
+    figure.suptitle(f"an MLP {d} \u2192 {f} \u2192 {d} of {m:,} rows", fontsize=LARGE)
+    return write(figure, path)
+
+
+def _deep(t: int, m: int, d_in: int, d_out: int) -> layouts.Cost:
+    return layouts.summa(t, m, d_in, d_out, depth=4)
+
+
+def draw_kept(parts: dict[str, dict[str, float]], path: str | Path) -> Path:
+    """Write stacked bars: for each way to run a layer, the bytes it keeps a rank, by what they are for."""
+    kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
+    figure = new_figure(1.3 * len(parts) + 2.2, 3.0)
+    axes = figure.subplots()
+    colours = (VERMILION, BLUE, GREEN, PURPLE, FAINT)
+    bottom = dict.fromkeys(parts, 0.0)
+    for kind, colour in zip(kinds, colours):
+        heights = [by_kind.get(kind, 0.0) / 1e6 for by_kind in parts.values()]
+        axes.bar(list(parts), heights, 0.6, list(bottom.values()), color=colour, label=kind)
+        bottom = {name: bottom[name] + height for name, height in zip(bottom, heights)}
+    axes.set_ylabel("MB a rank and layer", fontsize=SMALL)
+    axes.legend(fontsize=SMALL, frameon=False, loc="upper right")
+    quiet(axes, grid="y")
+    return write(figure, path)
