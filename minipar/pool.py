@@ -169,6 +169,9 @@ class _Call:
         while (left := deadline - time.monotonic()) > 0 and self._only_secondary():
             self._listen(left, answer)
         self._ask(GRACE_S)
+        while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
+            self._listen(GRACE_S / 20, answer)  # what a rank is about to wait for says more than "running"
+            self._ask(GRACE_S)
         rank = min(
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
         )

@@ -1,4 +1,7 @@
-"""Functions that fail on two ranks, each in its own way. Ranks import this file: it is light, and a user's own module."""
+"""Functions that fail on two ranks, each in its own way. Ranks import this file: it is light, and a user's own module.
+
+Where the other rank's wait is looked at, a barrier lets both arrive first.
+"""
 
 import os
 import signal
@@ -15,6 +18,7 @@ def _receive(world, source, length=3):
 
 
 def raises(world):
+    world.barrier()
     if world.rank == 1:
         raise KeyError("no such weight")
     _receive(world, 1)
@@ -25,18 +29,21 @@ def raises_on_every_rank(world):
 
 
 def is_killed(world):
+    world.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     _receive(world, 1)
 
 
 def exits_at_once(world):
+    world.barrier()
     if world.rank == 1:
         os._exit(3)
     _receive(world, 1)
 
 
 def asks_to_exit(world):
+    world.barrier()
     if world.rank == 1:
         sys.exit("enough")
     _receive(world, 1)
