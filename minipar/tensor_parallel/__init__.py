@@ -7,6 +7,7 @@ column.py     one input, several split matrices: its gradient is summed while th
 chunked.py    sequence parallelism's communication in pieces, behind the products
 linear.py     the two ways to cut a linear layer, column and row
 vocab.py      the embedding and the loss, with the vocabulary cut
+experts.py    a mixture of experts, each of them cut
 apply.py      the recipe: how each layer of the model is cut
 shards.py     a rank's part of a parameter
 state.py      the whole model back from the shards

@@ -29,9 +29,11 @@ from minipar.model.block import Block
 from minipar.model.config import ModelConfig
 from minipar.model.linear import TiedHead
 from minipar.model.mlp import SwiGLU
+from minipar.model.moe import SwitchMoE
 from minipar.model.norm import RMSNorm
 from minipar.model.transformer import Transformer
 from minipar.placement import place_whole, placement_of, set_placement
+from minipar.tensor_parallel.experts import cut_experts
 from minipar.tensor_parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -147,8 +149,12 @@ def cut_norm(norm: RMSNorm, how: Cut) -> nn.Module:
     return ShardRMSNorm(norm, how.comm) if how.sequence_parallel else norm
 
 
+def cut_moe(moe: SwitchMoE, how: Cut) -> nn.Module:
+    return cut_experts(moe, how.comm, how.sequence_parallel)
+
+
 # How each kind of layer is cut: another kind is another line.
-CUTS = MappingProxyType({Attention: cut_attention, SwiGLU: cut_mlp, RMSNorm: cut_norm})
+CUTS = MappingProxyType({Attention: cut_attention, SwiGLU: cut_mlp, SwitchMoE: cut_moe, RMSNorm: cut_norm})
 
 
 def cut_head(head: nn.Module, how: Cut) -> nn.Module:

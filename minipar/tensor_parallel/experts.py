@@ -11,8 +11,8 @@ from functools import partial
 
 from minipar.comm import differentiable
 from minipar.model.moe import SwitchMoE
-from minipar.tensor_parallel.linear import cut_parameter, replicate_parameter
 from minipar.tensor_parallel.sequence import TOKENS, reduce_scatter_tokens
+from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
 
 
 def cut_experts(moe: SwitchMoE, comm, sequence_parallel: bool) -> SwitchMoE:

@@ -35,7 +35,7 @@ def assert_gradients_equal(model, oracle, but=()) -> None:
 def compare_outputs(world, case: Case) -> None:
     model, oracle = cut(case, world), case.model()
     tokens, targets = case.tokens()
-    positions = torch.arange(case.length) + 3
+    positions = torch.arange(case.length) + (0 if case.config.num_experts else 3)  # experts see whole samples
     sample_ids = torch.arange(case.batch) * 5 + 1
     arguments = dict(positions=positions, sample_ids=sample_ids, step=7)
     assert_equal_to(model(tokens, **arguments), oracle(tokens, **arguments), what="logits")
@@ -49,6 +49,19 @@ def compare_outputs(world, case: Case) -> None:
 @given(cases())
 def test_logits_loss_and_all_gradients_are_those_of_one_process(case):
     minipar.run(compare_outputs, case, world_size=case.tp, timeout_s=10)
+
+
+@settings(max_examples=8)
+@given(cases(), st.integers(1, 3), st.sampled_from([0, 8]))
+def test_a_mixture_of_experts_is_cut_too(case, num_experts, shared):
+    config = replace(
+        case.config,
+        num_experts=num_experts,
+        top_k=min(2, num_experts),
+        moe_every=1,
+        shared_dim=shared * case.tp,
+    )
+    minipar.run(compare_outputs, case._replace(config=config), world_size=case.tp, timeout_s=10)
 
 
 def gradients_of_logits(world, case: Case) -> None:
