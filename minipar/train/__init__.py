@@ -1,12 +1,18 @@
 """The main job: train a byte-level model on text, and prove the run equal to one process. In reading order:
 
-config.py      what a run is, checked before anything starts
+config.py      what a run is
+layout.py      which meshes fit it, checked before anything starts
 text.py        the text, and the batch of step k as a function of (seed, k)
 optim.py       optimizer, learning rate, gradient norm over any mesh
 parallelize.py the recipe: which transformation is applied in which order
-trainer.py     the loop, on every rank
+recompute.py   activation checkpointing
+step.py        one step on one rank
+trainer.py     the loop, and the run around it
 reference.py   the same steps in one process, and the largest differences
-record.py      what a run leaves behind: metrics, weights, a trace
+record.py      what a run leaves behind
+checkpoint.py  every rank writes its parts
+restore.py     any mesh reads them
+export.py      one file, or Hugging Face's Llama
 """
 
 from minipar.train.config import TrainConfig

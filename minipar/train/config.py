@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 
-from minipar.errors import one_of, require_divides
+from minipar.errors import one_of
 from minipar.launch import MAX_RANKS
 from minipar.model import ModelConfig
+from minipar.train.layout import check_layout
+from minipar.train.recompute import RECOMPUTE
 
+AXES = ("pp", "dp", "cp", "tp", "ep")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -26,7 +29,30 @@ class TrainConfig:
     """the model; its numbers depend on this and on the seed, never on the mesh"""
 
     dp: int = 1
-    """data-parallel ranks: each has a copy of the model and an equal part of the batch"""
+    """data-parallel ranks: each works on an equal part of the batch"""
+    pp: int = 1
+    """pipeline ranks: each has an equal part of the layers"""
+    cp: int = 1
+    """context-parallel ranks: each has a part of every sample's tokens"""
+    ep: int = 1
+    """expert-parallel ranks, among those of dp x cp: each has a part of the experts"""
+    tp: int = 1
+    """tensor-parallel ranks: each has a part of every matrix"""
+
+    zero: int = 0
+    """ZeRO stage: 0 DDP, 1 cuts optimizer state over dp x cp, 2 gradients too, 3 parameters too"""
+    schedule: str = "1f1b"
+    """of the pipeline: gpipe, breadth-first, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v or zb-auto"""
+    chunks: int | None = None
+    """stages a pipeline rank holds, where the schedule leaves a choice"""
+    sequence_parallel: bool = False
+    """tp ranks split tokens where they do not split features"""
+    cp_layout: str = "zigzag"
+    """which tokens a context-parallel rank has: zigzag, contiguous or striped"""
+    cp_attention: str = "ring"
+    """how it sees the others': ring, ulysses or all_gather"""
+    recompute: str = "none"
+    """activations that are computed again in the backward: none, selective (attention) or full (blocks)"""
 
     steps: int = 150
     """optimizer steps"""
@@ -68,7 +94,7 @@ class TrainConfig:
     """NAME; none: after the mesh, as dp4"""
 
     def __post_init__(self):
-        for name in ("dp", "steps", "batch_size", "seq_len", "microbatches"):
+        for name in (*AXES, "steps", "batch_size", "seq_len", "microbatches"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in ("warmup", "weight_decay", "grad_clip", "verify_steps", "trace_steps"):
             self._require(name, getattr(self, name) >= 0, "0 or more")
@@ -76,14 +102,12 @@ class TrainConfig:
             self._require(name, getattr(self, name) > 0, "a number above 0")
         self._require("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         self._require("dtype", self.dtype in DTYPES, one_of(DTYPES))
+        self._require("zero", self.zero in (0, 1, 2, 3), "0, 1, 2 or 3")
+        self._require("recompute", self.recompute in RECOMPUTE, one_of(RECOMPUTE))
         if self.world_size > MAX_RANKS and "RANK" not in os.environ:
             raise ValueError(
-                f"dp={self.dp} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"
+                f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"
             )
-        require_divides("dp", self.dp, "batch_size", self.batch_size)
-        require_divides(
-            "microbatches", self.microbatches, "a rank's samples (batch_size/dp)", self.batch_size // self.dp
-        )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len} exceeds max_seq_len={self.model.max_seq_len}; "
@@ -91,6 +115,7 @@ class TrainConfig:
             )
         if self.model.vocab_size < 256:
             raise ValueError(f"vocab_size={self.model.vocab_size} does not hold every byte; use 256 or more")
+        check_layout(self)
 
     def _require(self, name: str, good: bool, works: str) -> None:
         if not good:
@@ -98,7 +123,11 @@ class TrainConfig:
 
     @property
     def world_size(self) -> int:
-        return self.dp
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -110,4 +139,5 @@ class TrainConfig:
 
     @property
     def mesh_name(self) -> str:
-        return f"dp{self.dp}"
+        """The axes that split something, as dp2-tp2; one process is dp1."""
+        return "-".join(f"{axis}{n}" for axis, n in self.mesh_sizes.items() if n > 1) or "dp1"

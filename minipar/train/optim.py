@@ -12,6 +12,8 @@ from torch import nn
 
 from minipar.placement import placement_of
 
+BETAS = (0.9, 0.95)  # of AdamW
+
 
 def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
     """Rises linearly over `warmup` steps, then falls along half a cosine to a tenth of the highest."""
@@ -70,8 +72,9 @@ def _square(grad: torch.Tensor) -> torch.Tensor:
 
 
 def count_copies(params: list[nn.Parameter], comm) -> list[int]:
-    """For each parameter, how many ranks of `comm` hold the same part of the same tensor."""
-    parts = [repr(placement_of(p).part).encode() for p in params]
+    """For each parameter, how often the ranks of `comm` hold the same part of the same tensor, tied copies included."""
+    placements = [placement_of(p) for p in params]
+    parts = [repr((p.tied_to or p.name, p.part[1])).encode() for p in placements]
     digests = torch.tensor([zlib.crc32(part) << 31 | zlib.adler32(part) for part in parts], dtype=torch.int64)
     lengths = comm.all_gather(torch.tensor([len(digests)]), algorithm="ring").tolist()
     everywhere = Counter(comm.all_gather(digests, sizes=lengths).tolist())

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import os
-import time
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from minipar.data_parallel import DDP
 from minipar.launch import init_from_env, run
 from minipar.mesh import Mesh
 from minipar.model import Transformer, generate
-from minipar.trace import Span, Trace, span, write_chrome_trace
+from minipar.placement import Placement, gather, placement_of
+from minipar.trace import Span, Trace, write_chrome_trace
 from minipar.train.config import TrainConfig
-from minipar.train.optim import clip_grad_norm_, learning_rate, parameter_groups
+from minipar.train.parallelize import Replica, parallelize
 from minipar.train.record import gather_values, prepare_folder, write_metrics, write_whole
 from minipar.train.reference import Difference, Run, compare, train_in_one_process
-from minipar.train.text import batch_of_step, load_text, require_samples
+from minipar.train.step import train_step
+from minipar.train.text import load_text, require_samples
 
 SAMPLE_PROMPT = "The "
 
@@ -34,6 +35,15 @@ class Result:
     sample: str
     difference: Difference | None
     reference: Run | None
+
+
+class Trained(NamedTuple):
+    """What the ranks made: metrics a step, whole parameters after the steps to be verified and at the end, spans a rank."""
+
+    metrics: list[dict]
+    first: dict[str, torch.Tensor]
+    last: dict[str, torch.Tensor]
+    traces: dict[int, list[Span]]
 
 
 def train(config: TrainConfig, on_progress=None) -> Result | None:
@@ -64,30 +74,38 @@ def _require_world(size: int, config: TrainConfig) -> None:
         raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
 
 
-def train_rank(world, config: TrainConfig, text: torch.Tensor, report=None):
-    """One rank's part of the run. Rank 0 returns (metrics, first steps, traces, sample), the others None."""
+def train_rank(world, config: TrainConfig, text: torch.Tensor, report=None) -> Trained | None:
+    """One rank's part of the run. Rank 0 returns what all ranks made, the others None."""
     report = report or world.report
-    mesh = Mesh(world, dp=config.dp)
     torch.manual_seed(config.seed)
-    model = Transformer(config.model, seed=config.seed, device=world.device, dtype=config.torch_dtype)
-    ddp = DDP(
-        model, mesh.comm("dp"), bucket_mb=config.bucket_mb, first_bucket_mb=config.bucket_mb / 4, reduce="sum"
-    )
-    groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
-    metrics, first, trace = [], None, Trace()
+    replica = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    metrics, first, trace = [], [], Trace()
     for step in range(config.steps):
         world.trace = trace if _traced(config, step) else None
-        metrics.append(_step(world, mesh, config, text, ddp, optimizer, step))
+        metrics.append(train_step(world, replica, config, text, step))
         if world.rank == 0:
             report(metrics[-1])
         if step + 1 == min(config.verify_steps, config.steps):
-            first = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+            first = held_parameters(replica)
     world.trace = None
-    traces = gather_values(world, trace.spans)
+    traces, first, last = (gather_values(world, x) for x in (trace.spans, first, held_parameters(replica)))
     if world.rank:
         return None
-    return metrics, first, dict(enumerate(traces)), _sample(model)
+    return Trained(metrics, whole_parameters(first), whole_parameters(last), dict(enumerate(traces)))
+
+
+def held_parameters(replica: Replica) -> list[tuple[Placement, torch.Tensor]]:
+    """What of the parameters this rank updates, copied."""
+    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in replica.tensors]
+
+
+def whole_parameters(held: list[list[tuple[Placement, torch.Tensor]]]) -> dict[str, torch.Tensor]:
+    """The one-process parameters, from what every rank holds of them."""
+    parts: dict[str, list] = {}
+    for placement, local in chain.from_iterable(held):
+        if placement.tied_to is None:
+            parts.setdefault(placement.name, []).append((placement, local))
+    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
 
 
 def _traced(config: TrainConfig, step: int) -> bool:
@@ -95,49 +113,9 @@ def _traced(config: TrainConfig, step: int) -> bool:
     return middle <= step < middle + config.trace_steps
 
 
-def _step(world, mesh, config: TrainConfig, text, ddp: DDP, optimizer, step: int) -> dict:
-    """Forward and backward over this rank's samples, clip, update: what every line of the metrics describes."""
-    start_s = time.perf_counter()
-    lr = learning_rate(step, config.steps, config.lr, config.warmup)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.zero_grad()
-    loss = world.all_reduce(_gradients(world, mesh, config, text, ddp, step))
-    with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(ddp.parameters(), config.grad_clip or float("inf"))
-        optimizer.step()
-    seconds = time.perf_counter() - start_s
-    tokens_per_s = config.batch_size * config.seq_len / seconds
-    return {
-        "step": step,
-        "loss": loss.item(),
-        "grad_norm": norm.item(),
-        "lr": lr,
-        "tokens_per_s": tokens_per_s,
-        "seconds": seconds,
-    }
-
-
-def _gradients(world, mesh, config: TrainConfig, text, ddp: DDP, step: int) -> torch.Tensor:
-    """Accumulate this rank's gradients; return its part of the loss, which is a sum over ranks."""
-    batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len)
-    samples = torch.arange(config.batch_size).chunk(config.dp)[mesh.coordinates.dp].chunk(config.microbatches)
-    total = torch.zeros((), dtype=torch.promote_types(config.torch_dtype, torch.float32), device=world.device)
-    for i, ids in enumerate(samples):
-        last = i == len(samples) - 1
-        with nullcontext() if last else ddp.no_sync():
-            with span(world.trace, "compute", "forward"):
-                tokens, targets = (x[ids].to(world.device) for x in (batch.tokens, batch.targets))
-                loss = ddp.module.loss(
-                    tokens, targets, sample_ids=ids.to(world.device), step=step, count=batch.count
-                )
-            with span(world.trace, "compute", "backward"):
-                loss.backward()
-        total += loss.detach()
-    return total
-
-
-def _sample(model: Transformer, num_bytes: int = 300) -> str:
+def _sample(config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes: int = 300) -> str:
+    model = Transformer(config.model, device="meta", dtype=config.torch_dtype)
+    model.load_state_dict(parameters, assign=True)
     prompt = torch.tensor(list(SAMPLE_PROMPT.encode()))
     tokens = generate(model, prompt, num_bytes, temperature=0.7).clamp(max=255)
     return bytes(tokens.tolist()).decode(errors="replace")
@@ -145,11 +123,11 @@ def _sample(model: Transformer, num_bytes: int = 300) -> str:
 
 def _finish(config: TrainConfig, text, trained, tell) -> Result:
     """Write what the run made, then run its first steps again on one process and compare."""
-    metrics, first, traces, sample = trained
-    folder = config.folder
+    folder, metrics = config.folder, trained.metrics
     write_metrics(folder, metrics)
+    sample = _sample(config, trained.last)
     write_whole(folder / "sample.txt", sample + "\n")
-    write_chrome_trace(folder / "trace.json", traces)
+    write_chrome_trace(folder / "trace.json", trained.traces)
     steps = min(config.verify_steps, config.steps)
     difference = reference = None
     if steps:
@@ -159,9 +137,10 @@ def _finish(config: TrainConfig, text, trained, tell) -> Result:
         )[0]  # fmt: skip
         lines = metrics[:steps]
         difference = compare(
-            Run([line["loss"] for line in lines], [line["grad_norm"] for line in lines], first), reference
+            Run([line["loss"] for line in lines], [line["grad_norm"] for line in lines], trained.first),
+            reference,
         )
-    return Result(folder, metrics, traces, sample, difference, reference)
+    return Result(folder, metrics, trained.traces, sample, difference, reference)
 
 
 def _reference_rank(world, config: TrainConfig, text, steps: int) -> Run:

@@ -1,0 +1,57 @@
+"""Which layouts are legal: refused here, with the reason and what would work, before a rank starts."""
+
+from __future__ import annotations
+
+from minipar.context import check_context_parallel
+from minipar.errors import require_divides
+from minipar.mesh import Mesh
+from minipar.pipeline import make_schedule
+from minipar.tensor_parallel import check_tensor_parallel
+
+
+def check_layout(config) -> None:
+    """Raise ValueError where the mesh, the model and the batch of a TrainConfig do not fit each other."""
+    Mesh(config.world_size, **config.mesh_sizes)
+    _check_batch(config)
+    _check_stages(config)
+    check_tensor_parallel(config.model, config.tp)
+    _check_tokens(config)
+    _check_experts(config)
+    if config.zero == 3 and config.pp > 1 and config.model.tie_embeddings:
+        raise ValueError(
+            "zero=3 cuts the tied embedding before its two ends, on different stages, are summed; use zero=0, 1 or 2"
+        )
+
+
+def _check_batch(config) -> None:
+    require_divides("dp", config.dp, "batch_size", config.batch_size)
+    samples = config.batch_size // config.dp
+    require_divides("microbatches", config.microbatches, "a rank's samples (batch_size/dp)", samples)
+
+
+def _check_stages(config) -> None:
+    schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
+    layers = config.model.num_layers
+    if schedule.num_stages > layers:
+        raise ValueError(
+            f"pp={config.pp} with schedule={config.schedule!r} has {schedule.num_stages} stages, "
+            f"and num_layers={layers}; use at most {layers} stages"
+        )
+
+
+def _check_tokens(config) -> None:
+    """A rank's tokens under cp, and under sequence parallelism."""
+    check_context_parallel(
+        config.model, config.cp, config.seq_len, config.cp_layout, config.cp_attention, tp=config.tp
+    )
+    if config.sequence_parallel:
+        require_divides(
+            "tp", config.tp, "a rank's tokens of a sample (seq_len/cp)", config.seq_len // config.cp
+        )
+
+
+def _check_experts(config) -> None:
+    if config.model.num_experts:
+        require_divides("ep", config.ep, "num_experts", config.model.num_experts)
+    elif config.ep > 1:
+        raise ValueError(f"ep={config.ep} spreads experts, and num_experts=0: the model has none; use ep=1")

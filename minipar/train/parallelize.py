@@ -1,0 +1,123 @@
+"""The recipe: where the strategies meet, and in which order.
+
+    1. pipeline   cut the layers into stages: everything after this touches this rank's stages only
+    2. experts    give each ep rank its own: before tp, which then cuts what is left of each expert
+    3. tensor     cut every matrix; gradients are complete over tp when autograd delivers them
+    4. context    replace the core of attention by one that sees other ranks' keys; nothing else mixes tokens
+    5. recompute  forget activations: around blocks that already communicate as they will when they run again
+    6. data       last, since it takes the parameters as they now are: shards of shards, summed over dp x cp
+    7. schedule   who runs which stage of which microbatch when
+
+A stage is built from (seed, name), so no weight is ever sent to where it belongs: it is made there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minipar.context import context_parallel
+from minipar.data_parallel import DDP, ZeroOptimizer
+from minipar.data_parallel.fsdp import FSDP
+from minipar.expert import expert_parallel, gradient_comm
+from minipar.mesh import Mesh
+from minipar.model import Block, Transformer
+from minipar.pipeline import Pipeline, balance, make_schedule
+from minipar.pipeline.partition import layer_costs
+from minipar.placement import place_whole, placement_of, set_placement
+from minipar.tensor_parallel import tensor_parallel
+from minipar.train.config import TrainConfig
+from minipar.train.optim import BETAS, parameter_groups
+from minipar.train.recompute import recompute
+
+
+@dataclass
+class Replica:
+    """This rank's part of the model, ready to be trained.
+
+    stages     the transformed modules this rank holds
+    pipeline   runs them, wrapped in data parallelism where that is a wrapper
+    optimizer  over what of the parameters this rank updates
+    """
+
+    mesh: Mesh
+    stages: list[Transformer]
+    pipeline: Pipeline
+    optimizer: torch.optim.Optimizer
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the optimizer updates here, each with its placement and, after a backward, its gradient."""
+        if isinstance(self.optimizer, ZeroOptimizer):
+            return self.optimizer.shards
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> Replica:
+    """This rank's part of the model of `config`, transformed for its place in the mesh."""
+    schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
+    stages = [
+        _stage(config, mesh, device, number, schedule.num_stages)
+        for number in schedule.stages_of(mesh.coordinates.pp)
+    ]
+    modules, optimizer = _data_parallel(config, mesh, stages)
+    pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
+    return Replica(mesh, stages, pipeline, optimizer)
+
+
+def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int) -> Transformer:
+    layers = stage_layers(config, num_stages)[number]
+    first, last = number == 0, number == num_stages - 1
+    stage = Transformer(config.model, config.seed, layers, first, last, device, config.torch_dtype)
+    _place(stage)
+    if mesh.sizes["ep"] > 1:
+        expert_parallel(stage, mesh.comm("ep"))
+    if mesh.sizes["tp"] > 1:
+        tensor_parallel(stage, mesh.comm("tp"), config.sequence_parallel)
+    if mesh.sizes["cp"] > 1:
+        context_parallel(stage, mesh.comm("cp"), layout=config.cp_layout, attention=config.cp_attention)
+    recompute(stage, config.recompute)
+    return stage
+
+
+def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
+    """Which layers each stage has: the slowest stage is as fast as it can be."""
+    return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
+
+
+def _place(stage: Transformer) -> None:
+    """Name every parameter as the one-process model does; a tied head on a later stage is a copy of the embedding."""
+    place_whole(stage)
+    for name, canonical in stage.tied.items():
+        param = stage.get_parameter(name)
+        set_placement(param, placement_of(param).tie(canonical))
+
+
+def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer]):
+    """The modules the pipeline runs, and the optimizer: here is who keeps what of the 16 bytes a parameter."""
+    sum_over = gradient_comm(mesh)
+    options = {"lr": config.lr, "betas": BETAS}
+    if config.zero in (1, 2):
+        groups = parameter_groups(_named(stages), config.weight_decay)
+        optimizer = ZeroOptimizer(
+            groups,
+            torch.optim.AdamW,
+            sum_over,
+            config.zero,
+            reduce="sum",
+            bucket_mb=config.bucket_mb,
+            **options,
+        )
+        return stages, optimizer
+    if config.zero == 3:
+        modules: list[nn.Module] = [FSDP(stage, sum_over, units=Block, reduce="sum") for stage in stages]
+    else:
+        buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
+        modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
+    return modules, torch.optim.AdamW(parameter_groups(_named(modules), config.weight_decay), **options)
+
+
+def _named(modules: list[nn.Module]):
+    return [named for module in modules for named in module.named_parameters()]
