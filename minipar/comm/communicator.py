@@ -22,6 +22,10 @@ from minipar.comm.ring import gathered_sizes
 from minipar.comm.traffic import Traffic
 from minipar.trace import Trace
 
+# their names from torch 2.13 on, which warns of the old ones
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def connect(store_path: str, rank: int, size: int, backend: str, timeout_s: float) -> dist.ProcessGroup:
     """Join a process group that meets in a file. gloo listens on loopback alone: no port opens to the network."""
@@ -240,7 +244,7 @@ class Comm(Collectives):
             [_pad(chunk, max(sizes)) for chunk in x.split(sizes)]
         )  # it takes equal chunks only
         padded_own = x.new_empty((max(sizes), *x.shape[1:]))
-        dist.reduce_scatter_tensor(padded_own, padded, _native_op(op, x), group)
+        reduce_scatter_single(padded_own, padded, _native_op(op, x), group)
         own = padded_own[: sizes[self.rank]]
         own = own.clone() if out is None else out.copy_(own)
         return own.div_(self.size) if op == "mean" else own
@@ -248,7 +252,7 @@ class Comm(Collectives):
     def _native_all_gather(self, group, x, sizes, out=None):
         sizes = gathered_sizes(self, x, sizes)
         padded = x.new_empty((self.size * max(sizes), *x.shape[1:]))
-        dist.all_gather_into_tensor(padded, _pad(x, max(sizes)), group)
+        all_gather_single(padded, _pad(x, max(sizes)), group)
         chunks = [c[:n] for c, n in zip(padded.chunk(self.size), sizes)]
         if out is not None:
             return torch.cat(chunks, out=out)

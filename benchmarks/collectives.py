@@ -1,0 +1,109 @@
+"""Hand-written collectives against gloo's own: in place, on the same memory, in the same processes."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import minipar
+from benchmarks.harness import Row, race, row, seconds_a_call
+from minipar.comm.communicator import all_gather_single, reduce_scatter_single
+
+KB, MB = 1 << 10, 1 << 20
+SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """All-reduce by size on 2 and 4 ranks; then the others, for information."""
+    sizes = [4 * KB, 256 * KB, 4 * MB] if quick else SIZES
+    return [row_ for p in (2, 4) for row_ in [*_all_reduce(p, sizes, quick), *_others(p, quick)]]
+
+
+def _all_reduce(p: int, sizes: list[int], quick: bool):
+    for num_bytes, times in zip(sizes, zip(*minipar.run(_race_all_reduce, sizes, quick, world_size=p))):
+        yield row(f"all_reduce_ {_size(num_bytes)}, {p} ranks", times, _bar(p, num_bytes))
+
+
+def _bar(p: int, num_bytes: int) -> float:
+    """Up to 256 KB it is latency that counts, from 4 MB on bandwidth, of which at least 0.95 is asked."""
+    if num_bytes <= 256 * KB:
+        return 1.0 if p == 2 else 1.4
+    return 1 / 0.85 if num_bytes < 4 * MB else 1 / 0.95
+
+
+def _race_all_reduce(world, sizes: list[int], quick: bool):
+    group, results = world.process_group(), []
+    for num_bytes in sizes:
+        x = torch.zeros(num_bytes // 4)
+        theirs = partial(dist.all_reduce, x, group=group)
+        results.append(race(world, partial(world.all_reduce_, x), theirs, *_effort(num_bytes, quick)))
+    return results
+
+
+def _others(p: int, quick: bool):
+    for name, times in zip(OTHERS, zip(*minipar.run(_race_others, quick, world_size=p))):
+        yield row(f"{name} 4 MB, {p} ranks", times)
+
+
+OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
+
+
+def _race_others(world, quick: bool):
+    group, p = world.process_group(), world.size
+    x, part, y = torch.zeros(MB), torch.zeros(MB // p), torch.zeros(MB)
+    contenders = {
+        "reduce_scatter": (
+            partial(world.reduce_scatter, x, out=part),
+            partial(reduce_scatter_single, part, x),
+        ),
+        "all_gather": (partial(world.all_gather, part, out=x), partial(all_gather_single, x, part)),
+        "all_to_all": (partial(world.all_to_all, x), partial(dist.all_to_all_single, y, x)),
+        "broadcast": (partial(world.broadcast, x), partial(dist.broadcast, x, 0)),
+        "reduce": (partial(world.reduce, x), partial(dist.reduce, x, 0)),
+    }
+    effort = _effort(4 * MB, quick)
+    return [race(world, ours, partial(theirs, group=group), *effort) for ours, theirs in contenders.values()]
+
+
+def _effort(num_bytes: int, quick: bool) -> tuple[int, int]:
+    """Rounds, and calls in each: the shorter the call, the more of them."""
+    rounds = 31 if num_bytes <= MB else 15
+    return (rounds // 4 if quick else rounds), max(1, min(20, MB // num_bytes))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
+
+
+# For whoever wants the curve itself ------------------------------------------------------------------------------
+
+
+def measure(
+    world_size: int, algorithm: str, sizes, rounds: int = 9, collective: str = "all_reduce"
+) -> dict[int, float]:
+    """Seconds of a collective of so many bytes: num_bytes -> the median over rounds of the slowest rank's time."""
+    by_rank = minipar.run(_measure, collective, algorithm, list(sizes), rounds, world_size=world_size)
+    return {n: statistics.median(map(max, zip(*times))) for n, times in zip(sizes, zip(*by_rank))}
+
+
+def _measure(world, collective: str, algorithm: str, sizes: list[int], rounds: int) -> list[list[float]]:
+    out = []
+    for num_bytes in sizes:
+        call = partial(getattr(world, collective), torch.zeros(num_bytes // 4), algorithm=algorithm)
+        call()
+        out.append([seconds_a_call(world, call, _effort(num_bytes, False)[1]) for _ in range(rounds)])
+    return out
+
+
+def line(seconds: dict[int, float]) -> tuple[float, float]:
+    """Intercept (seconds) and slope (seconds per byte) of time over size, at the least sum of squared relative errors.
+
+    Divided by an algorithm's number of steps and by its share of the bytes they are alpha and beta of its cost formula.
+    """
+    n, t = np.array(list(seconds.items()), dtype=float).T
+    (alpha_s, beta_s), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones_like(t), rcond=None)
+    return float(alpha_s), float(beta_s)

@@ -1,0 +1,66 @@
+"""Ours against theirs: both in the same processes, in turn, so that a busy machine slows both."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One line of a table. `ratio` is ours / theirs, so below 1 is faster; `bar` is what it may be at most."""
+
+    name: str
+    ours_s: float
+    theirs_s: float
+    ratio: float
+    bar: float | None = None
+    note: str = ""
+
+
+def race(world, ours: Callable, theirs: Callable, rounds: int, calls: int = 1) -> list[tuple[float, float]]:
+    """This rank's seconds a call of both, round by round, after a first call of each that does not count.
+
+    All ranks start together. Who goes first alternates, for a rank that was preempted in one is late for the next.
+    """
+    contenders = (ours, theirs)
+    for function in contenders:
+        function()
+    times = []
+    for i in range(rounds):
+        seconds = {}
+        for which in (0, 1) if i % 2 == 0 else (1, 0):
+            seconds[which] = seconds_a_call(world, contenders[which], calls)
+        times.append((seconds[0], seconds[1]))
+    return times
+
+
+def seconds_a_call(world, function: Callable, calls: int = 1) -> float:
+    world.barrier()
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start_s) / calls
+
+
+def row(name: str, times_by_rank, bar: float | None = None, note: str = "") -> Row:
+    """What `race` returned on every rank, as a line: a round takes as long as on its slowest rank.
+
+    The ratio is the median of the rounds' ratios; half of the rounds lie between the two figures beside it.
+    """
+    rounds = [tuple(map(max, zip(*ranks))) for ranks in zip(*times_by_rank)]
+    ratios = sorted(ours / theirs for ours, theirs in rounds)
+    quarter = len(ratios) // 4
+    spread = f"{ratios[quarter]:.2f}..{ratios[-1 - quarter]:.2f}"
+    ours_s, theirs_s = (statistics.median(side) for side in zip(*rounds))
+    return Row(name, ours_s, theirs_s, statistics.median(ratios), bar, f"{spread}  {note}".rstrip())
+
+
+def print_table(title: str, rows: Iterable[Row]) -> None:
+    print(f"\n{title}\n{'':34}{'ours':>11}{'theirs':>11}{'ratio':>8}{'bar':>7}")
+    for r in rows:
+        bar = "" if r.bar is None else f"{r.bar:.2f}"
+        over = "over" if r.bar is not None and r.ratio > r.bar else ""
+        times = f"{1e3 * r.ours_s:8.2f} ms{1e3 * r.theirs_s:8.2f} ms"
+        print(f"{r.name:34}{times}{r.ratio:8.2f}{bar:>7} {over:5}{r.note}", flush=True)
