@@ -3,7 +3,7 @@
 layout.py          which tokens a rank holds: contiguous, zigzag, striped
 documents.py       several documents in one sample
 all_gather.py      every rank collects all keys and values
-ring_attention.py  keys and values travel around a ring
+ring.py           keys and values travel around a ring
 ulysses.py         all tokens of a part of the heads, by all-to-all
 usp.py             Ulysses inside nodes, the ring across them
 apply.py           the model with one of these in place of its attention's core
@@ -22,7 +22,7 @@ from minipar.context.layout import (
     padded_length,
     take_local,
 )
-from minipar.context.ring_attention import ring_attention
+from minipar.context.ring import ring_attention
 from minipar.context.ulysses import ulysses_attention
 from minipar.context.usp import split_comm, usp_attention
 from minipar.model.flash import flash_attention

@@ -22,7 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 from minipar.context.layout import local_runs
 from minipar.errors import require_divides
 from minipar.model.flash import Block, check_shapes, choose
-from minipar.model.mask import Mask, Run
+from minipar.model.mask import Mask, Run, indices
 from minipar.model.merge import no_keys
 from minipar.trace import span
 
@@ -50,26 +50,20 @@ def all_gather_attention(
     require_divides("heads_at_once", heads_at_once or k.shape[1], "key/value heads", k.shape[1])
     length, p = q.shape[2] * comm.size, comm.size
     keys = tuple(run for r in range(p) for run in local_runs(length, r, p, layout))
-    order = None
-    if layout == "zigzag":  # in their true order fewer, larger parts of them are seen
-        order = torch.cat([_numbers(run) for run in keys]).argsort().to(q.device)
-        keys = (Run(0, length),)
+    # A zigzag is put in order: fewer, larger parts of it are seen.
+    runs, keys = (keys, (Run(0, length),)) if layout == "zigzag" else (None, keys)
     mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
-    gathered = Gathered(comm, mask, choose(impl, q, mask), order, heads_at_once or k.shape[1])
+    gathered = Gathered(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
     return _AllGatherAttention.apply(q, k, v, gathered)
 
 
-def _numbers(run: Run) -> Tensor:
-    return torch.arange(run.start, run.start + run.length)
-
-
 class Gathered(NamedTuple):
-    """How keys and values are collected, and in what order of tokens they are used."""
+    """How keys and values are collected: where they are put in order, the runs in which they come."""
 
     comm: object
     mask: Mask
     block: Block
-    order: Tensor | None
+    runs: tuple[Run, ...] | None
     heads_at_once: int
 
     def chunks(self, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -82,14 +76,18 @@ class Gathered(NamedTuple):
     def whole(self, handle) -> Tensor:
         """[P, 2, B, heads, N/P, head_dim] as gathered -> [2, B, heads, N, head_dim]"""
         kv = handle.wait().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        return kv if self.order is None else kv.index_select(3, self.order)
+        return kv if self.runs is None else kv.index_select(3, self._arrived().argsort().to(kv.device))
 
     def start_home(self, dkv: Tensor):
         """Sum the gradients of all ranks, each owner's at the owner."""
-        if self.order is not None:
-            dkv = torch.empty_like(dkv).index_copy_(3, self.order, dkv)
+        if self.runs is not None:
+            dkv = dkv.index_select(3, self._arrived().to(dkv.device))
         parts = dkv.unflatten(3, (self.comm.size, -1)).permute(3, 0, 1, 2, 4, 5)
         return self.comm.reduce_scatter(parts.contiguous(), async_op=True)
+
+    def _arrived(self) -> Tensor:
+        """The index in the sequence of each token, as they are gathered."""
+        return indices(self.runs)
 
     def query_heads(self, x: Tensor, chunk: int, num_kv_heads: int) -> Tensor:
         """A view of the heads of x [B, H, ...] that use this chunk of the key/value heads."""

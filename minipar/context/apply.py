@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minipar.context.all_gather import all_gather_attention
 from minipar.context.layout import check_length, local_positions
-from minipar.context.ring_attention import ring_attention
+from minipar.context.ring import ring_attention
 from minipar.context.ulysses import check_heads, ulysses_attention
 from minipar.context.usp import split_comm, usp_attention
 from minipar.errors import one_of, require_divides

@@ -1,0 +1,25 @@
+"""What is on its way while a block is computed, seen in a trace."""
+
+import minipar
+from minipar.trace import Trace, overlap_fraction
+from tests.context.strategies import Case
+
+
+def traced(world):
+    case = Case("ring", world.size, "zigzag", seq_len=2048 * world.size, head_dim=32, impl="tiled")
+    mine = [case.local(x, world.rank).float().requires_grad_() for x in case.qkv()]
+    world.trace = Trace()
+    case.split(world, *mine).sum().backward()
+    spans, world.trace = world.trace.spans, None
+    return spans
+
+
+def test_keys_and_values_travel_while_blocks_are_computed():
+    for spans in minipar.run(traced, world_size=2, timeout_s=20):
+        computed = [s for s in spans if s.kind == "compute"]
+        sent = [s for s in spans if s.kind == "communicate"]
+        assert [s.name.split()[0] for s in computed] == 2 * ["forward"] + 2 * ["backward"]
+        # keys and values forward and backward, and one gradient home
+        assert [s.name.split()[0] for s in sent] == 2 * ["ring_attention"] + ["ring_attention_gradients"]
+        assert {s.lane for s in sent}.isdisjoint({s.lane for s in computed})
+        assert overlap_fraction([*computed, *(s for s in sent if "gradients" not in s.name)]) > 0.3
