@@ -32,19 +32,22 @@ def layer_activation_bytes(
     tp: int = 1,
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
-) -> int:
-    """Bytes that one layer keeps on each of tp ranks from its forward to its backward, `dtype` of 32 bits or more.
+) -> dict[str, int]:
+    """Bytes that one layer keeps on each of tp ranks from its forward to its backward, by what keeps them.
 
     tokens  of a sample, all of them: the shards of sequence parallelism are counted here
+    dtype   of 32 bits or more
     """
     whole = batch * tokens
     here = whole // tp if sequence_parallel else whole
-    elems = 2 * (3 * config.dim + 1) * here + 4 * config.hidden_dim // tp * whole
-    elems += attention_elems(config, tokens, tp) * whole + tokens * config.head_dim
-    masks = 2 * config.dim * here if config.dropout else 0
-    if config.attention == "plain":
-        masks += tokens * tokens
-    return elems * dtype.itemsize + masks
+    plain = config.attention == "plain"
+    return {
+        "norms": 2 * (3 * config.dim + 1) * here * dtype.itemsize,
+        "attention": attention_elems(config, tokens, tp) * whole * dtype.itemsize,
+        "mlp": 4 * config.hidden_dim // tp * whole * dtype.itemsize,
+        "dropouts": 2 * config.dim * here if config.dropout else 0,
+        "positions": tokens * config.head_dim * dtype.itemsize + (tokens * tokens if plain else 0),
+    }
 
 
 def attention_elems(config: ModelConfig, tokens: int, tp: int = 1) -> int:

@@ -1,0 +1,156 @@
+"""Tensor parallelism against torch's DTensor, and a loss on split logits against one on gathered logits."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+import minipar
+from benchmarks.harness import Row, race, row
+from minipar.comm import differentiable
+from minipar.live_bytes import LiveBytes
+from minipar.model import Linear, ModelConfig, Transformer, cross_entropy_sum
+from minipar.tensor_parallel import tensor_parallel, vocab_parallel_cross_entropy
+
+SMALL = ModelConfig(vocab_size=256, dim=128, num_layers=4, num_heads=8, num_kv_heads=8)
+MEDIUM = ModelConfig(vocab_size=8192, dim=256, num_layers=4, num_heads=8, num_kv_heads=8)
+VOCAB, LOSS_TOKENS, LOSS_DIM = 32768, 1024, 64
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """A training step of two models on 2 and 4 ranks, with sequence parallelism for information; then the loss."""
+    models = {"0.9 M": (SMALL, 8, 128)} if quick else {"0.9 M": (SMALL, 8, 128), "7 M": (MEDIUM, 4, 256)}
+    found = []
+    for p in (2, 4):
+        minipar.shutdown()  # a device mesh wants a world of exactly p processes
+        for name, (config, batch, tokens) in models.items():
+            for sequence_parallel in (False, True):
+                times = minipar.run(
+                    _race_steps, config, batch, tokens, sequence_parallel, 5 if quick else 15, world_size=p
+                )
+                kind, bar = ("TP+SP", None) if sequence_parallel else ("TP", 0.95)
+                found.append(row(f"{kind} step, {name}, {p} ranks", times, bar))
+            times = minipar.run(_race_chunked, config, batch, tokens, 5 if quick else 15, world_size=p)
+            found.append(row(f"chunked vs whole, {name}, {p} ranks", times))
+    return [*found, _loss_row(quick)]
+
+
+def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_parallel: bool, rounds: int):
+    torch.set_num_threads(1)
+    ours = tensor_parallel(Transformer(config), world, sequence_parallel)
+    theirs = _dtensor(Transformer(config), world, sequence_parallel)
+    data = torch.randint(config.vocab_size, (2, batch, tokens))
+    losses = [_step(ours, data, nullcontext), _step(theirs, data, loss_parallel)]
+    losses = [loss.full_tensor() if hasattr(loss, "full_tensor") else loss for loss in losses]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)  # the same work, or the ratio means nothing
+    return race(
+        world, partial(_step, ours, data, nullcontext), partial(_step, theirs, data, loss_parallel), rounds
+    )
+
+
+def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: int):
+    """Sequence parallelism with its communication in pieces ("ours") and whole ("theirs")."""
+    torch.set_num_threads(1)
+    data = torch.randint(config.vocab_size, (2, batch, tokens))
+    chunked, whole = (tensor_parallel(Transformer(config), world, True, chunked=c) for c in (True, False))
+    return race(
+        world, partial(_step, chunked, data, nullcontext), partial(_step, whole, data, nullcontext), rounds
+    )
+
+
+def _step(model: nn.Module, data: torch.Tensor, context) -> torch.Tensor:
+    """A plain SGD step, so that the optimizer is not what is measured."""
+    with context():
+        loss = model.loss(*data)
+        loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.01 * parameter.grad
+            parameter.grad = None
+    return loss.detach()
+
+
+def _dtensor(model: Transformer, world, sequence_parallel: bool) -> nn.Module:
+    """The same model, cut by torch: its plan for a Llama, layer by layer."""
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, Linear):
+                replaced = nn.Linear(layer.in_features, layer.out_features, bias=False)
+                replaced.weight = layer.weight
+                setattr(parent, name, replaced)
+    between = Shard(1) if sequence_parallel else Replicate()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "norm": SequenceParallel(),
+    }
+    for name, block in model.layers.items():
+        block.attention.num_heads //= world.size
+        block.attention.num_kv_heads //= world.size
+        for layer in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
+            plan[f"layers.{name}.{layer}"] = ColwiseParallel()
+        for layer in ("attention.o", "mlp.down"):
+            plan[f"layers.{name}.{layer}"] = RowwiseParallel(output_layouts=between)
+        for layer in ("attention", "mlp"):
+            plan[f"layers.{name}.{layer}_norm"] = SequenceParallel()
+        plan[f"layers.{name}.attention"] = PrepareModuleInput(
+            input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+        )
+        plan[f"layers.{name}.mlp"] = PrepareModuleInput(
+            input_layouts=(between,), desired_input_layouts=(Replicate(),)
+        )
+    if not sequence_parallel:
+        plan = {
+            n: style
+            for n, style in plan.items()
+            if not isinstance(style, SequenceParallel | PrepareModuleInput)
+        }
+    return parallelize_module(model, init_device_mesh("cpu", (world.size,)), plan)
+
+
+def _loss_row(quick: bool) -> Row:
+    results = minipar.run(_race_losses, 5 if quick else 15, world_size=4)
+    ours, theirs = results[0][1]
+    note = (
+        f"peak memory {ours / 2**20:.0f} MB against {theirs / 2**20:.0f}: {ours / theirs:.2f}, at most 0.33"
+    )
+    return row(f"split loss vs gathered, V={VOCAB}", [times for times, _ in results], 1.0, note)
+
+
+def _race_losses(world, rounds: int):
+    torch.set_num_threads(1)
+    torch.manual_seed(world.rank)
+    hidden = torch.randn(LOSS_TOKENS, LOSS_DIM, requires_grad=True)
+    weight = torch.randn(VOCAB // world.size, LOSS_DIM, requires_grad=True)
+    targets = torch.randint(VOCAB, (LOSS_TOKENS,), generator=torch.Generator().manual_seed(0))
+
+    def split():
+        vocab_parallel_cross_entropy(world, hidden @ weight.t(), targets, reduction="sum").backward()
+        hidden.grad = weight.grad = None
+
+    def gathered():
+        logits = differentiable.gather(world, hidden @ weight.t(), dim=-1)
+        cross_entropy_sum(logits, targets).backward()
+        hidden.grad = weight.grad = None
+
+    peaks = []
+    for loss in (split, gathered):
+        with LiveBytes() as memory:
+            loss()
+        peaks.append(memory.peak)
+    return race(world, split, gathered, rounds), peaks
