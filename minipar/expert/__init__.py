@@ -2,7 +2,8 @@
 
 moe.py        SwitchMoE that takes a Comm
 apply.py      the recipe: which parameters are cut, whose gradients are summed where
-dispatch.py   rows travel to their experts and back, while something else is computed
+dispatch.py   rows travel to their experts and back
+exchange.py   the all-to-all, while something else is computed; in one level or in two
 """
 
 from minipar.expert.apply import expert_parallel, gradient_comm, is_expert

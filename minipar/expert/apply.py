@@ -20,17 +20,22 @@ from minipar.placement import Placement, placement_of, set_placement
 
 
 def expert_parallel(
-    model: nn.Module, comm, overlap: bool | None = None, algorithm: str = "auto"
+    model: nn.Module,
+    comm,
+    overlap: bool | None = None,
+    node_size: int | None = None,
+    algorithm: str = "auto",
 ) -> nn.Module:
     """Spread the experts of every mixture inside over `comm`, in place; returns the model.
 
     comm       the ep ranks, each with its own tokens; each calls this with the same model
     overlap    let rows travel while a shared expert computes; None: where there is one
+    node_size  exchange inside nodes of this many neighbouring ranks first, then across: see `exchange.py`
     algorithm  of the all-to-all
 
     After `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
     Sends per mixture what `AllToAll` says. Raises ValueError where ep does not divide num_experts, before anything is
-    changed.
+    changed, or node_size does not divide ep.
     """
     layers = list(mixtures(model))
     for _, moe in layers:
@@ -41,21 +46,22 @@ def expert_parallel(
                 "they are spread already; call expert_parallel once"
             )
     for name, moe in layers:
-        spread_experts(moe, comm, name, bool(moe.shared) if overlap is None else overlap, algorithm)
+        spread_experts(moe, comm, name)
+        if comm.size > 1:
+            hides = bool(moe.shared) if overlap is None else overlap
+            moe.dispatch = AllToAll(comm.using(algorithm), hides, node_size)
+            moe.padded = True
     return model
 
 
-def spread_experts(moe: SwitchMoE, comm, name: str, overlap: bool, algorithm: str) -> None:
-    """Keep this rank's experts of one mixture, whose canonical name is `name`."""
+def spread_experts(moe: SwitchMoE, comm, name: str) -> None:
+    """Keep this rank's experts of one mixture, whose canonical name is `name`, and place all its parameters."""
     for own_name, parameter in moe.named_parameters():
         if getattr(parameter, "placement", None) is None:
             canonical = f"{name}.{own_name}" if name else own_name
             set_placement(parameter, Placement.whole(canonical, parameter.shape))
     for own_name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, own_name, _own_experts(parameter, comm))
-    if comm.size > 1:
-        moe.dispatch = AllToAll(comm.using(algorithm), overlap)
-        moe.padded = True
 
 
 def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:

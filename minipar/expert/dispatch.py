@@ -12,103 +12,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from minipar.comm import differentiable
+from minipar.expert.exchange import Exchange, Route, regroup
 
 
 class AllToAll:
     """A `dispatch` for a `SwitchMoE` of which each rank of `comm` has num_experts / ep neighbouring experts.
 
-    rows    [R, D]   sorted by expert; any number on any rank, none included
-    counts  [E]      how many rows each expert has
-    overlap          let rows travel while the caller computes (the shared expert), forward and backward
+    rows       [R, D]   sorted by expert; any number on any rank, none included
+    counts     [E]      how many rows each expert has
+    overlap    let rows travel while the caller computes (the shared expert), forward and backward
+    node_size  None, or over how many neighbouring ranks to exchange first: see `exchange.py`
 
     Sends for R rows, evenly spread, (ep-1)/ep * R * D elements forth and as many back, forward, and the same backward.
     With buffers up to capacity R = E * groups * capacity, k * capacity_factor rows a token; without capacity R = k rows
     a token. Besides, 8 E bytes of counts to each other rank, forward.
     """
 
-    def __init__(self, comm, overlap: bool = False):
-        self.comm, self.overlap = comm, overlap
+    def __init__(self, comm, overlap: bool = False, node_size: int | None = None):
+        self.comm, self.overlap, self.route = comm, overlap, Route(comm, node_size)
 
     def __call__(self, rows: Tensor, counts: Tensor) -> Journey:
-        sizes = self.comm.all_gather(counts).view(self.comm.size, -1)  # [from rank, to expert]
-        return Journey(self.comm, rows, sizes, self.overlap)
+        p = self.comm.size
+        sizes = self.comm.all_gather(counts).view(p, p, -1)  # [from rank, to rank, its expert]
+        return Journey(self.route, rows, sizes, self.overlap)
 
 
 class Journey:
-    """Rows under way. sizes [ep, E]: how many rows each rank has for each expert."""
+    """Rows under way. sizes [ep, ep, E/ep]: how many rows each rank has for each expert of each rank."""
 
-    def __init__(self, comm, rows: Tensor, sizes: Tensor, overlap: bool):
-        self.comm = comm
-        between = sizes.view(comm.size, comm.size, -1)  # [from rank, to rank, its expert]
-        self.sent = between[comm.rank].sum(1).tolist()
-        self.received = between[:, comm.rank].sum(1).tolist()
-        self.segments = between[:, comm.rank].tolist()  # [from rank][my expert]
-        self.exchange = _Exchange(comm, self.sent, self.received, overlap)
-        self.left = _Depart.apply(rows, self.exchange)
+    def __init__(self, route: Route, rows: Tensor, sizes: Tensor, overlap: bool):
+        self.route, self.between = route, sizes.sum(2).tolist()
+        self.segments = sizes[:, route.comm.rank].tolist()  # [from rank][expert of mine]
+        self.exchange = Exchange(route, self.between, overlap)
+        self.left = self.exchange.depart(rows)
 
     def arrive(self) -> tuple[Tensor, Sequence[int]]:
         """The rows of all ranks for this rank's experts, sorted by expert, and how many each one has."""
-        rows = _Arrive.apply(self.left, self.exchange)
+        rows = self.exchange.arrive(self.left)
         return regroup(rows, self.segments), [sum(of_expert) for of_expert in zip(*self.segments)]
 
     def go_back(self, out: Tensor) -> Tensor:
         """Bring each row's result to where the row came from: [R, D] in the order it was sent in."""
         out = regroup(out, list(zip(*self.segments)))
-        return differentiable.all_to_all(self.comm, out, self.received, self.sent)
-
-
-def regroup(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
-    """Rows in segments ordered (i, j), of sizes[i][j], reordered to (j, i). Its inverse is itself with sizes transposed."""
-    if len(sizes) == 1 or len(sizes[0]) == 1:
-        return rows
-    segments = rows.split([size for of_i in sizes for size in of_i])
-    width = len(sizes[0])
-    return torch.cat([segments[i * width + j] for j in range(width) for i in range(len(sizes))])
-
-
-class _Exchange:
-    """An all-to-all that is begun in one place and finished in another; backward, it goes the other way."""
-
-    def __init__(self, comm, sent, received, overlap: bool):
-        self.comm, self.sizes, self.overlap = comm, (sent, received), overlap
-        self._pending = None
-
-    def begin(self, x: Tensor, back: bool = False) -> None:
-        sizes = self.sizes[::-1] if back else self.sizes
-        self._pending = self.comm.all_to_all(x, *sizes, async_op=self.overlap)
-
-    def finish(self) -> Tensor:
-        pending, self._pending = self._pending, None
-        return pending.wait() if self.overlap else pending
-
-
-class _Depart(Function):
-    """Together with `_Arrive` one exchange. What is computed between the two overlaps it, and since backward walks in
-    the other order, so does its backward."""
-
-    @staticmethod
-    def forward(ctx, rows, exchange):
-        ctx.exchange = exchange
-        exchange.begin(rows)
-        return rows.view_as(rows)
-
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.exchange.finish(), None
-
-
-class _Arrive(Function):
-    @staticmethod
-    def forward(ctx, left, exchange):
-        ctx.exchange, ctx.shape = exchange, left.shape
-        return exchange.finish()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.exchange.begin(grad, back=True)
-        return grad.new_zeros(()).expand(ctx.shape), None  # `_Depart` has the real one
+        exchange = Exchange(self.route, list(zip(*self.between)), overlap=False)
+        return exchange.arrive(exchange.depart(out))

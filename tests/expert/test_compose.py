@@ -48,7 +48,7 @@ def batch(config, seed):
     capacity_factor=st.sampled_from([0.5, None]),
     shared_dim=st.sampled_from([0, 6]),
 )
-@settings(max_examples=6, phases=(Phase.generate,))
+@settings(max_examples=4, phases=(Phase.generate,))
 def test_experts_may_be_spread_and_cut(seed, sizes, sequence_parallel, top_k, capacity_factor, shared_dim):
     config = ModelConfig(
         vocab_size=12,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar import model
 from minipar.expert import SwitchMoE, expert_parallel
-from minipar.expert.dispatch import _Exchange, regroup
+from minipar.expert.exchange import Exchange, Route, regroup
 from minipar.placement import gather, placement_of
 from tests.strategies import assert_equal_to, seeds, splits
 
@@ -122,20 +122,61 @@ def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
         moe, order = SwitchMoE(D, HIDDEN, 2, comm=world, shared_dim=2), []
         moe.shared.register_forward_hook(lambda *_: order.append("shared"))
         moe.shared.gate.weight.register_hook(lambda _: order.append("shared, backward"))
-        for name in ("begin", "finish"):
-            right = getattr(_Exchange, name)
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("begin", "finish"):
+                right = getattr(Exchange, name)
 
-            def noted(self, *args, name=name, right=right, **kwargs):
-                order.append(name)
-                return right(self, *args, **kwargs)
+                def noted(self, *args, name=name, right=right):
+                    order.append(name)
+                    return right(self, *args)
 
-            setattr(_Exchange, name, noted)
-        y, _ = moe(torch.randn(2, 4, D, requires_grad=True))
-        y.sum().backward()
+                patch.setattr(Exchange, name, noted)
+            y, _ = moe(torch.randn(2, 4, D, requires_grad=True))
+            y.sum().backward()
         return order
 
-    want = ["begin", "shared", "finish", "begin", "shared, backward", "finish"]
+    there, back = ["begin", "shared", "finish"], ["begin", "finish"]
+    want = [*there, *back, *back, "begin", "shared, backward", "finish"]
     assert minipar.run(body, world_size=2, timeout_s=10) == [want] * 2
+
+
+@given(data=st.data(), nodes=st.integers(1, 4), node_size=st.integers(1, 4))
+@settings(max_examples=10)
+def test_two_levels_bring_what_one_brings_in_fewer_messages_across(data, nodes, node_size):
+    p = node_size * min(nodes, 8 // node_size)
+    nodes = p // node_size
+    sizes = [[data.draw(st.integers(0, 3)) for _ in range(p)] for _ in range(p)]
+
+    def body(world):
+        flat, levels = Route(world), Route(world, node_size)
+        n = sum(sizes[world.rank])
+        x = torch.arange(world.rank * 1000.0, world.rank * 1000 + n)[:, None].expand(n, 2).contiguous()
+        want = flat.begin(x, sizes, async_op=False)
+        found = levels.begin(x, sizes, async_op=False)
+        later = levels.begin(x, sizes, async_op=True).wait()
+        levels.across.traffic.reset()
+        levels.begin(x, sizes, async_op=False)
+        return torch.equal(found, want), torch.equal(later, want), levels.across.traffic.messages
+
+    for same, same_later, messages in minipar.run(body, world_size=p, timeout_s=10):
+        assert same
+        assert same_later
+        assert messages <= nodes - 1
+
+
+def test_experts_reached_by_two_levels_are_the_same():
+    def body(world, node_size):
+        torch.manual_seed(world.rank)
+        moe = model.SwitchMoE(D, HIDDEN, 8, 2, 1.0, shared_dim=2).double()
+        expert_parallel(moe, world, node_size=node_size)
+        x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
+        y, _ = moe(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad, moe.experts.up.grad
+
+    one, two = (minipar.run(body, g, world_size=4, timeout_s=10) for g in (None, 2))
+    for a, b in zip(one, two):
+        assert all(torch.equal(s, t) for s, t in zip(a, b))
 
 
 def test_each_rank_holds_its_share_of_the_experts_and_no_more():
@@ -156,6 +197,8 @@ def test_experts_that_ranks_cannot_share_out_are_refused():
     def body(world):
         with pytest.raises(ValueError, match="ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"):
             SwitchMoE(D, HIDDEN, 8, comm=world)
+        with pytest.raises(ValueError, match="node_size=2 does not divide ep=3; use 1 or 3"):
+            expert_parallel(model.SwitchMoE(D, HIDDEN, 6), world, node_size=2)
         moe = SwitchMoE(D, HIDDEN, 6, comm=world)
         with pytest.raises(ValueError, match="2 of num_experts=6 experts are left here"):
             expert_parallel(moe, world)

@@ -1,0 +1,125 @@
+"""An all-to-all that is begun in one place of the program and finished in another, in one level or in two.
+
+    one level    every rank sends to every other: p - 1 messages of n/p
+    two levels   inside a node of g ranks, to the one that stands where the row's target stands in its node; then across
+                 nodes, what g ranks have for one, together: g - 1 messages of n/g and p/g - 1 of g n/p
+
+Two levels send up to twice the bytes, but only 1/g of the messages cross the slow link, each g times as long.
+Source of two levels: Tutel, arXiv:2206.03382, section 3.4 (2DH all-to-all).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from minipar.errors import require_divides
+
+Sizes = Sequence[Sequence[int]]
+
+
+class Route:
+    """Which way rows take between the ranks of `comm`: straight, or by two levels where there is a `node_size`.
+
+    Raises ValueError where node_size does not divide the number of ranks.
+    """
+
+    def __init__(self, comm, node_size: int | None = None):
+        self.comm, self.node_size = comm, node_size
+        if node_size is not None:
+            require_divides("node_size", node_size, "ep", comm.size)
+            self.node, self.place = divmod(comm.rank, node_size)
+            members = range(self.node * node_size, (self.node + 1) * node_size)
+            self.inside = comm.subgroup(members, f"node of {node_size}")
+            self.across = comm.subgroup(
+                range(self.place, comm.size, node_size), f"across nodes of {node_size}"
+            )
+
+    def begin(self, x: Tensor, sizes: Sizes, async_op: bool):
+        """Send rows, sorted by target rank; the result, or a handle, has those received, sorted by source rank.
+
+        sizes [p][p]: how many rows each rank sends to each. Of two levels the first is over when this returns.
+        """
+        if self.node_size is None:
+            received = [row[self.comm.rank] for row in sizes]
+            return self.comm.all_to_all(x, sizes[self.comm.rank], received, async_op=async_op)
+        return self._begin_across(self._send_inside(x, sizes), sizes, async_op)
+
+    def _send_inside(self, x: Tensor, sizes: Sizes) -> Tensor:
+        """To the rank at place j of this node all rows for place j of any node; received rows are sorted by node."""
+        g, nodes = self.node_size, range(0, self.comm.size, self.node_size)
+        by_place = [[sizes[self.comm.rank][n + j] for j in range(g)] for n in nodes]
+        received = [[sizes[self.node * g + i][n + self.place] for n in nodes] for i in range(g)]
+        x = self.inside.all_to_all(
+            regroup(x, by_place), [sum(s) for s in zip(*by_place)], [sum(s) for s in received]
+        )
+        return regroup(x, received)
+
+    def _begin_across(self, x: Tensor, sizes: Sizes, async_op: bool):
+        g, nodes = self.node_size, range(0, self.comm.size, self.node_size)
+        sent = [sum(sizes[self.node * g + i][n + self.place] for i in range(g)) for n in nodes]
+        received = [sum(sizes[n + i][self.comm.rank] for i in range(g)) for n in nodes]
+        return self.across.all_to_all(x, sent, received, async_op=async_op)
+
+
+class Exchange:
+    """One all-to-all under way: forward by `depart` and `arrive`, and backward the other way about.
+
+    What is computed between `depart` and `arrive` overlaps it, and so does its backward, for backward walks from
+    `arrive` to `depart`.
+    """
+
+    def __init__(self, route: Route, sizes: Sizes, overlap: bool):
+        self.route, self.sizes, self.overlap = route, sizes, overlap
+        self._pending = None
+
+    def depart(self, x: Tensor) -> Tensor:
+        """Begin to send x. The result is good for `arrive` alone."""
+        return _Depart.apply(x, self)
+
+    def arrive(self, left: Tensor) -> Tensor:
+        """What this rank received."""
+        return _Arrive.apply(left, self)
+
+    def begin(self, x: Tensor, sizes: Sizes) -> None:
+        self._pending = self.route.begin(x, sizes, self.overlap)
+
+    def finish(self) -> Tensor:
+        pending, self._pending = self._pending, None
+        return pending.wait() if self.overlap else pending
+
+
+class _Depart(Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        ctx.exchange = exchange
+        exchange.begin(x, exchange.sizes)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.exchange.finish(), None
+
+
+class _Arrive(Function):
+    @staticmethod
+    def forward(ctx, left, exchange):
+        ctx.exchange, ctx.shape = exchange, left.shape
+        return exchange.finish()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.exchange.begin(grad, list(zip(*ctx.exchange.sizes)))
+        return grad.new_zeros(()).expand(ctx.shape), None  # `_Depart` has the real one
+
+
+def regroup(rows: Tensor, sizes: Sizes) -> Tensor:
+    """Rows in segments ordered (i, j), of sizes[i][j], reordered to (j, i). Its inverse is itself with sizes transposed."""
+    width = len(sizes[0])
+    if len(sizes) == 1 or width == 1:
+        return rows
+    segments = rows.split([size for of_i in sizes for size in of_i])
+    return torch.cat([segments[i * width + j] for j in range(width) for i in range(len(sizes))])
