@@ -16,7 +16,12 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         tyro.extras.subcommand_cli_from_dict(
-            {"train": _train_command(), "timeline": _timeline_command(), "bench": bench},
+            {
+                "train": _train_command(),
+                "verify": _verify_command(),
+                "timeline": _timeline_command(),
+                "bench": bench,
+            },
             prog="minipar",
             description=DESCRIPTION,
             args=argv,
@@ -47,6 +52,52 @@ def _train_command():
             _present(result)
 
     return train_command
+
+
+def _verify_command():
+    from pathlib import Path
+
+    import tyro
+
+    from minipar.train.config import TrainConfig
+    from minipar.train.verify import DEFAULTS, legal_configs, table, verify
+
+    def verify_command(
+        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEFAULTS,
+        all: bool = False,
+        world_size: int = 8,
+    ) -> None:
+        """Run a mesh and one process from one seed, and compare every tensor. Exits 1 where they differ.
+
+        Args:
+            config: the run; small, in float64, unless told otherwise.
+            all: sweep every legal mesh, ZeRO stage and schedule instead of the one given.
+            world_size: how many ranks the swept meshes have.
+        """
+        if not all:
+            result = verify(config)
+            print(table(result))
+            raise SystemExit(0 if result.equal else 1)
+        from tqdm import tqdm
+
+        from visualize.verify import draw_sweep, sweep_markdown
+
+        configs = list(legal_configs(config, world_size))
+        if not configs:
+            raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
+        results = [verify(one) for one in tqdm(configs, unit="mesh")]
+        folder = config.out or Path("runs/verify")
+        folder.mkdir(parents=True, exist_ok=True)
+        draw_sweep(results, folder / "sweep.png")
+        (folder / "sweep.md").write_text(sweep_markdown(results))
+        wrong = [result for result in results if not result.equal]
+        print(*(table(result) for result in wrong), sep="\n\n")
+        print(
+            f"{len(results) - len(wrong)} of {len(results)} equal one process; look in {folder}/: sweep.png, sweep.md"
+        )
+        raise SystemExit(1 if wrong else 0)
+
+    return verify_command
 
 
 class _Progress:

@@ -60,6 +60,11 @@ def shutdown() -> None:
         _pools.popitem()[1].close()
 
 
+def under_torchrun() -> bool:
+    """Was this process started as a rank of torchrun's?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     """The world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
 

@@ -9,6 +9,7 @@ recompute.py   activation checkpointing
 step.py        one step on one rank
 trainer.py     the loop, and the run around it
 reference.py   the same steps in one process, and the largest differences
+verify.py      any mesh against one process, tensor by tensor
 record.py      what a run leaves behind
 checkpoint.py  every rank writes its parts
 restore.py     any mesh reads them
@@ -18,5 +19,6 @@ export.py      one file, or Hugging Face's Llama
 from minipar.train.config import TrainConfig
 from minipar.train.optim import clip_grad_norm_
 from minipar.train.trainer import train
+from minipar.train.verify import verify
 
-__all__ = ["TrainConfig", "clip_grad_norm_", "train"]
+__all__ = ["TrainConfig", "clip_grad_norm_", "train", "verify"]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from minipar.errors import one_of
-from minipar.launch import MAX_RANKS
+from minipar.launch import MAX_RANKS, under_torchrun
 from minipar.model import ModelConfig
 from minipar.train.layout import check_layout
 from minipar.train.recompute import RECOMPUTE
@@ -104,7 +103,7 @@ class TrainConfig:
         self._require("dtype", self.dtype in DTYPES, one_of(DTYPES))
         self._require("zero", self.zero in (0, 1, 2, 3), "0, 1, 2 or 3")
         self._require("recompute", self.recompute in RECOMPUTE, one_of(RECOMPUTE))
-        if self.world_size > MAX_RANKS and "RANK" not in os.environ:
+        if self.world_size > MAX_RANKS and not under_torchrun():
             raise ValueError(
                 f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"
             )

@@ -8,7 +8,7 @@ import torch
 
 from minipar.model import Transformer
 from minipar.train.config import TrainConfig
-from minipar.train.optim import learning_rate, parameter_groups
+from minipar.train.optim import BETAS, learning_rate, parameter_groups
 from minipar.train.text import batch_of_step
 
 
@@ -20,12 +20,19 @@ class Run(NamedTuple):
     parameters: dict[str, torch.Tensor]
 
 
-def train_in_one_process(config: TrainConfig, text: torch.Tensor, steps: int, on_step=None) -> Run:
-    """The first `steps` steps of the run, without a Comm, a wrapper or a mesh."""
+def train_in_one_process(
+    config: TrainConfig, text: torch.Tensor, steps: int, on_step=None, observe=None
+) -> Run:
+    """The first `steps` steps of the run, without a Comm, a wrapper or a mesh.
+
+    observe  called with the model before the first step, and each time gradients are complete, before they are clipped
+    """
     model = Transformer(config.model, seed=config.seed, dtype=config.torch_dtype)
     groups = parameter_groups(model.named_parameters(), config.weight_decay)
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=BETAS)
     losses, norms = [], []
+    observe = observe or (lambda model: None)
+    observe(model)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.lr, config.warmup)
@@ -33,6 +40,7 @@ def train_in_one_process(config: TrainConfig, text: torch.Tensor, steps: int, on
         optimizer.zero_grad()
         loss = model.loss(batch.tokens, batch.targets, step=step)
         loss.backward()
+        observe(model)
         largest = config.grad_clip or float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), largest).item())
         optimizer.step()

@@ -17,14 +17,21 @@ from minipar.train.parallelize import Replica
 from minipar.train.text import Batch, batch_of_step
 
 
-def train_step(world, replica: Replica, config: TrainConfig, text: torch.Tensor, step: int) -> dict:
-    """Gradients of step `step`, clipped, and the update: what every line of the metrics describes."""
+def train_step(
+    world, replica: Replica, config: TrainConfig, text: torch.Tensor, step: int, observe=None
+) -> dict:
+    """Gradients of step `step`, clipped, and the update: what every line of the metrics describes.
+
+    observe  called when the gradients are complete, before they are clipped
+    """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.lr, config.warmup)
     for group in replica.optimizer.param_groups:
         group["lr"] = lr
     replica.optimizer.zero_grad()
     loss = gradients(world, replica, config, text, step)
+    if observe is not None:
+        observe()
     with span(world.trace, "compute", "optimizer"):
         norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world)
         replica.optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.launch import init_from_env, run
+from minipar.launch import init_from_env, run, under_torchrun
 from minipar.mesh import Mesh
 from minipar.model import Transformer, generate
 from minipar.placement import Placement, gather, placement_of
@@ -57,7 +56,7 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     require_samples(text, config.seq_len, config.text)
     prepare_folder(config.folder)
     tell = on_progress or (lambda what, metrics: None)
-    if "RANK" in os.environ:
+    if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
         trained = train_rank(world, config, text, lambda metrics: tell("train", metrics))

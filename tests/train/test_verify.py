@@ -1,0 +1,123 @@
+"""Any mesh is one process: over drawn meshes, models, ZeRO stages, schedules; and a planted fault is named."""
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from minipar.model import ModelConfig
+from minipar.train.config import TrainConfig
+from minipar.train.verify import DEFAULTS, legal_configs, table, verify
+from tests.strategies import mesh_sizes, seeds
+
+models = st.builds(
+    dict,
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    tie_embeddings=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.2]),
+    num_experts=st.sampled_from([0, 4]),
+    top_k=st.sampled_from([1, 2]),
+)
+
+
+@st.composite
+def configs(draw) -> TrainConfig:
+    sizes = draw(mesh_sizes(8))
+    model = draw(models)
+    if model["num_experts"]:
+        model["group_tokens"] = draw(st.sampled_from([2, 4]))
+    choices = dict(
+        zero=draw(st.integers(0, 3)),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+        microbatches=draw(st.sampled_from([1, 2, 4])),
+        sequence_parallel=draw(st.booleans()),
+        cp_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        cp_attention=draw(st.sampled_from(["ring", "ulysses", "all_gather"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        seed=draw(seeds),
+    )
+    try:
+        config = ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, **model)
+        return TrainConfig(
+            model=config,
+            batch_size=8,
+            seq_len=32,
+            steps=3,
+            warmup=1,
+            dtype="float64",
+            timeout_s=10,
+            **sizes,
+            **choices,
+        )
+    except ValueError:
+        assume(False)
+
+
+@settings(max_examples=12)
+@given(configs())
+def test_every_mesh_gives_the_numbers_of_one_process(config):
+    result = verify(config)
+    assert result.equal, table(result)
+
+
+def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
+    config = replace(DEFAULTS, dp=2, steps=2)
+    monkeypatch.setattr(import_module("minipar.train.verify"), "_observe_rank", faulty_observer)
+    result = verify(config)
+    first = result.first_divergence
+    assert not result.equal
+    assert first.what == "gradients, step 0"
+    assert first.worst == "layers.2.mlp.up.weight"
+    assert first.rank == 1
+    assert "dp2 DIVERGES first in gradients, step 0: layers.2.mlp.up.weight on rank 1" in table(result)
+
+
+def faulty_observer(world, config, text):
+    fresh = import_module("minipar.train.verify")
+
+    train_step = fresh.train_step
+
+    def broken(world, replica, config, text, step, observe):
+        def spoil():
+            if world.rank == 1:
+                (spoiled,) = [x for x in replica.tensors if x.placement.name == "layers.2.mlp.up.weight"]
+                spoiled.grad.mul_(1.5)
+            observe()
+
+        return train_step(world, replica, config, text, step, spoil)
+
+    fresh.train_step = broken
+    try:
+        return fresh._observe_rank(world, config, text)
+    finally:
+        fresh.train_step = train_step
+
+
+def test_the_sweep_has_every_axis_and_only_legal_configs():
+    swept = list(legal_configs(replace(DEFAULTS), 8))
+    names = {config.mesh_name for config in swept}
+    assert {"dp8", "pp2-dp2-tp2", "pp4-dp2", "cp8", "dp2-tp4"} <= names
+    assert {config.zero for config in swept} == {0, 1, 2, 3}
+    assert all(config.world_size == 8 for config in swept)
+    assert len({(c.mesh_name, c.zero, c.schedule) for c in swept}) == len(swept)
+
+
+def test_what_cannot_be_is_refused_with_what_would_work():
+    for wrong, says in [
+        (dict(tp=3), "tp=3 does not divide num_heads=4"),
+        (dict(pp=8, microbatches=8), "use at most 4 stages"),
+        (dict(ep=2, dp=2), "num_experts=0"),
+        (dict(cp=3), "seq_len=64"),
+        (dict(schedule="2f2b"), "2f2b"),
+        (dict(zero=3, pp=2), "zero=3 cuts the tied embedding"),
+        (dict(zero=4), "zero=4"),
+        (dict(recompute="some"), "recompute=some"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            replace(DEFAULTS, **wrong)
+
+
+def test_float32_is_compared_too():
+    assert verify(replace(DEFAULTS, dp=2, tp=2, dtype="float32", steps=2)).equal

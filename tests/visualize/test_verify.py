@@ -1,0 +1,24 @@
+from dataclasses import replace
+
+from minipar.train.verify import DEFAULTS, Row, Verification
+from visualize.verify import draw_sweep, sweep_markdown
+
+
+def results():
+    good, bad = Row("loss", 1, 3e-15, "loss", 0, True), Row("loss", 1, 0.5, "loss", 1, False)
+    return [
+        Verification(replace(DEFAULTS, dp=2), [good]),
+        Verification(replace(DEFAULTS, dp=2, zero=2), [bad]),
+        Verification(replace(DEFAULTS, pp=2, microbatches=2, schedule="zb-h1"), [good]),
+    ]
+
+
+def test_the_table_has_a_row_a_mesh_and_marks_what_differs():
+    lines = sweep_markdown(results()).splitlines()
+    assert lines[0] == "| mesh | ZeRO-0 | ZeRO-2 | zb-h1 |"
+    assert lines[2] == "| dp2 | 3e-15 | **5e-01** |  |"
+    assert lines[3] == "| pp2 |  |  | 3e-15 |"
+
+
+def test_the_picture_is_written(tmp_path):
+    assert draw_sweep(results(), tmp_path / "sweep.png").stat().st_size > 0

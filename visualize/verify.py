@@ -1,0 +1,83 @@
+"""The sweep of `minipar verify --all` as a picture and as a table: every mesh against every ZeRO stage and schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from minipar.train.verify import Verification
+from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
+
+
+def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
+    """A cell a run: blue where every tensor is one process's, with the exponent of the largest relative difference."""
+    meshes, variants, cells = _grid(results)
+    figure = new_figure(1.6 + 0.72 * len(variants), 0.9 + 0.3 * len(meshes))
+    axes = figure.subplots()
+    for row, mesh in enumerate(meshes):
+        axes.text(-0.1, row + 0.5, mesh, ha="right", va="center", fontsize=NORMAL)
+        for column, variant in enumerate(variants):
+            result = cells.get((mesh, variant))
+            colour = FAINT if result is None else BLUE if result.equal else VERMILION
+            axes.add_patch(_cell(column, row, colour))
+            if result is not None:
+                label = _exponent(result.difference)
+                axes.text(
+                    column + 0.5,
+                    row + 0.5,
+                    label,
+                    ha="center",
+                    va="center",
+                    fontsize=SMALL,
+                    color=text_on(colour),
+                )
+    for column, variant in enumerate(variants):
+        axes.text(column + 0.5, -0.15, variant, ha="left", va="bottom", rotation=35, fontsize=NORMAL)
+    equal = sum(result.equal for result in results)
+    axes.text(
+        0, len(meshes) + 0.6, f"{equal} of {len(results)} give the numbers of one process; "
+        "in a cell, the largest relative difference of any tensor", fontsize=NORMAL, va="center",
+    )  # fmt: skip
+    axes.set_xlim(-3.5, len(variants) + 1)
+    axes.set_ylim(len(meshes) + 1, -2.2)
+    axes.axis("off")
+    return write(figure, path)
+
+
+def sweep_markdown(results: Sequence[Verification]) -> str:
+    """The same as a Markdown table."""
+    meshes, variants, cells = _grid(results)
+    lines = ["| mesh | " + " | ".join(variants) + " |", "|---" * (len(variants) + 1) + "|"]
+    for mesh in meshes:
+        found = [cells.get((mesh, variant)) for variant in variants]
+        words = [
+            "" if r is None else f"{r.difference:.0e}" if r.equal else f"**{r.difference:.0e}**"
+            for r in found
+        ]
+        lines.append(f"| {mesh} | " + " | ".join(words) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _grid(results: Sequence[Verification]):
+    cells = {(r.config.mesh_name, _variant(r)): r for r in results}
+    return list(dict.fromkeys(m for m, _ in cells)), sorted({v for _, v in cells}, key=_order), cells
+
+
+def _variant(result: Verification) -> str:
+    config = result.config
+    return config.schedule if config.pp > 1 and config.zero == 0 else f"ZeRO-{config.zero}"
+
+
+def _order(variant: str) -> tuple[bool, str]:
+    return not variant.startswith("ZeRO"), variant
+
+
+def _cell(column: int, row: int, colour: str):
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, facecolor=colour)
+
+
+def _exponent(difference: float) -> str:
+    return "0" if difference == 0 else f"1e{math.floor(math.log10(difference))}"
