@@ -33,7 +33,7 @@ def expert_parallel(
     node_size  exchange inside nodes of this many neighbouring ranks first, then across: see `exchange.py`
     algorithm  of the all-to-all
 
-    After `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
+    Before or after `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
     Sends per mixture what `AllToAll` says. Raises ValueError where ep does not divide num_experts, before anything is
     changed, or node_size does not divide ep.
     """

@@ -8,9 +8,17 @@ from minipar.placement import Placement, placement_of, set_placement
 
 
 def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
-    """Chunk `index` of `count` as a parameter of its own; `copies`: other ranks of tp hold it too."""
-    placement = placement_of(parameter).shard(dim, index, count)
-    return place(parameter, placement.replicate("tp") if copies else placement)
+    """Chunk `index` of `count` as a parameter of its own; `copies`: other ranks of tp hold it too.
+
+    The parameter may itself be a part, cut along another dim: experts are, over ep.
+    """
+    before = placement_of(parameter)
+    placement = before.shard(dim, index, count)
+    start = placement.start[dim] - before.start[dim]
+    part = parameter.detach().narrow(dim, start, placement.length[dim]).clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    set_placement(part, placement.replicate("tp") if copies else placement)
+    return part
 
 
 def replicate_parameter(parameter: nn.Parameter) -> nn.Parameter:

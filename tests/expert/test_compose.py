@@ -16,12 +16,16 @@ from tests.strategies import assert_equal_to, seeds
 TOKENS = 8
 
 
-def gradients(world, config, sizes, seed, sequence_parallel):
+def gradients(world, config, sizes, seed, sequence_parallel, experts_first):
     """(placement, gradient) of every parameter, and this rank's part of the loss."""
     mesh = Mesh(world, **sizes)
     model = Transformer(config, seed).double()
-    tensor_parallel(model, mesh.comm("tp"), sequence_parallel)
-    expert_parallel(model, mesh.comm("ep"))
+    steps = [
+        lambda: expert_parallel(model, mesh.comm("ep")),
+        lambda: tensor_parallel(model, mesh.comm("tp"), sequence_parallel),
+    ]
+    for step in steps if experts_first else reversed(steps):
+        step()
     tokens, targets = batch(config, seed)
     set_num_groups(model, config.num_groups(4, TOKENS))
     rows = torch.arange(4).chunk(sizes["dp"])[mesh.coordinates.dp]
@@ -44,12 +48,15 @@ def batch(config, seed):
     seed=seeds,
     sizes=st.sampled_from([dict(dp=2, tp=2, ep=2), dict(dp=4, tp=2, ep=2), dict(dp=2, tp=3, ep=2)]),
     sequence_parallel=st.booleans(),
+    experts_first=st.booleans(),
     top_k=st.integers(1, 2),
     capacity_factor=st.sampled_from([0.5, None]),
     shared_dim=st.sampled_from([0, 6]),
 )
 @settings(max_examples=4, phases=(Phase.generate,))
-def test_experts_may_be_spread_and_cut(seed, sizes, sequence_parallel, top_k, capacity_factor, shared_dim):
+def test_experts_may_be_spread_and_cut(
+    seed, sizes, sequence_parallel, experts_first, top_k, capacity_factor, shared_dim
+):
     config = ModelConfig(
         vocab_size=12,
         dim=12,
@@ -67,7 +74,7 @@ def test_experts_may_be_spread_and_cut(seed, sizes, sequence_parallel, top_k, ca
     if sequence_parallel and TOKENS % sizes["tp"]:
         sequence_parallel = False
     results = minipar.run(
-        gradients, config, sizes, seed, sequence_parallel,
+        gradients, config, sizes, seed, sequence_parallel, experts_first,
         world_size=sizes["dp"] * sizes["tp"], timeout_s=10,
     )  # fmt: skip
     oracle = Transformer(config, seed).double()
