@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.comm.stream import Handle, StreamThread
+from minipar.comm.link import Posted
+from minipar.comm.stream import CudaHandle, Handle, StreamThread
 from minipar.pipeline.schedule import Action, Schedule, result
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 HEADER_BYTES = 8 * (2 + MAX_DIMS)
+HELD_BYTES = 2**23  # what may stay after it has left
 
 Pair = tuple[int, int]  # (source, to)
 
@@ -75,8 +79,8 @@ class Mailbox:
         boundary = _boundary(action)
         if action.op == "F" and boundary not in self._announced:
             self._announced.add(boundary)
-            self._outbox.put(comm.send(_header(x).to(self._device), 1, async_op=True))
-        self._outbox.put(comm.send(x, 1, async_op=True))
+            self._outbox.put(comm.send(_header(x).to(self._device), 1, async_op=True), HEADER_BYTES)
+        self._outbox.put(comm.send(x, 1, async_op=True), x.nbytes)
 
     def receive(self, action: Action, source: int) -> None:
         """Post a receive, or make a note of it as long as its shape is not known."""
@@ -118,43 +122,60 @@ class Mailbox:
 
 
 class Outbox:
-    """Messages that are leaving. A thread waits for each, so that its tensor goes as soon as it has left."""
+    """Messages that are leaving, on a CPU. What they hold is let go once it has left.
 
-    def __init__(self):
-        self._thread: StreamThread | None = None
+    gloo tells that a message has left only to who waits for it. So as soon as HELD_BYTES have been handed in, a
+    thread waits for them; less is not worth waking one, and stays until the end of the step.
+    """
+
+    def __init__(self, held_bytes: int = HELD_BYTES):
+        self._limit, self._bytes = held_bytes, 0
+        self._held: list[Posted] = []
         self._handles: list[Handle] = []
+        self._thread: StreamThread | None = None
 
-    def put(self, message) -> None:
-        if self._thread is None:
-            self._thread = StreamThread("pipeline outbox")
-            self._thread.start()
-        handle = Handle()
-        self._thread.operations.put((handle, message.wait))
-        self._handles.append(handle)
+    def put(self, message: Posted, num_bytes: int) -> None:
+        self._held.append(message)
+        self._bytes += num_bytes
+        if self._bytes > self._limit:
+            self._hand_over()
 
     def drain(self) -> None:
+        """Wait until everything has left."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
+        self._bytes = 0
+        _wait_for_all(self._held)
 
-    def __del__(self):
-        if self._thread is not None:
-            self._thread.operations.put(None)
+    def _hand_over(self) -> None:
+        if self._thread is None:
+            self._thread = StreamThread("pipeline outbox")
+            self._thread.start()
+            weakref.finalize(self, self._thread.operations.put, None)
+        messages, self._held, self._bytes = self._held, [], 0
+        handle = Handle()
+        self._handles.append(handle)
+        self._thread.operations.put((handle, partial(_wait_for_all, messages)))
+
+
+def _wait_for_all(messages: list[Posted]) -> None:
+    while messages:
+        messages.pop(0).wait()
 
 
 class StreamOutbox:
     """The same on CUDA, where the allocator itself keeps a tensor's memory until the streams that use it are done."""
 
     def __init__(self):
-        self._messages: list = []
+        self._messages: list[CudaHandle] = []
 
-    def put(self, message) -> None:
+    def put(self, message: CudaHandle, num_bytes: int) -> None:
         self._messages.append(message)
 
     def drain(self) -> None:
-        messages, self._messages = self._messages, []
-        for message in messages:
-            message.wait()
+        """Make the current stream wait until everything has left."""
+        _wait_for_all(self._messages)
 
 
 def _boundary(action: Action) -> int:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minipar
 from minipar.model import Linear, Transformer
 from minipar.pipeline import Pipeline, gpipe, measured, one_f_one_b, simulate, zb_h1, zb_h2
+from minipar.pipeline.mailbox import Outbox
 from tests.pipeline.programs import make_batch, own_stages
 from tests.pipeline.strategies import schedules
 from tests.pipeline.test_execute import small_config
@@ -139,10 +140,12 @@ def _outputs_at_first_backward(world, batch):
     alive = []
 
     def look(_):
-        pipeline._mailbox.finish()  # all have left: the other rank has sent gradients of the last
+        for handle in pipeline._mailbox._outbox._handles:
+            handle.wait()  # they have left: the other rank has run all its forwards
         alive.append(sum(not torch.UntypedStorage._expired(ref) for ref in stage.outputs))
 
     pipeline = Pipeline([stage], world, schedule, loss_fn=mean_square)
+    pipeline._mailbox._outbox = Outbox(held_bytes=0)
     if world.rank == 0:
         stage.weight.register_hook(look)
     pipeline.step(*batch)

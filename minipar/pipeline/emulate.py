@@ -1,0 +1,66 @@
+"""Stages that take time and compute nothing: to see a schedule run on fewer cores than it has ranks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import Comm
+from minipar.model import WeightGradients
+from minipar.pipeline.costs import Costs
+from minipar.pipeline.execute import Pipeline
+from minipar.pipeline.schedule import Action, Schedule
+from minipar.pipeline.timeline import Span
+
+
+class EmulatedStage(nn.Module):
+    """The identity, which sleeps F seconds forward, and I and W seconds backward; W can be deferred.
+
+    Sleeping ranks don't compete for cores, so a laptop with two runs a pipeline of eight as eight GPUs would.
+    """
+
+    deferred: WeightGradients | None = None
+
+    def __init__(self, forward_s: float, input_s: float, weight_s: float):
+        super().__init__()
+        self.forward_s, self.input_s, self.weight_s = forward_s, input_s, weight_s
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.weight, self)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, stage):
+        ctx.stage, ctx.deferred = stage, stage.deferred
+        time.sleep(stage.forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        time.sleep(ctx.stage.input_s)
+        if ctx.deferred is None:
+            time.sleep(ctx.stage.weight_s)
+        else:
+            ctx.deferred.put(lambda: time.sleep(ctx.stage.weight_s))
+        return dy, None, None
+
+
+def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dict[Action, Span]:
+    """Run `steps` steps of a schedule with stages that sleep as long as `costs` says; this rank's spans of the last.
+
+    On every rank of `comm`; `measured` makes a timeline of what they return. The first step, in which shapes are
+    agreed on, is a little slower.
+    """
+    table = costs.table(schedule.num_stages)
+    own = schedule.stages_of(comm.rank)
+    stages = [EmulatedStage(*(table[op][s] for op in "FIW")) for s in own]
+    pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda output, target: output.mean())
+    batch = torch.ones(schedule.num_microbatches, 1)
+    for _ in range(steps):
+        comm.barrier()
+        pipeline.step(batch, batch)
+    return pipeline.spans
