@@ -38,7 +38,7 @@ def reduce_scatter(
     if p == 1:
         _put(x, out.view(-1))
     # One buffer holds what is passed on: when the next sum is written there, the last one has left.
-    longest = max(map(len, parts))
+    longest = _longest(parts)
     buffer, slot = comm.scratch(longest + _segment_length(parts), x.dtype).tensor_split([longest])
     places = [buffer[: len(part)] for part in parts]
     places[rank] = out.view(-1)
@@ -130,25 +130,32 @@ def _around(comm, steps: range, parts, places, how=None, slot=None) -> None:
     """
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
-    length = _segment_length(parts)
-    starts = range(0, max(map(len, parts)), length)
+    longest, length = _longest(parts), _segment_length(parts)
     for step in steps:
         gives, c = (parts if step == 1 else places)[(rank - step) % p], (rank - step - 1) % p
-        for start in starts:
-            give, place = gives[start : start + length], places[c][start : start + length]
+        for start in range(0, longest, length):
+            give, place = _segment(gives, start, length), _segment(places[c], start, length)
             if step >= p:
                 comm.exchange(give, right, place.shape, place.dtype, left, out=place)
                 continue
-            arrived = slot[: len(place)]
+            arrived = _segment(slot, 0, place.numel())
             comm.exchange(give, right, arrived.shape, arrived.dtype, left, out=arrived)
-            how.combine(arrived, parts[c][start : start + length], out=place)
+            how.combine(arrived, _segment(parts[c], start, length), out=place)
         if step == p - 1 and how.divide:
             places[c].div_(p)
 
 
+def _longest(chunks) -> int:
+    return max(chunk.numel() for chunk in chunks)
+
+
 def _segment_length(chunks) -> int:
     """How many elements travel in one message."""
-    return max(1, min(max(map(len, chunks)), SEGMENT_BYTES // chunks[0].element_size()))
+    return max(1, min(_longest(chunks), SEGMENT_BYTES // chunks[0].element_size()))
+
+
+def _segment(chunk: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    return chunk if start == 0 and chunk.numel() <= length else chunk[start : start + length]
 
 
 def _chunks(flat: torch.Tensor, edges) -> list[torch.Tensor]:
