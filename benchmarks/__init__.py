@@ -14,7 +14,16 @@ from minipar.errors import one_of
 
 NAMES = tuple(
     name
-    for name in ("collectives", "data_parallel", "tensor_parallel", "pipeline", "fsdp", "expert", "context")
+    for name in (
+        "collectives",
+        "data_parallel",
+        "zero",
+        "tensor_parallel",
+        "pipeline",
+        "expert",
+        "context",
+        "mesh",
+    )
     if find_spec(f"benchmarks.{name}")
 )
 

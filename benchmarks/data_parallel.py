@@ -1,0 +1,55 @@
+"""A DDP training step against torch's DDP: the same model, batch and optimizer, in the same processes."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import minipar
+from benchmarks.harness import Row, race, row
+from minipar.data_parallel import DDP
+from minipar.model import ModelConfig, Transformer
+
+MODELS = {
+    "2 M": ModelConfig(dim=192, num_layers=4, num_heads=4),
+    "20 M": ModelConfig(dim=512, num_layers=6, num_heads=8),
+}
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """~2 M and ~20 M parameters on 2 and 4 ranks; 2 samples of 64 tokens a rank, so that communication counts."""
+    rounds = 5 if quick else 15
+    return [
+        row(
+            f"DDP step, {name} parameters, {p} ranks",
+            minipar.run(_race_step, config, rounds, world_size=p),
+            bar=1.05,
+        )
+        for name, config in MODELS.items()
+        for p in (2, 4)
+    ]
+
+
+def _race_step(world, config: ModelConfig, rounds: int):
+    torch_ddp = partial(
+        DistributedDataParallel, process_group=world.process_group(), gradient_as_bucket_view=True
+    )
+    contenders = [_trainer(wrap, world, config) for wrap in (partial(DDP, comm=world), torch_ddp)]
+    return race(world, *contenders, rounds)
+
+
+def _trainer(wrap, world, config: ModelConfig):
+    model = wrap(Transformer(config))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randint(0, config.vocab_size, (2, 64), generator=generator)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+    return step
