@@ -19,6 +19,7 @@ from minipar.payload import Surroundings, dumps, loads
 
 GRACE_S = 0.5  # after a failure, time for the others to report a better cause and what they wait for
 PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
+ANSWER_S = 5.0  # how long they may take to say so, on a machine with more to do than it can
 
 
 class Pool:
@@ -45,7 +46,7 @@ class Pool:
                     there.close()
                     self._pipes.append(here)
                     self._processes.append(process)
-            _Call(self, range(size), None).wait_for("ready")
+            _Call(self, range(size), "ready").wait()
         except BaseException:
             self.close()
             raise
@@ -57,7 +58,7 @@ class Pool:
         for rank in range(world_size):
             with suppress(OSError):  # a process that has ended: its sentinel says how
                 self._pipes[rank].send_bytes(job)
-        answers = _Call(self, range(world_size), on_report).wait_for("done")
+        answers = _Call(self, range(world_size), "done", on_report).wait()
         accounts = {rank: account for rank, (_, account) in answers.items()}
         if found := surplus(accounts):
             raise RankError(int(found[0].split()[1]), "\n".join(found))
@@ -82,36 +83,37 @@ class Pool:
 class _Call:
     """One question to some ranks, until all have answered or one has failed."""
 
-    def __init__(self, pool: Pool, ranks, on_report):
+    def __init__(self, pool: Pool, ranks, answer: str, on_report=None):
         self._pipes = {pool._pipes[rank]: rank for rank in ranks}
         self._sentinels = {pool._processes[rank].sentinel: rank for rank in ranks}
         self._size = len(ranks)
         self._processes = pool._processes
+        self._answer = answer  # what a rank says when it is through
         self._on_report = on_report
         self._answers: dict[int, object] = {}
         self._failures: dict[int, object] = {}
         self._statuses: dict[int, object] = {}
         self._stuck: dict[int, str] | None = None
 
-    def wait_for(self, answer: str) -> dict[int, object]:
+    def wait(self) -> dict[int, object]:
         while len(self._answers) < self._size:
-            if not self._listen(PATIENCE_S, answer):
+            if not self._listen(PATIENCE_S):
                 self._look_for_deadlock()
             if self._failures:
-                self._explain_failure(answer)
+                self._explain_failure()
         return self._answers
 
-    def _listen(self, timeout_s: float, answer: str = "") -> bool:
+    def _listen(self, timeout_s: float) -> bool:
         """Take in what ranks say, for at most this long; False if they said nothing."""
         ready = connection.wait([*self._pipes, *self._sentinels], timeout_s)
         for source in ready:
             if source in self._pipes:
-                self._take(self._pipes[source], source, answer)
+                self._take(self._pipes[source], source)
             else:
                 self._died(self._sentinels.pop(source))
         return bool(ready)
 
-    def _take(self, rank: int, pipe, answer: str) -> None:
+    def _take(self, rank: int, pipe) -> None:
         try:
             what, value = loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -126,7 +128,7 @@ class _Call:
             self._statuses[rank] = value
         elif what == "failed":
             self._failures[rank] = value
-        elif what == answer:
+        elif what == self._answer:
             self._answers[rank] = value
 
     def _died(self, rank: int) -> None:
@@ -147,12 +149,14 @@ class _Call:
             except OSError:
                 continue
         deadline = time.monotonic() + timeout_s
-        while set(asked.values()) - set(self._statuses) and (left := deadline - time.monotonic()) > 0:
-            self._listen(left, "done")
+        while (left := deadline - time.monotonic()) > 0:
+            if not set(asked.values()) - {*self._statuses, *self._answers, *self._failures}:
+                break
+            self._listen(left)
 
     def _look_for_deadlock(self) -> None:
         """All ranks silent for a while: are they computing, or waiting for each other in vain?"""
-        self._ask(PATIENCE_S)
+        self._ask(ANSWER_S)
         accounts = {rank: status.account for rank, status in self._statuses.items()}
         accounts |= {rank: answer[1] for rank, answer in self._answers.items() if answer}
         if self._failures or len(accounts) < len(self._pipes):
@@ -164,13 +168,13 @@ class _Call:
             raise RankError(rank, "deadlock: " + "\n  ".join(why.values()), self._others(rank))
         self._stuck = why
 
-    def _explain_failure(self, answer: str) -> None:
+    def _explain_failure(self) -> None:
         deadline = time.monotonic() + GRACE_S
         while (left := deadline - time.monotonic()) > 0 and self._only_secondary():
-            self._listen(left, answer)
+            self._listen(left)
         self._ask(GRACE_S)
         while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
-            self._listen(GRACE_S / 20, answer)  # what a rank is about to wait for says more than "running"
+            self._listen(GRACE_S / 20)  # what a rank is about to wait for says more than "running"
             self._ask(GRACE_S)
         rank = min(
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))

@@ -2,13 +2,20 @@
 
 import os
 import signal
+import threading
 import time
+from multiprocessing import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import minipar
 from minipar import launch
+from minipar.comm.link import Account
+from minipar.payload import dumps
+from minipar.pool import _Call
+from minipar.worker import Status
 from tests import failures
 from tests.programs import Program
 
@@ -91,6 +98,20 @@ def test_the_first_failure_is_reported_not_one_it_caused():
     assert caught.value.rank == 3
     for rank in range(3):
         assert f"receive 4 bytes from rank {rank + 1}" in caught.value.waiting[rank]
+
+
+def test_an_answer_that_comes_while_ranks_are_asked_what_they_do_is_not_lost():
+    here, there = Pipe()
+    alive, _other_end = Pipe()
+    pool = SimpleNamespace(_pipes=[here], _processes=[SimpleNamespace(sentinel=alive)])
+
+    def rank():
+        there.recv_bytes()
+        there.send_bytes(dumps(("ready", None)))
+        there.send_bytes(dumps(("status", Status(False, "running", Account([], {}, {})))))
+
+    threading.Thread(target=rank, daemon=True).start()
+    assert _Call(pool, [0], "ready").wait() == {0: None}
 
 
 def test_a_rank_that_died_between_two_runs_is_replaced():
