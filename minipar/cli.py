@@ -2,7 +2,10 @@
 
 # No postponed annotations: tyro reads them, and those of `_train_command` are imported inside it.
 
+import dataclasses
 import sys
+from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated
 
 from minipar.errors import RankError
@@ -15,17 +18,18 @@ def main(argv: list[str] | None = None) -> None:
     import tyro
 
     try:
-        tyro.extras.subcommand_cli_from_dict(
+        command = tyro.extras.subcommand_cli_from_dict(
             {
                 "train": _train_command(),
                 "verify": _verify_command(),
                 "timeline": _timeline_command(),
-                "bench": bench,
+                "bench": _bench_command(),
             },
             prog="minipar",
             description=DESCRIPTION,
             args=argv,
         )
+        command()
     except ValueError as error:
         _leave(f"minipar: {error}", 2)
     except RankError as error:
@@ -39,13 +43,50 @@ def _leave(message: str, code: int) -> None:
     raise SystemExit(code)
 
 
+# A command is a function that tyro calls with what it parsed and that returns what to do: what is wrong with a request is
+# then found outside tyro, which would put it in a box.
+
+
+def _unchecked(config):
+    """The same configuration, of a class that takes any values: it is checked when the command runs."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    for f in dataclasses.fields(
+        config
+    ):  # what was derived from other fields is derived again from what they become
+        if f.default is None and dataclasses.replace(config, **{f.name: None}) == config:
+            fields[f.name] = None
+    namespace = {"__post_init__": lambda self: None, "__doc__": type(config).__doc__, "__annotations__": {}}
+    for name, value in fields.items():
+        if dataclasses.is_dataclass(value):
+            fields[name] = _unchecked(value)
+            namespace["__annotations__"][name] = type(fields[name])
+            namespace[name] = dataclasses.field(default=fields[name])
+    flags = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), namespace))
+    return flags(**fields)
+
+
+def _checked(flags):
+    """The configuration of these flags. Raises ValueError for one that cannot be."""
+    fields = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}
+    fields = {
+        name: _checked(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
+    }
+    return type(flags).__mro__[1](**fields)
+
+
 def _train_command():
     import tyro
 
     from minipar.train import TrainConfig, train
 
-    def train_command(config: Annotated[TrainConfig, tyro.conf.arg(name="")]) -> None:
+    defaults = _unchecked(TrainConfig())
+
+    def train_command(config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults):
         """Train a byte-level model on text, on local ranks or as one of torchrun's, and compare with one process."""
+        return partial(_train, config)
+
+    def _train(flags) -> None:
+        config = _checked(flags)
         with _Progress(config) as progress:
             result = train(config, progress)
         if result is not None:
@@ -55,18 +96,17 @@ def _train_command():
 
 
 def _verify_command():
-    from pathlib import Path
-
     import tyro
 
-    from minipar.train.config import TrainConfig
-    from minipar.train.verify import DEFAULTS, legal_configs, table, verify
+    from minipar.train.verify import DEFAULTS
+
+    defaults = _unchecked(DEFAULTS)
 
     def verify_command(
-        config: Annotated[TrainConfig, tyro.conf.arg(name="")] = DEFAULTS,
+        config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults,
         all: bool = False,
         world_size: int = 8,
-    ) -> None:
+    ):
         """Run a mesh and one process from one seed, and compare every tensor. Exits 1 where they differ.
 
         Args:
@@ -74,30 +114,41 @@ def _verify_command():
             all: sweep every legal mesh, ZeRO stage and schedule instead of the one given.
             world_size: how many ranks the swept meshes have.
         """
-        if not all:
-            result = verify(config)
-            print(table(result))
-            raise SystemExit(0 if result.equal else 1)
-        from tqdm import tqdm
-
-        from visualize.verify import draw_sweep, sweep_markdown
-
-        configs = list(legal_configs(config, world_size))
-        if not configs:
-            raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
-        results = [verify(one) for one in tqdm(configs, unit="mesh")]
-        folder = config.out or Path("runs/verify")
-        folder.mkdir(parents=True, exist_ok=True)
-        draw_sweep(results, folder / "sweep.png")
-        (folder / "sweep.md").write_text(sweep_markdown(results))
-        wrong = [result for result in results if not result.equal]
-        print(*(table(result) for result in wrong), sep="\n\n")
-        print(
-            f"{len(results) - len(wrong)} of {len(results)} equal one process; look in {folder}/: sweep.png, sweep.md"
-        )
-        raise SystemExit(1 if wrong else 0)
+        return partial(_sweep, config, world_size) if all else partial(_verify, config)
 
     return verify_command
+
+
+def _verify(flags) -> None:
+    from minipar.train.verify import table, verify
+
+    result = verify(_checked(flags))
+    print(table(result))
+    raise SystemExit(0 if result.equal else 1)
+
+
+def _sweep(flags, world_size: int) -> None:
+    from tqdm import tqdm
+
+    from minipar.train.record import prepare_folder, write_whole
+    from minipar.train.verify import legal_configs, table, verify
+    from visualize.verify import draw_sweep, sweep_markdown
+
+    config = _checked(flags)
+    folder = config.out or Path("runs/verify")
+    prepare_folder(folder)
+    configs = list(legal_configs(config, world_size))
+    if not configs:
+        raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
+    results = [verify(one) for one in tqdm(configs, unit="mesh")]
+    draw_sweep(results, folder / "sweep.png")
+    write_whole(folder / "sweep.md", sweep_markdown(results))
+    wrong = [result for result in results if not result.equal]
+    print(*(table(result) for result in wrong), sep="\n\n")
+    print(
+        f"{len(results) - len(wrong)} of {len(results)} equal one process; look in {folder}/: sweep.png, sweep.md"
+    )
+    raise SystemExit(1 if wrong else 0)
 
 
 class _Progress:
@@ -149,16 +200,29 @@ def _present(result) -> None:
 def _timeline_command():
     from visualize.pipeline_command import timeline_command
 
-    return timeline_command
+    @wraps(timeline_command)
+    def command(*args, **kwargs):
+        return partial(timeline_command, *args, **kwargs)
+
+    return command
 
 
-def bench(names: tuple[str, ...] = (), quick: bool = False) -> None:
-    """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
+def _bench_command():
+    import tyro
 
-    Args:
-        names: which tables; none given: all.
-        quick: fewer repetitions and sizes.
-    """
+    def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):
+        """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
+
+        Args:
+            names: which tables; none given: all.
+            quick: fewer repetitions and sizes.
+        """
+        return partial(_bench, names, quick)
+
+    return bench_command
+
+
+def _bench(names: tuple[str, ...], quick: bool) -> None:
     try:
         import benchmarks
     except ImportError:
