@@ -9,15 +9,15 @@ from torch import nn
 
 
 def used_anywhere(
-    holders: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
+    comm_of: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
 ) -> set[nn.Parameter]:
-    """The parameters used on any of the ranks of their `holders[param].comm`. All ranks know it afterwards.
+    """The parameters used on any of the ranks of their Comm. All of these know it afterwards.
 
     Sends, per Comm, an all-reduce of one byte a parameter, rounded up to a multiple of p: 2(p-1)/p of that by ring.
     """
     used_here, groups = set(used_here), {}
-    for param, holder in holders.items():
-        groups.setdefault(holder.comm, []).append(param)
+    for param, comm in comm_of.items():
+        groups.setdefault(comm, []).append(param)
     used = set()
     for comm, params in groups.items():
         flags = torch.zeros(-(-len(params) // comm.size) * comm.size, dtype=torch.uint8)

@@ -88,6 +88,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._chunks.append(ChunkOptimizer(sharded, optimizer_cls, self.param_groups, wide, memory))
         self.buckets = [chunk.bucket for chunk in self._chunks]
         self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
+        self._comm_of = {p: bucket.comm for p, bucket in self._bucket_of.items()}
         self._used: set[nn.Parameter] = set()  # since the last zero_grad, by any rank
         self._synchronised = True
         self._unreduced = True
@@ -164,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Send what is left, wait for everything, and give the shards their gradients."""
         for bucket in self.buckets[self._launched :]:
             self._launch(bucket)
-        self._used = used_anywhere(self._bucket_of, self._used, self.algorithm)
+        self._used = used_anywhere(self._comm_of, self._used, self.algorithm)
         for wait in self._waits:
             wait()
         for bucket in self.buckets:

@@ -1,0 +1,44 @@
+"""A parameter that must not be used now: while the model runs, this rank has only a part of it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class FreedParameter(nn.Parameter):
+    """What a parameter's class is while its unit is freed: computing with it raises; looking at it does not."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in LOOKING:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        freed = next((x for x in _tensors([args, kwargs]) if isinstance(x, FreedParameter)), None)
+        name, unit = freed.freed if freed is not None else ("a parameter", "?")
+        raise RuntimeError(
+            f"{name} was used while unit {unit!r}, which it belongs to, is freed: this rank has only a part of it. "
+            "Use it inside the forward of that unit, or leave it to the unit around both"
+        )
+
+
+LOOKING = ("__get__", "__set__", "size", "dim", "numel", "data_ptr", "is_floating_point", "__repr__", "__hash__",
+           "register_hook", "register_post_accumulate_grad_hook", "requires_grad_")  # fmt: skip
+
+
+def guard(param: nn.Parameter, name: str, unit: str) -> None:
+    """Make using the parameter an error that names it and its unit."""
+    if param.__class__ is nn.Parameter:
+        param.freed = (name, unit)
+        param.__class__ = FreedParameter
+
+
+def unguard(param: nn.Parameter) -> None:
+    if param.__class__ is FreedParameter:
+        param.__class__ = nn.Parameter
+
+
+def _tensors(nested):
+    for x in nested.values() if isinstance(nested, dict) else nested:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple | dict):
+            yield from _tensors(x)
