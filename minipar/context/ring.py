@@ -42,7 +42,7 @@ def ring_attention(
     layout: str = "contiguous",
     positions: Tensor | None = None,
     seq_len: int | None = None,
-    impl: str = "auto",
+    impl: str | Block = "auto",
 ) -> Tensor:
     """This rank's part of the attention of a sequence whose tokens are split over `comm`.
 
@@ -50,7 +50,7 @@ def ring_attention(
     k, v       [B, H/g, N/P, head_dim]
     positions  None, or of the documents' tokens here, [N/P] or [B, N/P]
     seq_len    where the sequence is padded, its length without: keys beyond are not seen
-    impl       what computes a block, as in `flash_attention`
+    impl       what computes a block, as in `flash_attention`; or a Block of one's own
 
     Sends and receives B times what is said above, whatever the mask. Keeps q, k, v, out and a number a query.
     Raises ValueError where shapes do not fit, or N/P is not what the layout cuts.

@@ -72,8 +72,10 @@ class Block(NamedTuple):
     attend_backward_: Callable
 
 
-def choose(impl: str, q: Tensor, mask: Mask) -> Block:
-    """What `impl` stands for here; raises ValueError where there is no such thing."""
+def choose(impl: str | Block, q: Tensor, mask: Mask) -> Block:
+    """What `impl` stands for here; raises ValueError where there is no such thing. A Block stands for itself."""
+    if isinstance(impl, Block):
+        return impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; use {one_of(IMPLEMENTATIONS)}")
     obstacle = fused.obstacle(q, mask)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minipar.model.mask import Mask
+from minipar.model.mask import Mask, Part
 from minipar.model.merge import merge_
 
 _aten = torch.ops.aten
@@ -31,22 +31,57 @@ def obstacle(q: Tensor, mask: Mask) -> str | None:
 def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     """Take the keys of k into (out, lse), in place."""
     for part in mask.parts():
-        keys, values = (_for_every_query_head(x[:, :, part.cols], q) for x in (k, v))
-        part_out, part_lse = _kernel(q[:, :, part.rows], keys, values, part.triangle)
-        merge_(out[:, :, part.rows], lse[:, :, part.rows], part_out, part_lse)
+        heads = _Heads(q, k, part)
+        part_out, part_lse = _kernel(heads.fold(q), heads.keys(k), heads.keys(v), part.triangle)
+        merge_(heads.place(out), heads.place(lse), heads.unfold(part_out), heads.unfold(part_lse))
 
 
 def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
     """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
     for part in mask.parts():
-        rows, cols = part.rows, part.cols
-        keys, values = (_for_every_query_head(x[:, :, cols], q) for x in (k, v))
-        grads = _kernel_backward(
-            dout[:, :, rows], q[:, :, rows], keys, values, out[:, :, rows], lse[:, :, rows], part.triangle
+        heads = _Heads(q, k, part)
+        folded = (
+            heads.fold(dout),
+            heads.fold(q),
+            heads.keys(k),
+            heads.keys(v),
+            heads.fold(out),
+            heads.fold(lse),
         )
-        dq[:, :, rows] += grads[0]
-        dk[:, :, cols] += _of_key_heads(grads[1], k)
-        dv[:, :, cols] += _of_key_heads(grads[2], k)
+        grads = _kernel_backward(*folded, part.triangle)
+        heads.place(dq).add_(heads.unfold(grads[0]))
+        dk[:, :, part.cols] += heads.of_keys(grads[1])
+        dv[:, :, part.cols] += heads.of_keys(grads[2])
+
+
+class _Heads:
+    """How a kernel that wants as many key as query heads is given fewer: [B, H/g, ...] keys for [B, H, ...] queries.
+
+    rectangle  the g queries of one position are as good as g positions: fold them, [B, H/g, g * R, ...]
+    triangle   each position has a limit of its own: repeat the keys
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, part: Part):
+        self.part, self.group = part, q.shape[1] // k.shape[1]
+        self.folds = self.group > 1 and not part.triangle
+
+    def place(self, x: Tensor) -> Tensor:
+        """The rows of x [B, H, T, ...], as a view that `unfold` has the shape of."""
+        rows = x[:, :, self.part.rows]
+        return rows.unflatten(1, (-1, self.group)) if self.folds else rows
+
+    def fold(self, x: Tensor) -> Tensor:
+        return self.place(x).flatten(2, 3) if self.folds else self.place(x)
+
+    def unfold(self, x: Tensor) -> Tensor:
+        return x.unflatten(2, (self.group, -1)) if self.folds else x
+
+    def keys(self, x: Tensor) -> Tensor:
+        cols = x[:, :, self.part.cols]
+        return cols if self.folds or self.group == 1 else cols.repeat_interleave(self.group, dim=1)
+
+    def of_keys(self, grad: Tensor) -> Tensor:
+        return grad if self.folds or self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, triangle: bool) -> tuple[Tensor, Tensor]:
@@ -64,13 +99,3 @@ def _kernel_backward(dout, q, k, v, out, lse, triangle: bool):
     return _aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, triangle, no_draw, no_draw
     )
-
-
-def _for_every_query_head(x: Tensor, q: Tensor) -> Tensor:
-    group = q.shape[1] // x.shape[1]
-    return x if group == 1 else x.repeat_interleave(group, dim=1)
-
-
-def _of_key_heads(grad: Tensor, k: Tensor) -> Tensor:
-    group = grad.shape[1] // k.shape[1]
-    return grad if group == 1 else grad.unflatten(1, (-1, group)).sum(2)

@@ -1,0 +1,140 @@
+"""Long context: ring against all-gather and torch's fused attention, zigzag against contiguous, flash against plain."""
+
+from __future__ import annotations
+
+import resource
+import time
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+import minipar
+from benchmarks.harness import Row, race, row
+from minipar.context import ring_attention
+from minipar.live_bytes import LiveBytes
+from minipar.model import flash_attention, plain_attention
+from minipar.model.flash import Block
+
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64  # four queries to a key, as in Llama 3
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """Forward and backward of one attention, float32, one thread a rank."""
+    rounds, tokens = (3, 2048) if quick else (9, 4096)
+    found = []
+    for p in (2, 4):
+        for causal in (True, False):
+            times = minipar.run(_race_ring, tokens, causal, rounds, world_size=p)
+            kind = "causal" if causal else "full"
+            found.append(row(f"ring vs gather + fused, {kind}, {p}", times, 1.0, f"{tokens} tokens"))
+    found.append(_balance_row(rounds))
+    found.append(_flash_row(2048 if quick else 4096, 3 if quick else 5))
+    return found if quick else [*found, _long_row()]
+
+
+def _race_ring(world, tokens: int, causal: bool, rounds: int):
+    """Zigzag where it is causal, as one would; the gathered keys are sliced to what this rank's queries see at most."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(world.rank)
+    own = tokens // world.size
+    q, k, v = (
+        torch.randn(1, heads, own, HEAD_DIM, generator=generator).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    dy = torch.randn_like(q)
+    layout = "zigzag" if causal else "contiguous"
+
+    def ours():
+        ring_attention(world, q, k, v, causal, layout).backward(dy)
+
+    def theirs():
+        keys, values = _Gather.apply(torch.stack((k, v)), world).unbind()
+        if not causal:
+            return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).backward(dy)
+        seen = (world.rank + 1) * own
+        mask = torch.ones(own, seen, dtype=torch.bool).tril(world.rank * own)
+        out = F.scaled_dot_product_attention(
+            q, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, enable_gqa=True
+        )
+        return out.backward(dy)
+
+    return race(world, ours, theirs, rounds)
+
+
+class _Gather(torch.autograd.Function):
+    """gloo's own all-gather, and its reduce-scatter for the gradients: [2, B, H, N/P, d] -> [2, B, H, N, d]."""
+
+    @staticmethod
+    def forward(ctx, kv, world):
+        ctx.world = world
+        parts = world.all_gather(kv[None], algorithm="native")
+        return parts.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
+
+    @staticmethod
+    def backward(ctx, grad):
+        parts = grad.unflatten(3, (ctx.world.size, -1)).permute(3, 0, 1, 2, 4, 5)
+        return ctx.world.reduce_scatter(parts.contiguous(), algorithm="native")[0], None
+
+
+def _balance_row(rounds: int) -> Row:
+    times = minipar.run(_race_layouts, rounds, world_size=4)
+    return row("zigzag vs contiguous, emulated, 4", times, 1.1 * 4 / 7, "4/7 = 0.57 by counting")
+
+
+def _race_layouts(world, rounds: int, whole_block_s: float = 0.05):
+    """A rank sleeps as long as its block would take: 4 ranks compute at once on a machine of 2 cores."""
+    q, k, v = (torch.randn(1, 1, 128, 4) for _ in range(3))
+
+    def emulate(out, lse, q, k, v, mask):
+        time.sleep(whole_block_s * mask.count() / 128**2)
+
+    block = Block(emulate, emulate)
+    return race(
+        world,
+        partial(ring_attention, world, q, k, v, True, "zigzag", impl=block),
+        partial(ring_attention, world, q, k, v, True, "contiguous", impl=block),
+        rounds,
+    )
+
+
+def _flash_row(tokens: int, rounds: int) -> Row:
+    peaks, times = minipar.run(_race_flash, tokens, rounds, world_size=1)[0]
+    note = f"{tokens} tokens; peak memory {peaks[0] >> 20} MB against {peaks[1] >> 20}: {peaks[0] / peaks[1]:.3f}, "
+    return row("flash vs plain, both plain torch", [times], 1.0, note + "at most 0.125")
+
+
+def _race_flash(world, tokens: int, rounds: int):
+    torch.set_num_threads(1)
+
+    def step(attention):
+        q, k, v = (torch.randn(1, 4, tokens, HEAD_DIM).requires_grad_() for _ in range(3))
+        attention(q, k, v).sum().backward()
+
+    peaks = []
+    for attention in (flash_attention, plain_attention):
+        with LiveBytes() as memory:
+            step(attention)
+        peaks.append(memory.peak)
+    return peaks, race(world, partial(step, flash_attention), partial(step, plain_attention), rounds)
+
+
+def _long_row() -> Row:
+    """32k tokens, 8 heads, on 4 ranks; beside it the most memory that all processes together have had."""
+    minipar.shutdown()
+    seconds, resident, counted = zip(*minipar.run(_long, 1 << 15, world_size=4, timeout_s=300))
+    note = (
+        f"{sum(resident) / 2**30:.2f} GB resident in all, {sum(counted) / 2**30:.2f} of it tensors; at most 4"
+    )
+    return Row("32k tokens on 4 ranks", max(seconds), float("nan"), sum(resident) / 4e9, 1.0, note)
+
+
+def _long(world, tokens: int):
+    torch.set_num_threads(1)
+    heads = 8
+    start_s = time.perf_counter()
+    with LiveBytes() as memory:
+        q, k, v = (torch.randn(1, heads, tokens // world.size, 16).requires_grad_() for _ in range(3))
+        ring_attention(world, q, k, v, layout="zigzag").sum().backward()
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return time.perf_counter() - start_s, resident, memory.peak
