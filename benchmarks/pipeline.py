@@ -1,9 +1,8 @@
-"""Pipelines against torch.distributed.pipelining, and against what the simulator predicts."""
+"""Pipelines against torch.distributed.pipelining, and as they ran against what the simulator predicts."""
 
 from __future__ import annotations
 
-import statistics
-import time
+import warnings
 from functools import partial
 
 import torch
@@ -12,87 +11,141 @@ import torch.nn.functional as F
 from torch import nn
 
 import minipar
+from benchmarks.harness import Row, race, row
 from minipar.model import Linear, ModelConfig, Transformer
 from minipar.pipeline import (
     SCHEDULES,
     Costs,
     Pipeline,
     Schedule,
+    Timeline,
     make_schedule,
     measured,
     partition,
-    simulate,
 )
 from minipar.pipeline.emulate import emulate
+from minipar.pipeline.simulate import simulate
 
 CONFIG = ModelConfig(vocab_size=256, dim=128, num_layers=8, num_heads=4, max_seq_len=64)
-SAMPLES_PER_MICROBATCH = 2
-THEIR_SCHEDULES = {
-    "gpipe": theirs.ScheduleGPipe,
-    "1f1b": theirs.Schedule1F1B,
+MICROBATCHES, SAMPLES = 8, 2  # SAMPLES in each microbatch
+SINGLE_STAGE = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}
+SEVERAL_STAGES = {
     "interleaved": theirs.ScheduleInterleaved1F1B,
     "breadth-first": theirs.ScheduleLoopedBFS,
     "zb-v": theirs.ScheduleZBVZeroBubble,
     "dualpipe-v": theirs.ScheduleDualPipeV,
 }
-SINGLE = ("gpipe", "1f1b")  # theirs take one stage, the others a list
+UNIT_S = 0.03  # of emulated compute: what F, I and W of a rank's whole stage take each
 
 
-def cross_entropy(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def rows(quick: bool = False) -> list[Row]:
+    """Whole steps against torch's on 2 and 4 ranks; then sleeping ranks against the simulator."""
+    found = []
+    for p in (2, 4):
+        minipar.shutdown()  # torch's stages want a world of exactly p processes
+        for name in (*SINGLE_STAGE, *SEVERAL_STAGES):
+            schedule = make_schedule(name, p, MICROBATCHES)
+            times = minipar.run(_race_steps, schedule, 5 if quick else 12, world_size=p)
+            found.append(row(f"{name} step, {p} ranks", times, 1.0))
+    timelines = {name: _emulated(name, 1 if quick else 3) for name in SCHEDULES}
+    found += [_beside_predicted(timeline) for timeline in timelines.values()]
+    return [*found, _bubbles(timelines["zb-h1"], timelines["1f1b"])]
 
 
-def as_torch(module: nn.Module) -> nn.Module:
-    """The same module with torch's own linear layers, at which theirs can split a backward."""
-    for name, child in module.named_children():
-        if isinstance(child, Linear):
-            layer = nn.Linear(child.in_features, child.out_features, bias=False)
-            layer.weight = child.weight
-            setattr(module, name, layer)
-        else:
-            as_torch(child)
+# Against torch -----------------------------------------------------------------------------------------------------
+
+
+def _race_steps(world, schedule: Schedule, rounds: int):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    shape = (2, MICROBATCHES * SAMPLES, CONFIG.max_seq_len)
+    batch = torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(0)).unbind()
+    modules, our_step = _ours(world, schedule, batch)
+    their_modules, their_step = _theirs(world, schedule, batch)
+    our_step()
+    their_step()
+    for a, b in zip(modules, their_modules):  # the same work, or the ratio means nothing
+        for p, q in zip(a.parameters(), b.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
+    return race(world, our_step, their_step, rounds)
+
+
+def _ours(world, schedule: Schedule, batch):
+    modules = _modules(world, schedule)
+    pipeline = Pipeline(modules, world, schedule, loss_fn=_cross_entropy)
+    return modules, partial(_clear_and_run, modules, partial(pipeline.step, *batch))
+
+
+def _theirs(world, schedule: Schedule, batch):
+    """The same modules; where a backward is split, with torch's linear layers, at which theirs can split it."""
+    modules = _modules(world, schedule)
+    if any(action.op == "W" for actions in schedule.actions for action in actions):
+        modules = [_with_torch_layers(module) for module in modules]
+    own, group = schedule.stages_of(world.rank), world.process_group()
+    stages = [
+        theirs.PipelineStage(module, s, schedule.num_stages, torch.device("cpu"), group=group)
+        for module, s in zip(modules, own)
+    ]
+    if schedule.name in SINGLE_STAGE:
+        runner = SINGLE_STAGE[schedule.name](stages[0], MICROBATCHES, loss_fn=_cross_entropy)
+    else:
+        runner = SEVERAL_STAGES[schedule.name](stages, MICROBATCHES, loss_fn=_cross_entropy)
+    inputs = batch[:1] if 0 in own else ()
+    targets = {"target": batch[1]} if schedule.num_stages - 1 in own else {}
+    return modules, partial(_clear_and_run, modules, partial(runner.step, *inputs, **targets))
+
+
+def _modules(world, schedule: Schedule) -> list[nn.Module]:
+    stages = partition(Transformer(CONFIG), schedule.num_stages)
+    return [stages[s] for s in schedule.stages_of(world.rank)]
+
+
+def _with_torch_layers(module: nn.Module) -> nn.Module:
+    for parent in list(module.modules()):
+        for name, layer in list(parent.named_children()):
+            if isinstance(layer, Linear):
+                replaced = nn.Linear(layer.in_features, layer.out_features, bias=False)
+                replaced.weight = layer.weight
+                setattr(parent, name, replaced)
     return module
 
 
-def our_step(world, schedule: Schedule, batch):
-    stages = partition(Transformer(CONFIG), schedule.num_stages)
-    own = [stages[s] for s in schedule.stages_of(world.rank)]
-    pipeline = Pipeline(own, world, schedule, loss_fn=cross_entropy)
-    return own, partial(pipeline.step, *batch)
+def _cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def their_step(world, schedule: Schedule, batch):
-    stages = partition(Transformer(CONFIG), schedule.num_stages)
-    own = [stages[s] for s in schedule.stages_of(world.rank)]
-    if any(action.op == "W" for actions in schedule.actions for action in actions):
-        own = [as_torch(stage) for stage in own]
-    wrapped = [
-        theirs.PipelineStage(module, s, schedule.num_stages, torch.device("cpu"), group=world.process_group())
-        for module, s in zip(own, schedule.stages_of(world.rank))
+def _clear_and_run(modules, step) -> None:
+    for module in modules:
+        module.zero_grad()
+    step()
+
+
+# Against the simulator -----------------------------------------------------------------------------------------
+
+
+def _costs(schedule: Schedule) -> Costs:
+    """The chunks of a rank share its time."""
+    return Costs(*[UNIT_S * schedule.num_ranks / schedule.num_stages] * 3)
+
+
+def _emulated(name: str, runs: int) -> Timeline:
+    """The best of several runs on four ranks that sleep: whatever disturbs a run makes its bubble larger."""
+    schedule = make_schedule(name, 4, MICROBATCHES)
+    timelines = [
+        measured(schedule, minipar.run(emulate, schedule, _costs(schedule), world_size=4))
+        for _ in range(runs)
     ]
-    make = THEIR_SCHEDULES[schedule.name]
-    stage = wrapped[0] if schedule.name in SINGLE else wrapped
-    runner = make(stage, schedule.num_microbatches, loss_fn=cross_entropy)
-    holds = schedule.stages_of(world.rank)
-    args = batch[:1] if 0 in holds else ()
-    kwargs = {"target": batch[1], "losses": []} if schedule.num_stages - 1 in holds else {}
-    return own, partial(runner.step, *args, **kwargs)
+    return min(timelines, key=lambda timeline: timeline.bubble_over_total)
 
 
-def time_both(world, schedule: Schedule, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, ours and theirs in turn."""
-    torch.set_num_threads(1)
-    size = schedule.num_microbatches * SAMPLES_PER_MICROBATCH
-    batch = torch.randint(0, CONFIG.vocab_size, (2, size, CONFIG.max_seq_len)).unbind()
-    runners = [our_step(world, schedule, batch), their_step(world, schedule, batch)]
-    seconds = [[], []]
-    for _ in range(repeats + 2):
-        for (modules, step), times in zip(runners, seconds):
-            for module in modules:
-                module.zero_grad()
-            world.barrier()
-            start_s = time.perf_counter()
-            step()
-            world.barrier()
-            times.append(time.perf_counter() - start_s)
-    return tuple(times[2:] for times in seconds)
+def _beside_predicted(timeline: Timeline) -> Row:
+    """The time taken, against that of the measured work with the predicted bubble."""
+    predicted = simulate(timeline.schedule, _costs(timeline.schedule)).bubble_over_total
+    took_s, right_s = timeline.longest_own_span, timeline.ideal / (1 - predicted)
+    note = f"bubble {timeline.bubble_over_total:.1%}, predicted {predicted:.1%}"
+    return Row(f"{timeline.schedule.name} vs simulated", took_s, right_s, took_s / right_s, 1.05, note)
+
+
+def _bubbles(split: Timeline, whole: Timeline) -> Row:
+    idle_s = [timeline.longest_own_span - timeline.ideal for timeline in (split, whole)]
+    return Row("bubble of zb-h1 vs 1f1b", *idle_s, idle_s[0] / idle_s[1], 0.4, "a third, predicted")

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minipar.pipeline import Action, Timeline
+from minipar.pipeline import Action, Costs, Timeline, simulate
 from visualize.pipeline_text import chunk_of, headline
 
 # Fill, text, height, name. Okabe and Ito's hues, which every kind of colour vision tells apart. Lightness falls
@@ -42,6 +42,13 @@ def draw_timeline(
         with matplotlib.rc_context({"svg.hashsalt": "minipar"}):
             figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
+
+
+def draw_beside_predicted(measured: Timeline, path: str | Path, costs: Costs | None = None) -> list[Path]:
+    """Write a run's timeline below the simulated one, on one axis; `costs` default to the run's own means."""
+    predicted = simulate(measured.schedule, costs or measured.costs)
+    titles = [f"predicted   {headline(predicted)}", f"measured   {headline(measured)}"]
+    return draw_timeline([predicted, measured], path, titles)
 
 
 def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:

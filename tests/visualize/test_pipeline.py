@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from minipar.pipeline import Costs, Timeline, interleaved, make_schedule, one_f_one_b, simulate, zb_h2
 from tests.pipeline.strategies import costs, schedules
-from visualize.pipeline import bubble_gaps, draw_timeline
+from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline
 from visualize.pipeline_command import timeline_command
 from visualize.pipeline_text import grid_text
 
@@ -92,3 +92,18 @@ def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
 def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
     names = ("gpipe", "breadth-first", "zb-h1", "zb-v", "dualpipe-v", "zb-auto")
     draw_timeline([simulate(make_schedule(name, 2, 2)) for name in names], tmp_path / "all.svg")
+
+
+def test_a_schedule_can_be_run_and_drawn_below_what_was_predicted(tmp_path, capsys):
+    timeline_command(("zb-h1",), stages=2, microbatches=3, measure=True, out=tmp_path / "both.png")
+    printed = capsys.readouterr().out
+    assert printed.count("zb-h1: 2 ranks, 3 microbatches; makespan") == 2
+    assert (tmp_path / "both.png").stat().st_size > 10_000
+
+
+def test_a_run_is_drawn_beside_the_simulation_of_its_own_costs(tmp_path):
+    slow = {
+        action: (2 * start, 2 * end) for action, (start, end) in simulate(one_f_one_b(2, 3)).spans.items()
+    }
+    (file,) = draw_beside_predicted(Timeline(one_f_one_b(2, 3), slow), tmp_path / "two.png")
+    assert file.stat().st_size > 10_000
