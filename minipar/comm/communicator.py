@@ -168,7 +168,12 @@ class Comm(Collectives):
         return self._on_stream(kind, lambda: self._post(kind, x, to, out, source).wait(), async_op)
 
     def _post(self, kind: str, x, to, out, source) -> Posted:
-        """Hand a send and a receive to the transport, the receive first, so that its memory is ready."""
+        """Hand a send and a receive to the transport.
+
+        The send first: gloo then writes the message from its own thread, once the peer is ready for it. A receive
+        posted first has the peer's message arrive while this thread is writing its own on the same connection, for
+        which gloo's thread then polls in vain.
+        """
         if to == self.rank or source == self.rank:
             if to != source:
                 raise ValueError(
@@ -179,12 +184,12 @@ class Comm(Collectives):
         if self.device.type == "cuda":
             return self._post_grouped(kind, x, to, out, source)
         works = []
-        if source is not None and out.numel():
-            works.append(self._hand_over("receive", out, source, self._channel.received))
         if to is not None and x.numel():
             x = x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
             works.append(self._hand_over("send", x, to, self._channel.sent))
             self.traffic.book(self._channel.kind or kind, x.nbytes)
+        if source is not None and out.numel():
+            works.append(self._hand_over("receive", out, source, self._channel.received))
         return Posted(self._link, works, out)
 
     def _hand_over(self, verb: str, x: torch.Tensor, peer: int, counter) -> tuple:
