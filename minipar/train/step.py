@@ -55,8 +55,9 @@ def gradients(world, replica: Replica, config: TrainConfig, text: torch.Tensor, 
     if config.model.num_experts:
         for stage in replica.stages:
             set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
-    # ZeRO's optimizer reduces by hooks of its own: over several microbatches, only the sum of them.
-    several = config.microbatches > 1 or len(replica.stages) > 1
+    # ZeRO's optimizer reduces by hooks of its own, during the backward: right where that is one, whole, and nothing is
+    # added to a gradient afterwards (another microbatch's, a deferred product, a tied stage's).
+    several = config.pp > 1 or len(replica.pipeline.schedule.actions[0]) > 2
     with optimizer.no_sync() if several and isinstance(optimizer, ZeroOptimizer) else nullcontext():
         loss = replica.pipeline.step(
             tokens,
