@@ -1,0 +1,112 @@
+"""Sequence parallelism's communication in pieces: the same numbers and bytes, and each piece under way behind a product."""
+
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import minipar
+from minipar.model.linear import WeightGradients, linear
+from minipar.tensor_parallel import Matrix, column_parallel, gather_matmul, matmul_scatter
+from minipar.tensor_parallel import chunked as module
+from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+from tests.strategies import assert_equal_to, seeds, world_sizes
+
+
+def leaves(seed: int, *shapes):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def run_and_count(comm, function, dys, inputs):
+    before = comm.traffic.sent_bytes
+    ys = function(*inputs)
+    torch.autograd.backward(ys, dys)
+    gradients = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    return ys, gradients, comm.traffic.sent_bytes - before
+
+
+def compare(world, batch: int, tokens: int, seed: int) -> None:
+    comm, p = world.using("ring"), world.size
+    x, w, v = leaves(seed + world.rank, (batch, tokens, 3), (4, 3), (2, 3))
+    dys = leaves(seed, (batch, tokens * p, 4), (batch, tokens * p, 2))
+    whole = run_and_count(
+        comm, lambda x, w, v: column_parallel(comm, x, [Matrix(w), Matrix(v)], True), dys, (x, w, v)
+    )
+    pieces = run_and_count(
+        comm, lambda x, w, v: gather_matmul(comm, x, [Matrix(w), Matrix(v)]), dys, (x, w, v)
+    )
+    assert pieces[2] == whole[2] == 3 * (p - 1) * x.nbytes
+    for a, b in zip((*pieces[0], *pieces[1]), (*whole[0], *whole[1])):
+        assert_equal_to(a.detach(), b.detach())
+
+    x, w = leaves(seed + world.rank, (batch, tokens * p, 3), (4, 3))
+    (dy,) = leaves(seed, (batch, tokens, 4))
+    whole = run_and_count(comm, lambda x, w: [reduce_scatter_tokens(comm, linear(x, w))], [dy], (x, w))
+    pieces = run_and_count(comm, lambda x, w: [matmul_scatter(comm, x, w)], [dy], (x, w))
+    assert pieces[2] == whole[2] == 2 * (p - 1) * dy.nbytes
+    for a, b in zip((*pieces[0], *pieces[1]), (*whole[0], *whole[1])):
+        assert_equal_to(a.detach(), b.detach())
+
+
+@given(world_sizes, st.integers(1, 2), st.integers(1, 3), seeds)
+def test_in_pieces_or_whole_numbers_and_bytes_are_the_same(p, batch, tokens, seed):
+    minipar.run(compare, batch, tokens, seed, world_size=p, timeout_s=10)
+
+
+def deferred_only(world) -> list[int]:
+    """x needs no gradient, and the weight's waits: there is still a backward to wait for."""
+    queue = WeightGradients()
+    x, w = leaves(world.rank, (1, 2, 3), (4, 3))
+    (y,) = gather_matmul(world, x.detach(), [Matrix(w, queue)])
+    z = matmul_scatter(world, x.detach(), w, queue) if world.size <= 2 else y
+    (y.sum() + z.sum()).backward()
+    waiting, before = len(queue), w.grad
+    queue.run()
+    return [waiting, before is None, w.grad is not None]
+
+
+@settings(max_examples=1)
+@given(st.just(2))
+def test_a_weight_that_waits_needs_no_other_gradient(p):
+    assert minipar.run(deferred_only, world_size=p, timeout_s=10) == [[2, True, True]] * p
+
+
+def events_of(world) -> list[str]:
+    """The order in which pieces leave, are multiplied and are waited for."""
+    events, exchange, product = [], world.exchange, F.linear
+
+    def leaving(*args, **kwargs):
+        handle = exchange(*args, **kwargs)
+        events.append("leave")
+
+        class Watched:
+            def wait(self):
+                events.append("wait")
+                return handle.wait()
+
+        return Watched()
+
+    def multiplied(*args):
+        events.append("multiply")
+        return product(*args)
+
+    x, w = leaves(0, (1, 2, 3), (4, 3))
+    world.exchange, module.F.linear = leaving, multiplied
+    try:
+        gather_matmul(world, x, [Matrix(w)])
+        events.append("|")
+        matmul_scatter(world, torch.cat([x] * world.size, 1), w)
+    finally:
+        module.F.linear = product
+        del world.exchange
+    return events
+
+
+def test_every_piece_travels_while_another_is_multiplied():
+    for events in minipar.run(events_of, world_size=3, timeout_s=10):
+        gather, scatter = " ".join(events).split(" | ")
+        assert gather == "leave multiply wait leave multiply wait multiply"
+        assert scatter == "multiply leave multiply wait leave multiply wait"
