@@ -104,7 +104,7 @@ class _AllGatherAttention(Function):
         for i in range(len(chunks)):
             kv = g.whole(arriving)
             arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
-            with span(g.comm.trace, "compute", f"forward heads {i}"):
+            with span(g.comm.trace, "compute", "forward"):
                 views = (g.query_heads(x, i, k.shape[1]) for x in (out, lse, q))
                 g.block.attend_(*views, *kv, g.mask)
         out = out.to(q.dtype)
@@ -125,7 +125,7 @@ class _AllGatherAttention(Function):
             kv = g.whole(arriving)
             arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
-            with span(g.comm.trace, "compute", f"backward heads {i}"):
+            with span(g.comm.trace, "compute", "backward"):
                 dq_i, *others = (g.query_heads(x, i, k.shape[1]) for x in (dq, q, out, lse, dout))
                 g.block.attend_backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
             if going_home:  # one at a time, or the gradients of all chunks would pile up

@@ -83,9 +83,6 @@ class Ring(NamedTuple):
         exchange = partial(comm.exchange, x, right, x.shape, x.dtype, left)
         return comm.custom(kind, exchange, async_op=True)
 
-    def compute(self, name: str, step: int):
-        return span(self.comm.trace, "compute", f"{name} block {self.source(step)}")
-
 
 class _RingAttention(Function):
     @staticmethod
@@ -94,7 +91,7 @@ class _RingAttention(Function):
         kv = torch.stack((k, v))  # one message a step
         for step in range(ring.comm.size):
             arriving = ring.pass_on(kv) if step < ring.comm.size - 1 else None
-            with ring.compute("forward", step):
+            with span(ring.comm.trace, "compute", "forward"):
                 ring.block.attend_(out, lse, q, *kv, ring.mask_of(ring.source(step)))
             kv = arriving.wait() if arriving else None
         out = out.to(q.dtype)
@@ -112,7 +109,7 @@ class _RingAttention(Function):
         for step in range(size):
             arriving = ring.pass_on(kv) if step < size - 1 else None
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
-            with ring.compute("backward", step):
+            with span(ring.comm.trace, "compute", "backward"):
                 mask = ring.mask_of(ring.source(step))
                 ring.block.attend_backward_(dq, *dkv, q, *kv, out, lse, dout, mask)
             if step == 0:
