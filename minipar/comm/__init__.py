@@ -5,6 +5,7 @@ link.py              one process's end of the world: transport, tags, deadlines,
 stream.py            why a Comm's operations run in one order, and what an asynchronous one returns
 traffic.py           the ledger of bytes sent
 chunks.py            how a tensor is cut among ranks
+segments.py          the step of which every reduction is made
 ring.py              reduce-scatter, all-gather and all-reduce around a ring
 halving_doubling.py  the same in log p steps
 tree.py              broadcast and reduce down and up a binomial tree

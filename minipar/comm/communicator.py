@@ -125,9 +125,9 @@ class Comm(Collectives):
         if self._link.report is not None:
             self._link.report(value)
 
-    def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for the collective under way, kept from call to call."""
-        return self._channel.scratch(num_elems, dtype)
+    def scratch(self, num_elems: int, dtype: torch.dtype, use: str = "arrived") -> torch.Tensor:
+        """Memory for the collective under way, kept from call to call; for each use its own."""
+        return self._channel.scratch(num_elems, dtype, use)
 
     # Point to point --------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import torch
 
 from minipar.comm.chunks import bounds, check_sizes, chunk_sizes, reduction
 from minipar.comm.ring import gathered_sizes
+from minipar.comm.segments import exchange_and_add
 
 
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,11 +56,9 @@ def all_reduce_by_doubling(
     target, how = out.view(-1), reduction(op, x.dtype)
     sums = _fold_in(comm, _flat(x), how)
     if sums is not None:
-        received = comm.scratch(target.numel(), x.dtype)
         for distance in _distances(comm.size):
             partner = comm.rank ^ distance
-            comm.exchange(sums, partner, sums.shape, sums.dtype, partner, out=received)
-            sums = how.combine(sums, received, out=target)
+            sums = exchange_and_add(comm, sums, partner, sums, partner, how, out=target)
         if sums is not target:  # alone
             target.copy_(sums)
         if how.divide:
@@ -158,9 +157,7 @@ def _halve(comm, flat: torch.Tensor, edges, how) -> None:
             ((middle, high), (low, middle)) if comm.rank & distance else ((low, middle), (middle, high))
         )
         mine, theirs = _between(flat, edges, *keep), _between(flat, edges, *give)
-        received = comm.scratch(mine.numel(), flat.dtype)
-        comm.exchange(theirs, partner, received.shape, received.dtype, partner, out=received)
-        how.combine(mine, received, out=mine)
+        exchange_and_add(comm, theirs, partner, mine, partner, how, out=mine)
         low, high = keep
 
 

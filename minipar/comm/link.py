@@ -111,20 +111,23 @@ class Channel:
         self.kind: str | None = None  # the collective under way
         self.sent: dict[tuple[int, str], tuple[int, int]] = {}  # (peer, lane) -> messages, bytes of the last
         self.received: dict[tuple[int, str], tuple[int, int]] = {}
-        self._scratch = self._scratch_view = torch.empty(0, dtype=torch.uint8, device=device)
+        self._device = device
+        self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # use -> memory, the part last used
 
     def tag(self, lane: str, number: int, num_bytes: int) -> int:
         return zlib.crc32(b"%s %d %d" % (lane.encode(), number, num_bytes), self.digest) >> 1  # 31 bits
 
-    def scratch(self, num_elems: int, dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> torch.Tensor:
         """Memory kept between collectives: the first touch of fresh pages costs as much as the copy into them."""
-        if num_elems == self._scratch_view.numel() and dtype == self._scratch_view.dtype:
-            return self._scratch_view
+        memory, view = self._scratch.get(use, (None, None))
+        if view is not None and view.numel() == num_elems and view.dtype == dtype:
+            return view
         num_bytes = num_elems * dtype.itemsize
-        if self._scratch.numel() < num_bytes:
-            self._scratch = self._scratch.new_empty(num_bytes)
-        self._scratch_view = self._scratch[:num_bytes].view(dtype)
-        return self._scratch_view
+        if memory is None or memory.numel() < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        view = memory[:num_bytes].view(dtype)
+        self._scratch[use] = (memory, view)
+        return view
 
 
 class Posted:

@@ -9,7 +9,7 @@ Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byt
     all_gather       (p-1) alpha + (p-1)/p n beta
     all_reduce      2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-A chunk longer than SEGMENT_BYTES travels around in segments of that length, each a message of its own.
+What is to be added travels in the segments of `segments.py`, each a message; what is complete, as one message a chunk.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from __future__ import annotations
 import torch
 
 from minipar.comm.chunks import bounds, check_sizes, chunk_sizes, reduction
-
-# What arrives should still be in the cache when it is added; shorter segments would cost more in Python than they save.
-SEGMENT_BYTES = 4 << 20
+from minipar.comm.segments import exchange_and_add
 
 
 def reduce_scatter(
@@ -38,11 +36,10 @@ def reduce_scatter(
     if p == 1:
         _put(x, out.view(-1))
     # One buffer holds what is passed on: when the next sum is written there, the last one has left.
-    longest = _longest(parts)
-    buffer, slot = comm.scratch(longest + _segment_length(parts), x.dtype).tensor_split([longest])
-    places = [buffer[: len(part)] for part in parts]
+    buffer = comm.scratch(max(part.numel() for part in parts), x.dtype, "passed on")
+    places = [buffer[: part.numel()] for part in parts]
     places[rank] = out.view(-1)
-    _around(comm, range(1, p), parts, places, reduction(op, x.dtype), slot)
+    _around(comm, range(1, p), parts, places, reduction(op, x.dtype))
     return out
 
 
@@ -71,9 +68,7 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
     edges = bounds(chunk_sizes(flat.numel(), p))
     if p == 1:
         _put(flat, target)
-    parts, places = _chunks(flat, edges), _chunks(target, edges)
-    slot = comm.scratch(_segment_length(parts), x.dtype)
-    _around(comm, range(1, 2 * p - 1), parts, places, reduction(op, x.dtype), slot)
+    _around(comm, range(1, 2 * p - 1), _chunks(flat, edges), _chunks(target, edges), reduction(op, x.dtype))
     return out
 
 
@@ -123,39 +118,18 @@ def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tenso
 # chunks are passed on: the all-gather. An all-reduce is both, without a pause between them.
 
 
-def _around(comm, steps: range, parts, places, how=None, slot=None) -> None:
-    """Go these steps: parts[c] is this rank's part of chunk c, places[c] where its sum belongs, perhaps the same memory.
-
-    `slot` is where a segment lands that is yet to be added.
-    """
+def _around(comm, steps: range, parts, places, how=None) -> None:
+    """Go these steps: parts[c] is this rank's part of chunk c, places[c] where its sum belongs, perhaps the same memory."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
-    longest, length = _longest(parts), _segment_length(parts)
     for step in steps:
-        gives, c = (parts if step == 1 else places)[(rank - step) % p], (rank - step - 1) % p
-        for start in range(0, longest, length):
-            give, place = _segment(gives, start, length), _segment(places[c], start, length)
-            if step >= p:
-                comm.exchange(give, right, place.shape, place.dtype, left, out=place)
-                continue
-            arrived = _segment(slot, 0, place.numel())
-            comm.exchange(give, right, arrived.shape, arrived.dtype, left, out=arrived)
-            how.combine(arrived, _segment(parts[c], start, length), out=place)
+        give, c = (parts if step == 1 else places)[(rank - step) % p], (rank - step - 1) % p
+        if step < p:
+            exchange_and_add(comm, give, right, parts[c], left, how, out=places[c])
+        else:
+            comm.exchange(give, right, places[c].shape, places[c].dtype, left, out=places[c])
         if step == p - 1 and how.divide:
             places[c].div_(p)
-
-
-def _longest(chunks) -> int:
-    return max(chunk.numel() for chunk in chunks)
-
-
-def _segment_length(chunks) -> int:
-    """How many elements travel in one message."""
-    return max(1, min(_longest(chunks), SEGMENT_BYTES // chunks[0].element_size()))
-
-
-def _segment(chunk: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    return chunk if start == 0 and chunk.numel() <= length else chunk[start : start + length]
 
 
 def _chunks(flat: torch.Tensor, edges) -> list[torch.Tensor]:

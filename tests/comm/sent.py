@@ -34,10 +34,10 @@ def _sizes(case: Case, size: int) -> list[int]:
     return [n * _row(case) for n in sizes]
 
 
-def _in_segments(case: Case, chunks: list[int], sent) -> list[int]:
-    """These chunks, each in messages of at most a segment."""
-    length = max(1, case.segment_bytes // case.dtype.itemsize)
-    return [min(length, chunks[c] - start) for c in sent for start in range(0, chunks[c], length)]
+def _in_segments(case: Case, lengths) -> list[int]:
+    """What is to be added travels in messages of at most a segment."""
+    longest = max(1, case.segment_bytes // case.dtype.itemsize)
+    return [min(longest, n - start) for n in lengths for start in range(0, n, longest)]
 
 
 def _all_but(size: int, *left_out: int) -> list[int]:
@@ -49,12 +49,14 @@ def _all_but(size: int, *left_out: int) -> list[int]:
 
 def ring_reduce_scatter(case, rank, size, chunks=None):
     """All of x but this rank's own chunk."""
-    return _in_segments(case, chunks or _sizes(case, size), _all_but(size, rank))
+    chunks = chunks or _sizes(case, size)
+    return _in_segments(case, [chunks[c] for c in _all_but(size, rank)])
 
 
 def ring_all_gather(case, rank, size, chunks=None):
     """Every chunk but the right neighbour's."""
-    return _in_segments(case, chunks or _sizes(case, size), _all_but(size, rank + 1))
+    chunks = chunks or _sizes(case, size)
+    return [chunks[c] for c in _all_but(size, rank + 1)]
 
 
 def ring_all_reduce(case, rank, size, elems=None):
@@ -106,13 +108,13 @@ def halving_doubling_all_reduce(case, rank, size):
     """Halving and doubling of the chunks of the core ranks."""
     core = _core(size)
     chunks = chunk_sizes(_elems(case), core)
-    inside = _halving(chunks, rank) + _doubling(chunks, rank) if rank < core else []
+    inside = _in_segments(case, _halving(chunks, rank)) + _doubling(chunks, rank) if rank < core else []
     return _folded(case, rank, size, inside)
 
 
 def doubling_all_reduce(case, rank, size):
     """x in every step."""
-    return _folded(case, rank, size, [_elems(case)] * int(log2(size)))
+    return _folded(case, rank, size, _in_segments(case, [_elems(case)] * int(log2(size))))
 
 
 def halving_reduce_scatter(case, rank, size):
@@ -121,7 +123,7 @@ def halving_reduce_scatter(case, rank, size):
     if rank >= core:
         return [_elems(case)]
     carried = [sum(chunks[r::core]) for r in range(core)]
-    return _halving(carried, rank) + chunks[rank + core : rank + core + 1]
+    return _in_segments(case, _halving(carried, rank)) + chunks[rank + core : rank + core + 1]
 
 
 def doubling_all_gather(case, rank, size):

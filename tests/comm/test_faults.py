@@ -51,9 +51,9 @@ def a_wrong_neighbour(usual):
 
 
 def not_added(usual):
-    def around(comm, steps, parts, places, how=None, slot=None):
+    def around(comm, steps, parts, places, how=None):
         how = how and how._replace(combine=lambda a, b, out: out.copy_(a))
-        usual(comm, steps, parts, places, how, slot)
+        usual(comm, steps, parts, places, how)
 
     return around
 
