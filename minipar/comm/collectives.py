@@ -26,22 +26,25 @@ ALGORITHMS = {
     "all_to_all": {"pairwise": pairwise.all_to_all},
 }
 
-# Below these many bytes (of the whole vector) fewer steps beat fewer bytes. Measured with gloo on loopback by
-# `minipar bench collectives`; equal on every rank, because shapes and group sizes are.
-SHORT_BYTES = 256 << 10
+# Where fewer steps, or fewer additions, stop being worth more bytes; of the whole vector. Measured with gloo on loopback by
+# `minipar bench collectives`.
+SHORT_BYTES, LONG_BYTES = 1 << 20, 32 << 20
 
 
 def choose(collective: str, comm_size: int, num_bytes: int) -> str:
-    """What `auto` stands for: a function of what is equal on every rank."""
-    short = num_bytes < SHORT_BYTES
-    if collective == "all_reduce":
-        return "doubling" if short or comm_size == 2 and num_bytes < 4 * SHORT_BYTES else "ring"
-    if collective in ("reduce", "broadcast"):
-        return "tree" if short or comm_size <= 2 else "ring"
-    if collective == "all_to_all":
-        return "pairwise"
+    """What `auto` stands for: a function of nothing but what is equal on every rank."""
     power_of_two = comm_size & (comm_size - 1) == 0
-    return "halving_doubling" if short and power_of_two else "ring"
+    if collective == "all_reduce":
+        if num_bytes < (SHORT_BYTES if comm_size > 2 else LONG_BYTES // 4):
+            return "doubling"
+        return "halving_doubling" if power_of_two else "ring"
+    if collective in ("reduce", "broadcast"):
+        return "tree" if num_bytes < LONG_BYTES or comm_size <= 2 else "ring"
+    if collective == "reduce_scatter":
+        return "halving_doubling" if power_of_two and comm_size > 2 and num_bytes < SHORT_BYTES else "ring"
+    if collective == "all_gather":
+        return "halving_doubling" if power_of_two else "ring"
+    return "pairwise"
 
 
 class Collectives:
