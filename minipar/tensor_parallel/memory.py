@@ -10,11 +10,12 @@ tokens are split. The same account for this model's layer follows, in elements a
     attention  (2 D + 2 D_kv + H)/tp   q, k, v after the turn, the output (which is o's input), log-sum-exp    heads / tp
     mlp        4 F/tp         gate, silu(gate), up, and the product, which is down's input    features / tp
 
-a key/value head that ranks share counts on each of them; and the turn's cosines and sines, T * head_dim a layer whatever
-the batch. So with D_kv = D, F = 4 D: D (6 + 20/tp), and
-26 D/tp with sequence parallelism. Written-out ("plain") attention keeps, in place of the attention line, repeated keys
-and values and the probabilities, (4 D + H T)/tp, and the T*T bytes of the causal mask: this is what Korthikanti's
-5as/h is about, and what fused attention (their "selective recomputation") does without.
+A key/value head that ranks share counts on each of them. To this come the turn's cosines and sines, T * head_dim a layer
+whatever the batch. So with D_kv = D and F = 4 D: D (6 + 20/tp), and 26 D/tp with sequence parallelism.
+
+Written-out ("plain") attention keeps, in place of the attention line, repeated keys and values and the probabilities,
+(4 D + H T)/tp, and the T*T bytes of the causal mask: this is what Korthikanti's 5as/h is about, and what fused attention
+(their "selective recomputation") does without.
 
 Source: arXiv:2205.05198, section 4 and table 2.
 """
