@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -101,6 +101,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """This rank's part of each trained parameter, in the order of the parameters; what a gradient norm is taken of."""
         params = [p for group in self.param_groups for p in group["params"]]
         return [self._bucket_of[p].shards[p] for p in params if p in self._bucket_of]
+
+    def shard_states(self) -> Iterator[tuple[Tensor, dict]]:
+        """Each shard, with its optimizer's state of it: to be read, or replaced by tensors of the shard's shape."""
+        for chunk in self._chunks:
+            for param, master in chunk.masters.items():
+                yield chunk.bucket.shards[param], chunk.optimizer.state[master]
 
     # Gradients ------------------------------------------------------------------------------------------------
 

@@ -87,6 +87,14 @@ class TrainConfig:
     timeout_s: float = 60.0
     """how long one message may take before the run is stopped"""
 
+    checkpoint_every: int = 0
+    """steps between checkpoints, in the run's folder; 0: none"""
+    keep: int = 3
+    """how many of the newest checkpoints stay; 0: all"""
+    resume: Path | None = None
+    """the folder of a run to continue, on this mesh, from its newest whole checkpoint; if it is this run's own and has
+    none, start"""
+
     out: Path | None = None
     """the folder to write to; none: runs/NAME"""
     name: str | None = None
@@ -95,7 +103,15 @@ class TrainConfig:
     def __post_init__(self):
         for name in (*AXES, "steps", "batch_size", "seq_len", "microbatches"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
-        for name in ("warmup", "weight_decay", "grad_clip", "verify_steps", "trace_steps"):
+        for name in (
+            "warmup",
+            "weight_decay",
+            "grad_clip",
+            "verify_steps",
+            "trace_steps",
+            "checkpoint_every",
+            "keep",
+        ):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         for name in ("lr", "bucket_mb", "timeout_s"):
             self._require(name, getattr(self, name) > 0, "a number above 0")

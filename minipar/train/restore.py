@@ -98,16 +98,16 @@ class Checkpoint:
         stored = self._stored.get((kind, wanted.name))
         if stored is None:
             raise ValueError(f"{self.path} has no {kind} of {wanted.name}")
-        local, missing = None, wanted.numel
+        file, key, _ = stored[0]
+        local, missing = self._tensor(file, key).new_empty(wanted.local_shape), wanted.numel
         for file, key, placement in stored:
             for box, source, target in overlap(placement, wanted):
                 tensor = self._tensor(file, key)
-                local = tensor.new_empty(wanted.local_shape) if local is None else local
                 target.of_local(local, box).copy_(source.of_local(tensor, box))
                 missing -= box.numel
         if missing:
             raise ValueError(f"{self.path}: {missing} elements of {kind} of {wanted.name} are in no file")
-        return local if local is not None else torch.empty(wanted.local_shape)
+        return local
 
     def _tensor(self, file: str, key: str) -> torch.Tensor:
         if file not in self._files:

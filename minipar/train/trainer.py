@@ -14,13 +14,17 @@ from minipar.mesh import Mesh
 from minipar.model import Transformer, generate
 from minipar.placement import Placement, gather, placement_of
 from minipar.trace import Span, Trace, write_chrome_trace
+from minipar.train.checkpoint import Saver
 from minipar.train.config import TrainConfig
 from minipar.train.parallelize import Replica, parallelize
 from minipar.train.record import gather_values, prepare_folder, write_metrics, write_whole
 from minipar.train.reference import Difference, Run, compare, train_in_one_process
+from minipar.train.restore import Checkpoint, newest_whole
+from minipar.train.state import described, parts_of, require_same_run, restore
 from minipar.train.step import train_step
 from minipar.train.text import load_text, require_samples
 
+CHECKPOINTS = "checkpoints"  # in the run's folder
 SAMPLE_PROMPT = "The "
 
 
@@ -55,14 +59,15 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
     prepare_folder(config.folder)
+    start = _checkpoint_to_resume(config)
     tell = on_progress or (lambda what, metrics: None)
     if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
-        trained = train_rank(world, config, text, lambda metrics: tell("train", metrics))
+        trained = train_rank(world, config, text, start, lambda metrics: tell("train", metrics))
     else:
         trained = run(
-            train_rank, config, text, world_size=config.world_size, timeout_s=config.timeout_s,
+            train_rank, config, text, start, world_size=config.world_size, timeout_s=config.timeout_s,
             on_report=lambda rank, metrics: tell("train", metrics),
         )[0]  # fmt: skip
     return None if trained is None else _finish(config, text, trained, tell)
@@ -73,24 +78,55 @@ def _require_world(size: int, config: TrainConfig) -> None:
         raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
 
 
-def train_rank(world, config: TrainConfig, text: torch.Tensor, report=None) -> Trained | None:
-    """One rank's part of the run. Rank 0 returns what all ranks made, the others None."""
+def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
+    if config.resume is None:
+        return None
+    path = newest_whole(config.resume / CHECKPOINTS)
+    if path is not None:
+        require_same_run(config, Checkpoint(path))
+    elif config.resume.resolve() != config.folder.resolve():
+        raise ValueError(
+            f"resume={config.resume} has no whole checkpoint; train with --checkpoint-every first"
+        )
+    return path
+
+
+def train_rank(
+    world, config: TrainConfig, text: torch.Tensor, start: Path | None = None, report=None
+) -> Trained | None:
+    """One rank's part of the run, from a checkpoint if `start` names one. Rank 0 returns what all made, others None."""
     report = report or world.report
     torch.manual_seed(config.seed)
     replica = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
-    metrics, first, trace = [], [], Trace()
-    for step in range(config.steps):
+    metrics, first, trace, begin = [], [], Trace(), 0
+    if start is not None:
+        checkpoint = Checkpoint(start)
+        restore(replica, checkpoint)
+        begin = checkpoint.step
+    saver = Saver(world, config.folder / CHECKPOINTS, config.keep) if config.checkpoint_every else None
+    for step in range(begin, config.steps):
         world.trace = trace if _traced(config, step) else None
         metrics.append(train_step(world, replica, config, text, step))
         if world.rank == 0:
             report(metrics[-1])
         if step + 1 == min(config.verify_steps, config.steps):
             first = held_parameters(replica)
+        if saver is not None and (step + 1) % config.checkpoint_every == 0:
+            parts, numbers = parts_of(replica)
+            saver.save(step + 1, parts, described(config, _all_numbers(world, numbers)))
+    if saver is not None:
+        saver.finish()
     world.trace = None
     traces, first, last = (gather_values(world, x) for x in (trace.spans, first, held_parameters(replica)))
     if world.rank:
         return None
     return Trained(metrics, whole_parameters(first), whole_parameters(last), dict(enumerate(traces)))
+
+
+def _all_numbers(world, mine: dict) -> dict:
+    """The optimizer's numbers of the parameters of all ranks, on rank 0, which writes them."""
+    everywhere = gather_values(world, mine) or [mine]
+    return {name: numbers for rank in everywhere for name, numbers in rank.items()}
 
 
 def held_parameters(replica: Replica) -> list[tuple[Placement, torch.Tensor]]:
@@ -127,7 +163,7 @@ def _finish(config: TrainConfig, text, trained, tell) -> Result:
     sample = _sample(config, trained.last)
     write_whole(folder / "sample.txt", sample + "\n")
     write_chrome_trace(folder / "trace.json", trained.traces)
-    steps = min(config.verify_steps, config.steps)
+    steps = min(config.verify_steps, config.steps) if metrics[0]["step"] == 0 else 0
     difference = reference = None
     if steps:
         reference = run(

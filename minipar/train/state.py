@@ -1,0 +1,87 @@
+"""What of a run is state: this rank's parts of parameters and optimizer, to a checkpoint and back.
+
+Nothing else is: the batch of a step, its dropout masks and its learning rate are functions of seed and step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import torch
+
+from minipar.data_parallel import ZeroOptimizer
+from minipar.placement import Placement, placement_of
+from minipar.train.checkpoint import Part
+from minipar.train.config import TrainConfig
+from minipar.train.parallelize import Replica
+from minipar.train.restore import Checkpoint
+
+PARAMETER = "parameter"
+
+
+def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]:
+    """This rank's parts, and of each parameter what its optimizer keeps as one number: {name: {"step": 3.0}}."""
+    parts, numbers = [], {}
+    for x, state in _updated(replica):
+        placement = placement_of(x)
+        if placement.tied_to is not None:
+            continue  # the embedding's copy, and its state
+        parts.append(Part(PARAMETER, placement, x))
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                parts.append(Part(key, placement, value))
+            else:
+                numbers.setdefault(placement.name, {})[key] = float(value)
+    return parts, numbers
+
+
+@torch.no_grad()
+def restore(replica: Replica, checkpoint: Checkpoint) -> None:
+    """Take over a checkpoint, written on whatever mesh. Raises ValueError where it lacks something."""
+    for stage in replica.stages:
+        for param in stage.parameters():
+            param.copy_(checkpoint.read(PARAMETER, _canonical(placement_of(param))))
+    for x, state in _updated(replica):
+        placement = _canonical(placement_of(x))
+        x.copy_(checkpoint.read(PARAMETER, placement))
+        for key in sorted(checkpoint.kinds - {PARAMETER}):
+            if checkpoint.has(key, placement.name):
+                state[key] = checkpoint.read(key, placement).to(x.device)
+        for key, value in checkpoint.extra["numbers"].get(placement.name, {}).items():
+            state[key] = torch.tensor(value)
+
+
+def described(config: TrainConfig, numbers: dict) -> dict:
+    """What a checkpoint says of its run."""
+    return {"seed": config.seed, "dtype": config.dtype, "model": asdict(config.model), "numbers": numbers}
+
+
+def require_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
+    """Refuse to continue another run, or one that is over."""
+    for name, ours in described(config, {}).items():
+        theirs = checkpoint.extra[name]
+        if name != "numbers" and theirs != ours:
+            if name == "model":
+                differ = [key for key in ours if ours[key] != theirs.get(key)]
+                name, theirs, ours = differ[0], theirs.get(differ[0]), ours[differ[0]]
+            raise ValueError(
+                f"{name}={ours!r}, but {checkpoint.path} is of a run with {name}={theirs!r}; use that"
+            )
+    if checkpoint.step >= config.steps:
+        raise ValueError(
+            f"steps={config.steps}: {checkpoint.path} has done {checkpoint.step}; use more steps"
+        )
+
+
+def _updated(replica: Replica) -> Iterator[tuple[torch.Tensor, dict]]:
+    """Every tensor this rank updates, with its optimizer's state of it."""
+    if isinstance(replica.optimizer, ZeroOptimizer):
+        yield from replica.optimizer.shard_states()
+    else:
+        for x in replica.tensors:
+            yield x, replica.optimizer.state[x]
+
+
+def _canonical(placement: Placement) -> Placement:
+    return placement if placement.tied_to is None else replace(placement, name=placement.tied_to)
