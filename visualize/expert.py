@@ -1,0 +1,122 @@
+"""Pictures of a mixture of experts: who finds room in a queue, and how evenly the experts are used as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from visualize.style import (
+    GREY,
+    IDLE,
+    INK,
+    LARGE,
+    NORMAL,
+    RANKS,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    text_on,
+    write,
+)
+
+
+def draw_queues(expert, kept, capacity: int, path: str | Path, **options) -> Path:
+    """Write `queue_figure` to a .png, .svg or .pdf; the file written."""
+    return write(queue_figure(expert, kept, capacity, **options), path)
+
+
+def queue_figure(
+    expert: Sequence[Sequence[int]],
+    kept: Sequence[Sequence[bool]],
+    capacity: int,
+    num_experts: int | None = None,
+    title: str = "",
+) -> Figure:
+    """The experts' queues of one routing group: a row an expert, a box a token, in the order in which they came.
+
+    expert, kept  [T][k]: each token's choices, and whether there was room
+    capacity      how many boxes a row has room for; what did not fit stands to the right of the line, hatched
+    """
+    num_experts = num_experts or max(max(row) for row in expert) + 1
+    figure = new_figure(9.0, 0.6 + 0.45 * num_experts)
+    axes = figure.subplots()
+    served, turned_away = [0] * num_experts, [0] * num_experts
+    for token, (choices, fit) in enumerate(zip(expert, kept)):
+        for e, fits in zip(choices, fit):
+            place = served[e] if fits else capacity + 0.3 + turned_away[e]
+            (served if fits else turned_away)[e] += 1
+            _box(axes, place, e, str(token), RANKS[e % len(RANKS)] if fits else None)
+    for e in range(num_experts):
+        for place in range(served[e], capacity):
+            _box(axes, place, e, "", "#ffffff")
+    axes.axvline(capacity + 0.1, color=INK, linewidth=1.2)
+    axes.set_xlim(-0.1, capacity + 0.4 + max(1, max(turned_away)))
+    axes.set_ylim(num_experts - 0.4, -0.6)
+    axes.set_yticks(range(num_experts), [f"expert {e}" for e in range(num_experts)], fontsize=SMALL)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    axes.set_title(title or f"capacity {capacity}: what comes later is dropped", loc="left", fontsize=NORMAL)
+    return figure
+
+
+def _box(axes: Axes, place: float, row: int, text: str, colour: str | None) -> None:
+    look = IDLE if colour is None else {"facecolor": colour, "edgecolor": GREY, "linewidth": 0.6}
+    axes.add_patch(Rectangle((place + 0.05, row - 0.38), 0.9, 0.76, **look))
+    ink = INK if colour is None else text_on(colour)
+    axes.text(place + 0.5, row, text, ha="center", va="center", fontsize=SMALL, color=ink)
+
+
+def draw_loads(runs: Mapping[str, Sequence], path: str | Path, aim: float = 0.02) -> Path:
+    """Write `load_figure` to a .png, .svg or .pdf; the file written."""
+    return write(load_figure(runs, aim), path)
+
+
+def load_figure(runs: Mapping[str, Sequence], aim: float = 0.02) -> Figure:
+    """For each run, above: the experts' shares of all choices over steps; below: the share of choices dropped.
+
+    runs  by name, the `MoEMetrics` of one layer, step after step
+    aim   where a dotted line is drawn among the drops
+    """
+    if not runs or not all(len(steps) for steps in runs.values()):
+        raise ValueError("no metrics to draw; give at least one run with one step")
+    figure = new_figure(9.0, 4.4)
+    axes = figure.subplots(2, len(runs), sharex=True, sharey="row", squeeze=False, height_ratios=(2.2, 1))
+    for column, (name, steps) in enumerate(runs.items()):
+        _draw_shares(axes[0, column], steps)
+        axes[0, column].set_title(name, loc="left", fontsize=LARGE)
+        _draw_drops(axes[1, column], steps, aim)
+    axes[0, 0].set_ylabel("experts' shares of the load", fontsize=NORMAL)
+    axes[1, 0].set_ylabel("dropped", fontsize=NORMAL)
+    return figure
+
+
+def _draw_shares(axes: Axes, steps: Sequence) -> None:
+    shares = [[float(n) / max(1, int(m.load.sum())) for n in m.load] for m in steps]
+    num_experts = len(shares[0])
+    colours = [RANKS[e % len(RANKS)] for e in range(num_experts)]
+    axes.stackplot(range(len(steps)), list(zip(*shares)), colors=colours, edgecolor="white", linewidth=0.3)
+    for e in range(1, num_experts):  # where the borders would be if all had the same
+        axes.axhline(e / num_experts, color=INK, linewidth=0.5, linestyle=(0, (1, 3)))
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    quiet(axes)
+
+
+def _draw_drops(axes: Axes, steps: Sequence, aim: float) -> None:
+    axes.plot([m.drop_rate for m in steps], color=VERMILION, linewidth=1.2)
+    axes.axhline(aim, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
+    axes.annotate(
+        f"{aim:.0%}", (1, aim), xycoords=("axes fraction", "data"), fontsize=SMALL, ha="right", va="bottom"
+    )
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.set_xlim(0, max(1, len(steps) - 1))
+    axes.set_xlabel("step", fontsize=NORMAL)
+    quiet(axes, grid="y")
