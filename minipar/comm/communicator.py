@@ -154,7 +154,7 @@ class Comm(Collectives):
         return self._point_to_point("exchange", x, to, out, source, async_op)
 
     def _point_to_point(self, kind: str, x, to, out, source, async_op: bool):
-        # What a step of a collective passes through is kept short: Python is slow just after a copy has emptied the caches.
+        # Every step of a collective comes through here, just after a copy has emptied the caches: so it is kept short.
         if not (to is None or 0 <= to < self.size) or not (source is None or 0 <= source < self.size):
             raise ValueError(
                 f"{kind} between ranks {to} and {source} of {self._channel.name}: its ranks are 0 to {self.size - 1}"
@@ -209,14 +209,12 @@ class Comm(Collectives):
             ops.append(dist.P2POp(dist.irecv, out, self.ranks[source], group))
         if to is not None and x.numel():
             x = x.detach().contiguous()
-            x.record_stream(
-                torch.cuda.current_stream()
-            )  # may be freed on another stream while this one sends it
+            x.record_stream(torch.cuda.current_stream())  # another stream may free it while this one sends it
             ops.append(dist.P2POp(dist.isend, x, self.ranks[to], group))
             self.traffic.book(self._channel.kind or kind, x.nbytes)
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
-        return Posted(self._link, [], out)
+        return Posted(self._link, (), out)
 
     # Native collectives ----------------------------------------------------------------------------------------
 
@@ -245,9 +243,7 @@ class Comm(Collectives):
 
     def _native_reduce_scatter(self, group, x, op, sizes, out=None):
         sizes = check_sizes(sizes, x.shape[0], self.size, "sizes")
-        padded = torch.cat(
-            [_pad(chunk, max(sizes)) for chunk in x.split(sizes)]
-        )  # it takes equal chunks only
+        padded = torch.cat([_pad(chunk, max(sizes)) for chunk in x.split(sizes)])  # it takes equal ones only
         padded_own = x.new_empty((max(sizes), *x.shape[1:]))
         reduce_scatter_single(padded_own, padded, _native_op(op, x), group)
         own = padded_own[: sizes[self.rank]]
