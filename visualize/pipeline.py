@@ -27,7 +27,10 @@ ROW_INCHES, LIVE_INCHES, WIDTH_INCHES = 0.34, 0.2, 13.0
 
 
 def draw_timeline(
-    timelines: Timeline | Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None
+    timelines: Timeline | Sequence[Timeline],
+    path: str | Path,
+    titles: Sequence[str] | None = None,
+    dpi: int = 150,
 ) -> list[Path]:
     """Write `timeline_figure` to `path`; the files written.
 
@@ -40,15 +43,17 @@ def draw_timeline(
     for file in files:
         # Without date and random names the same timeline gives the same file.
         with matplotlib.rc_context({"svg.hashsalt": "minipar"}):
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+            figure.savefig(file, dpi=dpi, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
 
 
-def draw_beside_predicted(measured: Timeline, path: str | Path, costs: Costs | None = None) -> list[Path]:
+def draw_beside_predicted(
+    measured: Timeline, path: str | Path, costs: Costs | None = None, dpi: int = 150
+) -> list[Path]:
     """Write a run's timeline below the simulated one, on one axis; `costs` default to the run's own means."""
     predicted = simulate(measured.schedule, costs or measured.costs)
     titles = [f"predicted   {headline(predicted)}", f"measured   {headline(measured)}"]
-    return draw_timeline([predicted, measured], path, titles)
+    return draw_timeline([predicted, measured], path, titles, dpi)
 
 
 def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:

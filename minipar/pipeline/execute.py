@@ -138,13 +138,13 @@ class _Step:
     """One run of the program, and the results that wait to be consumed: each is, once."""
 
     def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None):
-        self._of, self._batch, self._divisor = pipeline, batch, divisor
+        self._pipeline, self._batch, self._divisor = pipeline, batch, divisor
         self._results: dict[Action, Tensor] = {}
         self._loss: Tensor | None = None
         self._last = pipeline.schedule.num_stages - 1
 
     def run(self) -> Tensor | None:
-        pipeline, mailbox = self._of, self._of._mailbox
+        pipeline, mailbox = self._pipeline, self._pipeline._mailbox
         pipeline.spans = {}
         mailbox.begin()
         pipeline._tied.begin()
@@ -168,7 +168,7 @@ class _Step:
         return self._loss
 
     def _compute(self, action: Action) -> None:
-        stage, start_s = self._of.stages[action.stage], time.perf_counter()
+        stage, start_s = self._pipeline.stages[action.stage], time.perf_counter()
         if action.op == "F":
             self._forward(stage, action)
         elif action.op == "W":
@@ -176,10 +176,10 @@ class _Step:
         else:
             self._backward(stage, action)
         end_s = time.perf_counter()
-        self._of.spans[action] = (start_s, end_s)
-        if self._of.comm.trace is not None:
-            self._of.comm.trace.add("compute", str(action), start_s, end_s)
-        if stage.done and stage not in self._of._tied.stages:
+        self._pipeline.spans[action] = (start_s, end_s)
+        if self._pipeline.comm.trace is not None:
+            self._pipeline.comm.trace.add("compute", str(action), start_s, end_s)
+        if stage.done and stage not in self._pipeline._tied.stages:
             stage.synchronize()
 
     def _forward(self, stage: Stage, action: Action) -> None:
@@ -188,10 +188,10 @@ class _Step:
         kwargs = self._batch.kwargs(k)
         if number < self._last:
             out = stage.forward(k, x, kwargs)
-            self._of._mailbox.agree(action, out)
+            self._pipeline._mailbox.agree(action, out)
             self._results[action] = out
             return
-        loss_fn, target = self._of.loss_fn, self._batch.targets[k]
+        loss_fn, target = self._pipeline.loss_fn, self._batch.targets[k]
         if loss_fn is None:
             loss = stage.forward(k, x, {**kwargs, "targets": target}, self._shared)
         else:
