@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import minipar
+from minipar.launch import run
 from minipar.pipeline import Costs, Timeline, make_schedule, measured, simulate
 from minipar.pipeline.emulate import emulate
 from minipar.pipeline.registry import LOOPED, chunks_per_rank
@@ -61,7 +61,7 @@ def _run(simulated: Timeline) -> Timeline:
     second = simulated.makespan / MEASURED_S
     table = costs.table(schedule.num_stages)
     in_seconds = Costs(*([cost / second for cost in table[op]] for op in "FIW"))
-    spans = minipar.run(emulate, schedule, in_seconds, world_size=schedule.num_ranks)
+    spans = run(emulate, schedule, in_seconds, world_size=schedule.num_ranks)
     took = measured(schedule, spans)
     in_units = {action: (start * second, end * second) for action, (start, end) in took.spans.items()}
     return Timeline(schedule, in_units, costs)
