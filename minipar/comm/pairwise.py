@@ -24,10 +24,15 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
     x, from_, to = x.detach().contiguous(), bounds(send_sizes), bounds(recv_sizes)
     out = x.new_empty((to[-1], *x.shape[1:]))
     out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
+    posted = []
     for step in range(1, p):
         dest, source = (rank + step) % p, (rank - step) % p
-        target = out[to[source] : to[source + 1]]
-        comm.exchange(x[from_[dest] : from_[dest + 1]], dest, target.shape, x.dtype, source, out=target)
+        target, chunk = out[to[source] : to[source + 1]], x[from_[dest] : from_[dest + 1]]
+        posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
+    for (
+        exchange
+    ) in posted:  # all under way at once: nobody waits for a neighbour that is late in an earlier step
+        exchange.wait()
     return out
 
 
