@@ -34,7 +34,8 @@ class Pipeline:
                 once more before the backward
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step, right
-    after its last backward; the ends of a model with tied embeddings after their gradients have been summed.
+    after its last backward. The ends of a model with tied embeddings sum their gradients after that, at the end of
+    the step; what cuts gradients up later (ZeRO) accumulates under its own `no_sync()` until then.
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
     runs its B (or W, and I) in ascending order of microbatches, as every generated schedule does; a tied
@@ -163,8 +164,6 @@ class _Step:
                     mailbox.send(action, self._results.pop(result(action)), to)
         mailbox.finish()
         pipeline._tied.finish()
-        for stage in pipeline._tied.stages:
-            stage.synchronize()
         return self._loss
 
     def _compute(self, action: Action) -> None:
@@ -179,7 +178,7 @@ class _Step:
         self._pipeline.spans[action] = (start_s, end_s)
         if self._pipeline.comm.trace is not None:
             self._pipeline.comm.trace.add("compute", str(action), start_s, end_s)
-        if stage.done and stage not in self._pipeline._tied.stages:
+        if stage.done:
             stage.synchronize()
 
     def _forward(self, stage: Stage, action: Action) -> None:

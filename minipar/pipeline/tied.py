@@ -15,27 +15,29 @@ class TiedGradients:
 
     embedding.grad = head.grad = (gradient as embedding) + (gradient as head)
 
+    After both stages' last backward, and after what replicas of each stage sum among themselves: all are sums, so
+    the order is free. But before gradients are cut up, for the two ends would be cut in different places.
     The sum is of one step: what an earlier step left in `.grad`, summed already, is added afterwards. Both ranks
-    add in one order, so equal weights stay equal bit for bit. After both stages' last backward, before gradients
-    are summed over replicas or cut up.
+    add in one order, so equal weights stay equal bit for bit.
     Sends V * D elements each way, nothing where one rank holds both stages.
+    Raises ValueError where the weight is held as a flat shard.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule, stages: list[Stage]):
         first_rank, last_rank = schedule.stage_rank[0], schedule.stage_rank[-1]
-        self.stages: list[Stage] = []  # whose gradients are complete only after `finish`
         self._parameters: list[nn.Parameter] = []  # the first stage's, the last stage's, or both
         for stage in stages:
-            if (name := _shared(stage, schedule.num_stages)) is not None:
-                self.stages.append(stage)
-                self._parameters.append(stage.transformer.get_parameter(name))
+            name = _shared(stage, schedule.num_stages)
+            parameter = None if name is None else stage.transformer.get_parameter(name)
+            if parameter is not None and parameter.requires_grad:
+                self._parameters.append(_require_whole(parameter, name))
         self._comm = None
-        if self.stages and first_rank != last_rank:
+        if self._parameters and first_rank != last_rank:
             self._comm = comm.subgroup((first_rank, last_rank), "tied")
 
     def begin(self) -> None:
-        """Set aside what is in `.grad`."""
-        self._before = [p.grad for p in self._parameters]
+        """Set aside what is in `.grad`: a copy, for it may be a view of a bucket that is about to be filled anew."""
+        self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         for p in self._parameters:
             p.grad = None
 
@@ -44,14 +46,15 @@ class TiedGradients:
         """Give both copies the sum."""
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         if self._comm is None:
-            parts = own
+            parts = own  # both, or none
         else:
             (mine,), me = own, self._comm.rank
             theirs = self._comm.exchange(mine, 1 - me, mine.shape, mine.dtype, 1 - me)
             parts = [mine, theirs] if me == 0 else [theirs, mine]
+        total = sum(parts[1:], parts[0]) if parts else None
         for p, before in zip(self._parameters, self._before):
-            total = parts[0] + parts[1]
-            p.grad = total if before is None else before.add_(total)
+            value = total if before is None else before + total
+            p.grad = value.clone() if p.grad is None else p.grad.copy_(value)
 
 
 def _shared(stage: Stage, num_stages: int) -> str | None:
@@ -62,3 +65,12 @@ def _shared(stage: Stage, num_stages: int) -> str | None:
     if stage.number == 0:
         return "embedding.weight"
     return next(iter(model.tied), None)
+
+
+def _require_whole(parameter: nn.Parameter, name: str) -> nn.Parameter:
+    if parameter.dim() != 2:
+        raise ValueError(
+            f"{name}, tied to the other end of the pipeline, is a flat shard of {parameter.numel()} elements; keep it "
+            "whole (FSDP: shard_rest=False)"
+        )
+    return parameter

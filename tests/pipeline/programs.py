@@ -46,9 +46,12 @@ def train_step(world, config, dtype, schedule, batch, seed=0, steps=1, costs=Non
     comm = world.subgroup(range(schedule.num_ranks), "pp") if world.rank < schedule.num_ranks else None
     if comm is None:
         return None, {}
-    stages = own_stages(Transformer(config, seed=seed, dtype=dtype), schedule, comm.rank, costs)
+    model = Transformer(config, seed=seed, dtype=dtype, device=comm.device)
+    stages = own_stages(model, schedule, comm.rank, costs)
     pipeline = Pipeline(stages, comm, schedule, **options)
+    batch = [x.to(comm.device) for x in batch]
     for _ in range(steps):
         loss = pipeline.step(*batch, stage_kwargs={"step": 3})
     assert [a for a in pipeline.spans] == list(schedule.actions[comm.rank])
-    return loss, gradients(stages)
+    grads = {name: grad.cpu() for name, grad in gradients(stages).items()}
+    return None if loss is None else loss.cpu(), grads

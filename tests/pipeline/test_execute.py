@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.data_parallel import DDP
+from minipar.data_parallel.fsdp import FSDP
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig, Transformer
+from minipar.model import IGNORED, Block, ModelConfig, Transformer
 from minipar.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -27,7 +29,8 @@ from minipar.pipeline import (
 )
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
-from tests.pipeline.programs import accumulate, gradients, make_batch, own_stages, train_step
+from minipar.placement import gather, placement_of
+from tests.pipeline.programs import accumulate, make_batch, own_stages, train_step
 from tests.pipeline.strategies import mutants, schedules
 from tests.strategies import assert_equal_to, seeds
 
@@ -94,6 +97,19 @@ def test_every_schedule_trains_bit_for_bit_as_accumulation_in_one_process(case, 
 @given(cases(schedules(max_ranks=8, max_microbatches=20)), exact_dtypes)
 def test_every_schedule_trains_bit_for_bit_on_more_ranks(case, dtype):
     check_bitwise(case, dtype, world_size=8)
+
+
+@pytest.mark.nccl(2)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_same_executor_trains_on_nccl(name):
+    schedule = make_schedule(name, 2, 4)
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    batch = make_batch(config, 4)
+    program = (config, torch.float64, schedule, batch)
+    loss, got = together(minipar.run(train_step, *program, world_size=2, backend="nccl", timeout_s=30))
+    want_loss, want = one_process(config, torch.float64, batch, 4)
+    assert_equal_to(loss, want_loss)
+    assert_same(got, want)
 
 
 @settings(max_examples=8)
@@ -221,41 +237,64 @@ def test_parameters_after_several_steps_are_those_of_one_process(schedule):
     assert [name for name, p in model.named_parameters() if not torch.equal(got[name], p)] == []
 
 
-def _replicated(world, config, schedule, batch):
-    """Two pipelines, each on half of every microbatch's samples, under DDP."""
+WRAPPERS = {
+    "ddp": lambda stage, data: DDP(stage, data, reduce="sum"),
+    "fsdp": lambda stage, data: FSDP(stage, data, units=Block, shard_rest=False, reduce="sum"),
+}
+
+
+def _replicated(world, config, schedule, batch, wrapper):
+    """Two pipelines, each on half of the samples. Gradients as (placement, local part)."""
     torch.set_num_threads(1)
     mesh = Mesh(world, pp=2, dp=2)
     comm, data = mesh.comm("pp"), mesh.comm("dp")
     model = Transformer(config, dtype=torch.float64)
-    stages = [DDP(stage, data, reduce="sum") for stage in own_stages(model, schedule, comm.rank)]
+    stages = [WRAPPERS[wrapper](stage, data) for stage in own_stages(model, schedule, comm.rank)]
     syncs = []
     for stage in stages:
         stage.synchronize = lambda run=stage.synchronize: (syncs.append(1), run())
     pipeline = Pipeline(stages, comm, schedule)
     tokens, targets = batch
     ids = torch.arange(len(tokens)).chunk(2)[data.rank]
-    count = (targets != -100).sum()
-    sent_before = data.traffic.messages
-    loss = pipeline.step(
-        tokens[ids], targets[ids], count=count, per_sample={"sample_ids": ids}, stage_kwargs={"step": 3}
-    )
+    options = {
+        "count": (targets != IGNORED).sum(),
+        "per_sample": {"sample_ids": ids},
+        "stage_kwargs": {"step": 3},
+    }
+    loss = pipeline.step(tokens[ids], targets[ids], **options)
     assert len(syncs) == len(stages)
-    assert data.traffic.messages > sent_before
-    return loss, gradients([stage.module for stage in stages])
+    return loss, [(placement_of(p), p.grad) for stage in stages for p in stage.parameters()]
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), zb_h1(2, 3), zb_v(2, 3)], ids=lambda s: s.name)
-def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, tied):
+def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, wrapper, tied):
     config = small_config(4, tie_embeddings=tied, dropout=0.2)
     batch = make_batch(config, 6)
-    parts = minipar.run(_replicated, config, schedule, batch, world_size=4, timeout_s=10)
+    parts = minipar.run(_replicated, config, schedule, batch, wrapper, world_size=4, timeout_s=10)
     want_loss, want = one_process(config, torch.float64, batch, 3)
-    losses = [loss for loss, _ in parts if loss is not None]
-    assert_equal_to(sum(losses), want_loss)
+    assert_equal_to(sum(loss for loss, _ in parts if loss is not None), want_loss)
+    by_name = defaultdict(list)
     for _, grads in parts:
-        for name, grad in grads.items():
-            assert_equal_to(grad, want.get(name, want["embedding.weight"]), what=name)
+        for placement, grad in grads:
+            by_name[placement.name].append((placement, grad))
+    assert by_name.keys() - {"head.weight"} == want.keys() - {"head.weight"}
+    for name, held in by_name.items():
+        assert_equal_to(gather(held), want.get(name, want["embedding.weight"]), what=name)
+
+
+def _tied_shards(world):
+    stages = own_stages(Transformer(small_config(2, tie_embeddings=True)), one_f_one_b(2, 1), world.rank)
+    alone = world.subgroup([world.rank], "alone")
+    with pytest.raises(
+        ValueError, match=r"is a flat shard of 192 elements; keep it whole \(FSDP: shard_rest=False\)"
+    ):
+        Pipeline([FSDP(stages[0], alone, units=Block)], world, one_f_one_b(2, 1))
+
+
+def test_a_tied_weight_cut_into_shards_is_refused():
+    minipar.run(_tied_shards, world_size=2, timeout_s=10)
 
 
 def _traffic(world, config, schedule, batch):
