@@ -1,7 +1,7 @@
 """What is on its way while a block is computed, seen in a trace."""
 
 import minipar
-from minipar.trace import Trace, overlap_fraction
+from minipar.trace import Trace
 from tests.context.strategies import Case
 
 
@@ -22,4 +22,6 @@ def test_keys_and_values_travel_while_blocks_are_computed():
         # keys and values forward and backward, and one gradient home
         assert [s.name.split()[0] for s in sent] == 2 * ["ring_attention"] + ["ring_attention_gradients"]
         assert {s.lane for s in sent}.isdisjoint({s.lane for s in computed})
-        assert overlap_fraction([*computed, *(s for s in sent if "gradients" not in s.name)]) > 0.3
+        # under way, on the Comm's lane, before the block beside them has been computed
+        for on_its_way, block in zip(sent, (computed[0], computed[2])):
+            assert on_its_way.start_s < block.end_s
