@@ -5,7 +5,7 @@
     regroup              expert 2: from 0, 1 | expert 3: from 0, 1
     experts, regroup back, all-to-all back
 
-Source: GShard, arXiv:2006.16668, section 3.2; sizes that differ, as in MegaBlocks, arXiv:2211.15841.
+Source: GShard, arXiv:2006.16668, section 3; sizes that differ, as in MegaBlocks, arXiv:2211.15841.
 """
 
 from __future__ import annotations

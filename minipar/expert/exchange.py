@@ -5,7 +5,7 @@
                  nodes, what g ranks have for one, together: g - 1 messages of n/g and p/g - 1 of g n/p
 
 Two levels send up to twice the bytes, but only 1/g of the messages cross the slow link, each g times as long.
-Source of two levels: Tutel, arXiv:2206.03382, section 3.4 (2DH all-to-all).
+Source of two levels: Tutel, arXiv:2206.03382 (2DH all-to-all).
 """
 
 from __future__ import annotations

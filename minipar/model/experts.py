@@ -34,7 +34,7 @@ def apply_experts(
 
     Costs 6 R D F flops forward and twice that backward: nothing is padded, and an expert without rows has a gradient of
     0. Keeps x, g and u, 2 R F elements besides x, where autograd would keep silu(g) and the product too.
-    Source: MegaBlocks, arXiv:2211.15841, section 4, with dense products in a loop for its block-sparse kernel.
+    Source: MegaBlocks, arXiv:2211.15841, with dense products in a loop for its block-sparse kernel.
     """
     weights = gate, up, down
     if deferred is None or not all(w.requires_grad and w.is_leaf for w in weights):

@@ -26,7 +26,7 @@ class Router(Linear):
     `layer` and `seed` key the random numbers, which depend on sample, position and step, not on who draws them.
 
     Raises ValueError where a logit is nan or infinite.
-    Source: Switch Transformers, arXiv:2101.03961, section 2.4 (float32, jitter); arXiv:1701.06538, equation 4 (noise).
+    Source: arXiv:2101.03961, section 2.4 (float32) and appendix C (jitter); arXiv:1701.06538, equation 4 (noise).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ def places(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> 
     priority  [N, g, k]   larger is earlier; None: tokens queue by position, each with its choices in their order
 
     In order of position a token's place does not depend on later tokens: routing is causal. By priority it is not.
-    Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 3.3 (batch prioritized routing).
+    Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 4.1 (batch prioritized routing).
     """
     queue = expert.flatten(1)
     if priority is not None:
