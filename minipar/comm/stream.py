@@ -20,18 +20,18 @@ class Handle:
     """The promise of an asynchronous operation: `wait()` returns its result, or raises what it raised."""
 
     def __init__(self, on_wait: Callable[[float, float], None] | None = None):
-        self._finished = threading.Event()
+        self.finished = threading.Event()
         self._on_wait = on_wait  # told when a wait began and ended, for the trace
         self._result = None
         self._error: BaseException | None = None
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self.finished.is_set()
 
     def wait(self):
-        if not self._finished.is_set():
+        if not self.finished.is_set():
             start_s = time.perf_counter()
-            self._finished.wait()
+            self.finished.wait()
             if self._on_wait is not None:
                 self._on_wait(start_s, time.perf_counter())
         if self._error is not None:
@@ -43,7 +43,7 @@ class Handle:
             self._result = operation()
         except BaseException as error:
             self._error = error
-        self._finished.set()
+        self.finished.set()
 
 
 class StreamThread(threading.Thread):
@@ -72,7 +72,7 @@ class ThreadStream:
         self._owner: int | None = None
         self._inline: int | None = None  # the thread that is in the middle of an operation by itself
         self._thread: StreamThread | None = None
-        self._last: Handle | None = None
+        self._last: threading.Event | None = None  # not its handle, which would keep its result alive
 
     def inside(self) -> bool:
         """Is the calling thread in the middle of an operation of this stream?"""
@@ -80,7 +80,7 @@ class ThreadStream:
         return me == self._inline or (self._thread is not None and me == self._thread.ident)
 
     def idle(self) -> bool:
-        return self._last is None or self._last.done()
+        return self._last is None or self._last.is_set()
 
     def run(self, operation: Callable, on_wait=None):
         if self.inside():
@@ -100,7 +100,8 @@ class ThreadStream:
             self._thread = StreamThread(self.name)
             self._thread.start()
             weakref.finalize(self, self._thread.operations.put, None)
-        handle = self._last = Handle(on_wait)
+        handle = Handle(on_wait)
+        self._last = handle.finished
         self._thread.operations.put((handle, operation))
         return handle
 

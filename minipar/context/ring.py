@@ -80,7 +80,7 @@ class Ring(NamedTuple):
         """Send x to the right and receive as much from the left, meanwhile; a handle whose `wait()` gives that."""
         comm = self.comm
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        exchange = partial(comm.exchange, x, right, x.shape, x.dtype, left)
+        exchange = partial(comm.exchange, x, right, x.shape, x.dtype, left, out=torch.empty_like(x))
         return comm.custom(kind, exchange, async_op=True)
 
 

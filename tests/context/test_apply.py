@@ -88,7 +88,7 @@ MESHES = [
 ]
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     sizes=st.sampled_from(MESHES),
     layout=st.sampled_from(LAYOUTS),
