@@ -78,6 +78,7 @@ def _race_exchange(world, rounds: int, tokens: int):
         lambda: route.begin(x, sizes, async_op=False),
         lambda: world.all_to_all(x, sizes[0], sizes[0], algorithm="native"),
         rounds,
+        calls=4,
     )
 
 

@@ -23,7 +23,6 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
     send_sizes, recv_sizes = all_to_all_sizes(comm, x, send_sizes, recv_sizes)
     x, from_, to = x.detach().contiguous(), bounds(send_sizes), bounds(recv_sizes)
     out = x.new_empty((to[-1], *x.shape[1:]))
-    out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
     posted = []
     for step in range(1, p):
         dest, source = (rank + step) % p, (rank - step) % p
