@@ -8,12 +8,21 @@ zero.py         ZeRO-1 and ZeRO-2: the optimizer's state is cut, then the gradie
 state.py        a cut optimizer's state in and out, whole
 per_element.py  which optimizers may be cut
 lamb.py         one that may not, unless its ranks talk
+fsdp.py         ZeRO-3, or FSDP: the parameters are cut too, and whole only while their unit runs
+backward.py     its half that autograd calls
+unit.py         which modules are units, and which unit has which parameter
+flat.py         a unit's parameters as one flat buffer, gathered and freed
+whole.py        from whole parameters to shards and back
+guard.py        a freed parameter, which says so when it is used
 usage.py        which parameters did any rank use
 offload.py      states in the host's memory, or on disk
+precision.py    the scale of a loss whose gradients are fp16
 """
 
 from minipar.data_parallel.ddp import DDP
+from minipar.data_parallel.fsdp import FSDP
 from minipar.data_parallel.lamb import Lamb
+from minipar.data_parallel.precision import DynamicLossScaler
 from minipar.data_parallel.zero import ZeroOptimizer
 
-__all__ = ["DDP", "Lamb", "ZeroOptimizer"]
+__all__ = ["DDP", "FSDP", "DynamicLossScaler", "Lamb", "ZeroOptimizer"]

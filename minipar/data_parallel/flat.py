@@ -8,6 +8,8 @@ good, and only its memory comes and goes: `storage.resize_(0)` and back. Refille
 autograd's version counters like the parameter it saved.
 """
 
+# longer than 250 lines because shard, whole and gradient of a flat buffer are three states of one thing
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -8,21 +8,20 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm import Comm
 from minipar.data_parallel import whole
+from minipar.data_parallel.backward import Backward, in_backward
 from minipar.data_parallel.flat import FlatParameters
 from minipar.data_parallel.offload import memory_for
-from minipar.data_parallel.unit import Unit, find_units, owners
-from minipar.data_parallel.usage import used_anywhere
+from minipar.data_parallel.unit import Unit, find_units, group_parameters, per_parameter
 from minipar.errors import one_of
 from minipar.placement import place_whole
 
 
-class FSDP(nn.Module):
+class FSDP(Backward, nn.Module):
     """The module, each of p ranks keeping a p-th part of every parameter, of its gradient and so of optimizer state.
 
     module        changed in place; rank 0's parameters and buffers are everybody's. May be on the meta device: see `init`
@@ -74,20 +73,17 @@ class FSDP(nn.Module):
         if reduce not in ("mean", "sum"):
             raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
         self.module, self.reduce, self.algorithm = module, reduce, algorithm
-        self.reshard_after_forward, self.prefetch, self.compute_dtype = (
-            reshard_after_forward,
-            prefetch,
-            compute_dtype,
-        )
+        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
+        self.compute_dtype = compute_dtype
         place_whole(module)
         modules, root_is_unit = find_units(module, units)
         self.units = [Unit(name, m) for name, m in modules]
         self.root = self.units[0]
         make = partial(FlatParameters, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
                        memory=memory_for(offload, folder))  # fmt: skip
-        comm_of, replicas_of = _per_parameter(comm), _per_parameter(replicas)
+        comm_of, replicas_of = per_parameter(comm), per_parameter(replicas)
         rest_is_whole = not shard_rest and not root_is_unit
-        for (i, cut_over, copies, *_), params in _group(
+        for (i, cut_over, copies, *_), params in group_parameters(
             module, modules, comm_of, replicas_of, rest_is_whole
         ).items():
             flat = make(params, self.units[i].name, cut_over, copies)
@@ -123,14 +119,14 @@ class FSDP(nn.Module):
         try:
             outputs = forward(*args, **kwargs)
         except BaseException:
-            if not _in_backward():  # there, recomputation ends early by raising
+            if not in_backward():  # there, recomputation ends early by raising
                 self._reset()
             raise
         self._after_forward(unit, outputs)
         return outputs
 
     def _before_forward(self, unit: Unit, args, kwargs):
-        if not _in_backward():
+        if not in_backward():
             if self._armed:
                 self._abandon()
             if self._depth == 0:
@@ -152,7 +148,7 @@ class FSDP(nn.Module):
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
         if unit.active == 0:
             self._linger(unit)
-        if not _in_backward():
+        if not in_backward():
             self._ended = [*(u for u in self._ended if u is not unit), unit]
             self._depth -= 1
             if self._depth == 0:
@@ -205,7 +201,7 @@ class FSDP(nn.Module):
         unit.show_full()
 
     def _following(self, unit: Unit) -> Unit | None:
-        order = self._backward_order if _in_backward() else self._forward_order
+        order = self._backward_order if in_backward() else self._forward_order
         if unit not in order:
             return None
         return next(iter(order[order.index(unit) + 1 :]), None)
@@ -217,99 +213,6 @@ class FSDP(nn.Module):
         if self._lingering is not None and self._lingering is not unit:
             self._lingering.free(guarded=True)
         self._lingering = unit
-
-    # A backward -------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        self._armed = False
-        self._reduced: list[Unit] = []
-        self._reducing: Unit | None = None
-        for unit in self.units:
-            unit.active = 0
-
-    def _arm(self) -> None:
-        if not self._armed:
-            self._armed = True
-            Variable._execution_engine.queue_callback(self._finish)
-            for unit in self.units:
-                unit.show_shard(guarded=True)
-
-    def _before_backward(self, unit: Unit) -> None:
-        self._arm()
-        unit.active += 1
-        self._bring(unit)
-
-    def _after_backward(self, unit: Unit) -> None:
-        unit.active -= 1
-        if unit.active > 0:
-            return
-        unit.active = 0
-        if self._synchronised:
-            self._reduce(unit)
-        if self._synchronised or self.reshard_after_forward:
-            unit.free(guarded=True)
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        gradient, param.grad = param.grad, None
-        self._take(param, gradient)
-
-    def _take(self, param: nn.Parameter, gradient: Tensor) -> None:
-        self._used.add(param)
-        self._flat_of[param].take(param, gradient)
-
-    def _reduce(self, unit: Unit) -> None:
-        if self._reducing is not None:
-            self._reducing.settle(
-                self.reduce, self.algorithm
-            )  # no more than two units' full gradients are alive
-        unit.reduce(self.reduce, self.algorithm)
-        self._reducing = unit
-        self._reduced.append(unit)
-
-    def _finish(self) -> None:
-        """The backward is over: reduce what is left, free everything, and give the shards their gradients."""
-        if not self._synchronised:
-            for unit in self.units:
-                unit.free() if self.reshard_after_forward else unit.show_shard()
-            self._begin()
-            return
-        for unit in reversed(self.units):
-            unit.free()
-            if unit not in self._reduced or any(flat.gradients is not None for flat in unit.flats):
-                self._reduce(unit)
-        used = self._used_anywhere()
-        for flat in self.flats:
-            while flat.settle(self.reduce, self.algorithm):
-                pass
-            flat.deliver(used)
-        self._used.clear()
-        self._lingering = None
-        self._begin()
-
-    def _used_anywhere(self) -> set[nn.Parameter]:
-        """By any rank of the Comm a parameter is cut over, then of those over which its chunk is copied."""
-        used = self._used
-        comms = {
-            p: [c for c in (flat.comm, *flat.copies) if c is not None] for p, flat in self._flat_of.items()
-        }
-        for i in range(max(map(len, comms.values()), default=0)):
-            comm_of = {p: c[i] for p, c in comms.items() if len(c) > i and self._flat_of[p].trained}
-            used = used_anywhere(comm_of, used, self.algorithm) | (used - comm_of.keys())
-        return set(used)
-
-    def _reset(self) -> None:
-        """After an exception: everything freed, nothing half done."""
-        self._depth, self._lingering = 0, None
-        for unit in self.units:
-            unit.free()
-        self._begin()
-
-    def _abandon(self) -> None:
-        """An exception ended the last backward before its end: what it had computed is dropped."""
-        self._reset()
-        self._used.clear()
-        for flat in self.flats:
-            flat.forget()
 
     # For the caller ---------------------------------------------------------------------------------------------
 
@@ -343,24 +246,3 @@ class FSDP(nn.Module):
     def summon_full_parameters(self, writeback: bool = True):
         """A context in which parameters are whole, in their own dtype; what is written to them there stays."""
         return whole.summon(self, writeback)
-
-
-def _per_parameter(comm) -> Callable[[Tensor], Comm | None]:
-    return (lambda _: comm) if isinstance(comm, Comm | None) else comm
-
-
-def _group(module, modules, comm_of, replicas_of, rest_is_whole) -> dict[tuple, list[nn.Parameter]]:
-    """(unit, comm or None if whole, Comms with copies, ...) -> parameters that can share a flat buffer."""
-    owner, groups = owners(modules), {}
-    for param in module.parameters():
-        comm, replicas = comm_of(param), replicas_of(param)
-        copies = () if replicas is None else (replicas,)
-        if rest_is_whole and owner[param] == 0:
-            comm, copies = None, (comm, *copies)
-        key = (owner[param], comm, copies, param.dtype, param.requires_grad)
-        groups.setdefault(key, []).append(param)
-    return groups
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

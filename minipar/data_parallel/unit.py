@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
 
+from torch import Tensor, nn
+
+from minipar.comm import Comm
 from minipar.data_parallel.flat import FlatParameters
 
 
@@ -80,3 +83,20 @@ def owners(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
             before = chains.get(param, around)
             chains[param] = [i for i in around if i in before]
     return {param: chain[-1] for param, chain in chains.items()}
+
+
+def per_parameter(comm) -> Callable[[Tensor], Comm | None]:
+    return (lambda _: comm) if isinstance(comm, Comm | None) else comm
+
+
+def group_parameters(module, modules, comm_of, replicas_of, rest_is_whole) -> dict[tuple, list[nn.Parameter]]:
+    """(unit, comm or None if whole, Comms with copies, ...) -> parameters that can share a flat buffer."""
+    owner, groups = owners(modules), {}
+    for param in module.parameters():
+        comm, replicas = comm_of(param), replicas_of(param)
+        copies = () if replicas is None else (replicas,)
+        if rest_is_whole and owner[param] == 0:
+            comm, copies = None, (comm, *copies)
+        key = (owner[param], comm, copies, param.dtype, param.requires_grad)
+        groups.setdefault(key, []).append(param)
+    return groups

@@ -125,6 +125,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._begin()
         self._finish()
 
+    def reduce_rest(self) -> None:
+        """Reduce what no backward has reduced since the last `no_sync` or `zero_grad`."""
+        if self._unreduced:
+            self.synchronize()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._unreduced = True
@@ -192,8 +197,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for bucket in self.buckets:
             bucket.check()
-        if self._unreduced:
-            self.synchronize()
+        self.reduce_rest()
         handles = []
         for chunk, following in zip(self._chunks, [*self._chunks[1:], None]):
             if following is not None:

@@ -1,0 +1,80 @@
+"""The scale of a loss whose gradients are fp16, whose smallest normal number is 6e-5: too large for many gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.data_parallel.zero import ZeroOptimizer
+
+
+class DynamicLossScaler:
+    """Multiplies the loss by a scale, divides gradients by it, and finds the largest scale at which none overflows.
+
+    comm       all ranks that have a part of any parameter: each sees its own shards only, and all must skip together
+    scale_now  starts at `initial`
+    interval   after so many steps in a row without an overflow the scale grows by `growth`; an overflow backs it off
+
+    backward   scaler.scale(loss).backward()
+    step       grad = grad / scale, if all of them are finite on every rank;   or else nothing but a smaller scale
+
+    Powers of two change no digits of a number that stays normal. Sends an all-reduce of 4 bytes a step.
+    Source: Mixed Precision Training, arXiv:1710.03740, section 3.2.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+    ):
+        if not initial > 0 or not growth > 1 or not 0 < backoff < 1 or interval < 1:
+            raise ValueError(
+                f"initial={initial} must be above 0, growth={growth} above 1, backoff={backoff} between 0 and 1 "
+                f"and interval={interval} at least 1"
+            )
+        self.scale_now, self._comm = float(initial), comm
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._good_steps = 0  # in a row
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.scale_now
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Step with gradients that are divided by the scale, unless one of them overflowed. Did it step?"""
+        stepped = not self._overflowed(optimizer)
+        if stepped and isinstance(optimizer, ZeroOptimizer):
+            optimizer.step(grad_scale=self.scale_now)
+        elif stepped:
+            for param in _holders(optimizer):
+                if param.grad is not None:
+                    param.grad /= self.scale_now
+            optimizer.step()
+        self._update(stepped)
+        return stepped
+
+    def _overflowed(self, optimizer) -> bool:
+        if isinstance(optimizer, ZeroOptimizer):
+            optimizer.reduce_rest()
+        gradients = [p.grad for p in _holders(optimizer) if p.grad is not None]
+        found = any(not torch.isfinite(grad).all() for grad in gradients)
+        flag = torch.tensor([float(found)], device=self._comm.device)
+        return bool(self._comm.all_reduce(flag, "max").item())
+
+    def _update(self, stepped: bool) -> None:
+        self._good_steps = self._good_steps + 1 if stepped else 0
+        if not stepped:
+            self.scale_now *= self._backoff
+        elif self._good_steps == self._interval:
+            self.scale_now *= self._growth
+            self._good_steps = 0
+
+
+def _holders(optimizer) -> list[Tensor]:
+    """The tensors whose `.grad` this rank's optimizer steps with."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.shards
+    return [p for group in optimizer.param_groups for p in group["params"]]
