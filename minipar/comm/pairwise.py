@@ -28,9 +28,9 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
         dest, source = (rank + step) % p, (rank - step) % p
         target, chunk = out[to[source] : to[source + 1]], x[from_[dest] : from_[dest + 1]]
         posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
-    for (
-        exchange
-    ) in posted:  # all under way at once: nobody waits for a neighbour that is late in an earlier step
+    out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
+    # All are under way at once: nobody waits for a neighbour that is late in an earlier step.
+    for exchange in posted:
         exchange.wait()
     return out
 
