@@ -28,6 +28,12 @@ from visualize.style import (
 
 FORWARD, BACKWARD = "#aedcf4", VERMILION  # as in the pictures of pipelines
 COMPUTE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": PURPLE}
+PIPELINE = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "backward",
+}  # its actions: "B of microbatch 0 ..."
 WIDTH_INCHES, LANE_INCHES, GAP_INCHES = 13.0, 0.3, 0.14
 
 
@@ -106,7 +112,13 @@ def _write_name(axes: Axes, s: Span, start: float, end: float, top: float, lengt
 
 
 def _colour(s: Span) -> str:
-    return BLUE if s.kind == "communicate" else COMPUTE.get(s.name, GREY)
+    return BLUE if s.kind == "communicate" else COMPUTE.get(_what(s), GREY)
+
+
+def _what(s: Span) -> str:
+    """The kind of computing a span is, where it is an action of a pipeline."""
+    first = s.name.split()[0]
+    return PIPELINE.get(first, s.name)
 
 
 def _short(lane: str) -> str:
@@ -128,7 +140,7 @@ def _headline(spans_by_rank, length_ms: float) -> str:
 
 
 def _legend(spans: Sequence[Span]) -> list[Patch]:
-    names = {s.name for s in spans if s.kind == "compute"}
+    names = {_what(s) for s in spans if s.kind == "compute"}
     handles = [Patch(facecolor=colour, label=name) for name, colour in COMPUTE.items() if name in names]
     if names - set(COMPUTE):
         handles.append(Patch(facecolor=GREY, label="other computing"))

@@ -33,8 +33,8 @@ class Pipeline:
     checkpoint  True, or the stage numbers, of which only the inputs of microbatches are kept: their forward runs
                 once more before the backward
 
-    A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step, right
-    after its last backward. The ends of a model with tied embeddings sum their gradients after that, at the end of
+    A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step: during its
+    last backward, or right after its last W. The ends of a model with tied embeddings sum their gradients after that, at the end of
     the step; what cuts gradients up later (ZeRO) accumulates under its own `no_sync()` until then.
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage

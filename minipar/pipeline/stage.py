@@ -30,7 +30,7 @@ class Stage:
     def __init__(self, module: nn.Module, number: int, split: Set[int], remat: bool):
         self.module, self.number, self.split, self.remat = module, number, split, remat
         self.transformer = unwrapped(module)
-        self._queue = WeightGradients()
+        self._queue, self._deferring = WeightGradients(), False
         self._sync = ExitStack()
 
     def begin(self, num_microbatches: int) -> None:
@@ -38,18 +38,18 @@ class Stage:
         self._kept: dict[int, tuple] = {}  # microbatch -> (input, where its backward begins)
         self._products: dict[int, list[Product]] = {}
         self._left = num_microbatches
-        self._deferring: bool | None = None
+        self._reduced = False  # by the last backward itself
         self._sync = ExitStack()
         if hasattr(self.module, "no_sync"):
             self._sync.enter_context(self.module.no_sync())
 
     def forward(self, microbatch: int, x: Tensor, kwargs: dict, finish: Callable | None = None) -> Tensor:
         """Run F: the module's output, or on the last stage what `finish` makes of it."""
-        self._defer(microbatch)
+        self._defer(microbatch in self.split)
         x = x.detach()
         if self.number:
             x.requires_grad_()
-        out = self._call(x, self._completed(kwargs, microbatch, x.shape[0]))
+        out = self._call(x, self._completed(kwargs, microbatch, x))
         if not isinstance(out, Tensor):
             raise ValueError(
                 f"stage {self.number} returned a {type(out).__name__}; use a module that returns one tensor"
@@ -60,9 +60,13 @@ class Stage:
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
         """Run B, or I: the gradient of the input, which is None on stage 0."""
-        self._defer(microbatch)
+        self._defer(microbatch in self.split)
         x, edge = self._kept.pop(microbatch)
         if edge is not None:
+            if self._left == 1 and microbatch not in self.split:
+                # The stage's last work of the step, and whole: replicas are summed while it runs.
+                self._sync.close()
+                self._reduced = True
             torch.autograd.backward((edge,), (gradient,))
         if microbatch in self.split:
             self._products[microbatch] = self._queue.pop_all()
@@ -85,20 +89,19 @@ class Stage:
         return self._left == 0
 
     def synchronize(self) -> None:
-        """Sum the gradients over replicas, where the module is wrapped in something that does."""
+        """Sum the gradients over replicas, where the module is wrapped in something that does and has not yet."""
         self._sync.close()
-        if hasattr(self.module, "synchronize"):
+        if hasattr(self.module, "synchronize") and not self._reduced:
             self.module.synchronize()
 
     def end(self) -> None:
         """Leave the module as it was, whatever happened."""
         self._sync.close()
-        defer_weight_gradients(self.module, None)
+        self._defer(False)
         self._kept, self._products = {}, {}
 
-    def _defer(self, microbatch: int) -> None:
+    def _defer(self, wanted: bool) -> None:
         # A forward that is run again in the backward must take the same path, so both ask for it.
-        wanted = microbatch in self.split
         if wanted != self._deferring:
             self._deferring = wanted
             defer_weight_gradients(self.module, self._queue if wanted else None)
@@ -108,13 +111,12 @@ class Stage:
             return checkpoint(self.module, x, use_reentrant=False, **kwargs)
         return self.module(x, **kwargs)
 
-    def _completed(self, kwargs: dict, microbatch: int, size: int) -> dict:
+    def _completed(self, kwargs: dict, microbatch: int, x: Tensor) -> dict:
         """The arguments, with a Transformer's samples numbered over the whole batch: so its dropout ignores the cut."""
         if self.transformer is None or "sample_ids" in kwargs:
             return kwargs
-        first = microbatch * size
-        device = next(self.module.parameters()).device
-        return {**kwargs, "sample_ids": torch.arange(first, first + size, device=device)}
+        first, size = microbatch * x.shape[0], x.shape[0]
+        return {**kwargs, "sample_ids": torch.arange(first, first + size, device=x.device)}
 
 
 def unwrapped(module: nn.Module) -> Transformer | None:
