@@ -7,7 +7,7 @@ from minipar.model import moe
 
 
 class SwitchMoE(moe.SwitchMoE):
-    """The model's `SwitchMoE`; with `comm`, of whose experts each rank has num_experts / ep.
+    """The model's `SwitchMoE`; with `comm`, each of its ep ranks has num_experts / ep of the experts.
 
     Each rank gives its own tokens, [B, T, D], any number of samples, and gets their results; routing groups are runs of
     positions of one sample, so results do not depend on ep. Every rank of `comm` must call, one without tokens too.

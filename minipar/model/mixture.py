@@ -56,7 +56,7 @@ class MixtureConfig:
     def capacity(self, group_tokens: int) -> int:
         """How many of a group's tokens an expert has room for: ceil(k * T / E * capacity_factor), at most T.
 
-        The factor is taken as it is written: 1.1 is 11/10. Raises nothing and needs no group to be full.
+        The factor is taken as it is written: 1.1 is 11/10, so that rounding never adds a place.
         Source: arXiv:2101.03961, equation 3, with the k of GShard.
         """
         if self.capacity_factor is None:
