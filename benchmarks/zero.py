@@ -1,0 +1,132 @@
+"""ZeRO-1 and FSDP training steps against torch's: the same model, batch and optimizer, in the same processes."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import minipar
+from benchmarks.harness import Row, race, row
+from minipar.data_parallel import FSDP, ZeroOptimizer
+from minipar.model import ModelConfig, Transformer
+from minipar.model.block import Block
+
+CONFIG = ModelConfig(dim=512, num_layers=6, num_heads=8)  # about 20 million parameters
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """Adam at ~20 M parameters, one thread a rank, 2 samples of 64 tokens each, so that communication counts."""
+    rounds = 3 if quick else 11
+    found = []
+    for p in (2, 4):
+        minipar.shutdown()  # fully_shard wants its ranks to be all there are
+        times = minipar.run(_race_zero, rounds, world_size=p)
+        found.append(row(f"ZeRO-1 step, {p} ranks", times, 1.0, "against ZeroRedundancyOptimizer"))
+        found.append(_fsdp_row(p, rounds))
+        times = minipar.run(_race_prefetch, rounds, world_size=p)
+        found.append(row(f"FSDP prefetch against none, {p}", times, 1.0))
+    minipar.shutdown()
+    return found
+
+
+def _race_zero(world, rounds: int):
+    return race(world, _zero_step(world), _torch_zero_step(world), rounds)
+
+
+def _zero_step(world):
+    model = Transformer(CONFIG)
+    return _stepper(world, model, ZeroOptimizer(model.parameters(), torch.optim.Adam, world, lr=1e-3))
+
+
+def _torch_zero_step(world):
+    group = world.process_group()
+    model = DistributedDataParallel(Transformer(CONFIG), process_group=group, gradient_as_bucket_view=True)
+    return _stepper(
+        world, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, group, lr=1e-3)
+    )
+
+
+def _fsdp_row(p: int, rounds: int) -> Row:
+    results = minipar.run(_race_fsdp, rounds, world_size=p)
+    ours, theirs = (max(peaks) / 2**20 for peaks in zip(*(peaks for _, peaks in results)))
+    note = (
+        f"against fully_shard; peak memory {ours:.0f} MB against {theirs:.0f}: {ours / theirs:.2f}, at most 1"
+    )
+    return row(f"FSDP step, {p} ranks", [times for times, _ in results], 1.0, note)
+
+
+def _race_fsdp(world, rounds: int):
+    """Times, then the most bytes a step of each had at once: shards, optimizer state and all."""
+    mesh = init_device_mesh("cpu", (world.size,))
+    ours, theirs = _fsdp_step(world), _torch_fsdp_step(world, mesh)
+    times = race(world, ours, theirs, rounds)
+    return times, [_peak(step) for step in (ours, theirs)]
+
+
+def _fsdp_step(world, **options):
+    model = FSDP(Transformer(CONFIG), world, units=Block, **options)
+    return _stepper(world, model, torch.optim.Adam(model.parameters(), lr=1e-3))
+
+
+def _torch_fsdp_step(world, mesh):
+    model = Transformer(CONFIG)
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        fully_shard(module, mesh=mesh)
+    return _stepper(world, model, torch.optim.Adam(model.parameters(), lr=1e-3))
+
+
+def _peak(step) -> int:
+    with _Peak() as memory:
+        step()
+    return memory.peak
+
+
+def _race_prefetch(world, rounds: int):
+    steps = (_fsdp_step(world, prefetch=prefetch) for prefetch in (True, False))
+    return race(world, *steps, rounds)
+
+
+def _stepper(world, model, optimizer):
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+    return step
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes after any operation, of all storages that operations made or were given, as large as they then were.
+
+    Both sides give memory back by `resize_(0)`, which `LiveBytes` would not see.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, int] = {}  # storage -> weak pointer to it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves((args, kwargs, result)):
+            if isinstance(x, torch.Tensor):
+                storage = getattr(x, "_local_tensor", x).untyped_storage()  # a DTensor's own has no memory
+                if storage._cdata not in self._seen:
+                    self._seen[storage._cdata] = storage._weak_ref()
+        self.peak = max(self.peak, sum(map(_bytes_behind, self._seen.values())))
+        return result
+
+
+def _bytes_behind(weak_pointer: int) -> int:
+    storage = torch.UntypedStorage._new_with_weak_ptr(weak_pointer)
+    return 0 if storage is None else storage.nbytes()
