@@ -34,8 +34,8 @@ class Pipeline:
                 once more before the backward
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step: during its
-    last backward, or right after its last W. The ends of a model with tied embeddings sum their gradients after that, at the end of
-    the step; what cuts gradients up later (ZeRO) accumulates under its own `no_sync()` until then.
+    last backward, or right after its last W. The ends of a model with tied embeddings sum their gradients after that,
+    at the end of the step; what cuts gradients up later (ZeRO) accumulates under its own `no_sync()` until then.
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
     runs its B (or W, and I) in ascending order of microbatches, as every generated schedule does; a tied

@@ -39,21 +39,24 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
     return tuple(param.shape) if placement is None else placement.global_shape
 
 
-def clip_grad_norm_(params: Iterable[nn.Parameter], max_norm: float, comm=None) -> torch.Tensor:
+def clip_grad_norm_(
+    params: Iterable[nn.Parameter], max_norm: float, comm=None, copies: list[int] | None = None
+) -> torch.Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
 
     params  this rank's, each with its placement (without `comm` none is needed)
     comm    all ranks that hold parts of the model; None: this process holds all of it
+    copies  `count_copies(params, comm)`, where that was asked before: it stays the same
 
         norm^2 = sum over ranks and parameters of |grad|^2 / (number of ranks that hold this same part)
 
     A parameter that several ranks hold is so counted once, an expert in its own group too. A norm of inf or nan scales
-    nothing. Sends one number per parameter (its part's digest) and one more.
+    nothing. Sends one number, and if `copies` is not given one per parameter.
     """
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
     squares = [torch.zeros((), dtype=torch.float32) if p.grad is None else _square(p.grad) for p in params]
     if comm is not None and comm.size > 1:
-        copies = count_copies(params, comm)
+        copies = count_copies(params, comm) if copies is None else copies
         squares = [square / n for square, n in zip(squares, copies)]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32)
     if comm is not None:

@@ -13,7 +13,7 @@ A stage is built from (seed, name), so no weight is ever sent to where it belong
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from minipar.pipeline.partition import layer_costs
 from minipar.placement import place_whole, placement_of, set_placement
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.config import TrainConfig
-from minipar.train.optim import BETAS, parameter_groups
+from minipar.train.optim import BETAS, count_copies, parameter_groups
 from minipar.train.recompute import recompute
 
 
@@ -40,12 +40,14 @@ class Replica:
     stages     the transformed modules this rank holds
     pipeline   runs them, wrapped in data parallelism where that is a wrapper
     optimizer  over what of the parameters this rank updates
+    copies     how many ranks hold each of `tensors`, for the gradient norm
     """
 
     mesh: Mesh
     stages: list[Transformer]
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
+    copies: list[int] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -64,7 +66,9 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> Replic
     ]
     modules, optimizer = _data_parallel(config, mesh, stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
-    return Replica(mesh, stages, pipeline, optimizer)
+    replica = Replica(mesh, stages, pipeline, optimizer)
+    replica.copies = count_copies(replica.tensors, mesh.world)
+    return replica
 
 
 def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int) -> Transformer:

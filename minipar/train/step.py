@@ -33,7 +33,7 @@ def train_step(
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world)
+        norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.copies)
         replica.optimizer.step()
     seconds = time.perf_counter() - start_s
     tokens_per_s = config.batch_size * config.seq_len / seconds
