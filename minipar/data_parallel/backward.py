@@ -105,10 +105,10 @@ class Backward:
 
     def _abandon(self) -> None:
         """An exception ended the last backward before its end: what it had computed is dropped."""
-        self._reset()
-        self._used.clear()
         for flat in self.flats:
             flat.forget()
+        self._reset()
+        self._used.clear()
 
 
 def in_backward() -> bool:

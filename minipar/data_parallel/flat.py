@@ -105,7 +105,10 @@ class FlatParameters:
         for param in self.params:
             placement = placement_of(param)
             placement = placement if self.whole else placement.flatten_range(*self.part(param))
-            param.data = self.shard_views[param]
+            if param.is_meta:
+                _materialise(param, self.shard_views[param])
+            else:
+                param.data = self.shard_views[param]
             set_placement(param, placement.replicate(axis) if self.copies else placement)
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
@@ -252,9 +255,17 @@ class FlatParameters:
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def forget(self) -> None:
-        """Drop full gradients that were never reduced, after an error."""
+        """Drop full gradients that were never reduced, after an error, and what has been added up of units it cut short."""
+        self._kept.clear()  # the caller could not zero these
         self.gradients = self._reducing = self._reduced = None
         self._arrived.clear()
+
+
+def _materialise(param: nn.Parameter, value: Tensor) -> None:
+    """Give a meta parameter a value; `.data` refuses another kind of tensor."""
+    real = nn.Parameter(value, requires_grad=param.requires_grad)
+    real.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, real)
 
 
 def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:
