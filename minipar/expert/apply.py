@@ -73,8 +73,9 @@ def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Is this a weight of experts, of which each ep rank has its own? Told by its placement's name."""
-    return "experts" in placement_of(parameter).name.split(".")
+    """Is this a weight of experts, of which each ep rank has its own? Told by its placement's name; a buffer has none."""
+    placement = getattr(parameter, "placement", None)
+    return placement is not None and "experts" in placement.name.split(".")
 
 
 def gradient_comm(mesh) -> Callable[[nn.Parameter], object]:

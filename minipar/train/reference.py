@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.model import Transformer
+from minipar.model import Transformer, update_balance_bias
 from minipar.train.config import TrainConfig
 from minipar.train.optim import BETAS, learning_rate, parameter_groups
 from minipar.train.text import batch_of_step
@@ -44,6 +44,8 @@ def train_in_one_process(
         largest = config.grad_clip or float("inf")
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), largest).item())
         optimizer.step()
+        if config.model.balance_bias:
+            update_balance_bias(model)
         losses.append(loss.item())
         if on_step is not None:
             on_step(step)

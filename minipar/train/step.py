@@ -9,7 +9,7 @@ import torch
 
 from minipar.context import local_positions
 from minipar.data_parallel import ZeroOptimizer
-from minipar.model import set_num_groups
+from minipar.model import set_num_groups, update_balance_bias
 from minipar.trace import span
 from minipar.train.config import TrainConfig
 from minipar.train.optim import clip_grad_norm_, learning_rate
@@ -35,6 +35,9 @@ def train_step(
     with span(world.trace, "compute", "optimizer"):
         norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.copies)
         replica.optimizer.step()
+        if config.model.balance_bias:
+            for stage in replica.stages:
+                update_balance_bias(stage, comm=replica.mesh.comm("dp", "cp"))
     seconds = time.perf_counter() - start_s
     tokens_per_s = config.batch_size * config.seq_len / seconds
     return {
