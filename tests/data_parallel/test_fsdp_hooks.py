@@ -1,0 +1,332 @@
+"""What FSDP holds and sends, to the byte; and what it does when the model is not run as a plain training loop runs it."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+import minipar
+from minipar.data_parallel import FSDP
+from minipar.model import ModelConfig, Transformer
+from minipar.model.block import Block
+from minipar.model.init import initial_weight
+from minipar.model.linear import WeightGradients, defer_weight_gradients
+from tests.data_parallel.memory import Peak, held_bytes, storages
+from tests.data_parallel.test_fsdp import Case, Net, Part, batch
+from tests.strategies import assert_equal_to
+
+CASE = Case(width=6)
+
+
+def padded(sizes, num_ranks: int) -> int:
+    """Elements of a flat buffer: each parameter rounded up to 64, all of them to 64 a rank."""
+    total = sum(-(-n // 64) * 64 for n in sizes)
+    return -(-total // (64 * num_ranks)) * 64 * num_ranks
+
+
+# Traffic ----------------------------------------------------------------------------------------------------------
+
+
+def sent_in_a_step(world, recompute, reshard, prefetch):
+    """Bytes by kind, and the elements of the root's and the parts' flat buffers."""
+    net = Net(7, 0, recompute)
+    root = [p for name, p in net.named_parameters() if not name.startswith("parts")]
+    sizes = [[p.numel() for p in root if p.requires_grad], [p.numel() for p in root if not p.requires_grad]]
+    sizes += [[p.numel() for p in part.parameters()] for part in net.parts]
+    trained, frozen, *parts = (padded(s, world.size) for s in sizes)
+    num_trained = sum(len(s) for i, s in enumerate(sizes) if i != 1)
+    fsdp = FSDP(net, world, Part, True, reshard, prefetch=prefetch, algorithm="ring")
+    sent = []
+    for step in range(2):  # the first doesn't know the order of units yet, the second gathers ahead
+        world.traffic.reset()
+        fsdp(batch(CASE._replace(width=7), world.rank, step, 0), world.rank).backward()
+        sent.append(dict(world.traffic.by_kind))
+    return sent, trained, frozen, sum(parts), num_trained
+
+
+def all_sent(world, options):
+    return [sent_in_a_step(world, *each) for each in options]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_step_sends_three_times_the_parameters_less_what_is_kept_or_frozen(size):
+    options = list(product(["no", "reentrant", "not reentrant"], [True, False], [True, False]))
+    for results in minipar.run(all_sent, options, world_size=size, timeout_s=10):
+        for (_, reshard, _), (steps, trained, frozen, parts, num_trained) in zip(options, results):
+            gathered = trained + frozen + (2 if reshard else 1) * parts
+            flags = -(-num_trained // size) * size
+            for sent in steps:
+                assert sent.get("all_gather", 0) == 8 * (size - 1) * gathered // size
+                assert sent.get("reduce_scatter", 0) == 8 * (size - 1) * (trained + parts) // size
+                assert sent.get("all_reduce", 0) == 2 * (size - 1) * flags // size
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def layers(num: int, width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(num)))
+
+
+def held_and_peak(world, compute_dtype, fsdp_cls=FSDP):
+    before = storages()
+    fsdp = fsdp_cls(layers(10, 64), world, nn.Linear, compute_dtype=compute_dtype, algorithm="ring")
+    optimizer = torch.optim.AdamW(fsdp.parameters())
+    x = torch.ones(1, 64)
+    peak = 0
+    for _ in range(3):
+        optimizer.zero_grad()
+        with Peak() as memory:
+            fsdp(x).float().sum().backward()
+        peak = max(peak, memory.peak)
+        optimizer.step()
+    return held_bytes(before) - x.nbytes, peak, sum(p.numel() for p in fsdp.parameters())
+
+
+def all_held(world):
+    held_and_peak(
+        world, None
+    )  # the first optimizer of a process makes torch import, and keep, a thing or two
+    return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
+
+
+UNIT = 64 * 64 + 64
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of_ranks(size):
+    total = 10 * padded([64 * 64, 64], size)
+    for results in minipar.run(all_held, world_size=size, timeout_s=10):
+        for dtype, (held, peak, own) in results.items():
+            assert held == 8 * total // size + 8 * own + 4 * 20  # the optimizer's state has no padding
+            compute = 2 if dtype else 4
+            # Two units whole, two of full gradients, and one more that autograd has just made; activations.
+            gathered = 2 * compute * UNIT + (2 * 4 + compute) * UNIT
+            assert peak <= held + gathered + 12 * 64 * size * 4 + 64 * 4 * 60
+
+
+class NeverReshards(FSDP):
+    def _bring(self, unit):
+        super()._bring(unit)
+        for flat in unit.flats:
+            flat.free = lambda guarded=False, flat=flat: flat.show_shard(guarded)
+
+
+def test_units_that_are_never_resharded_are_seen_in_the_peak():
+    results = minipar.run(
+        lambda world: (held_and_peak(world, None), held_and_peak(world, None, NeverReshards)),
+        world_size=4,
+        timeout_s=10,
+    )
+    for (_, right, _), (_, wrong, _) in results:
+        assert wrong > right + 5 * 4 * UNIT
+
+
+# Unusual calls --------------------------------------------------------------------------------------------------
+
+
+def gradients_of(fsdp):
+    with fsdp.summon_full_parameters():
+        pass
+    return {n: p.grad.clone() for n, p in fsdp.module.named_parameters() if p.grad is not None}
+
+
+def one_step(fsdp, rank):
+    fsdp.zero_grad()
+    fsdp(batch(CASE, rank, 0, 0), rank).backward()
+    return gradients_of(fsdp)
+
+
+def fails_once(net):
+    """Make the second part raise in its next forward."""
+    forward = net.parts[1].inner.forward
+
+    def broken(x):
+        net.parts[1].inner.forward = forward
+        raise ZeroDivisionError
+
+    net.parts[1].inner.forward = broken
+
+
+def disturbed(world, how, recompute):
+    """The same step before and after a disturbance gives the same bits."""
+    fsdp = FSDP(Net(6, 0, recompute), world, Part, algorithm="ring")
+    want = one_step(fsdp, world.rank)
+    x = batch(CASE, world.rank, 1, 0)
+    if how == "no_grad":
+        with torch.no_grad():
+            losses = [fsdp(x, world.rank) for _ in range(2)]
+        assert torch.equal(*losses)
+    elif how == "forward alone":
+        fsdp(x, world.rank)
+    elif how == "exception in a forward":
+        fails_once(fsdp.module)
+        with pytest.raises(ZeroDivisionError):
+            fsdp(x, world.rank)
+    elif how == "exception in a backward":
+        loss = fsdp(x, world.rank)
+        handle = fsdp.module.parts[0].scale.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    got = one_step(fsdp, world.rank)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), f"{how}, {recompute}: {name}"
+
+
+HOWS = ["no_grad", "forward alone", "exception in a forward", "exception in a backward"]
+
+
+@pytest.mark.parametrize("recompute", ["no", "reentrant", "not reentrant"])
+def test_a_step_after_a_disturbance_is_like_one_before(recompute):
+    minipar.run(
+        lambda world: [disturbed(world, how, recompute) for how in HOWS] and None, world_size=2, timeout_s=10
+    )
+
+
+class ReadsAnothersWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x)) * self.a.weight.sum()
+
+
+def reads_freed(world):
+    fsdp = FSDP(ReadsAnothersWeight(), world, nn.Linear)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"a\.weight was used while unit 'a'.*is freed"):
+            fsdp(torch.ones(1, 4))
+
+
+def replaced(world):
+    fsdp = FSDP(Net(6, 0), world, Part)
+    weight = fsdp.module.parts[0].own.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"parts\.0\.own\.weight, in unit 'parts\.0', was replaced"):
+        fsdp(batch(CASE, 0, 0, 0), 0)
+    cast = FSDP(Net(6, 0), world, Part)
+    cast.float()
+    with pytest.raises(RuntimeError, match="was replaced behind FSDP's back"):
+        cast(batch(CASE, 0, 0, 0), 0)
+    thawed = FSDP(Net(6, 0), world, Part)
+    thawed.module.frozen.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"frozen\.weight.*was frozen"):
+        thawed(batch(CASE, 0, 0, 0), 0)
+
+
+def test_a_freed_parameter_and_a_replaced_storage_are_named():
+    minipar.run(reads_freed, world_size=2, timeout_s=10)
+    minipar.run(
+        replaced, world_size=1, timeout_s=10
+    )  # a rank without a part of it would wait for those that raise
+
+
+# The whole, in and out --------------------------------------------------------------------------------------------
+
+
+def in_and_out(world):
+    source, net = Net(6, 5), Net(6, 6)
+    fsdp = FSDP(net, world, (Part, nn.Linear), algorithm="ring")
+    fsdp.load_full_state_dict(source.state_dict())
+    state = fsdp.full_state_dict()
+    assert state.keys() == source.state_dict().keys()
+    for name, value in source.state_dict().items():
+        assert torch.equal(state[name], value), name
+    with fsdp.summon_full_parameters():
+        for (name, p), want in zip(net.named_parameters(), source.parameters()):
+            assert torch.equal(p, want), name
+        net.out.bias.data.add_(1)
+    with fsdp.summon_full_parameters(writeback=False):
+        assert torch.equal(net.out.bias, source.out.bias + 1)
+        net.out.bias.data.zero_()
+    assert torch.equal(fsdp.full_state_dict()["out.bias"], source.out.bias + 1)
+    right = source.state_dict()
+    for wrong, said in (
+        ({k: v for k, v in right.items() if k != "out.bias"}, r"missing: out\.bias"),
+        ({**right, "extra": torch.ones(1)}, "unexpected: extra"),
+        ({**right, "out.bias": torch.ones(2)}, r"misshapen: out\.bias \(2,\), should be \(13,\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fsdp.load_full_state_dict(wrong)
+
+
+def test_full_parameters_go_in_and_out_and_what_does_not_fit_is_named():
+    for size in (1, 3):
+        minipar.run(in_and_out, world_size=size, timeout_s=10)
+
+
+CONFIG = ModelConfig(vocab_size=17, dim=16, num_layers=3, num_heads=2, max_seq_len=8, tie_embeddings=True)
+
+
+def tokens_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 17, (2, 8), generator=generator)
+
+
+def from_meta(world):
+    """(largest value that `init` made, all of the model's bytes), and the weights."""
+    with torch.device("meta"):
+        model = Transformer(CONFIG, seed=None)
+    made = []
+
+    def init(name, shape):
+        made.append(name)
+        return initial_weight(name, shape, CONFIG, 4)
+
+    with pytest.raises(ValueError, match="on the meta device and init is None"):
+        FSDP(model, world, Block)
+    fsdp = FSDP(model, world, Block, init=init)
+    assert len(made) == len(set(made)) == len(list(model.parameters()))
+    return fsdp.full_state_dict()
+
+
+def test_a_model_from_the_meta_device_has_the_weights_of_the_whole_one():
+    want = Transformer(CONFIG, seed=4).state_dict()
+    for state in minipar.run(from_meta, world_size=3, timeout_s=10):
+        assert state.keys() == want.keys()
+        for name in want:
+            assert torch.equal(state[name], want[name]), name
+
+
+def deferred(world):
+    """Weight gradients put off, run after all backwards, then reduced once: as a pipeline does."""
+    fsdp = FSDP(Transformer(CONFIG, seed=4, dtype=torch.float64), world, Block, reduce="sum")
+    queue = WeightGradients()
+    defer_weight_gradients(fsdp.module, queue)
+    with fsdp.no_sync():
+        for microbatch in range(2):
+            tokens = tokens_of(2 * world.rank + microbatch)
+            fsdp(tokens).square().sum().backward()
+        queue.run()
+    fsdp.synchronize()
+    torch.optim.SGD(fsdp.parameters(), lr=1e-4).step()
+    return fsdp.full_state_dict()
+
+
+def test_weight_gradients_that_were_put_off_are_reduced_by_synchronize():
+    model = Transformer(CONFIG, seed=4, dtype=torch.float64)
+    for i in range(4):
+        model(tokens_of(i)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1e-4).step()
+    for state in minipar.run(deferred, world_size=2, timeout_s=10):
+        for name, want in model.state_dict().items():
+            assert_equal_to(state[name], want, what=name)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (dict(reduce="max"), "reduce='max'"),
+        (dict(units=nn.Conv2d), "matches no module inside Sequential"),
+        (dict(units=lambda m: False), "matches no module"),
+        (dict(offload="tape"), "offload='tape'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        FSDP(layers(1, 2), lambda p: None, **wrong)

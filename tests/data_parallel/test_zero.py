@@ -1,0 +1,406 @@
+"""ZeRO-1 and ZeRO-2 train bit for bit as DDP does, with the memory and the traffic of the paper; and real bugs are seen."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.data_parallel import DDP, Lamb, ZeroOptimizer
+from minipar.data_parallel.buckets import flat_bytes
+from minipar.placement import placement_of
+from tests.data_parallel.memory import held_bytes, storages
+from tests.data_parallel.test_ddp import Net, batch
+from tests.strategies import assert_equal_to, seeds
+
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.9, weight_decay=0.01)),
+    "adam": (torch.optim.Adam, dict(lr=0.01)),
+    "adamw": (torch.optim.AdamW, dict(lr=0.01, weight_decay=0.1)),
+}
+
+
+class Case(NamedTuple):
+    seed: int
+    width: int
+    bucket_mb: float
+    reduce: str
+    microbatches: int
+    set_to_none: bool
+    optimizer: str
+    stage: int
+    steps: int = 2
+
+
+cases = st.builds(
+    Case,
+    seed=seeds,
+    width=st.integers(1, 9),
+    bucket_mb=st.sampled_from([1e-5, 1e-4, 5e-4, 1.0]),
+    reduce=st.sampled_from(["mean", "sum"]),
+    microbatches=st.integers(1, 3),
+    set_to_none=st.booleans(),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    stage=st.sampled_from([1, 2]),
+)
+
+
+def groups_of(net):
+    """Two parameter groups with options of their own; the frozen parameter is in one of them."""
+    vectors = [p for p in net.parameters() if p.dim() == 1]
+    matrices = [p for p in net.parameters() if p.dim() == 2]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 0.03}]
+
+
+def train(net, forward, optimizer, no_sync, case, rank):
+    """A plain loop with a schedule of the learning rate. The parameters after every step."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    history = []
+    for step in range(case.steps):
+        optimizer.zero_grad(set_to_none=case.set_to_none)
+        with no_sync():
+            for microbatch in range(case.microbatches - 1):
+                forward(batch(case, rank, step, microbatch), rank).backward()
+        forward(batch(case, rank, step, case.microbatches - 1), rank).backward()
+        optimizer.step()
+        schedule.step()
+        history.append({n: p.detach().clone() for n, p in net.named_parameters()})
+    return history
+
+
+def buckets_of(case):
+    return dict(
+        bucket_mb=case.bucket_mb,
+        first_bucket_mb=case.bucket_mb / 2,
+        reduce=case.reduce,
+        algorithm="ring",
+    )
+
+
+def by_ddp(world, case):
+    optimizer_cls, options = OPTIMIZERS[case.optimizer]
+    net = Net(case.width, case.seed)
+    ddp = DDP(net, world, **buckets_of(case))
+    optimizer = optimizer_cls(groups_of(net), **options)
+    return train(net, ddp, optimizer, ddp.no_sync, case, world.rank), optimizer.state_dict()
+
+
+def by_zero(world, case, zero_cls=ZeroOptimizer):
+    optimizer_cls, options = OPTIMIZERS[case.optimizer]
+    net = Net(case.width, case.seed + world.rank)  # different on each rank: rank 0's is what counts
+    optimizer = zero_cls(
+        groups_of(net), optimizer_cls, world, stage=case.stage, **buckets_of(case), **options
+    )
+    history = train(net, net_forward(net, case), optimizer, optimizer.no_sync, case, world.rank)
+    return history, optimizer.full_state_dict()
+
+
+def net_forward(net, case):
+    with torch.no_grad():
+        net.offset.copy_(Net(case.width, case.seed).offset)  # buffers are not the optimizer's
+    return net
+
+
+def by_both(world, drawn, zero_cls=ZeroOptimizer):
+    return [(by_ddp(world, case), by_zero(world, case, zero_cls)) for case in drawn]
+
+
+def assert_same_bits(got, want):
+    """Parameters after every step, and the optimizer's whole state."""
+    (got_history, got_state), (want_history, want_state) = got, want
+    for step, (a, b) in enumerate(zip(got_history, want_history)):
+        for name in b:
+            assert torch.equal(a[name], b[name]), f"{name} after step {step}"
+    assert got_state["state"].keys() == want_state["state"].keys()
+    for number, state in want_state["state"].items():
+        for key, value in state.items():
+            mine = got_state["state"][number][key]
+            same = torch.equal(mine, value) if isinstance(value, torch.Tensor) else mine == value
+            assert same, f"{key} of parameter {number}"
+    assert got_state["param_groups"] == want_state["param_groups"]
+
+
+@given(st.integers(1, 4), st.lists(cases, min_size=3, max_size=3))
+@settings(max_examples=8)
+def test_both_stages_train_bit_for_bit_as_ddp_does(size, drawn):
+    for results in minipar.run(by_both, drawn, world_size=size, timeout_s=10):
+        for ddp, zero in results:
+            assert_same_bits(zero, ddp)
+
+
+CASE = Case(
+    seed=3, width=5, bucket_mb=1e-4, reduce="mean", microbatches=1, set_to_none=True, optimizer="sgd", stage=2
+)
+
+
+class ForgetsToReduceTheLastBucket(ZeroOptimizer):
+    def _finish(self):
+        super()._finish()
+        bucket = self.buckets[-1]
+        bucket.gradient /= bucket.comm.size
+
+
+class GivesTheNeighbourItsChunk(ZeroOptimizer):
+    """The wrong owner: this rank updates its chunk with the gradient of the next one."""
+
+    def _finish(self):
+        super()._finish()
+        for bucket in self.buckets:
+            comm, chunk = bucket.comm, len(bucket.gradient)
+            full = comm.all_gather(bucket.gradient.contiguous())
+            owner = (comm.rank + 1) % comm.size
+            bucket.gradient.copy_(full[owner * chunk : (owner + 1) * chunk])
+
+
+class NeverGathers(ZeroOptimizer):
+    def step(self, *args):
+        for chunk in self._chunks:
+            chunk.step(self.param_groups)
+
+
+class ForgetsTheSchedule(ZeroOptimizer):
+    """Options are those of the first step for good."""
+
+    def step(self, *args):
+        self._first = getattr(self, "_first", None) or [dict(g) for g in self.param_groups]
+        now = [g["lr"] for g in self.param_groups]
+        for group, first in zip(self.param_groups, self._first):
+            group["lr"] = first["lr"]
+        super().step(*args)
+        for group, lr in zip(self.param_groups, now):
+            group["lr"] = lr
+
+
+@pytest.mark.parametrize(
+    "broken", [ForgetsToReduceTheLastBucket, GivesTheNeighbourItsChunk, NeverGathers, ForgetsTheSchedule]
+)
+def test_real_bugs_are_seen(broken):
+    ((ddp, zero),) = minipar.run(by_both, [CASE], broken, world_size=2, timeout_s=10)[0]
+    with pytest.raises(AssertionError):
+        assert_same_bits(zero, ddp)
+
+
+# Accumulation, and calls in unusual order ---------------------------------------------------------------------------
+
+
+def accumulated(world, stage, policy, size):
+    """Three microbatches: reduced each time, kept and reduced by the step, or kept and reduced by `synchronize`."""
+    net = Net(5, 1)
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, world, stage=stage, algorithm="ring",
+                              bucket_mb=1e-4, first_bucket_mb=1e-4, lr=0.1, momentum=0.9)  # fmt: skip
+    for step in range(2):
+        optimizer.zero_grad()
+        world.traffic.reset()
+        for microbatch in range(3):
+            if policy == "reduce every":
+                net(batch(CASE, world.rank, step, microbatch), world.rank).backward()
+            else:
+                with optimizer.no_sync():
+                    net(batch(CASE, world.rank, step, microbatch), world.rank).backward()
+        if policy == "synchronize":
+            optimizer.synchronize()
+        optimizer.step()
+    flat = sum(flat_bytes(b.params, world.size, len(b.bucket.flagged)) for b in optimizer.buckets)
+    return {n: p.detach() for n, p in net.named_parameters()}, dict(world.traffic.by_kind), flat
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("policy", ["reduce every", "by step", "synchronize"])
+def test_accumulation_adds_up_and_costs_what_each_policy_says(stage, policy):
+    net = Net(5, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        for microbatch in range(3):
+            for rank in range(3):
+                (net(batch(CASE, rank, step, microbatch), rank) / 3).backward()
+        optimizer.step()
+    for params, sent, flat in minipar.run(accumulated, stage, policy, 3, world_size=3, timeout_s=10):
+        for name, p in net.named_parameters():
+            assert_equal_to(params[name], p.detach(), what=name)
+        assert sent["reduce_scatter"] == (3 if policy == "reduce every" else 1) * 2 * flat // 3
+        assert sent["all_gather"] == 2 * flat // 3
+
+
+# Memory and traffic ---------------------------------------------------------------------------------------------
+
+
+def plain_layers(dtype):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 40), nn.Tanh(), nn.Linear(40, 7)).to(
+        dtype
+    )
+
+
+def measured(world, stage, mixed):
+    """Bytes alive after two steps, at the end of the backward, and what one step sent."""
+    before = storages()
+    net = plain_layers(torch.bfloat16 if mixed else torch.float32)
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.AdamW, world, stage=stage, algorithm="ring",
+                              bucket_mb=0.004, first_bucket_mb=0.001,
+                              master_dtype=torch.float32 if mixed else None)  # fmt: skip
+    x = torch.ones(1, 48, dtype=net[0].weight.dtype)
+    x_before = storages()[x.untyped_storage()._cdata].nbytes()
+    for _ in range(2):
+        optimizer.zero_grad()
+        world.traffic.reset()
+        net(x).float().sum().backward()
+        alive = held_bytes(before) - x_before
+        optimizer.step()
+    sent = dict(world.traffic.by_kind)
+    flats = [flat_bytes(b.params, world.size, len(b.bucket.flagged)) for b in optimizer.buckets]
+    elems = [sum(t.numel() for t in tensors) for tensors in (net.parameters(), optimizer.shards)]
+    count = len(optimizer.shards), *elems
+    return alive, sent, sum(flats) // net[0].weight.itemsize, len(flats), count
+
+
+def all_measured(world):
+    measured(world, 1, False)  # the first optimizer of a process makes torch import, and keep, a thing or two
+    return {(s, mixed): measured(world, s, mixed) for s in (1, 2) for mixed in (False, True)}
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+def test_memory_and_traffic_are_the_papers(size):
+    for result in minipar.run(all_measured, world_size=size, timeout_s=10):
+        for (stage, mixed), (
+            alive,
+            sent,
+            padded,
+            num_buckets,
+            (num_tensors, num_elems, own),
+        ) in result.items():
+            assert padded - num_elems <= num_tensors * 31 + num_buckets * (31 + 32 * size)
+            whole, cut = FORMULAS[stage, mixed]
+            # AdamW's two moments, 8 bytes, have no padding.
+            assert alive == whole * padded + (cut - 8) * padded // size + 8 * own + 4 * num_tensors
+            wide, narrow = (4, 2) if mixed else (4, 4)
+            flags = -(-num_tensors // size) * size
+            assert sent.get("reduce_scatter", 0) == (size - 1) * wide * padded // size
+            assert sent.get("all_gather", 0) == (size - 1) * narrow * padded // size
+            assert sent.get("all_reduce", 0) == 2 * (size - 1) * flags // size
+
+
+# (stage, mixed precision) -> bytes of a parameter that every rank has, and those that are cut; AdamW
+FORMULAS = {(1, True): (4, 12), (2, True): (2, 14), (1, False): (8, 8), (2, False): (4, 12)}
+
+
+# State in and out -------------------------------------------------------------------------------------------------
+
+
+def stopped(world, stage):
+    net = Net(5, 1)
+    optimizer = ZeroOptimizer(groups_of(net), torch.optim.AdamW, world, stage=stage, bucket_mb=1e-4, lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        net(batch(CASE, 0, step, 0), 0).backward()
+        optimizer.step()
+    return net.state_dict(), optimizer.full_state_dict()
+
+
+def resumed(world, stage, state, full):
+    net = Net(5, 2)
+    net.load_state_dict(state)
+    optimizer = ZeroOptimizer(groups_of(net), torch.optim.AdamW, world, stage=stage, bucket_mb=3e-4, lr=0.5)
+    optimizer.load_full_state_dict(full)
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        net(batch(CASE, 0, step, 0), 0).backward()
+        optimizer.step()
+    return {n: p.detach() for n, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize(("stage", "sizes"), [(1, (1, 4)), (2, (3, 2)), (1, (4, 3))])
+def test_the_full_state_continues_on_another_number_of_ranks_and_in_torchs_own_optimizer(stage, sizes):
+    state, full = minipar.run(stopped, stage, world_size=sizes[0], timeout_s=10)[0]
+    net = Net(5, 2)
+    net.load_state_dict(state)
+    optimizer = torch.optim.AdamW(groups_of(net), lr=0.5)
+    optimizer.load_state_dict(full)
+    from_torch = optimizer.state_dict()
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        net(batch(CASE, 0, step, 0), 0).backward()
+        optimizer.step()
+    for given_state in (full, from_torch):
+        for params in minipar.run(resumed, stage, state, full, world_size=sizes[1], timeout_s=10):
+            for name, p in net.named_parameters():
+                assert_equal_to(params[name], p.detach(), what=name)
+        assert given_state["param_groups"][1]["lr"] == 0.01
+
+
+# Optimizers that are not per element, and other bad input -----------------------------------------------------------
+
+
+def by_lamb(world, drop_comm):
+    net = Net(5, 1)
+    optimizer = ZeroOptimizer(net.parameters(), Lamb, world, bucket_mb=1e-4, lr=0.1, weight_decay=0.1)
+    if drop_comm:
+        for chunk in optimizer._chunks:
+            chunk.optimizer._comm = None
+    for step in range(3):
+        optimizer.zero_grad()
+        net(batch(CASE, 0, step, 0), 0).backward()
+        optimizer.step()
+    return {n: p.detach() for n, p in net.named_parameters()}
+
+
+def test_lamb_sums_its_norms_and_leaving_that_out_is_seen():
+    net = Net(5, 1)
+    optimizer = Lamb(net.parameters(), lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(batch(CASE, 0, step, 0), 0).backward()
+        optimizer.step()
+
+    def check(results):
+        for params in results:
+            for name, p in net.named_parameters():
+                assert_equal_to(params[name], p.detach(), what=name)
+
+    check(minipar.run(by_lamb, False, world_size=3, timeout_s=10))
+    with pytest.raises(AssertionError):
+        check(minipar.run(by_lamb, True, world_size=3, timeout_s=10))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (dict(stage=3), "stage=3"),
+        (dict(stage=0), "stage=0"),
+        (dict(optimizer_cls=torch.optim.LBFGS), "optimizer_cls=LBFGS"),
+        (dict(optimizer_cls=torch.optim.Adafactor), "optimizer_cls=Adafactor"),
+        (dict(reduce="max"), "reduce='max'"),
+        (dict(bucket_mb=0), "bucket_mb=0"),
+        (dict(offload="tape"), "offload='tape'"),
+        (dict(folder="x"), "folder='x'"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(wrong, named):
+    options = dict(optimizer_cls=torch.optim.SGD, comm=lambda p: None) | wrong
+    with pytest.raises(ValueError, match=named):
+        ZeroOptimizer(nn.Linear(2, 2).parameters(), **options)
+
+
+def replaced(world):
+    net = Net(3, 0)
+    named = [{"params": list(net.named_parameters())}]
+    optimizer = ZeroOptimizer(named, torch.optim.SGD, world, lr=0.1)
+    net.out.weight.data = net.out.weight.data.clone()
+    net(batch(CASE._replace(width=3), 0, 0, 0), 0).backward()
+    with pytest.raises(RuntimeError, match=r"out\.weight was replaced"):
+        optimizer.step()
+    full = optimizer.full_state_dict()
+    short = {**full, "param_groups": [{"params": [0]}]}
+    with pytest.raises(ValueError, match="groups of"):
+        optimizer.load_full_state_dict(short)
+    number = [n for n, _ in net.named_parameters()].index("out.weight")
+    with pytest.raises(ValueError, match=r"exp_avg of out\.weight has shape \(2,\)"):
+        optimizer.load_full_state_dict({**full, "state": {number: {"exp_avg": torch.ones(2)}}})
+    return [placement_of(p).name for p in net.parameters()]
+
+
+def test_a_replaced_storage_and_a_state_that_does_not_fit_are_refused_by_name():
+    minipar.run(replaced, world_size=2, timeout_s=10)
