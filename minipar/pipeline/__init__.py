@@ -20,6 +20,7 @@ mailbox.py       results on their way between ranks
 tied.py          a weight that the first and the last stage share
 execute.py       Pipeline: one executor, which obeys any schedule
 measure.py       a run's own timeline, to be drawn beside the simulated one
+emulate.py       stages that sleep: a schedule on fewer cores than ranks
 """
 
 from minipar.pipeline.alternating import interleaved, one_f_one_b
