@@ -46,7 +46,7 @@ def test_a_run_leaves_metrics_a_trace_and_a_sample(tmp_path):
     assert lines[-1]["loss"] < lines[0]["loss"] < 6
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"].split()[0] for event in events if event["ph"] == "X"}
-    assert {"forward", "backward", "optimizer", "all_reduce"} <= names
+    assert {"F", "B", "optimizer", "all_reduce"} <= names
     assert set(result.traces) == {0, 1}
     assert (tmp_path / "sample.txt").read_text().startswith("The ")
     assert not list(tmp_path.glob(".*"))
