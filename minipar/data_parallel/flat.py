@@ -179,7 +179,7 @@ class FlatParameters:
     def check(self) -> None:
         """Raise where a parameter is not what it was made to be."""
         for param, view in (self.full_views if self.shows_full else self.shard_views).items():
-            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+            if _where(param) != _where(view):
                 raise RuntimeError(
                     f"the storage of {self.names[param]}, in unit {self.unit!r}, was replaced behind FSDP's back "
                     "(module.to(...), param.data = ...); move or cast the model before it is wrapped"
@@ -259,6 +259,11 @@ class FlatParameters:
         self._kept.clear()  # the caller could not zero these
         self.gradients = self._reducing = self._reduced = None
         self._arrived.clear()
+
+
+def _where(x: Tensor) -> tuple:
+    """Which memory it is, also where it is an empty part of it."""
+    return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype
 
 
 def _materialise(param: nn.Parameter, value: Tensor) -> None:

@@ -89,7 +89,7 @@ class FSDP(Backward, nn.Module):
             flat = make(params, self.units[i].name, cut_over, copies)
             whole.fill(flat, init, axis)
             self.units[i].flats.append(flat)
-        whole.share_buffers(module, comm_of)
+        whole.share_buffers(module, comm_of, replicas_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self._flat_of = {p: flat for flat in self.flats for p in flat.params}
         self._synchronised = True

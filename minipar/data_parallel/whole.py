@@ -32,13 +32,16 @@ def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, comm_of: Callable) -> None:
+def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
+    """Rank 0's are everybody's: over the ranks that cut, then over those with the same part."""
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device; give it a value before the module is wrapped"
             )
-        buffer.copy_(comm_of(buffer).broadcast(buffer))
+        for comm in (comm_of(buffer), replicas_of(buffer)):
+            if comm is not None:
+                buffer.copy_(comm.broadcast(buffer))
 
 
 def gathered(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:

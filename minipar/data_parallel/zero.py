@@ -40,6 +40,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Gradients belong to `shards`: a leaf tensor per parameter, with its Placement and, after a backward, its `.grad` (None
     where no rank used the parameter). `param.grad` is None then. Under `no_sync()` they gather in `param.grad` instead.
+    Parameters in the order of registration fill DDP's own buckets, so sums are DDP's bit for bit; groups that order them
+    otherwise fill other buckets, cut in other places, and at 3 or more ranks sums differ in rounding.
 
     Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype) and, ring
     fashion, one byte a parameter: the same as DDP, 2P elements. Holds, in mixed precision with Adam, 4 + 12/p bytes a

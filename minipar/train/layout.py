@@ -17,10 +17,6 @@ def check_layout(config) -> None:
     check_tensor_parallel(config.model, config.tp)
     _check_tokens(config)
     _check_experts(config)
-    if config.zero == 3 and config.pp > 1 and config.model.tie_embeddings:
-        raise ValueError(
-            "zero=3 cuts the tied embedding before its two ends, on different stages, are summed; use zero=0, 1 or 2"
-        )
 
 
 def _check_batch(config) -> None:

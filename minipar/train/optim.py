@@ -40,25 +40,24 @@ def _shape(param: nn.Parameter) -> tuple[int, ...]:
 
 
 def clip_grad_norm_(
-    params: Iterable[nn.Parameter], max_norm: float, comm=None, copies: list[int] | None = None
+    params: Iterable[nn.Parameter], max_norm: float, comm=None, shares: list[float] | None = None
 ) -> torch.Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
 
     params  this rank's, each with its placement (without `comm` none is needed)
     comm    all ranks that hold parts of the model; None: this process holds all of it
-    copies  `count_copies(params, comm)`, where that was asked before: it stays the same
+    shares  `norm_shares(params, comm)`, where that was asked before: it stays the same
 
-        norm^2 = sum over ranks and parameters of |grad|^2 / (number of ranks that hold this same part)
+        norm^2 = sum over ranks and parameters of share * |grad|^2
 
-    A parameter that several ranks hold is so counted once, an expert in its own group too. A norm of inf or nan scales
-    nothing. Sends one number, and if `copies` is not given one per parameter.
+    A norm of inf or nan scales nothing. Sends one number, and if `shares` is not given one per parameter.
     """
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
-    squares = [torch.zeros((), dtype=torch.float32) if p.grad is None else _square(p.grad) for p in params]
-    if comm is not None and comm.size > 1:
-        copies = count_copies(params, comm) if copies is None else copies
-        squares = [square / n for square, n in zip(squares, copies)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float32)
+    squares = [p.new_zeros((), dtype=torch.float64) if p.grad is None else _square(p.grad) for p in params]
+    if comm is not None:
+        shares = norm_shares(params, comm) if shares is None else shares
+        squares = [square * share for square, share in zip(squares, shares)]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if comm is not None:
         total = comm.all_reduce(total)
     norm = total.sqrt()
@@ -74,11 +73,17 @@ def _square(grad: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
 
 
-def count_copies(params: list[nn.Parameter], comm) -> list[int]:
-    """For each parameter, how often the ranks of `comm` hold the same part of the same tensor, tied copies included."""
+def norm_shares(params: list[nn.Parameter], comm) -> list[float]:
+    """How much of each parameter's square this rank counts: 1 / the ranks of `comm` that hold this same part.
+
+    So a parameter that several ranks hold counts once, and an expert in its own group too. A tied copy counts nothing:
+    its original has the same gradient and counts it whole. (To count both by half is wrong under ZeRO, where the two
+    lie in different buckets and are cut in different places.)
+    """
     placements = [placement_of(p) for p in params]
-    parts = [repr((p.tied_to or p.name, p.part[1])).encode() for p in placements]
+    parts = [repr((p.tied_to, *p.part)).encode() for p in placements]
     digests = torch.tensor([zlib.crc32(part) << 31 | zlib.adler32(part) for part in parts], dtype=torch.int64)
-    lengths = comm.all_gather(torch.tensor([len(digests)]), algorithm="ring").tolist()
-    everywhere = Counter(comm.all_gather(digests, sizes=lengths).tolist())
-    return [everywhere[digest] for digest in digests.tolist()]
+    digests = digests.to(comm.device)
+    lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
+    holders = Counter(comm.all_gather(digests, sizes=lengths).tolist())
+    return [0.0 if p.tied_to else 1 / holders[digest] for p, digest in zip(placements, digests.tolist())]

@@ -29,7 +29,7 @@ from minipar.pipeline.partition import layer_costs
 from minipar.placement import place_whole, placement_of, set_placement
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.config import TrainConfig
-from minipar.train.optim import BETAS, count_copies, parameter_groups
+from minipar.train.optim import BETAS, norm_shares, parameter_groups
 from minipar.train.recompute import recompute
 
 
@@ -40,14 +40,14 @@ class Replica:
     stages     the transformed modules this rank holds
     pipeline   runs them, wrapped in data parallelism where that is a wrapper
     optimizer  over what of the parameters this rank updates
-    copies     how many ranks hold each of `tensors`, for the gradient norm
+    shares     how much of each of `tensors` this rank counts in the gradient norm
     """
 
     mesh: Mesh
     stages: list[Transformer]
     pipeline: Pipeline
     optimizer: torch.optim.Optimizer
-    copies: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -64,10 +64,10 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> Replic
         _stage(config, mesh, device, number, schedule.num_stages)
         for number in schedule.stages_of(mesh.coordinates.pp)
     ]
-    modules, optimizer = _data_parallel(config, mesh, stages)
+    modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
     replica = Replica(mesh, stages, pipeline, optimizer)
-    replica.copies = count_copies(replica.tensors, mesh.world)
+    replica.shares = norm_shares(replica.tensors, mesh.world)
     return replica
 
 
@@ -99,7 +99,7 @@ def _place(stage: Transformer) -> None:
         set_placement(param, placement_of(param).tie(canonical))
 
 
-def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer]):
+def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
     """The modules the pipeline runs, and the optimizer: here is who keeps what of the 16 bytes a parameter."""
     sum_over = gradient_comm(mesh)
     options = {"lr": config.lr, "betas": BETAS}
@@ -116,7 +116,10 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer]):
         )
         return stages, optimizer
     if config.zero == 3:
-        modules: list[nn.Module] = [FSDP(stage, sum_over, units=Block, reduce="sum") for stage in stages]
+        cut_ends = not (config.model.tie_embeddings and num_stages > 1)  # a tied gradient is summed whole
+        modules: list[nn.Module] = [
+            FSDP(stage, sum_over, units=Block, reduce="sum", shard_rest=cut_ends) for stage in stages
+        ]
     else:
         buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]

@@ -33,7 +33,7 @@ def train_step(
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.copies)
+        norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.shares)
         replica.optimizer.step()
         if config.model.balance_bias:
             for stage in replica.stages:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +16,17 @@ def storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
     return {(s := x.untyped_storage())._cdata: s for x in tensors}
+
+
+@contextmanager
+def newer_objects_only() -> Iterator[None]:
+    """Inside, `storages` looks at what was made inside: a look takes milliseconds, not tenths of a second."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def held_bytes(before: dict[int, torch.UntypedStorage]) -> int:

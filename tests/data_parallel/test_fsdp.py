@@ -106,7 +106,8 @@ cases = st.builds(
     recompute=st.sampled_from(["no", "reentrant", "not reentrant"]),
     algorithm=st.sampled_from(["auto", "ring", "native"]),  # the tree has no reduce-scatter
     replicas=st.sampled_from([1, 2]),
-).filter(lambda case: case.replicas == 1 or case.recompute != "reentrant")  # that one is below, and fails
+    steps=st.just(2),  # else drawn too
+)
 
 
 def batch(case: Case, rank: int, step: int, microbatch: int) -> torch.Tensor:
@@ -185,11 +186,8 @@ def assert_same_training(results, case: Case):
             assert_equal_to(state[name], want_state[name], rtol=1e-9, what=f"rank {rank}, {name} at the end")
 
 
-@pytest.mark.skip(
-    reason="not finished: some drawn cases still fail, and shrinking one that waits takes minutes"
-)
-@given(st.integers(1, 4), st.lists(cases, min_size=3, max_size=3))
-@settings(max_examples=6)
+@given(st.integers(1, 8), st.lists(cases, min_size=3, max_size=3))
+@settings(max_examples=15)
 def test_fsdp_trains_as_one_process_does(size, drawn):
     results = minipar.run(
         lambda world, drawn: [train_on_ranks(world, case) for case in drawn],
@@ -199,17 +197,6 @@ def test_fsdp_trains_as_one_process_does(size, drawn):
     )
     for i, case in enumerate(drawn):
         assert_same_training([r[i] for r in results], case)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="hybrid sharding under reentrant checkpointing: wrong gradients, cause not found"
-)
-def test_hybrid_sharding_under_reentrant_checkpointing():
-    case = Case(
-        seed=540, width=3, units="predicate", shard_rest=False, reshard=True, prefetch=False, reduce="sum",
-        microbatches=2, no_sync=True, optimizer="adamw", recompute="reentrant", algorithm="ring", replicas=2,
-    )  # fmt: skip
-    assert_same_training(minipar.run(train_on_ranks, case, world_size=2, timeout_s=10), case)
 
 
 class TrustsWhatItGathered(FSDP):

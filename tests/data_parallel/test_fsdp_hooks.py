@@ -12,7 +12,7 @@ from minipar.model import ModelConfig, Transformer
 from minipar.model.block import Block
 from minipar.model.init import initial_weight
 from minipar.model.linear import WeightGradients, defer_weight_gradients
-from tests.data_parallel.memory import Peak, held_bytes, storages
+from tests.data_parallel.memory import Peak, held_bytes, newer_objects_only, storages
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
 from tests.strategies import assert_equal_to
 
@@ -86,16 +86,18 @@ def held_and_peak(world, compute_dtype, fsdp_cls=FSDP):
 
 
 def all_held(world):
-    held_and_peak(
-        world, None
-    )  # the first optimizer of a process makes torch import, and keep, a thing or two
-    return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
+    # Twice: the first optimizer of a process makes torch import, and keep, a thing or two.
+    with newer_objects_only():
+        held_and_peak(world, None)
+        return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
 
 
 UNIT = 64 * 64 + 64
 
 
-@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7))]
+)
 def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of_ranks(size):
     total = 10 * padded([64 * 64, 64], size)
     for results in minipar.run(all_held, world_size=size, timeout_s=10):
@@ -221,9 +223,7 @@ def replaced(world):
 
 def test_a_freed_parameter_and_a_replaced_storage_are_named():
     minipar.run(reads_freed, world_size=2, timeout_s=10)
-    minipar.run(
-        replaced, world_size=1, timeout_s=10
-    )  # a rank without a part of it would wait for those that raise
+    minipar.run(replaced, world_size=2, timeout_s=10)
 
 
 # The whole, in and out --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from torch import nn
 
 import minipar
 from minipar.placement import Placement, set_placement
-from minipar.train.optim import clip_grad_norm_, count_copies, learning_rate, parameter_groups
+from minipar.train.optim import clip_grad_norm_, learning_rate, norm_shares, parameter_groups
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -44,7 +44,10 @@ def test_in_one_process_it_is_torchs(sizes, largest, seed):
 
 
 def parts_of_a_model(world, seed):
-    """One matrix split over pairs of ranks, one vector on every rank, a bias on rank 3 alone, an unused one."""
+    """One matrix split over pairs of ranks, one vector on every rank, a bias on rank 3 alone, an unused one.
+
+    Rank 2 also has a copy of the vector tied to it, cut elsewhere as ZeRO's buckets do: it counts nowhere.
+    """
     generator = torch.Generator().manual_seed(seed)
     full = {
         n: torch.randn(s, generator=generator, dtype=torch.float64)
@@ -56,6 +59,9 @@ def parts_of_a_model(world, seed):
     }
     if world.rank == 3:
         placements["b"] = Placement.whole("b", (3,))
+    if world.rank == 2:
+        placements["head"] = Placement.whole("head", (5,)).tie("v").flatten_range(1, 4)
+        full["head"] = full["v"]
     params = []
     for name, placement in placements.items():
         param = nn.Parameter(torch.zeros(placement.local_shape, dtype=torch.float64))
@@ -64,17 +70,17 @@ def parts_of_a_model(world, seed):
         params.append(param)
     unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     set_placement(unused, Placement.whole("unused", (2,)))
-    copies = count_copies(params, world)
+    shares = norm_shares(params, world)
     norm = clip_grad_norm_([*params, unused], 1e-3, world)
-    want = torch.stack([x.square().sum() for x in full.values()]).sum().sqrt()
-    return copies, norm, want, params[1].grad, full["v"], unused.grad
+    want = torch.stack([x.square().sum() for name, x in full.items() if name != "head"]).sum().sqrt()
+    return shares, norm, want, params[1].grad, full["v"], unused.grad
 
 
 def test_over_a_mesh_every_part_counts_once():
-    for rank, (copies, norm, want, grad, full, unused) in enumerate(
+    for rank, (shares, norm, want, grad, full, unused) in enumerate(
         minipar.run(parts_of_a_model, 5, world_size=4, timeout_s=10)
     ):
-        assert copies == [2, 4, 1][: len(copies)], rank
+        assert shares == [1 / 2, 1 / 4, *{2: [0], 3: [1]}.get(rank, [])], rank
         assert_equal_to(norm.double(), want, what="norm")
         assert_equal_to(grad, full * (1e-3 / (want + 1e-6)))
         assert unused is None
