@@ -223,6 +223,7 @@ def _bench_command():
 
 
 def _bench(names: tuple[str, ...], quick: bool) -> None:
+    sys.path.insert(0, str(Path.cwd()))  # they are not installed, and a console script does not look here
     try:
         import benchmarks
     except ImportError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from minipar.train.layout import check_layout
 from minipar.train.recompute import RECOMPUTE
 
 AXES = ("pp", "dp", "cp", "tp", "ep")
+ON_NAN = ("stop", "skip")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -26,6 +27,8 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """the model; its numbers depend on this and on the seed, never on the mesh"""
+    moe: int = 0
+    """experts in every second layer, Switch-style; the same as --model.num-experts, which this overrides unless 0"""
 
     dp: int = 1
     """data-parallel ranks: each works on an equal part of the batch"""
@@ -52,6 +55,10 @@ class TrainConfig:
     """how it sees the others': ring, ulysses or all_gather"""
     recompute: str = "none"
     """activations that are computed again in the backward: none, selective (attention) or full (blocks)"""
+    partition_activations: bool = False
+    """with recompute=full, tp ranks keep a part each of the blocks' inputs (ZeRO-R)"""
+    offload_activations: bool = False
+    """what the backward needs waits in CPU memory, pinned where there is a GPU"""
 
     steps: int = 150
     """optimizer steps"""
@@ -70,6 +77,8 @@ class TrainConfig:
     """of AdamW, on matrices"""
     grad_clip: float = 1.0
     """largest gradient norm, over the whole model; 0 clips nothing"""
+    on_nan: str = "stop"
+    """where the loss or the gradient norm is not a number: stop, or skip the update and count it"""
 
     seed: int = 0
     """decides initial weights, batches and dropout masks"""
@@ -78,6 +87,8 @@ class TrainConfig:
 
     text: Path | None = None
     """a file to train on, read as bytes; none: the Python language reference that comes with Python"""
+    eval_every: int = 0
+    """steps between measurements of the loss on the last twentieth of the text, which is then not trained on; 0: none"""
     verify_steps: int = 20
     """how many first steps are run again on one process and compared"""
     trace_steps: int = 3
@@ -95,6 +106,11 @@ class TrainConfig:
     """the folder of a run to continue, on this mesh, from its newest whole checkpoint; if it is this run's own and has
     none, start"""
 
+    tensorboard: bool = False
+    """write the metrics for TensorBoard too, in the run's folder"""
+    peak_tflops: float = 0.0
+    """what one device could do at best, in 1e12 floating point operations a second; given it, metrics have the MFU"""
+
     out: Path | None = None
     """the folder to write to; none: runs/NAME"""
     name: str | None = None
@@ -109,8 +125,11 @@ class TrainConfig:
             "grad_clip",
             "verify_steps",
             "trace_steps",
+            "eval_every",
             "checkpoint_every",
             "keep",
+            "peak_tflops",
+            "moe",
         ):
             self._require(name, getattr(self, name) >= 0, "0 or more")
         for name in ("lr", "bucket_mb", "timeout_s"):
@@ -119,6 +138,9 @@ class TrainConfig:
         self._require("dtype", self.dtype in DTYPES, one_of(DTYPES))
         self._require("zero", self.zero in (0, 1, 2, 3), "0, 1, 2 or 3")
         self._require("recompute", self.recompute in RECOMPUTE, one_of(RECOMPUTE))
+        self._require("on_nan", self.on_nan in ON_NAN, one_of(ON_NAN))
+        if self.moe:
+            object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
         if self.world_size > MAX_RANKS and not under_torchrun():
             raise ValueError(
                 f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"

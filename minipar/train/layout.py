@@ -17,6 +17,7 @@ def check_layout(config) -> None:
     check_tensor_parallel(config.model, config.tp)
     _check_tokens(config)
     _check_experts(config)
+    _check_activations(config)
 
 
 def _check_batch(config) -> None:
@@ -51,3 +52,17 @@ def _check_experts(config) -> None:
         require_divides("ep", config.ep, "num_experts", config.model.num_experts)
     elif config.ep > 1:
         raise ValueError(f"ep={config.ep} spreads experts, and num_experts=0: the model has none; use ep=1")
+
+
+def _check_activations(config) -> None:
+    if not config.partition_activations:
+        return
+    if config.recompute != "full":
+        raise ValueError(
+            f"partition_activations cuts the inputs that recompute=full keeps, and recompute={config.recompute}; "
+            "use recompute=full"
+        )
+    if config.sequence_parallel:
+        raise ValueError(
+            "partition_activations: with sequence_parallel a rank has only its part of these inputs already; use one of the two"
+        )

@@ -30,7 +30,7 @@ from minipar.placement import place_whole, placement_of, set_placement
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.config import TrainConfig
 from minipar.train.optim import BETAS, norm_shares, parameter_groups
-from minipar.train.recompute import recompute
+from minipar.train.recompute import keep_elsewhere, recompute
 
 
 @dataclass
@@ -83,6 +83,9 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     if mesh.sizes["cp"] > 1:
         context_parallel(stage, mesh.comm("cp"), layout=config.cp_layout, attention=config.cp_attention)
     recompute(stage, config.recompute)
+    keep_elsewhere(
+        stage, mesh.comm("tp") if config.partition_activations else None, config.offload_activations
+    )
     return stage
 
 
