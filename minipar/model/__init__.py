@@ -23,6 +23,7 @@ dropout.py      masks that depend on what is dropped, not on who drops it
 block.py        one layer
 init.py         initial weights, from the seed and a parameter's name
 transformer.py  the whole model, a stage of it, and the loss
+cache.py        keys and values kept from token to token
 generate.py     text from a model
 """
 

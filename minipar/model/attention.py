@@ -23,7 +23,7 @@ def plain_attention(
     k, v       [B, H/g, S, head_dim]    each serves g neighbouring query heads
     positions  None, or [T] or [B, T]   each token's place in its document: it sees its own document only
 
-    `causal`: the query of index i sees the keys of index up to i.
+    `causal`: queries are the last of the sequence whose keys are given: query i sees keys 0 ... S - T + i.
     Keeps B*H*T*S probabilities for the backward.
     """
     group = q.shape[1] // k.shape[1]
@@ -40,12 +40,13 @@ def fused_attention(
 ) -> Tensor:
     """`plain_attention` by torch's fused kernels, which keep a number a query instead of the probabilities.
 
-    For documents they need the mask, T*S bytes; `flash_attention` does not.
+    For documents they need the mask, T*S bytes, which `flash_attention` does not; and for several queries after other
+    keys, since what the kernels call causal has query i see keys 0 ... i. One query sees all keys.
     """
-    grouped = q.shape[1] != k.shape[1]
-    if positions is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-    seen = ~whole_mask(q.shape[2], k.shape[2], causal, positions).hidden().to(q.device)
+    grouped, (T, S) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
+    if positions is None and (not causal or T == S or T == 1):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and T == S, enable_gqa=grouped)
+    seen = ~whole_mask(T, S, causal, positions).hidden().to(q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
@@ -61,8 +62,11 @@ class Attention(nn.Module):
     `num_heads` and `num_kv_heads` are what *this module* computes: who cuts q, k, v and o by heads sets them.
     `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks; so may
     `project`, by one that treats the three products of one input together. Where samples hold documents, `core` is
-    given the `positions` too.
+    given the `positions` too. While a text is being written, `cache`, a `KeyValues`, adds those of earlier tokens: k and v
+    are then [B, heads, S, head_dim] with S > T.
     """
+
+    cache = None
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):
         super().__init__()
@@ -83,7 +87,10 @@ class Attention(nn.Module):
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
         v = self._heads(v, self.num_kv_heads)
         of_documents = {"positions": positions} if self.documents else {}
-        out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=True, **of_documents)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
+        out = self.core(q, k, v, causal=True, **of_documents)
         return self.o(out.transpose(1, 2).flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

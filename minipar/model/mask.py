@@ -118,8 +118,8 @@ class Mask:
 
 
 def whole_mask(num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None) -> Mask:
-    """The mask of one process: both sides are the sequence from its start."""
-    return Mask((Run(0, num_queries),), (Run(0, num_keys),), causal, positions)
+    """The mask of one process: the keys are the whole sequence, and the queries all of it or its last tokens."""
+    return Mask((Run(num_keys - num_queries, num_queries),), (Run(0, num_keys),), causal, positions)
 
 
 def indices(runs: tuple[Run, ...]) -> Tensor:

@@ -14,11 +14,13 @@ record.py      what a run leaves behind
 checkpoint.py  every rank writes its parts
 restore.py     any mesh reads them
 export.py      one file, or Hugging Face's Llama
+generate.py    text from a trained model, on any mesh
 """
 
 from minipar.train.config import TrainConfig
+from minipar.train.generate import generate_text
 from minipar.train.optim import clip_grad_norm_
 from minipar.train.trainer import train
 from minipar.train.verify import verify
 
-__all__ = ["TrainConfig", "clip_grad_norm_", "train", "verify"]
+__all__ = ["TrainConfig", "clip_grad_norm_", "generate_text", "train", "verify"]

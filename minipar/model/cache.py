@@ -1,0 +1,110 @@
+"""Keys and values kept from token to token, so that a model that writes reads each token once.
+
+Causal attention asks nothing of earlier tokens but their keys and values, which do not change when text is added. With
+them kept, the next token costs the layers' products for one token, and attention over the S tokens before it: linear in
+S, where reading the whole text again costs S times the products and S^2 of attention. What is kept, in elements, is
+2 * batch * num_kv_heads * head_dim a token and layer: grouped queries are there to make this small.
+
+Two things end that, and then the text is read anew for every token:
+
+the window slides   A text longer than max_seq_len is read from its last max_seq_len tokens on, the first of them at
+                    position 0. All positions change with every token, and so do all keys.
+experts are full    Where a mixture drops tokens (capacity_factor is a number), whether one is dropped can depend on
+                    all tokens of its group, later ones too, and so can the keys of the layers above. Without a
+                    capacity each token is routed alone, and what it leaves can be kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from minipar.model.attention import Attention
+from minipar.model.transformer import Transformer
+
+
+class KeyValues:
+    """The keys and values that one attention has computed so far, in the order of the tokens; room for `room` tokens.
+
+    What heads they are of is the attention's affair: cut over tp, it keeps those it computes.
+    """
+
+    def __init__(self, room: int):
+        self.room, self.length = room, 0
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep those of the next T tokens, keys turned by their positions already; return those of all S tokens so far.
+
+        k, v    [B, H/g, T, head_dim]    returned [B, H/g, S, head_dim], views that are valid until the next call
+        """
+        if self._keys is None:
+            B, heads, _, head_dim = k.shape
+            self._keys, self._values = (x.new_empty(B, heads, self.room, head_dim) for x in (k, v))
+        begin, self.length = self.length, self.length + k.shape[2]
+        assert self.length <= self.room, f"{self.length} tokens in a cache for {self.room}"
+        self._keys[:, :, begin : self.length] = k
+        self._values[:, :, begin : self.length] = v
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+    def forget(self) -> None:
+        self.length = 0
+
+
+class Cache:
+    """How much of a text a model, or a stage of it, has read, and what its attentions keep of that."""
+
+    def __init__(self, model: Transformer, layers: list[KeyValues]):
+        self.max_seq_len, self.layers = model.config.max_seq_len, layers
+        self.keeps = not model.config.num_experts or model.config.capacity_factor is None
+
+    @property
+    def length(self) -> int:
+        """How many tokens have been read."""
+        return self.layers[0].length
+
+    def unread(self, tokens: Tensor) -> Tensor:
+        """What the model has to be given to have read all of this text, which goes on from the text of the last call.
+
+        tokens  [B, S]    returned [B, T]: those that are new, or the whole window where nothing can be kept
+        """
+        if not self.keeps or tokens.shape[1] > self.max_seq_len:
+            for layer in self.layers:
+                layer.forget()
+        return tokens[:, -self.max_seq_len :][:, self.length :]
+
+    def positions(self, num_tokens: int, device) -> Tensor:
+        """Where the next tokens are, [num_tokens]."""
+        return torch.arange(self.length, self.length + num_tokens, device=device)
+
+
+@contextmanager
+def caching(model: nn.Module, room: int) -> Iterator[Cache]:
+    """While inside, the model keeps the keys and values of what it reads: call it with `cache.unread(tokens)`.
+
+    room  how many tokens to have room for; more than max_seq_len are never needed
+
+    Every attention inside keeps 2 * B * (its key/value heads) * head_dim * room elements; afterwards nothing is left.
+    Raises ValueError for a model that reads a part of each sample, under context parallelism.
+    """
+    transformer = next(m for m in model.modules() if isinstance(m, Transformer))
+    if "default_positions" in vars(transformer):
+        raise ValueError(
+            "default_positions has been replaced: this model reads a part of every sample (context parallelism) or is "
+            "writing already; use one that reads all of it"
+        )
+    attentions = [m for m in transformer.modules() if isinstance(m, Attention)]
+    cache = Cache(transformer, [KeyValues(min(room, transformer.config.max_seq_len)) for _ in attentions])
+    for attention, layer in zip(attentions, cache.layers):
+        attention.cache = layer
+    transformer.default_positions = cache.positions
+    try:
+        yield cache
+    finally:
+        for attention in attentions:
+            del attention.cache
+        del transformer.default_positions
