@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import Attention, ModelConfig, fused_attention, plain_attention
+from minipar.model import Attention, ModelConfig, flash_attention, fused_attention, plain_attention
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -51,6 +51,20 @@ def test_fused_attention_equals_plain_attention_forward_and_backward(seed, sizes
     dy = torch.randn(plain.shape, dtype=plain.dtype)
     for a, b in zip(torch.autograd.grad(fused, (q, k, v), dy), torch.autograd.grad(plain, (q, k, v), dy)):
         assert_equal_to(a, b, rtol=1e-10, floor=1e-13)
+
+
+@given(seed=seeds, sizes=sizes, data=st.data(), documents=st.booleans())
+@pytest.mark.parametrize("core", [plain_attention, fused_attention, flash_attention])
+def test_fewer_queries_than_keys_are_the_last_of_the_sequence(core, seed, sizes, data, documents):
+    B, (H, group), S, d = sizes
+    T, (q, k, v) = data.draw(st.integers(1, S)), draw_qkv(seed, B, H, group, S, d)
+    positions = torch.arange(S) % 4 if documents else None
+    whole = core(q, k, v, positions=positions)[:, :, S - T :]
+    last = core(q[:, :, S - T :], k, v, positions=None if positions is None else positions[S - T :])
+    assert_equal_to(last, whole)
+    dy = torch.randn(whole.shape, dtype=whole.dtype)
+    for a, b in zip(torch.autograd.grad(last, (q, k, v), dy), torch.autograd.grad(whole, (q, k, v), dy)):
+        assert_equal_to(a, b, floor=1e-13)
 
 
 @pytest.mark.parametrize("core", [plain_attention, fused_attention])

@@ -1,7 +1,11 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minipar.model import ModelConfig, Transformer, generate
+from tests.model.test_cache import ROUTED_ALONE, ROUTED_TOGETHER, configs, draw_tokens, loud_model
+from tests.strategies import assert_equal_to, seeds
 
 CONFIG = ModelConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, max_seq_len=8, dropout=0.3)
 
@@ -22,6 +26,34 @@ def test_each_token_is_the_likeliest_after_the_last_window(model):
     model.eval()
     for t in range(3, 15):
         assert tokens[t] == model(tokens[None, max(0, t - 8) : t])[0, -1].argmax()
+
+
+@torch.no_grad()
+def reading_all_anew(model, batch, num_tokens):
+    """The text, and the logits from which each token of it was taken."""
+    read = []
+    for _ in range(num_tokens):
+        read.append(model(batch[:, -model.config.max_seq_len :])[:, -1])
+        batch = torch.cat((batch, read[-1].argmax(-1, keepdim=True)), dim=1)
+    return batch, read
+
+
+@given(
+    config=configs(experts=({}, ROUTED_ALONE, *ROUTED_TOGETHER)),
+    prompt=st.integers(1, 15),
+    num_tokens=st.integers(0, 8),
+    batch=st.integers(1, 3),
+    seed=seeds,
+)
+def test_what_is_written_is_what_a_model_writes_that_reads_all_anew(config, prompt, num_tokens, batch, seed):
+    model, tokens, read = loud_model(config, seed), draw_tokens(seed, batch, prompt), []
+    hook = model.register_forward_hook(lambda module, x, logits: read.append(logits[:, -1]))
+    text = generate(model, tokens, num_tokens)
+    hook.remove()
+    want, want_read = reading_all_anew(model, tokens, num_tokens)
+    assert torch.equal(text, want)
+    for logits, want_logits in zip(read, want_read, strict=True):
+        assert_equal_to(logits, want_logits, rtol=1e-9)
 
 
 def test_rows_of_a_batch_are_continued_alike(model):
