@@ -77,6 +77,10 @@ class Mesh:
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{a}={self.sizes[a]}" for a in (*DENSE, "ep")) + ")"
 
+    def stride(self, axis: str) -> int:
+        """How far apart neighbours along this axis are, in ranks."""
+        return self._strides[axis]
+
     @property
     def coordinates(self) -> Coordinates:
         return self.coordinates_of(self._require_comm().rank)

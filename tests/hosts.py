@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # of a network of their own: nobody else can see them
 DEVICE = "slow0"  # each host's end of the link
 
@@ -90,6 +91,7 @@ class TwoHosts:
                 ["ip", "netns", "exec", self.names[host], sys.executable, *launcher, *program],
                 stdout=file,
                 stderr=subprocess.STDOUT,
+                cwd=ROOT,
                 env={**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C reaches the test alone, which then ends them all
             )

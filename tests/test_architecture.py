@@ -21,6 +21,7 @@ mesh boxes
 placement
 model
 data_parallel tensor_parallel pipeline expert context
+nodes
 cost
 train
 visualize

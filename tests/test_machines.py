@@ -10,8 +10,10 @@ import json
 import pytest
 
 from minipar.model import ModelConfig
+from minipar.nodes import gradient_bytes, tp_bytes
 from minipar.train import TrainConfig, train
-from tests.hosts import TwoHosts, why_not
+from tests.across_hosts import CONFIG, ELEMS, STEPS
+from tests.hosts import DEVICE, TwoHosts, why_not
 
 pytestmark = pytest.mark.namespaces
 
@@ -23,7 +25,7 @@ def hosts(tmp_path_factory):
     reason = why_not()
     if reason:
         pytest.skip(reason)
-    made = TwoHosts(tmp_path_factory.mktemp("hosts"), rate="200mbit")
+    made = TwoHosts(tmp_path_factory.mktemp("hosts"), rate="100mbit")
     try:
         made.__enter__()
     except OSError as error:
@@ -60,3 +62,61 @@ def test_training_on_two_hosts_gives_the_losses_of_one(hosts, tmp_path):
     lines = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
     assert [line["loss"] for line in lines] == [line["loss"] for line in here.metrics]
     assert [line["grad_norm"] for line in lines] == [line["grad_norm"] for line in here.metrics]
+
+
+@pytest.fixture(scope="module")
+def counted(hosts, tmp_path_factory):
+    """What tests/across_hosts.py found, for each of the four ranks; 0 and 1 are on one host, 2 and 3 on the other."""
+    file = tmp_path_factory.mktemp("counted") / "found.json"
+    hosts.torchrun("-m", "tests.across_hosts", DEVICE, str(file))
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "vectors"),
+    [
+        ("ring", 2 * 3 / 4),  # 2(p-1)/p, by the one rank of each host whose neighbour is on the other
+        ("hierarchical", 2 * (2 * 1 / 2) / 2),  # 2(k-1)/k of half a vector, by each of the two ranks
+        (
+            "hierarchical, hosts mistaken",
+            2 * 2 * 1 / 2,
+        ),  # a fault: "inside" is across, (g-1)/g there and back
+    ],
+)
+def test_an_all_reduce_takes_over_the_link_what_its_formula_says(counted, algorithm, vectors):
+    for host in hosts_of(counted):
+        print(f"{algorithm}: {host[algorithm]['bytes']:,} bytes, {host[algorithm]['seconds']:.3f} s")
+        assert_over_link(host[algorithm]["bytes"], vectors * ELEMS * 4)
+
+
+def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_bytes(counted):
+    for host in hosts_of(counted):
+        ratio = host["hierarchical"]["bytes"] / host["ring"]["bytes"]
+        assert ratio == pytest.approx(2 / 3, abs=0.05)
+        print(
+            f"hierarchical / flat ring: {host['hierarchical']['seconds'] / host['ring']['seconds']:.2f} of its time"
+        )
+
+
+def test_tp_inside_a_host_leaves_the_link_to_the_gradients_and_tp_across_costs_its_formula(counted):
+    """The same mesh, model and batch: only which ranks are neighbours differs."""
+    tp, (gradients, _) = tp_bytes(CONFIG, CONFIG.mesh_sizes), gradient_bytes(CONFIG, CONFIG.mesh_sizes)
+    for rank in counted:
+        for placed in ("tp inside", "tp across"):
+            assert rank[placed]["tp"] == STEPS * tp
+            assert rank[placed]["dp"] == pytest.approx(STEPS * gradients, rel=0.01)
+    for host in hosts_of(counted):
+        assert_over_link(host["tp inside"]["bytes"], 2 * host["tp inside"]["dp"])  # of two ranks
+        assert_over_link(host["tp across"]["bytes"], 2 * host["tp across"]["tp"])
+        for placed in ("tp inside", "tp across"):
+            print(f"{placed}: {host[placed]['bytes']:,} bytes, {host[placed]['seconds']:.3f} s")
+
+
+def hosts_of(counted) -> list[dict]:
+    """As the first rank of each host saw it."""
+    return counted[::2]
+
+
+def assert_over_link(num_bytes: int, payload: float) -> None:
+    """Every byte of the payload, and up to 15 % more: headers, acknowledgements, barriers, a step's few scalars."""
+    assert payload <= num_bytes <= 1.15 * payload

@@ -85,9 +85,16 @@ class Comm(Collectives):
 
     @property
     def node_size(self) -> int | None:
-        """Ranks on one machine, where the launcher knows it and it divides this group."""
-        g = self._link.node_size
-        return g if g and self.size % g == 0 and self.size > g else None
+        """How many neighbouring ranks of this group share a machine, where the launcher knows it and all have so many.
+
+        None where it is one, or all: there are no two levels then.
+        """
+        if self._link.node_size is None:
+            return None
+        nodes = [r // self._link.node_size for r in self.ranks]
+        g = nodes.count(nodes[0])
+        blocks = [node for node in dict.fromkeys(nodes) for _ in range(g)]
+        return g if nodes == blocks and 1 < g < self.size else None
 
     def subgroup(self, ranks, name: str) -> Comm:
         """The Comm of `ranks` (ranks of this Comm, in the order given), of which I must be one.

@@ -161,6 +161,24 @@ def test_the_node_size_counts_only_where_it_cuts_the_group(node_size, size, is_)
     assert minipar.run(known, world_size=size, timeout_s=10) == [is_] * size
 
 
+def test_a_group_knows_how_many_of_its_neighbours_share_a_node():
+    """Eight ranks on two nodes: (0, 1, 2, 3) and (4, 5, 6, 7)."""
+    groups = {
+        (0, 1, 4, 5): 2,
+        (0, 2, 4, 6): 2,
+        (0, 4, 1, 5): None,
+        (0, 4): None,
+        (0, 1, 2): None,
+        (0, 1, 2, 4): None,
+    }
+
+    def sizes(world):
+        world = Comm.from_process_group(world.process_group(), node_size=4)
+        return {ranks: world.subgroup(ranks, "some").node_size for ranks in groups if world.rank in ranks}
+
+    assert minipar.run(sizes, world_size=8, timeout_s=10)[0] == groups
+
+
 # What goes wrong between two ranks ------------------------------------------------------------------------------
 
 
