@@ -2,26 +2,31 @@
 
 # No postponed annotations: tyro reads them, and those of `_train_command` are imported inside it.
 
-import dataclasses
 import sys
 from functools import partial, wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
+
+import tyro
 
 from minipar.errors import RankError
+from minipar.flags import checked, settings_of, unchecked
+from minipar.report import Progress, present
 
 DESCRIPTION = "Distributed training, every piece written by hand and proved equal to one process."
 
 
 def main(argv: list[str] | None = None) -> None:
     """Exit 0 when done, 2 with one line for a bad request, 1 where a rank failed, 130 after Ctrl-C."""
-    import tyro
-
+    argv = sys.argv[1:] if argv is None else list(argv)
     try:
+        settings = settings_of(argv)
         command = tyro.extras.subcommand_cli_from_dict(
             {
-                "train": _train_command(),
-                "verify": _verify_command(),
+                "train": _train_command(settings),
+                "verify": _verify_command(settings),
+                "generate": _generate_command(),
+                "export": _export_command(),
                 "timeline": _timeline_command(),
                 "bench": _bench_command(),
             },
@@ -47,65 +52,43 @@ def _leave(message: str, code: int) -> None:
 # then found outside tyro, which would put it in a box.
 
 
-def _unchecked(config):
-    """The same configuration, of a class that takes any values: it is checked when the command runs."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    for f in dataclasses.fields(
-        config
-    ):  # what was derived from other fields is derived again from what they become
-        if f.default is None and dataclasses.replace(config, **{f.name: None}) == config:
-            fields[f.name] = None
-    namespace = {"__post_init__": lambda self: None, "__doc__": type(config).__doc__, "__annotations__": {}}
-    for name, value in fields.items():
-        if dataclasses.is_dataclass(value):
-            fields[name] = _unchecked(value)
-            namespace["__annotations__"][name] = type(fields[name])
-            namespace[name] = dataclasses.field(default=fields[name])
-    flags = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), namespace))
-    return flags(**fields)
-
-
-def _checked(flags):
-    """The configuration of these flags. Raises ValueError for one that cannot be."""
-    fields = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}
-    fields = {
-        name: _checked(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
-    }
-    return type(flags).__mro__[1](**fields)
-
-
-def _train_command():
-    import tyro
-
+def _train_command(settings: dict):
     from minipar.train import TrainConfig, train
 
-    defaults = _unchecked(TrainConfig())
+    defaults = unchecked(TrainConfig(), settings)
 
-    def train_command(config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults):
-        """Train a byte-level model on text, on local ranks or as one of torchrun's, and compare with one process."""
+    def train_command(
+        config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults,
+        file: Annotated[Path | None, tyro.conf.arg(name="config")] = None,
+    ):
+        """Train a byte-level model on text, on local ranks or as one of torchrun's, and compare with one process.
+
+        Args:
+            config: the run.
+            file: a TOML file of these settings; flags win over it. Every run leaves its own, as config.toml.
+        """
         return partial(_train, config)
 
     def _train(flags) -> None:
-        config = _checked(flags)
-        with _Progress(config) as progress:
+        config = checked(flags)
+        with Progress(config) as progress:
             result = train(config, progress)
         if result is not None:
-            _present(result)
+            present(result)
 
     return train_command
 
 
-def _verify_command():
-    import tyro
-
+def _verify_command(settings: dict):
     from minipar.train.verify import DEFAULTS
 
-    defaults = _unchecked(DEFAULTS)
+    defaults = unchecked(DEFAULTS, settings)
 
     def verify_command(
         config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults,
         all: bool = False,
         world_size: int = 8,
+        file: Annotated[Path | None, tyro.conf.arg(name="config")] = None,
     ):
         """Run a mesh and one process from one seed, and compare every tensor. Exits 1 where they differ.
 
@@ -113,6 +96,7 @@ def _verify_command():
             config: the run; small, in float64, unless told otherwise.
             all: sweep every legal mesh, ZeRO stage and schedule instead of the one given.
             world_size: how many ranks the swept meshes have.
+            file: a TOML file of these settings; flags win over it.
         """
         return partial(_sweep, config, world_size) if all else partial(_verify, config)
 
@@ -122,7 +106,7 @@ def _verify_command():
 def _verify(flags) -> None:
     from minipar.train.verify import table, verify
 
-    result = verify(_checked(flags))
+    result = verify(checked(flags))
     print(table(result))
     raise SystemExit(0 if result.equal else 1)
 
@@ -134,7 +118,7 @@ def _sweep(flags, world_size: int) -> None:
     from minipar.train.verify import legal_configs, table, verify
     from visualize.verify import draw_sweep, sweep_markdown
 
-    config = _checked(flags)
+    config = checked(flags)
     folder = config.out or Path("runs/verify")
     prepare_folder(folder)
     configs = list(legal_configs(config, world_size))
@@ -151,50 +135,66 @@ def _sweep(flags, world_size: int) -> None:
     raise SystemExit(1 if wrong else 0)
 
 
-class _Progress:
-    """A bar for the steps, then one for the steps that are run again. Only rank 0 of torchrun draws."""
+def _generate_command():
+    def generate_command(
+        run: tyro.conf.Positional[Path],
+        prompt: str = "The ",
+        tokens: int = 300,
+        temperature: float = 0.0,
+        seed: int = 0,
+        tp: int = 1,
+        pp: int = 1,
+    ):
+        """Let a trained model write: from the newest whole checkpoint of a run, on any tp x pp local ranks.
 
-    def __init__(self, config):
-        self._totals = {"train": config.steps, "verify": min(config.verify_steps, config.steps)}
-        self._bar, self._what = None, None
+        Args:
+            run: the folder of a run that was trained with --checkpoint-every.
+            prompt: what it goes on from.
+            tokens: how many bytes it writes.
+            temperature: 0 takes the likeliest byte each time; above, bytes are drawn.
+            seed: of the drawing.
+            tp: tensor-parallel ranks.
+            pp: pipeline ranks.
+        """
+        return partial(_generate, run, prompt, tokens, temperature, tp=tp, pp=pp, seed=seed)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        if self._bar is not None:
-            self._bar.close()
-
-    def __call__(self, what: str, metrics: dict) -> None:
-        from tqdm import tqdm
-
-        if what != self._what:
-            self.__exit__()
-            label = {"train": "train", "verify": "again on one process"}[what]
-            self._bar, self._what = tqdm(total=self._totals[what], desc=label, unit="step"), what
-        if "loss" in metrics:
-            self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s")
-        self._bar.update()
+    return generate_command
 
 
-def _present(result) -> None:
-    """Draw the run's pictures, and say what happened and where to look."""
-    from visualize.trace import draw_trace
-    from visualize.training import draw_training
+def _generate(run: Path, prompt: str, *args, **kwargs) -> None:
+    from minipar.train import generate_text
 
-    again = None if result.reference is None else {"one process, again": result.reference.losses}
-    draw_training(result.metrics, result.folder / "loss.png", reference=again)
-    if any(result.traces.values()):
-        draw_trace(result.traces, result.folder / "timeline.png")
-    first, last = result.metrics[0], result.metrics[-1]
-    print(f"\n{result.sample}\n")
-    print(f"loss {first['loss']:.3f} -> {last['loss']:.3f} in {len(result.metrics)} steps")
-    if result.difference is not None:
-        print(result.difference)
-    print(
-        f"look in {result.folder}/: loss.png, timeline.png, trace.json (open it in ui.perfetto.dev), "
-        "metrics.jsonl, sample.txt"
-    )
+    print(prompt + generate_text(run, prompt, *args, **kwargs).removeprefix(prompt))
+
+
+def _export_command():
+    def export_command(
+        run: tyro.conf.Positional[Path], out: Path, layout: Literal["minipar", "llama"] = "minipar"
+    ):
+        """Write a trained model, from the newest whole checkpoint of a run, as safetensors with every weight whole.
+
+        Args:
+            run: the folder of a run that was trained with --checkpoint-every.
+            out: minipar: the file to write. llama: the folder.
+            layout: names of the weights: minipar's, or Hugging Face's Llama with its config.json.
+        """
+        return partial(_export, run, out, layout)
+
+    return export_command
+
+
+def _export(run: Path, out: Path, layout: str) -> None:
+    from minipar.train.export import export_llama, export_model
+    from minipar.train.record import prepare_folder
+    from minipar.train.restore import Checkpoint, newest_whole
+    from minipar.train.trainer import CHECKPOINTS
+
+    path = newest_whole(run / CHECKPOINTS)
+    if path is None:
+        raise ValueError(f"run={run} has no whole checkpoint; train with --checkpoint-every first")
+    prepare_folder(out if layout == "llama" else out.parent)
+    (export_llama if layout == "llama" else export_model)(Checkpoint(path), out)
+    print(f"{path} -> {out}")
 
 
 def _timeline_command():
@@ -208,8 +208,6 @@ def _timeline_command():
 
 
 def _bench_command():
-    import tyro
-
     def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):
         """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
 

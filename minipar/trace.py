@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -63,12 +66,37 @@ def overlap_fraction(spans) -> float:
     A lane does one thing at a time: what it communicates or waits inside one of its own compute spans is not computing.
     """
     communicate = _union(spans, "communicate")
-    computing = []
+    computing = _merge(chain.from_iterable(_computing(spans)))
+    hidden_s, total_s = _length(_both(communicate, computing)), _length(communicate)
+    return min(1.0, hidden_s / total_s) if total_s else 0.0
+
+
+def _computing(spans) -> Iterator[list[tuple[float, float]]]:
+    """When each lane computed, and did not communicate or wait inside it."""
     for lane in {s.lane for s in spans}:
         own = [s for s in spans if s.lane == lane]
-        computing += _both(_union(own, "compute"), _gaps(_union(own, "communicate", "wait")))
-    hidden_s, total_s = _length(_both(communicate, _merge(computing))), _length(communicate)
-    return min(1.0, hidden_s / total_s) if total_s else 0.0
+        yield _both(_union(own, "compute"), _gaps(_union(own, "communicate", "wait")))
+
+
+class Straggler(NamedTuple):
+    """The rank that computed longest, and how many times as long as the median rank."""
+
+    rank: int
+    ratio: float
+
+
+def find_straggler(spans_by_rank: dict[int, list[Span]]) -> Straggler | None:
+    """Whom do the others wait for? None where fewer than two ranks recorded anything.
+
+    A rank that is slow is seen by its own computing: in its communication and waiting the others' time shows.
+    """
+    computed = {
+        rank: sum(_length(c) for c in _computing(spans)) for rank, spans in spans_by_rank.items() if spans
+    }
+    if len(computed) < 2:
+        return None
+    slowest = max(computed, key=computed.get)
+    return Straggler(slowest, computed[slowest] / max(statistics.median_low(computed.values()), 1e-9))
 
 
 # Sorted lists of disjoint intervals (start, end) ----------------------------------------------------------------

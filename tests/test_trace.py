@@ -1,6 +1,7 @@
 """Spans, what is computed from them, the file Perfetto opens, and what a Comm records."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.trace import Span, Trace, busy_s, chrome_events, overlap_fraction, span, write_chrome_trace
+from minipar.trace import (
+    Span,
+    Trace,
+    busy_s,
+    chrome_events,
+    find_straggler,
+    overlap_fraction,
+    span,
+    write_chrome_trace,
+)
 
 LANES = ("main", "stream")
 LENGTH = 24  # of the grid on which spans are drawn, so that a brute force can count its cells
@@ -183,3 +193,31 @@ def test_messages_are_spans_and_only_what_ran_while_recording_is(recorded):
     names = [sorted(s.name for s in spans if s.kind == "communicate") for spans in recorded]
     both = ["all_reduce world", "all_reduce world/gradients"]
     assert names == [[*both, "send world"], [*both, "recv world"]]
+
+
+def test_a_straggler_is_the_rank_that_computed_longest_not_the_one_that_waited():
+    def spans(compute_s, wait_s):
+        return [Span("compute", "F", 0, compute_s), Span("wait", "for B", compute_s, compute_s + wait_s)]
+
+    traces = {0: spans(1.0, 3.0), 1: spans(4.0, 0.0), 2: spans(1.25, 2.75)}
+    assert find_straggler(traces) == (1, 4.0 / 1.25)
+    inside = [Span("compute", "backward", 0, 9), Span("communicate", "all_reduce", 1, 9)]
+    assert find_straggler({**traces, 3: inside}).rank == 1
+    assert find_straggler({0: spans(1, 1), 1: []}) is None
+
+
+def slow_on_rank_2(world):
+    trace = Trace()
+    world.trace = trace
+    for _ in range(3):
+        with trace.span("compute", "step"):
+            time.sleep(0.05 if world.rank == 2 else 0.005)
+        world.all_reduce(torch.ones(4))
+    return trace.spans
+
+
+def test_a_rank_that_is_slow_is_named_by_a_real_trace():
+    traces = dict(enumerate(minipar.run(slow_on_rank_2, world_size=4, timeout_s=10)))
+    straggler = find_straggler(traces)
+    assert straggler.rank == 2
+    assert straggler.ratio > 1.5

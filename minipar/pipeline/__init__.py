@@ -18,6 +18,7 @@ partition.py     cut a model into stages
 stage.py         one stage at work: forward, backward, its two halves
 mailbox.py       results on their way between ranks
 tied.py          a weight that the first and the last stage share
+batch.py         a batch cut into microbatches
 execute.py       Pipeline: one executor, which obeys any schedule
 measure.py       a run's own timeline, to be drawn beside the simulated one
 emulate.py       stages that sleep: a schedule on fewer cores than ranks

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.errors import require_divides
 from minipar.model import IGNORED
-from minipar.pipeline.lower import Compute, Receive, Send, Wait, lower
+from minipar.pipeline.batch import Batch, split_batch
+from minipar.pipeline.lower import Compute, Instruction, Receive, Send, Wait, lower
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.schedule import Action, Schedule, result
 from minipar.pipeline.stage import Stage
@@ -88,9 +88,39 @@ class Pipeline:
         """
         batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
         step = _Step(self, batch, self._divisor(targets, count))
+        self._tied.begin()
         try:
-            return step.run()
+            loss = step.run(self._program)
         finally:
+            for stage in self.stages.values():
+                stage.end()
+        self._tied.finish()
+        return loss
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        inputs: Tensor | None = None,
+        targets: Tensor | None = None,
+        *,
+        count: int | Tensor | None = None,
+        per_sample: dict[str, Tensor] | None = None,
+        stage_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor | None:
+        """The loss of a batch, as `step` gives it, by the forwards of the schedule alone, without dropout.
+
+        Sends half of what a step does.
+        """
+        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
+        forwards = [instruction for instruction in self._program if instruction.action.op == "F"]
+        modules = [stage.module for stage in self.stages.values() if stage.module.training]
+        for module in modules:
+            module.eval()
+        try:
+            return _Step(self, batch, self._divisor(targets, count)).run(forwards)
+        finally:
+            for module in modules:
+                module.train()
             for stage in self.stages.values():
                 stage.end()
 
@@ -118,23 +148,6 @@ class Pipeline:
         return torch.as_tensor(count).clamp(min=1)
 
 
-class Batch(NamedTuple):
-    """What this rank is given of a batch, by microbatch: inputs[k], targets[k], per_sample[name][k]."""
-
-    inputs: tuple[Tensor, ...] | None
-    targets: tuple[Tensor, ...] | None
-    per_sample: dict[str, tuple[Tensor, ...]]
-    whole: dict[str, Any]
-
-    def kwargs(self, microbatch: int) -> dict[str, Any]:
-        return {**self.whole, **{name: pieces[microbatch] for name, pieces in self.per_sample.items()}}
-
-
-def split_batch(name: str, x: Tensor, m: int) -> tuple[Tensor, ...]:
-    require_divides("num_microbatches", m, f"{name}.shape[0]", x.shape[0])
-    return x.split(x.shape[0] // m)
-
-
 class _Step:
     """One run of the program, and the results that wait to be consumed: each is, once."""
 
@@ -144,14 +157,13 @@ class _Step:
         self._loss: Tensor | None = None
         self._last = pipeline.schedule.num_stages - 1
 
-    def run(self) -> Tensor | None:
+    def run(self, program: Iterable[Instruction]) -> Tensor | None:
         pipeline, mailbox = self._pipeline, self._pipeline._mailbox
         pipeline.spans = {}
         mailbox.begin()
-        pipeline._tied.begin()
         for stage in pipeline.stages.values():
             stage.begin(pipeline.schedule.num_microbatches)
-        for instruction in pipeline._program:
+        for instruction in program:
             match instruction:
                 case Receive(action, source):
                     mailbox.receive(action, source)
@@ -163,7 +175,6 @@ class _Step:
                 case Send(action, to):
                     mailbox.send(action, self._results.pop(result(action)), to)
         mailbox.finish()
-        pipeline._tied.finish()
         return self._loss
 
     def _compute(self, action: Action) -> None:

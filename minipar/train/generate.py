@@ -23,7 +23,7 @@ from minipar.placement import Placement, placement_of, set_placement
 from minipar.tensor_parallel import check_tensor_parallel, tensor_parallel
 from minipar.train.config import DTYPES
 from minipar.train.restore import Checkpoint, newest_whole
-from minipar.train.state import PARAMETER
+from minipar.train.state import BUFFER, PARAMETER
 from minipar.train.trainer import CHECKPOINTS
 
 
@@ -47,7 +47,7 @@ def generate_text(
     path = newest_whole(Path(run_folder) / CHECKPOINTS)
     if path is None:
         raise ValueError(f"{run_folder} has no whole checkpoint; train with --checkpoint-every first")
-    config = model_config(Checkpoint(path))
+    config = ModelConfig(**Checkpoint(path).extra["model"])
     if not prompt:
         raise ValueError("prompt='' is empty; give at least one character to go on from")
     tokens = checked_prompt(config, list(prompt.encode()), num_tokens, temperature)
@@ -64,17 +64,6 @@ def _generate_rank(world, path: Path, mesh_sizes: dict[str, int], *request) -> T
     return generate_on_mesh(load_stage(Checkpoint(path), mesh, world.device), mesh, *request)
 
 
-def model_config(checkpoint: Checkpoint) -> ModelConfig:
-    """The config of the model in a checkpoint. Raises ValueError where not all that its logits depend on is in there."""
-    config = ModelConfig(**checkpoint.extra["model"])
-    if config.num_experts and config.balance_bias:
-        raise ValueError(
-            f"balance_bias=True: {checkpoint.path} has the parameters, but not the biases by which experts are chosen; "
-            "use a model trained without"
-        )
-    return config
-
-
 def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:
     """Raise ValueError where a model of these sizes cannot be cut into pp stages of tp ranks."""
     if not 1 <= pp <= config.num_layers:
@@ -89,7 +78,7 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
 
     One stage a pp rank, cut where training cuts them. The checkpoint may have been written on any mesh.
     """
-    config, pp = model_config(checkpoint), mesh.sizes["pp"]
+    config, pp = ModelConfig(**checkpoint.extra["model"]), mesh.sizes["pp"]
     number = mesh.coordinates.pp
     layers = balance(layer_costs(Transformer(config, device="meta")), pp)[number]
     first, last = number == 0, number == pp - 1
@@ -99,6 +88,10 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, _read(checkpoint, placement_of(parameter), device))
+    for name, buffer in list(stage.named_buffers()):
+        owner, _, own_name = name.rpartition(".")
+        stored = checkpoint.read(BUFFER, Placement.whole(name, buffer.shape))
+        setattr(stage.get_submodule(owner), own_name, stored.to(device))
     return stage
 
 

@@ -64,5 +64,6 @@ def _check_activations(config) -> None:
         )
     if config.sequence_parallel:
         raise ValueError(
-            "partition_activations: with sequence_parallel a rank has only its part of these inputs already; use one of the two"
+            "partition_activations: with sequence_parallel a rank keeps only its part of these inputs anyway; "
+            "use one of the two"
         )

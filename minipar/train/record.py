@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import tempfile
@@ -37,10 +36,6 @@ def write_whole(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
-
-
-def write_metrics(folder: Path, metrics: list[dict]) -> None:
-    write_whole(folder / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in metrics))
 
 
 def gather_values(comm, value) -> list | None:

@@ -1,4 +1,4 @@
-"""What of a run is state: this rank's parts of parameters and optimizer, to a checkpoint and back.
+"""What of a run is state: this rank's parts of parameters and optimizer, and buffers, to a checkpoint and back.
 
 Nothing else is: the batch of a step, its dropout masks and its learning rate are functions of seed and step.
 """
@@ -17,7 +17,7 @@ from minipar.train.config import TrainConfig
 from minipar.train.parallelize import Replica
 from minipar.train.restore import Checkpoint
 
-PARAMETER = "parameter"
+PARAMETER, BUFFER = "parameter", "buffer"
 
 
 def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]:
@@ -33,6 +33,7 @@ def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]
                 parts.append(Part(key, placement, value))
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
+    parts += [Part(BUFFER, placement, buffer) for placement, buffer in buffers_of(replica)]
     return parts, numbers
 
 
@@ -42,10 +43,12 @@ def restore(replica: Replica, checkpoint: Checkpoint) -> None:
     for stage in replica.stages:
         for param in stage.parameters():
             param.copy_(checkpoint.read(PARAMETER, _canonical(placement_of(param))))
+    for placement, buffer in buffers_of(replica):
+        buffer.copy_(checkpoint.read(BUFFER, placement))
     for x, state in _updated(replica):
         placement = _canonical(placement_of(x))
         x.copy_(checkpoint.read(PARAMETER, placement))
-        for key in sorted(checkpoint.kinds - {PARAMETER}):
+        for key in sorted(checkpoint.kinds - {PARAMETER, BUFFER}):
             if checkpoint.has(key, placement.name):
                 state[key] = checkpoint.read(key, placement).to(x.device)
         for key, value in checkpoint.extra["numbers"].get(placement.name, {}).items():
@@ -81,6 +84,13 @@ def _updated(replica: Replica) -> Iterator[tuple[torch.Tensor, dict]]:
     else:
         for x in replica.tensors:
             yield x, replica.optimizer.state[x]
+
+
+def buffers_of(replica: Replica) -> Iterator[tuple[Placement, torch.Tensor]]:
+    """What is neither trained nor a function of the seed: the biases that balance experts. Every rank has them whole."""
+    for stage in replica.stages:
+        for name, buffer in stage.named_buffers():
+            yield Placement.whole(name, buffer.shape), buffer
 
 
 def _canonical(placement: Placement) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import nullcontext
 
@@ -9,9 +10,10 @@ import torch
 
 from minipar.context import local_positions
 from minipar.data_parallel import ZeroOptimizer
-from minipar.model import set_num_groups, update_balance_bias
+from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.trace import span
 from minipar.train.config import TrainConfig
+from minipar.train.metrics import routing, speed
 from minipar.train.optim import clip_grad_norm_, learning_rate
 from minipar.train.parallelize import Replica
 from minipar.train.text import Batch, batch_of_step
@@ -34,27 +36,38 @@ def train_step(
         observe()
     with span(world.trace, "compute", "optimizer"):
         norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.shares)
-        replica.optimizer.step()
+        sound = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
+        if sound:
+            replica.optimizer.step()
+        elif config.on_nan == "stop":
+            raise ArithmeticError(
+                f"step {step}: the loss is {loss.item()} and the gradient norm {norm.item()}; "
+                "lower lr, or go on without such steps by on_nan=skip"
+            )
         if config.model.balance_bias:
             for stage in replica.stages:
                 update_balance_bias(stage, comm=replica.mesh.comm("dp", "cp"))
-    seconds = time.perf_counter() - start_s
-    tokens_per_s = config.batch_size * config.seq_len / seconds
     return {
         "step": step,
         "loss": loss.item(),
         "grad_norm": norm.item(),
         "lr": lr,
-        "tokens_per_s": tokens_per_s,
-        "seconds": seconds,
+        "skipped": int(not sound),
+        **speed(config, time.perf_counter() - start_s),
+        **routing(world, replica, config),
     }
 
 
 def gradients(world, replica: Replica, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
     """Compute and reduce the gradients of this step's batch; the loss over all of it, on every rank."""
-    mesh, optimizer = replica.mesh, replica.optimizer
-    batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len)
-    ids, positions, tokens, targets = _mine(mesh, config, batch, world.device)
+    optimizer = replica.optimizer
+    inputs = _mine(
+        replica.mesh,
+        config,
+        batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
+        world.device,
+    )
+    inputs["stage_kwargs"]["step"] = step
     if config.model.num_experts:
         for stage in replica.stages:
             set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
@@ -62,34 +75,49 @@ def gradients(world, replica: Replica, config: TrainConfig, text: torch.Tensor, 
     # added to a gradient afterwards (another microbatch's, a deferred product, a tied stage's).
     several = config.pp > 1 or len(replica.pipeline.schedule.actions[0]) > 2
     with optimizer.no_sync() if several and isinstance(optimizer, ZeroOptimizer) else nullcontext():
-        loss = replica.pipeline.step(
-            tokens,
-            targets,
-            count=batch.count,
-            per_sample={"sample_ids": ids},
-            stage_kwargs={"positions": positions, "step": step},
-        )
+        loss = replica.pipeline.step(**inputs)
     if isinstance(optimizer, ZeroOptimizer) and several:
         optimizer.synchronize()
-    counts_here = loss is not None and mesh.coordinates.tp == 0  # the other tp ranks have the same loss
-    total = (
-        loss
-        if counts_here
-        else torch.zeros_like(loss)
-        if loss is not None
-        else _no_loss(config, world.device)
-    )
-    return world.all_reduce(total.detach())
+    return _over_all(world, replica, config, loss)
 
 
-def _no_loss(config: TrainConfig, device) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.promote_types(config.torch_dtype, torch.float32), device=device)
+EVAL_STEPS = 4  # batches of which a validation loss is the mean
 
 
-def _mine(mesh, config: TrainConfig, batch: Batch, device):
-    """This rank's samples (dp) and tokens of them (cp), with their numbers in the whole batch."""
+def evaluate(world, replica: Replica, config: TrainConfig, text: torch.Tensor) -> float:
+    """The loss on the same few batches of `text` whenever it is asked for, without dropout; the same on every rank."""
+    losses = []
+    for step in range(EVAL_STEPS):
+        inputs = _mine(
+            replica.mesh,
+            config,
+            batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
+            world.device,
+        )
+        losses.append(_over_all(world, replica, config, replica.pipeline.evaluate(**inputs)))
+    for stage in replica.stages:
+        take_metrics(stage)  # nobody reports the routing of these
+    return torch.stack(losses).mean().item()
+
+
+def _over_all(world, replica: Replica, config: TrainConfig, loss: torch.Tensor | None) -> torch.Tensor:
+    """The batch's loss on every rank, from the parts of it that the last stages computed."""
+    if loss is None or replica.mesh.coordinates.tp:  # the other tp ranks have the same loss
+        dtype = torch.promote_types(config.torch_dtype, torch.float32)
+        loss = torch.zeros((), dtype=dtype, device=world.device)
+    return world.all_reduce(loss.detach())
+
+
+def _mine(mesh, config: TrainConfig, batch: Batch, device) -> dict:
+    """This rank's samples (dp) and tokens of them (cp), as `Pipeline.step` takes them."""
     at = mesh.coordinates
     ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
     positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout)
     tokens, targets = batch.tokens[ids][:, positions], batch.targets[ids][:, positions]
-    return tuple(x.to(device) for x in (ids, positions, tokens, targets))
+    return dict(
+        inputs=tokens.to(device),
+        targets=targets.to(device),
+        count=batch.count,
+        per_sample={"sample_ids": ids.to(device)},
+        stage_kwargs={"positions": positions.to(device)},
+    )

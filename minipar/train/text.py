@@ -45,6 +45,20 @@ def require_samples(text: torch.Tensor, seq_len: int, path: Path | None = None) 
         )
 
 
+def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what to train on, what to measure on): the last twentieth is held out, and at least one sample.
+
+    Raises ValueError where that leaves too little to train on.
+    """
+    held = max(len(text) // 20, seq_len + 1)
+    if len(text) - held < seq_len + 1:
+        raise ValueError(
+            f"the text has {len(text)} bytes: too few to hold out a sample of seq_len={seq_len} and train on others; "
+            f"use eval_every=0, or seq_len={max(1, len(text) // 2 - 1)} or less"
+        )
+    return text[:-held], text[-held:]
+
+
 def batch_of_step(text: torch.Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
     """Samples from places drawn by (seed, step): everybody can make the whole batch, and takes what is theirs."""
     digest = hashlib.blake2b(f"batch {seed} {step}".encode(), digest_size=8).digest()

@@ -16,13 +16,15 @@ from minipar.placement import Placement, gather, placement_of
 from minipar.trace import Span, Trace, write_chrome_trace
 from minipar.train.checkpoint import Saver
 from minipar.train.config import TrainConfig
+from minipar.train.file import as_toml
+from minipar.train.log import MetricsLog
 from minipar.train.parallelize import Replica, parallelize
-from minipar.train.record import gather_values, prepare_folder, write_metrics, write_whole
+from minipar.train.record import gather_values, prepare_folder, write_whole
 from minipar.train.reference import Difference, Run, compare, train_in_one_process
 from minipar.train.restore import Checkpoint, newest_whole
-from minipar.train.state import described, parts_of, require_same_run, restore
-from minipar.train.step import train_step
-from minipar.train.text import load_text, require_samples
+from minipar.train.state import buffers_of, described, parts_of, require_same_run, restore
+from minipar.train.step import evaluate, train_step
+from minipar.train.text import hold_out, load_text, require_samples
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
 SAMPLE_PROMPT = "The "
@@ -41,7 +43,7 @@ class Result:
 
 
 class Trained(NamedTuple):
-    """What the ranks made: metrics a step, whole parameters after the steps to be verified and at the end, spans a rank."""
+    """What the ranks made: metrics a step, parameters after the steps to be verified, all state at the end, spans a rank."""
 
     metrics: list[dict]
     first: dict[str, torch.Tensor]
@@ -58,19 +60,35 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     """
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
+    text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
     prepare_folder(config.folder)
     start = _checkpoint_to_resume(config)
     tell = on_progress or (lambda what, metrics: None)
+    world = None
     if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
-        trained = train_rank(world, config, text, start, lambda metrics: tell("train", metrics))
-    else:
-        trained = run(
-            train_rank, config, text, start, world_size=config.world_size, timeout_s=config.timeout_s,
-            on_report=lambda rank, metrics: tell("train", metrics),
-        )[0]  # fmt: skip
-    return None if trained is None else _finish(config, text, trained, tell)
+    if world is not None and world.rank:
+        train_rank(world, config, text, held_out, start)
+        return None
+    write_whole(config.folder / "config.toml", as_toml(config))
+    log = MetricsLog(config.folder, config.tensorboard, Checkpoint(start).step if start else 0)
+
+    def on_step(metrics: dict) -> None:
+        log(metrics)
+        tell("train", metrics)
+
+    try:
+        if world is not None:
+            trained = train_rank(world, config, text, held_out, start, on_step)
+        else:
+            trained = run(
+                train_rank, config, text, held_out, start, world_size=config.world_size,
+                timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
+            )[0]  # fmt: skip
+    finally:
+        log.close()
+    return _finish(config, text, trained, tell)
 
 
 def _require_world(size: int, config: TrainConfig) -> None:
@@ -92,7 +110,12 @@ def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
 
 
 def train_rank(
-    world, config: TrainConfig, text: torch.Tensor, start: Path | None = None, report=None
+    world,
+    config: TrainConfig,
+    text: torch.Tensor,
+    held_out: torch.Tensor | None = None,
+    start: Path | None = None,
+    report=None,
 ) -> Trained | None:
     """One rank's part of the run, from a checkpoint if `start` names one. Rank 0 returns what all made, others None."""
     report = report or world.report
@@ -107,6 +130,8 @@ def train_rank(
     for step in range(begin, config.steps):
         world.trace = trace if _traced(config, step) else None
         metrics.append(train_step(world, replica, config, text, step))
+        if held_out is not None and (step + 1) % config.eval_every == 0:
+            metrics[-1]["eval_loss"] = evaluate(world, replica, config, held_out)
         if world.rank == 0:
             report(metrics[-1])
         if step + 1 == min(config.verify_steps, config.steps):
@@ -117,7 +142,8 @@ def train_rank(
     if saver is not None:
         saver.finish()
     world.trace = None
-    traces, first, last = (gather_values(world, x) for x in (trace.spans, first, held_parameters(replica)))
+    last = held_parameters(replica) + list(buffers_of(replica))
+    traces, first, last = (gather_values(world, x) for x in (trace.spans, first, last))
     if world.rank:
         return None
     return Trained(metrics, whole_parameters(first), whole_parameters(last), dict(enumerate(traces)))
@@ -159,7 +185,6 @@ def _sample(config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes:
 def _finish(config: TrainConfig, text, trained, tell) -> Result:
     """Write what the run made, then run its first steps again on one process and compare."""
     folder, metrics = config.folder, trained.metrics
-    write_metrics(folder, metrics)
     sample = _sample(config, trained.last)
     write_whole(folder / "sample.txt", sample + "\n")
     write_chrome_trace(folder / "trace.json", trained.traces)

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig, train
 from minipar.train.export import export_llama, full_parameters, import_llama
 from minipar.train.restore import Checkpoint, newest_whole
+from tests.strategies import mesh_sizes
 
 SMALL = ModelConfig(
     dim=16, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1, tie_embeddings=True
@@ -26,16 +27,34 @@ BASE = TrainConfig(
     verify_steps=0,
     trace_steps=0,
 )
-MESHES = [
-    dict(),
-    dict(dp=4, zero=1),
-    dict(dp=2, tp=2, zero=2),
-    dict(pp=2, tp=2, microbatches=2),
-    dict(pp=2, cp=2, microbatches=2, schedule="zb-v", zero=1),
-    dict(dp=2, cp=2, tp=2, zero=3),
-    dict(dp=3, batch_size=9, zero=3),
-]
-meshes = st.sampled_from(MESHES[:-1])
+MIXTURE = ModelConfig(
+    dim=16,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    max_seq_len=32,
+    num_experts=4,
+    top_k=2,
+    group_tokens=4,
+    balance_bias=True,
+)
+
+
+@st.composite
+def layouts(draw, model):
+    """Any legal mesh of 1 to 8 ranks for BASE with this model, with a ZeRO stage, a schedule and microbatches."""
+    choices = dict(
+        zero=draw(st.integers(0, 3)),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+        microbatches=draw(st.sampled_from([1, 2, 4])),
+        cp_attention=draw(st.sampled_from(["ring", "ulysses"])),
+    )
+    layout = draw(mesh_sizes(8)) | choices
+    try:
+        replace(BASE, model=model, **layout)
+    except ValueError:
+        assume(False)
+    return layout
 
 
 def losses(result):
@@ -44,19 +63,25 @@ def losses(result):
 
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory):
-    return losses(train(replace(BASE, out=tmp_path_factory.mktemp("whole"))))
+    return {
+        model: losses(train(replace(BASE, model=model, grad_clip=0.5, out=tmp_path_factory.mktemp("whole"))))
+        for model in (SMALL, MIXTURE)
+    }
 
 
 @settings(max_examples=6)
-@given(meshes, meshes)
-def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, there, here):
+@given(st.data())
+@pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
+def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, model, data):
     first, second = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
-    train(replace(BASE, checkpoint_every=3, out=first, **there))
-    resumed = losses(train(replace(BASE, resume=first, out=second, **here)))
+    there, here = (data.draw(layouts(model), label=label) for label in ("written on", "resumed on"))
+    run = replace(BASE, model=model, grad_clip=0.5)
+    train(replace(run, checkpoint_every=3, out=first, **there))
+    resumed = losses(train(replace(run, resume=first, out=second, **here)))
     assert list(resumed) == [3, 4]
     for step, (loss, norm) in resumed.items():
-        assert loss == pytest.approx(never_stopped[step][0], rel=1e-10)
-        assert norm == pytest.approx(never_stopped[step][1], rel=1e-7)
+        assert loss == pytest.approx(never_stopped[model][step][0], rel=1e-10)
+        assert norm == pytest.approx(never_stopped[model][step][1], rel=1e-7)
 
 
 def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_checkpoint(tmp_path):

@@ -1,0 +1,60 @@
+"""What the command line shows of a run: its progress, its pictures, and how it went."""
+
+from __future__ import annotations
+
+from minipar.trace import find_straggler
+
+SLOW = 1.5  # times the median rank's computing: from here on a rank is worth a word
+
+
+class Progress:
+    """A bar for the steps, then one for the steps that are run again. Only rank 0 of torchrun draws."""
+
+    def __init__(self, config):
+        self._totals = {"train": config.steps, "verify": min(config.verify_steps, config.steps)}
+        self._bar, self._what = None, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        if self._bar is not None:
+            self._bar.close()
+
+    def __call__(self, what: str, metrics: dict) -> None:
+        from tqdm import tqdm
+
+        if what != self._what:
+            self.__exit__()
+            label = {"train": "train", "verify": "again on one process"}[what]
+            self._bar, self._what = tqdm(total=self._totals[what], desc=label, unit="step"), what
+        if "loss" in metrics:
+            self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s")
+        self._bar.update()
+
+
+def present(result) -> None:
+    """Draw the run's pictures, and say what happened and where to look."""
+    from visualize.trace import draw_trace
+    from visualize.training import draw_training
+
+    again = None if result.reference is None else {"one process, again": result.reference.losses}
+    draw_training(result.metrics, result.folder / "loss.png", reference=again)
+    if any(result.traces.values()):
+        draw_trace(result.traces, result.folder / "timeline.png")
+    first, last = result.metrics[0], result.metrics[-1]
+    print(f"\n{result.sample}\n")
+    print(f"loss {first['loss']:.3f} -> {last['loss']:.3f} in {len(result.metrics)} steps")
+    if (skipped := sum(line["skipped"] for line in result.metrics)) > 0:
+        print(f"{skipped} steps skipped: their loss or gradient norm was not a number")
+    straggler = find_straggler(result.traces)
+    if straggler is not None and straggler.ratio > SLOW:
+        print(
+            f"rank {straggler.rank} computed {straggler.ratio:.1f} times as long as the median rank: the others waited"
+        )
+    if result.difference is not None:
+        print(result.difference)
+    print(
+        f"look in {result.folder}/: loss.png, timeline.png, trace.json (open it in ui.perfetto.dev), "
+        "metrics.jsonl, sample.txt"
+    )

@@ -1,0 +1,69 @@
+"""What a step reports besides its loss: floating point operations, and what the experts' routing did."""
+
+from __future__ import annotations
+
+import torch
+
+from minipar.model import ModelConfig, take_metrics
+
+
+def flops_per_token(model: ModelConfig, seq_len: int) -> int:
+    """Floating point operations that training needs for one token: forward and backward, nothing computed again.
+
+        6 * (weights that multiply a token) + 12 * num_layers * dim * seq_len
+
+    A weight multiplies and adds, once forward and twice backward. The second term is the scores and what they weigh,
+    with no discount for the causal mask, as is usual. The head counts; the embedding, a table, does not; of the experts
+    those that a token is sent to.
+    Source: PaLM, arXiv:2204.02311, appendix B.
+    """
+    attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
+    dense = 3 * model.dim * model.hidden_dim
+    with_experts = model.num_layers // model.moe_every if model.num_experts else 0
+    sparse = model.top_k * dense + model.dim * model.num_experts + 3 * model.dim * model.shared_dim
+    layers = model.num_layers * attention + (model.num_layers - with_experts) * dense + with_experts * sparse
+    weights = layers + model.dim * model.vocab_size
+    return 6 * weights + 12 * model.num_layers * model.dim * seq_len
+
+
+def speed(config, seconds: float) -> dict[str, float]:
+    """Tokens a second over all ranks; of one rank 1e12 useful operations a second, and as a part of its peak (mfu)."""
+    tokens_per_s = config.batch_size * config.seq_len / seconds
+    tflops = tokens_per_s * flops_per_token(config.model, config.seq_len) / config.world_size / 1e12
+    mfu = {"mfu": tflops / config.peak_tflops} if config.peak_tflops else {}
+    return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **mfu}
+
+
+def routing(world, replica, config) -> dict[str, float]:
+    """Of the step's batch, the mean over the layers with experts; the same on every rank. Empty without experts.
+
+    balance_loss    coefficient * E * sum f_i P_i: the coefficient itself where choices are even
+    z_loss          of the router's logits
+    drop_rate       the part of choices that found no room
+    unserved        the part of tokens that reached no expert at all
+    imbalance       the busiest expert's load over the mean load
+    router_entropy  nats a token
+
+    Sends, a layer, its load over dp x cp, and six numbers over all ranks.
+    """
+    if not config.model.num_experts:
+        return {}
+    comm, sums = replica.mesh.comm("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
+    for stage in replica.stages:
+        for metrics in take_metrics(stage).values():
+            load = comm.all_reduce(metrics.load)
+            choices, tokens = load.sum(), comm.all_reduce(torch.tensor([metrics.tokens], device=world.device))
+            times = tokens / (config.batch_size * config.seq_len)  # a recomputed forward counted twice
+            parts = [
+                metrics.balance_loss,
+                metrics.z_loss,
+                metrics.dropped,
+                metrics.unserved,
+                metrics.entropy_sum,
+            ]
+            parts = comm.all_reduce(torch.stack([part.double() for part in parts]))
+            shares = parts / torch.cat([times, times, choices[None], tokens, tokens])
+            sums += torch.cat([shares, (load.max() * len(load) / choices)[None], sums.new_ones(1)])
+    sums = world.all_reduce(sums)
+    names = ("balance_loss", "z_loss", "drop_rate", "unserved", "router_entropy", "imbalance")
+    return dict(zip(names, (sums[:-1] / sums[-1]).tolist()))
