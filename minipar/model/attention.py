@@ -63,7 +63,7 @@ class Attention(nn.Module):
     `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks; so may
     `project`, by one that treats the three products of one input together. Where samples hold documents, `core` is
     given the `positions` too. While a text is being written, `cache`, a `KeyValues`, adds those of earlier tokens: k and v
-    are then [B, heads, S, head_dim] with S > T.
+    are then [B, heads, S, head_dim] with S >= T.
     """
 
     cache = None
