@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import time
 from collections.abc import Callable
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -82,8 +84,34 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     if backend == "nccl":
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     if not dist.is_initialized():
-        dist.init_process_group(backend)
+        store, rank, size = next(dist.rendezvous("env://"))
+        dist.init_process_group(backend, store=_of_this_life(store, rank, size), rank=rank, world_size=size)
     return Comm.from_process_group(timeout_s=timeout_s, node_size=local_size)
+
+
+def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store that no earlier life of this world has written to.
+
+    torchrun keeps its store when it restarts the ranks, who would find, and wait for, the addresses of those that died
+    (pytorch issue 135712). Its count of restarts does not help: each machine counts its own. So every rank asks with a
+    word never said before, and rank 0 answers whatever it finds asked: only the present one can know the word.
+    """
+    word = uuid4().hex
+    if rank:
+        store.set(f"minipar/{rank}", word)
+        life = store.get(f"minipar/{word}").decode()
+        store.set(f"minipar/{life}/{rank}", "heard")
+        return dist.PrefixStore(life, store)
+    missing, deadline = set(range(1, size)), time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        for other in missing:
+            if store.check([f"minipar/{other}"]):
+                store.set(f"minipar/{store.get(f'minipar/{other}').decode()}", word)
+        missing = {other for other in missing if not store.check([f"minipar/{word}/{other}"])}
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} have not joined the world of {size}")
+        time.sleep(0.005)
+    return dist.PrefixStore(word, store)
 
 
 def _check_request(fn, world_size, backend, timeout_s) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
@@ -178,6 +179,21 @@ def test_run_on_a_rank_and_run_inside_a_run_are_refused():
 
     with pytest.raises(ValueError, match="while another one is under way"):
         minipar.run(lambda world: world.report(1), world_size=1, on_report=ask_again)
+
+
+def test_a_world_that_torchrun_restarts_reads_nothing_of_what_those_before_it_have_left_in_the_store():
+    store = torch.distributed.HashStore()
+
+    def join(rank):
+        return launch._of_this_life(store, rank, 3)
+
+    store.set("minipar/2", "a rank that died before anyone answered")
+    for life in ("first", "second"):
+        with ThreadPoolExecutor(3) as ranks:
+            views = list(ranks.map(join, range(3)))
+        assert not any(view.check(["address"]) for view in views)
+        views[0].set("address", life)
+        assert [view.get("address").decode() for view in views] == [life] * 3
 
 
 def test_shutdown_ends_the_pools_and_the_next_run_starts_one():
