@@ -34,7 +34,8 @@ class Pool:
         method = "spawn" if sys.platform in ("darwin", "win32") else "forkserver"
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            context.set_forkserver_preload(["torch", "numpy", "minipar.worker"])
+            # torch._dynamo: the first optimizer of a process imports it, and here all have it at once.
+            context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "minipar.worker"])
         try:
             with _no_main_module():
                 for rank in range(size):
