@@ -16,12 +16,13 @@ from minipar.mesh import Mesh
 from minipar.model import ModelConfig, Transformer, generate
 from minipar.model.cache import Cache, KeyValues
 from minipar.pipeline import partition
-from minipar.placement import placement_of
+from minipar.placement import Placement, placement_of
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train import TrainConfig, generate_text, train
 from minipar.train.export import full_parameters
 from minipar.train.generate import generate_on_mesh, load_stage
 from minipar.train.restore import Checkpoint, checkpoints, newest_whole
+from minipar.train.state import BUFFER
 from tests.model.test_cache import ROUTED_ALONE, ROUTED_TOGETHER, draw_tokens, loud_model
 from tests.strategies import seeds
 from tests.train.test_checkpoint import damage_bit
@@ -143,7 +144,7 @@ def test_between_stages_every_token_is_sent_once(prompt, num_tokens):
 RUNS = {  # how the model was trained
     "dense": (dict(num_kv_heads=2), dict(dp=2, tp=2, zero=3)),
     "tied": (dict(tie_embeddings=True), dict(pp=2, dp=2, zero=1)),
-    "experts": (dict(num_experts=4, tie_embeddings=True), dict(dp=2, ep=2, pp=2)),
+    "experts": (dict(num_experts=4, balance_bias=True, tie_embeddings=True), dict(dp=2, ep=2, pp=2)),
 }
 
 
@@ -159,7 +160,11 @@ def trained(request, tmp_path_factory) -> tuple[Path, Transformer]:
     )
     train(config)
     whole = Transformer(config.model, dtype=torch.float64)
-    whole.load_state_dict(full_parameters(Checkpoint(newest_whole(config.folder / "checkpoints"))))
+    checkpoint = Checkpoint(newest_whole(config.folder / "checkpoints"))
+    biases = {
+        name: checkpoint.read(BUFFER, Placement.whole(name, x.shape)) for name, x in whole.named_buffers()
+    }
+    whole.load_state_dict(full_parameters(checkpoint) | biases)
     return config.folder, whole
 
 
@@ -182,16 +187,19 @@ def check_weights(world, mesh_sizes, path, whole):
         assert torch.equal(weight, placement.slice_of(whole[name])), own_name
         if mesh_sizes["tp"] > 1 and weight.dim() > 1 and "router" not in name:
             assert weight.numel() < whole[name].numel(), own_name
+    for name, bias in stage.named_buffers():
+        assert bias.any(), "training has not moved it"
+        assert torch.equal(bias, whole[name]), name
     return {placement_of(weight).name for weight in stage.parameters()}
 
 
 @pytest.mark.parametrize(("tp", "pp"), FEW)
 def test_a_stage_has_its_parts_of_the_weights_and_no_more(trained, tp, pp):
     folder, model = trained
-    path, whole = newest_whole(folder / "checkpoints"), dict(model.named_parameters())
-    args = {"tp": tp, "pp": pp}, path, {name: weight.detach() for name, weight in whole.items()}
+    path, whole = newest_whole(folder / "checkpoints"), model.state_dict()
+    args = {"tp": tp, "pp": pp}, path, whole
     names = minipar.run(check_weights, *args, world_size=tp * pp, timeout_s=10)
-    assert set().union(*names) >= set(whole)
+    assert set().union(*names) >= {name for name, _ in model.named_parameters()}
 
 
 def test_a_request_that_cannot_be_met_is_refused_before_any_rank_starts(trained, tmp_path, monkeypatch):
