@@ -14,8 +14,8 @@ help: ## show this list
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: .venv/installed ## train on real text on 4 local ranks, and prove it equal to one process
-	$(BIN)/minipar train --name demo --dp 4
+demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
+	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
 test: .venv/installed lint ## lint, every test, every notebook
 	$(BIN)/python -m pytest

@@ -35,7 +35,7 @@ def training_figure(
 ) -> Figure:
     """The loss over steps and, below it, tokens a second and the learning rate.
 
-    metrics    a mapping a step, with `step` and `loss`, and where known `tokens_per_s` and `lr`
+    metrics    a mapping a step, with `step` and `loss`, and where known `tokens_per_s`, `lr`, `eval_loss`
     reference  other runs by name, as their losses from the first step on: drawn as rings around ours
     """
     if not metrics:
@@ -60,6 +60,11 @@ _PANELS = {"tokens_per_s": ("tokens a second", GREEN), "lr": ("learning rate", O
 def _draw_loss(axes: Axes, metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]]) -> None:
     steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
     axes.plot(steps, losses, color=BLUE, linewidth=1.6, label="this run", zorder=2)
+    measured = [(m["step"], m["eval_loss"]) for m in metrics if "eval_loss" in m]
+    if measured:
+        axes.plot(
+            *zip(*measured), "s-", color=ORANGE, linewidth=1, markersize=4, label="on text held out", zorder=3
+        )
     for (name, others), colour in zip(reference.items(), (VERMILION, GREY)):
         largest = max((abs(a - b) for a, b in zip(losses, others)), default=0.0)
         label = f"{name} (largest difference in loss {largest:.1e})"
@@ -73,19 +78,13 @@ def _draw_loss(axes: Axes, metrics: Sequence[Mapping], reference: Mapping[str, S
             label=label,
             zorder=3,
         )
-    for step, loss, side in ((steps[0], losses[0], "left"), (steps[-1], losses[-1], "right")):
+    for step, loss, offset in ((steps[0], losses[0], (6, 2)), (steps[-1], losses[-1], (6, -3))):
         axes.annotate(
-            f"{loss:.3f}",
-            (step, loss),
-            (0, 7),
-            textcoords="offset points",
-            ha=side,
-            fontsize=NORMAL,
-            color=BLUE,
+            f"{loss:.3f}", (step, loss), offset, textcoords="offset points", fontsize=NORMAL, color=BLUE
         )
     axes.set_xlabel("step", fontsize=SMALL)
     axes.set_title("loss (nats a token)", loc="left", fontsize=LARGE)
-    axes.margins(y=0.1)
-    if reference:
+    axes.margins(x=0.06, y=0.1)
+    if reference or measured:
         axes.legend(fontsize=NORMAL, frameon=False)
     quiet(axes, grid="y")

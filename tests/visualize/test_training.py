@@ -18,6 +18,13 @@ def test_the_curves_are_the_losses():
     assert [axes.get_title(loc="left") for axes in (throughput, lr)] == ["tokens a second", "learning rate"]
 
 
+def test_losses_on_text_held_out_are_drawn_where_they_were_measured():
+    metrics = [{**m, "eval_loss": 4.0} if m["step"] % 4 == 3 else m for m in METRICS]
+    _, held_out = training_figure(metrics).axes[0].lines
+    assert list(held_out.get_xdata()) == [3, 7]
+    assert list(held_out.get_ydata()) == [4.0, 4.0]
+
+
 def test_losses_alone_and_a_single_step_are_enough(tmp_path):
     path = draw_training([dict(step=0, loss=5.5)], tmp_path / "loss.png")
     assert imread(path).shape[0] > 300
