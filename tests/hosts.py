@@ -67,25 +67,33 @@ class TwoHosts:
         for program in self._programs:
             program.wait()
 
-    def torchrun(self, *program: str, ranks_per_host: int = 2, timeout_s: float = 60) -> str:
-        """Run `python -m torch.distributed.run ... program` on both; what they printed, once both have ended well."""
+    def torchrun(self, *program: str, restarts: int = 0, timeout_s: float = 60) -> str:
+        """Run `python -m torch.distributed.run ... program`, two ranks a host; what was printed, once both ended well."""
         self._runs += 1
         printed = [self._folder / f"run{self._runs}-host{host}.txt" for host in range(2)]
-        started = [self._start(host, ranks_per_host, program, file) for host, file in enumerate(printed)]
+        started = [self._start(host, restarts, program, file) for host, file in enumerate(printed)]
         deadline = time.monotonic() + timeout_s
         try:
             ended = [program.wait(max(0, deadline - time.monotonic())) for program in started]
         except subprocess.TimeoutExpired:
-            ended = None
+            ended = f"not within {timeout_s} s"
+        finally:
+            for name in self.names:
+                _empty(name)
         said = "\n".join(file.read_text() for file in printed)
-        assert ended == [0, 0], f"exit statuses {ended or f'not within {timeout_s} s'}:\n{said}"
+        assert ended == [0, 0], f"exit statuses: {ended}\n{said}"
         return said
 
-    def _start(self, host: int, ranks: int, program, printed: Path) -> subprocess.Popen:
-        launcher = (
-            *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks)),
-            *("--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(29500 + self._runs)),
-        )  # fmt: skip
+    def _start(self, host: int, restarts: int, program, printed: Path) -> subprocess.Popen:
+        port = 29500 + self._runs
+        if restarts:  # all hosts restart together, which they must agree on
+            meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{port}")
+            # Both hosts have the machine's name, so torchrun is told who is who.
+            meet += ("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", ADDRESSES[host])
+            meet += ("--max-restarts", str(restarts))
+        else:
+            meet = ("--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(port))
+        launcher = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meet)
         with printed.open("w") as file:
             started = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], sys.executable, *launcher, *program],

@@ -6,6 +6,7 @@ printed (`pytest -s`).
 """
 
 import json
+from collections import Counter
 
 import pytest
 
@@ -17,7 +18,11 @@ from tests.hosts import DEVICE, TwoHosts, why_not
 
 pytestmark = pytest.mark.namespaces
 
-TINY = ("--model.dim", "32", "--model.num-layers", "2", "--model.num-heads", "2", "--model.max-seq-len", "32")
+TRAIN = (
+    *("train", "--dp", "2", "--tp", "2", "--steps", "6", "--batch-size", "4", "--seq-len", "32"),
+    *("--model.dim", "32", "--model.num-layers", "2", "--model.num-heads", "2", "--model.max-seq-len", "32"),
+    *("--dtype", "float64", "--verify-steps", "0"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,32 +41,37 @@ def hosts(tmp_path_factory):
         made.__exit__()
 
 
-def test_training_on_two_hosts_gives_the_losses_of_one(hosts, tmp_path):
-    flags = ("--dp", "2", "--tp", "2", "--steps", "4", "--batch-size", "4", "--seq-len", "32")
-    there = tmp_path / "two hosts"
-    hosts.torchrun(
-        "-m",
-        "minipar",
-        "train",
-        *flags,
-        *TINY,
-        "--dtype",
-        "float64",
-        "--verify-steps",
-        "0",
-        "--out",
-        str(there),
-    )
+@pytest.fixture(scope="module")
+def one_host(tmp_path_factory) -> list[tuple]:
+    """Loss and gradient norm of each step, on local ranks."""
     model = ModelConfig(dim=32, num_layers=2, num_heads=2, max_seq_len=32)
-    here = train(
-        TrainConfig(
-            model=model, dp=2, tp=2, steps=4, batch_size=4, seq_len=32, dtype="float64", verify_steps=0,
-            out=tmp_path / "one host",
-        )
-    )  # fmt: skip
-    lines = [json.loads(line) for line in (there / "metrics.jsonl").read_text().splitlines()]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in here.metrics]
-    assert [line["grad_norm"] for line in lines] == [line["grad_norm"] for line in here.metrics]
+    options = dict(
+        model=model, dp=2, tp=2, steps=6, batch_size=4, seq_len=32, dtype="float64", verify_steps=0
+    )
+    metrics = train(TrainConfig(**options, out=tmp_path_factory.mktemp("one host"))).metrics
+    return [(line["loss"], line["grad_norm"]) for line in metrics]
+
+
+def losses(folder) -> dict[int, tuple]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
+
+
+def test_training_on_two_hosts_gives_the_losses_of_one(hosts, one_host, tmp_path):
+    hosts.torchrun("-m", "minipar", *TRAIN, "--out", str(tmp_path))
+    assert losses(tmp_path) == dict(enumerate(one_host))
+
+
+def test_when_a_rank_is_killed_both_hosts_restart_and_resume(hosts, one_host, tmp_path):
+    out = tmp_path / "run"
+    resuming = ("--out", str(out), "--resume", str(out), "--checkpoint-every", "2")
+    hosts.torchrun("-m", "tests.train.mortal", str(tmp_path), "3:5", *TRAIN, *resuming, restarts=2)
+    lives = Counter((tmp_path / "updates.txt").read_text().splitlines())
+    assert lives["0 3"] == 5
+    assert lives["1 3"] in (2, 4)  # from the checkpoint after 2 or 4 of the 6 steps
+    after = losses(out)
+    assert max(after) == 5
+    assert after.items() <= dict(enumerate(one_host)).items()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from minipar import RankError, launch
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig, train
 
+ROOT = Path(__file__).parents[2]
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, dropout=0.1)
 STEPS, EVERY = 10, 2
 
@@ -36,37 +37,10 @@ def numbers(folder: Path) -> dict[int, tuple]:
     return {line["step"]: (line["loss"], line["grad_norm"], line["lr"]) for line in lines}
 
 
-# `minipar train` as a rank of torchrun's, that counts its updates and in the middle of one kills itself: after the
-# gradients, before the weights. Which rank does so in which life, and in which of the life's updates, is said here.
-MORTAL = """
-import os, signal, sys
-from pathlib import Path
-import torch
-
-life, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
-DEATHS = {("0", "1"): 6, ("1", "0"): 4}
-update, updates = torch.optim.AdamW.step, 0
-
-def step(self, *args, **kwargs):
-    global updates
-    updates += 1
-    with Path("updates.txt").open("a") as file:
-        file.write(f"{life} {rank}\\n")
-    if updates == DEATHS.get((life, rank)):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return update(self, *args, **kwargs)
-
-torch.optim.AdamW.step = step
-from minipar.cli import main
-main()
-"""
-
-
 def test_under_torchrun_a_run_whose_ranks_are_killed_resumes_to_the_losses_of_one_never_stopped(
     tmp_path, never_stopped
 ):
-    script, out = tmp_path / "mortal.py", tmp_path / "run"
-    script.write_text(MORTAL)
+    out = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", "2")
     flags = (
         *("train", "--dp", "2", "--steps", STEPS, "--batch-size", 4, "--seq-len", 32, "--warmup", 2),
@@ -75,8 +49,8 @@ def test_under_torchrun_a_run_whose_ranks_are_killed_resumes_to_the_losses_of_on
         *("--checkpoint-every", EVERY, "--out", out, "--resume", out),
     )
     program = subprocess.Popen(
-        [sys.executable, *torchrun, str(script), *map(str, flags)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path,
+        [sys.executable, *torchrun, "-m", "tests.train.mortal", str(tmp_path), "1:6,0:4", *map(str, flags)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
