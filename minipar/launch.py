@@ -67,6 +67,11 @@ def under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def ranks_per_node() -> int:
+    """How many of torchrun's ranks are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     """The world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
 
@@ -78,7 +83,7 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start the program with torchrun, or use minipar.run")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_size = ranks_per_node()
     enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
     backend = backend or ("nccl" if enough else "gloo")
     if backend == "nccl":

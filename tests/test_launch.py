@@ -181,6 +181,14 @@ def test_run_on_a_rank_and_run_inside_a_run_are_refused():
         minipar.run(lambda world: world.report(1), world_size=1, on_report=ask_again)
 
 
+@pytest.mark.parametrize(("told", "ranks"), [("8", 8), (None, 1)])
+def test_ranks_per_node_is_what_torchrun_says(monkeypatch, told, ranks):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert launch.ranks_per_node() == ranks
+
+
 def test_a_world_that_torchrun_restarts_reads_nothing_of_what_those_before_it_have_left_in_the_store():
     store = torch.distributed.HashStore()
 
