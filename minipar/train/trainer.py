@@ -43,7 +43,7 @@ class Result:
 
 
 class Trained(NamedTuple):
-    """What the ranks made: metrics a step, parameters after the steps to be verified, all state at the end, spans a rank."""
+    """What the ranks made: metrics a step, parameters after the verified steps, all state at the end, spans a rank."""
 
     metrics: list[dict]
     first: dict[str, torch.Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from minipar.pipeline import SCHEDULES
 from minipar.placement import Placement, placement_of
 from minipar.train.config import TrainConfig
 from minipar.train.parallelize import parallelize
+from minipar.train.place import place_in_recipe
 from minipar.train.reference import train_in_one_process
 from minipar.train.step import train_step
 from minipar.train.text import load_text, require_samples
@@ -36,6 +38,7 @@ class Row(NamedTuple):
     """One line of the table: how far `what` was from one process at most, in which tensor, on which rank.
 
     difference  max|a - b| / max|b|, or where b is zero max|a - b|
+    place       of a tensor: which steps of the recipe made that rank's part of it
     """
 
     what: str
@@ -44,6 +47,7 @@ class Row(NamedTuple):
     worst: str
     rank: int
     equal: bool
+    place: str = ""
 
 
 class Verification(NamedTuple):
@@ -86,7 +90,7 @@ def verify(config: TrainConfig = DEFAULTS) -> Verification:
     limit = TOLERANCE[config.dtype]
     rows = []
     for i, (what, want) in enumerate(tensors):
-        rows.append(_tensor_row(what, [rank.tensors[i][1] for rank in seen], want, limit))
+        rows.append(_tensor_row(config, what, [rank.tensors[i][1] for rank in seen], want, limit))
         if what.startswith("gradients"):
             step = len([row for row in rows if row.what.startswith("loss")])
             rows.append(
@@ -132,9 +136,9 @@ def _observe_one_process(world, config: TrainConfig, text: torch.Tensor):
     return seen, reference.losses, reference.grad_norms
 
 
-def _tensor_row(what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:
+def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:
     """Every rank's parts against the same parts of one process's tensors."""
-    worst, count = (-1.0, "", 0), 0
+    worst, count, where = (-1.0, "", 0), 0, None
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:
             name = placement.tied_to or placement.name
@@ -142,15 +146,24 @@ def _tensor_row(what: str, held_by_rank, want: dict[str, torch.Tensor], limit: f
             part = placement.slice_of(whole)
             apart = (got - part).abs().max().item() if got.numel() else 0.0
             largest = whole.abs().max().item()
-            worst = max(worst, (apart / largest if largest > FLOOR else apart, name, rank))
+            apart = _known(apart / largest if largest > FLOOR else apart)
+            if (apart, name, rank) > worst:
+                worst, where = (apart, name, rank), placement
             count += 1
-    return Row(what, count, *worst, worst[0] <= limit)
+    return Row(
+        what, count, *worst, worst[0] <= limit, place_in_recipe(config, where, worst[2]) if where else ""
+    )
 
 
 def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
-    apart = [abs(got - want) / max(abs(want), FLOOR) for got in by_rank]
+    apart = [_known(abs(got - want) / max(abs(want), FLOOR)) for got in by_rank]
     rank = max(range(len(apart)), key=apart.__getitem__)
     return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)
+
+
+def _known(difference: float) -> float:
+    """Whatever is not a number is infinitely far from everything, also from another that is not."""
+    return math.inf if math.isnan(difference) else difference
 
 
 def table(result: Verification) -> str:
@@ -167,6 +180,7 @@ def table(result: Verification) -> str:
     else:
         lines.append(
             f"{result.config.mesh_name} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}"
+            + (f" ({first.place})" if first.place else "")
         )
     return "\n".join(lines)
 

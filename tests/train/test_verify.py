@@ -1,6 +1,8 @@
 """Any mesh is one process: over drawn meshes, models, ZeRO stages, schedules; and a planted fault is named."""
 
+import math
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -82,16 +84,36 @@ def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
     assert "dp2 DIVERGES first in gradients, step 0: layers.2.mlp.up.weight on rank 1" in table(result)
 
 
-def faulty_observer(world, config, text):
+def test_its_place_in_the_recipe_is_told_and_what_is_no_number_is_not_equal(monkeypatch):
+    config = replace(DEFAULTS, pp=2, dp=2, tp=2, microbatches=2, zero=1, steps=1, on_nan="skip")
+    monkeypatch.setattr(
+        import_module("minipar.train.verify"), "_observe_rank", partial(faulty_observer, times=math.nan)
+    )
+    result = verify(config)
+    first = result.first_divergence
+    assert (first.what, first.worst, first.difference) == (
+        "gradients, step 0",
+        "layers.2.mlp.up.weight",
+        math.inf,
+    )
+    pipeline, tensor, data, zero = first.place.split("; ")
+    assert pipeline == "pipeline: on pp rank 1 of 2"
+    assert tensor == "tensor: [0, 48) of 96 along dim 0"
+    assert data == "data: gradient summed over dp"
+    assert zero.startswith("ZeRO: elements [")
+    assert first.place in table(result)
+
+
+def faulty_observer(world, config, text, times=1.5):
     fresh = import_module("minipar.train.verify")
 
     train_step = fresh.train_step
 
     def broken(world, replica, config, text, step, observe):
         def spoil():
-            if world.rank == 1:
+            if world.rank in ((1,) if world.size == 2 else (4, 6)):
                 (spoiled,) = [x for x in replica.tensors if x.placement.name == "layers.2.mlp.up.weight"]
-                spoiled.grad.mul_(1.5)
+                spoiled.grad.mul_(times)
             observe()
 
         return train_step(world, replica, config, text, step, spoil)
