@@ -55,7 +55,7 @@ def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
     tp_now, gradients_now = leaving_bytes(config, sizes, ranks_per_node)
     _, gradients_then = leaving_bytes(config, inside, ranks_per_node)
     warnings.warn(
-        f"tp={sizes['tp']} does not fit into nodes of {ranks_per_node} ranks: every step {_mb(tp_now)} of tp's messages "
+        f"tp={sizes['tp']} does not divide ranks_per_node={ranks_per_node}: every step {_mb(tp_now)} of tp's messages "
         f"leave a node, every layer waiting for them, and {_mb(gradients_now)} of gradients; with tp={tp} and "
         f"dp={inside['dp']} these would be 0 MB and {_mb(gradients_then)}",
         stacklevel=2,
