@@ -26,7 +26,7 @@ def why_not() -> str | None:
 
 
 class TwoHosts:
-    """Two namespaces, `open` between its ends: torchrun's ranks on each, a link of `rate` either way.
+    """Two namespaces with a link of `rate` either way, and on each the ranks of torchrun; gone when the context ends.
 
     folder  where programs write what they print
     rate    as `tc` has it: "200mbit"
