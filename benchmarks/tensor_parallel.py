@@ -52,7 +52,7 @@ def rows(quick: bool = False) -> list[Row]:
 def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_parallel: bool, rounds: int):
     torch.set_num_threads(1)
     ours = tensor_parallel(Transformer(config), world, sequence_parallel)
-    theirs = _dtensor(Transformer(config), world, sequence_parallel)
+    theirs = dtensor(Transformer(config), init_device_mesh("cpu", (world.size,)), sequence_parallel)
     data = torch.randint(config.vocab_size, (2, batch, tokens))
     losses = [_step(ours, data, nullcontext), _step(theirs, data, loss_parallel)]
     losses = [loss.full_tensor() if hasattr(loss, "full_tensor") else loss for loss in losses]
@@ -84,9 +84,10 @@ def _step(model: nn.Module, data: torch.Tensor, context) -> torch.Tensor:
     return loss.detach()
 
 
-def _dtensor(model: Transformer, world, sequence_parallel: bool) -> nn.Module:
-    """The same model, cut by torch: its plan for a Llama, layer by layer."""
+def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Module:
+    """The same model, cut by torch over a device mesh of one dim: its plan for a Llama, layer by layer."""
     warnings.filterwarnings("ignore", module="torch.distributed")
+    size = device_mesh.size()
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, Linear):
@@ -100,8 +101,8 @@ def _dtensor(model: Transformer, world, sequence_parallel: bool) -> nn.Module:
         "norm": SequenceParallel(),
     }
     for name, block in model.layers.items():
-        block.attention.num_heads //= world.size
-        block.attention.num_kv_heads //= world.size
+        block.attention.num_heads //= size
+        block.attention.num_kv_heads //= size
         for layer in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
             plan[f"layers.{name}.{layer}"] = ColwiseParallel()
         for layer in ("attention.o", "mlp.down"):
@@ -120,7 +121,7 @@ def _dtensor(model: Transformer, world, sequence_parallel: bool) -> nn.Module:
             for n, style in plan.items()
             if not isinstance(style, SequenceParallel | PrepareModuleInput)
         }
-    return parallelize_module(model, init_device_mesh("cpu", (world.size,)), plan)
+    return parallelize_module(model, device_mesh, plan)
 
 
 def _loss_row(quick: bool) -> Row:

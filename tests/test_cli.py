@@ -1,8 +1,15 @@
 """The command line as a user meets it: one clear line for a bad request; pictures and a last line for a good one."""
 
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 
 from minipar.cli import main
+from minipar.train.log import read_metrics
+from minipar.train.restore import Checkpoint, newest_whole
 
 
 def outcome(capsys, *argv):
@@ -26,6 +33,11 @@ def outcome(capsys, *argv):
         (["train", "--model.num-heads", "5"], "num_heads=5 does not divide dim=128"),
         (["timeline", "--schedule", "2f2b"], "2f2b"),
         (["bench", "no-such-table"], "no-such-table"),
+        (["train", "--tp", "3"], "tp=3 does not divide"),
+        (["train", "--on-nan", "cry"], "on_nan=cry"),
+        (["train", "--eval-every", "5", "--text", ".ci/run", "--seq-len", "64"], "too few to hold out"),
+        (["generate", "no/such/run"], "no/such/run"),
+        (["export", "no/such/run", "--out", "model.safetensors"], "no whole checkpoint"),
     ],
 )
 def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
@@ -70,6 +82,58 @@ def test_train_says_how_it_went_and_where_to_look(capsys, tmp_path):
     assert f"look in {tmp_path}/" in out.splitlines()[-1]
     for name in ("loss.png", "timeline.png", "trace.json", "metrics.jsonl", "sample.txt"):
         assert (tmp_path / name).stat().st_size > 0, name
+
+
+def test_what_was_trained_writes_and_is_exported(capsys, tmp_path):
+    run, flags = (
+        str(tmp_path / "run"),
+        ["--model.dim", "16", "--model.num-layers", "2", "--verify-steps", "0"],
+    )
+    code, _, err = outcome(
+        capsys, "train", "--dp", "2", "--steps", "2", "--checkpoint-every", "2", "--out", run, *flags
+    )
+    assert code == 0, err
+    code, out, _ = outcome(capsys, "generate", run, "--prompt", "def ", "--tokens", "8", "--tp", "2")
+    assert code == 0
+    assert out.startswith("def ")
+    code, again, _ = outcome(capsys, "generate", run, "--prompt", "def ", "--tokens", "8", "--pp", "2")
+    assert again == out
+    code, out, _ = outcome(capsys, "export", run, "--out", str(tmp_path / "whole.safetensors"))
+    assert (code, (tmp_path / "whole.safetensors").stat().st_size > 0) == (0, True)
+    code, out, _ = outcome(capsys, "export", run, "--out", str(tmp_path / "llama"), "--layout", "llama")
+    assert {"config.json", "model.safetensors"} == {path.name for path in (tmp_path / "llama").iterdir()}
+
+
+def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "minipar",
+        "train",
+        "--dp",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--model.dim",
+        "16",
+    ]
+    command += ["--checkpoint-every", "1", "--steps", "2000", "--verify-steps", "0", "--batch-size", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while newest_whole(tmp_path / "checkpoints") is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "minipar: interrupted" in err
+    checkpoint = Checkpoint(newest_whole(tmp_path / "checkpoints"))
+    assert checkpoint.step >= 1
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    assert len(lines) >= checkpoint.step
 
 
 def test_timeline_prints_the_grid_and_draws_it(capsys, tmp_path):

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.launch import init_from_env, run, under_torchrun
+from minipar.launch import init_from_env, ranks_per_node, run, under_torchrun
 from minipar.mesh import Mesh
 from minipar.model import Transformer, generate
+from minipar.nodes import warn_if_tp_crosses
 from minipar.placement import Placement, gather, placement_of
 from minipar.trace import Span, Trace, write_chrome_trace
 from minipar.train.checkpoint import Saver
@@ -68,6 +69,8 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
+        if world.rank == 0:
+            warn_if_tp_crosses(config, ranks_per_node())
     if world is not None and world.rank:
         train_rank(world, config, text, held_out, start)
         return None

@@ -1,0 +1,147 @@
+"""Two axes at once against the same composed from torch's own, and what an asynchronous checkpoint costs."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed.pipelining as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+import minipar
+from benchmarks.harness import Row, race, row
+from benchmarks.tensor_parallel import dtensor
+from minipar.mesh import Mesh
+from minipar.model import Block, ModelConfig, Transformer
+from minipar.pipeline import partition
+from minipar.train import TrainConfig
+from minipar.train.checkpoint import Saver
+from minipar.train.optim import BETAS
+from minipar.train.parallelize import parallelize
+from minipar.train.state import described, parts_of
+
+CONFIG = ModelConfig(dim=256, num_layers=4, num_heads=8, max_seq_len=128)  # 3.4 million parameters
+MICROBATCHES, EVERY = 4, 10  # of the pipeline; steps between checkpoints
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """A whole training step, AdamW included, on four ranks; then ten steps with a checkpoint and without."""
+    rounds = 3 if quick else 11
+    minipar.shutdown()  # a device mesh wants a world of exactly four processes
+    found = [
+        row("dp 2 x tp 2 step", minipar.run(_race_dp_tp, rounds, world_size=4), 1.0, "fully_shard + DTensor"),
+        row("dp 2 x pp 2 step", minipar.run(_race_dp_pp, rounds, world_size=4), 1.0, "DDP + pipelining"),
+    ]
+    minipar.shutdown()
+    with tempfile.TemporaryDirectory(prefix="minipar-") as folder:
+        times = minipar.run(_race_checkpoint, Path(folder), 3 if quick else 7, world_size=2)
+    return [*found, row("checkpoint every 10 steps vs none", times, 1.05, "asynchronous, dp 2 with ZeRO-1")]
+
+
+def _race_dp_tp(world, rounds: int):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    ours, batch = _ours(world, dp=2, tp=2, zero=3)
+    return _race_alike(world, ours, _fully_shard_and_dtensor(batch), rounds)
+
+
+def _race_dp_pp(world, rounds: int):
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module="torch.distributed")
+    ours, batch = _ours(world, dp=2, pp=2, microbatches=MICROBATCHES)
+    return _race_alike(world, ours, _ddp_and_pipelining(batch), rounds)
+
+
+def _race_alike(world, ours, others, rounds: int):
+    losses = [world.all_reduce(torch.as_tensor(step())) for step in (ours, others)]
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)  # the same work, or the ratio means nothing
+    return race(world, ours, others, rounds)
+
+
+def _ours(world, **changes):
+    """(a training step that returns this rank's part of the loss, this replica's batch)"""
+    config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, bucket_mb=25.0, **changes)
+    mesh = Mesh(world, **config.mesh_sizes)
+    replica = parallelize(config, mesh, world.device)
+    for group in replica.optimizer.param_groups:
+        group["lr"] = 1e-3
+    batch = torch.randint(256, (2, 16, 128), generator=torch.Generator().manual_seed(0))
+    inputs, targets = batch.chunk(config.dp, dim=1)[mesh.coordinates.dp]
+
+    def step():
+        replica.optimizer.zero_grad()
+        loss = replica.pipeline.step(inputs, targets, count=batch[1].numel())
+        replica.optimizer.step()
+        return 0.0 if loss is None else loss.detach() / config.tp  # its tp ranks have the same
+
+    return step, (inputs, targets)
+
+
+def _fully_shard_and_dtensor(batch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = dtensor(Transformer(CONFIG), mesh["tp"], False)
+    for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
+        fully_shard(module, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        with loss_parallel():
+            loss = model.loss(*batch)
+            loss.backward()
+        optimizer.step()
+        return (loss.full_tensor() if hasattr(loss, "full_tensor") else loss.detach()) / 4
+
+    return step
+
+
+def _ddp_and_pipelining(batch):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage, last = mesh["pp"].get_local_rank(), mesh["pp"].get_local_rank() == 1
+    module = partition(Transformer(CONFIG), 2)[stage]
+    module = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    wrapped = theirs.PipelineStage(module, stage, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    runner = theirs.Schedule1F1B(wrapped, MICROBATCHES, loss_fn=_cross_entropy)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        losses = []
+        runner.step(*(() if last else batch[:1]), **({"target": batch[1], "losses": losses} if last else {}))
+        optimizer.step()
+        return torch.stack(losses).mean().detach() / 2 if losses else 0.0
+
+    return step
+
+
+def _cross_entropy(logits, targets):
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _race_checkpoint(world, folder: Path, rounds: int):
+    """A save begun and ten steps while it goes on, until it is there; against ten steps."""
+    torch.set_num_threads(1)
+    config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, dp=world.size, zero=1)
+    replica = parallelize(config, Mesh(world, dp=world.size), world.device)
+    batch = torch.randint(256, (2, 8, 128), generator=torch.Generator().manual_seed(world.rank))
+    saver, numbers_of_saves = Saver(world, folder, keep=1), count(1)
+
+    def steps():
+        for _ in range(EVERY):
+            replica.optimizer.zero_grad()
+            replica.pipeline.step(*batch, count=2 * batch[1].numel())
+            replica.optimizer.step()
+
+    def save_and_steps():
+        parts, numbers = parts_of(replica)
+        saver.save(next(numbers_of_saves), parts, described(config, numbers))
+        steps()
+        saver.finish()
+
+    return race(world, save_and_steps, steps, rounds)
