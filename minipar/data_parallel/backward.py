@@ -1,7 +1,7 @@
 """The backward of FSDP: units gathered again in reverse, their gradients reduced and cut while the next one computes.
 
 before a unit      whole again, and the next one on its way            its outputs have a gradient
-a gradient         moves into the flat gradients of its unit
+a gradient         waits for the others of its unit
 after a unit       reduce-scatter, and freed                           all its inputs have theirs
 at the end         what is left is reduced; shards get their gradients
 """
@@ -43,10 +43,10 @@ class Backward:
         if unit.active > 0:
             return
         unit.active = 0
-        if self._synchronised:
-            self._reduce(unit)
         if self._synchronised or self.reshard_after_forward:
             unit.free(guarded=True)
+        if self._synchronised:
+            self._reduce(unit)
 
     def _on_gradient(self, param: nn.Parameter) -> None:
         gradient, param.grad = param.grad, None
@@ -74,7 +74,7 @@ class Backward:
             return
         for unit in reversed(self.units):
             unit.free()
-            if unit not in self._reduced or any(flat.gradients is not None for flat in unit.flats):
+            if unit not in self._reduced or any(flat.arrived for flat in unit.flats):
                 self._reduce(unit)
         used = self._used_anywhere()
         for flat in self.flats:

@@ -29,7 +29,7 @@ class FlatParameters:
 
     shard     [n/p] in the parameters' dtype: this rank's chunk, the master copy
     full      [n] in the compute dtype; without memory unless `gather` has filled it
-    gradients [n] in reduce_dtype: full gradients on their way to the reduce-scatter, or None
+    arrived   parameter -> its full gradient in reduce_dtype, waiting for the others of the unit
     comm      the ranks that have the other chunks; None: nothing is cut, shard is [n] and `whole` is True
     copies    Comms over which the same chunk is held: its gradient is summed over one after the other
     """
@@ -58,8 +58,7 @@ class FlatParameters:
         chunk = self.size // num_ranks
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.filled = self.shows_full = False
-        self.gradients: Tensor | None = None
-        self._arrived: set[nn.Parameter] = set()  # whose gradients are in `gradients`
+        self.arrived: dict[nn.Parameter, Tensor] = {}
         self._gathering = self._reducing = None  # handles
         self._copies_left: list = []  # to sum over after what is being reduced
         self._reduced: Tensor | None = None  # [n/p] what this backward has reduced so far
@@ -193,28 +192,20 @@ class FlatParameters:
 
     @torch.no_grad()
     def take(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Add a full gradient to those waiting to be reduced."""
-        if self.gradients is None:
-            self.gradients = torch.empty(self.size, dtype=self.reduce_dtype, device=gradient.device)
-        place = self._part_of_full(param, self.gradients).view(self.shapes[param])
-        if param in self._arrived:
-            place.add_(gradient)
-        else:
-            place.copy_(gradient)
-            self._arrived.add(param)
+        """Add a full gradient, which nobody else holds, to those waiting to be reduced."""
+        gradient = gradient.to(self.reduce_dtype)
+        before = self.arrived.get(param)
+        self.arrived[param] = gradient if before is None else before.add_(gradient)
 
     @torch.no_grad()
     def reduce(self, op: str, algorithm: str) -> None:
         """Start the reduce-scatter of the gradients that are waiting; a missing one counts as zero."""
         if not self.trained:
             return
-        if self.gradients is None:
-            self.gradients = torch.zeros(self.size, dtype=self.reduce_dtype, device=self.device)
+        gradients = torch.empty(self.size, dtype=self.reduce_dtype, device=self.device)
         for param in self.params:
-            if param not in self._arrived:
-                self._part_of_full(param, self.gradients).zero_()
-        gradients, self.gradients = self.gradients, None
-        self._arrived.clear()
+            place, gradient = self._part_of_full(param, gradients), self.arrived.pop(param, None)
+            place.zero_() if gradient is None else place.view(self.shapes[param]).copy_(gradient)
         while self.settle(op, algorithm):
             pass
         self._copies_left = list(self.copies)
@@ -257,8 +248,8 @@ class FlatParameters:
     def forget(self) -> None:
         """Drop full gradients that were never reduced, after an error, and what has been added up of units it cut short."""
         self._kept.clear()  # the caller could not zero these
-        self.gradients = self._reducing = self._reduced = None
-        self._arrived.clear()
+        self._reducing = self._reduced = None
+        self.arrived.clear()
 
 
 def _where(x: Tensor) -> tuple:

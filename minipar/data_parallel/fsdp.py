@@ -156,9 +156,9 @@ class FSDP(Backward, nn.Module):
 
     def _watch_inputs(self, unit: Unit, args, kwargs):
         """Call `_after_backward` when the gradients of all inputs are there: then the unit's parameters are done with."""
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x.view_as(x) if x.requires_grad and x.is_leaf else x, (args, kwargs)
-        )  # the gradient of a leaf is there as soon as it is computed, maybe before that of a parameter
+        # Views, so that this unit is freed before the one whose output this was brings its own and the next one's; and
+        # because the gradient of a leaf is there as soon as it is computed, maybe before that of a parameter.
+        args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         if watched:
             register_multi_grad_hook(watched, lambda _: self._after_backward(unit), mode="all")
