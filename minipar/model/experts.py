@@ -79,7 +79,7 @@ class _Experts(torch.autograd.Function):
                 _weight_products(*piece, *(dw[e] for dw in dweights))
         if ctx.later is not None:
             queue, weights = ctx.later
-            queue.put(partial(_add_later, weights, pieces))
+            queue.put(partial(_add_later, weights, [w.shape for w in (gate, up, down)], pieces))
         return dx, None, None, None, *(dweights[i] if n else None for i, n in enumerate(needed))
 
 
@@ -91,8 +91,9 @@ def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
 
 
 @torch.no_grad()
-def _add_later(weights, pieces) -> None:
-    dweights = [torch.empty_like(w) for w in weights]
+def _add_later(weights, shapes, pieces) -> None:
+    """`shapes` are those the weights had: by now FSDP may have left a shard of each."""
+    dweights = [w.new_empty(shape) for w, shape in zip(weights, shapes)]
     for e, piece in enumerate(pieces):
         _weight_products(*piece, *(dw[e] for dw in dweights))
     for weight, dw in zip(weights, dweights):

@@ -98,7 +98,8 @@ class _GatherMatmul(torch.autograd.Function):
 
 def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> list[Tensor]:
     """dw = dy^T x for several dy, as the tokens of x come round, and the sums over replicas."""
-    dws = [torch.zeros_like(m.weight) for m, _ in pairs]
+    # Their shapes are not taken from the weights: when a product was put off, FSDP may have left a shard of each.
+    dws = [x.new_zeros(dy.shape[-1], x.shape[-1]) for _, dy in pairs]
     for rank, chunk in rotating(comm, x):
         for dw, (_, dy) in zip(dws, pairs):
             dw += weight_gradient(_of_rank(comm, dy, rank), chunk)
@@ -152,7 +153,7 @@ class _MatmulScatter(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_row_gradient(comm, weight: Tensor, x: Tensor, rounds: list[tuple[int, Tensor]]) -> None:
-    dw = torch.zeros_like(weight)
+    dw = x.new_zeros(rounds[0][1].shape[-1], x.shape[-1])
     for rank, chunk in rounds:
         dw += weight_gradient(chunk, _of_rank(comm, x, rank))
     accumulate_gradient(weight, dw)

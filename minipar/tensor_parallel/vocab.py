@@ -133,9 +133,11 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, comm, targets, first, vocab_size, ignore_index, smoothing):
         local, elsewhere = _local_tokens(targets, first, logits.shape[1])
-        log_sum, target_logit, mean_logit = _statistics(comm, logits, local, elsewhere, smoothing, vocab_size)
+        peak, log_sum, target_logit, mean_logit = _statistics(
+            comm, logits, local, elsewhere, smoothing, vocab_size
+        )
         counted = targets != ignore_index
-        ctx.save_for_backward(logits, log_sum, local, elsewhere, counted)
+        ctx.save_for_backward(logits, peak + log_sum, local, elsewhere, counted)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return torch.where(counted, log_sum - (1 - smoothing) * target_logit - smoothing * mean_logit, 0.0)
 
@@ -154,18 +156,20 @@ class _CrossEntropy(torch.autograd.Function):
         return dz, *(None,) * 6
 
 
-def _statistics(comm, logits, local, elsewhere, smoothing, vocab_size) -> tuple[Tensor, Tensor, Tensor]:
-    """Over the whole vocabulary, a number a row: log-sum-exp, the target's logit and, if smoothing asks, the mean."""
+def _statistics(comm, logits, local, elsewhere, smoothing, vocab_size) -> tuple[Tensor, ...]:
+    """Over the whole vocabulary, a number a row: the largest logit, and relative to it, which keeps the digits of a small
+    loss, the log-sum-exp, the target's logit and, if smoothing asks, the mean."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     peak = comm.all_reduce_(logits.amax(1).to(wide), op="max")
     sums = logits.new_empty((3 if smoothing else 2, len(logits)), dtype=wide)
     for rows in _row_blocks(logits):
-        sums[0, rows] = (logits[rows] - peak[rows, None]).exp_().sum(1)
-    sums[1] = logits.gather(1, local[:, None]).squeeze(1).to(wide).masked_fill_(elsewhere, 0.0)
-    if smoothing:
-        sums[2] = logits.sum(1, dtype=wide)
+        shifted = logits[rows] - peak[rows, None]
+        if smoothing:
+            sums[2, rows] = shifted.sum(1)
+        sums[0, rows] = shifted.exp_().sum(1)
+    sums[1] = (logits.gather(1, local[:, None]).squeeze(1) - peak).masked_fill_(elsewhere, 0.0)
     comm.all_reduce_(sums)
-    return peak + sums[0].log(), sums[1], sums[-1] / vocab_size
+    return peak, sums[0].log(), sums[1], sums[-1] / vocab_size
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:
