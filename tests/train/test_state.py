@@ -61,7 +61,7 @@ def never_stopped(tmp_path_factory):
     }
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.data())
 @pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
 def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, model, data):
