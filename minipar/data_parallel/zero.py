@@ -19,7 +19,7 @@ from minipar.data_parallel.state import full_state_dict, load_full_state_dict
 from minipar.data_parallel.update import ChunkOptimizer
 from minipar.data_parallel.usage import used_anywhere
 from minipar.errors import one_of
-from minipar.placement import Placement, set_placement
+from minipar.placement import Placement, placement_of, set_placement
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -105,10 +105,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [self._bucket_of[p].shards[p] for p in params if p in self._bucket_of]
 
     def shard_states(self) -> Iterator[tuple[Tensor, dict]]:
-        """Each shard, with its optimizer's state of it: to be read, or replaced by tensors of the shard's shape."""
+        """What is updated, with its optimizer's state: to be read, or replaced by tensors of its shape.
+
+        These are the shards, or where there are master copies those, each with its shard's Placement.
+        """
         for chunk in self._chunks:
             for param, master in chunk.masters.items():
-                yield chunk.bucket.shards[param], chunk.optimizer.state[master]
+                set_placement(master, placement_of(chunk.bucket.shards[param]))
+                yield master, chunk.optimizer.state[master]
 
     # Gradients ------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ class TrainConfig:
     seed: int = 0
     """decides initial weights, batches and dropout masks"""
     dtype: str = "float32"
-    """of weights and computation: float32, float64 or bfloat16"""
+    """of weights and computation: float32, float64 or bfloat16; zero 1 and 2 update a bfloat16 model's float32 copies"""
 
     text: Path | None = None
     """a file to train on, read as bytes; none: the Python language reference that comes with Python"""

@@ -87,7 +87,7 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     tensor_parallel(stage, mesh.comm("tp"))  # of tp=1 too: it says of every parameter what it is a part of
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            setattr(module, name, _read(checkpoint, placement_of(parameter), device))
+            setattr(module, name, _read(checkpoint, parameter, device))
     for name, buffer in list(stage.named_buffers()):
         owner, _, own_name = name.rpartition(".")
         stored = checkpoint.read(BUFFER, Placement.whole(name, buffer.shape))
@@ -95,9 +95,11 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     return stage
 
 
-def _read(checkpoint: Checkpoint, placement: Placement, device) -> nn.Parameter:
+def _read(checkpoint: Checkpoint, parameter: nn.Parameter, device) -> nn.Parameter:
+    placement = placement_of(parameter)
     stored = replace(placement, name=placement.tied_to or placement.name)
-    parameter = nn.Parameter(checkpoint.read(PARAMETER, stored).to(device), requires_grad=False)
+    value = checkpoint.read(PARAMETER, stored).to(device, parameter.dtype)
+    parameter = nn.Parameter(value, requires_grad=False)
     set_placement(parameter, placement)
     return parameter
 

@@ -115,6 +115,7 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
             config.zero,
             reduce="sum",
             bucket_mb=config.bucket_mb,
+            master_dtype=torch.float32 if config.dtype == "bfloat16" else None,
             **options,
         )
         return stages, optimizer

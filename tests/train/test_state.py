@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.model import ModelConfig
-from minipar.train import TrainConfig, train
+from minipar.train import TrainConfig, generate_text, train
 from minipar.train.export import export_llama, full_parameters, import_llama
 from minipar.train.restore import Checkpoint, newest_whole
 from minipar.train.verify import legal_configs
@@ -79,6 +79,21 @@ def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_ch
     again = replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path)
     assert list(losses(train(again))) == [0, 1, 2, 3, 4]
     assert list(losses(train(replace(again, steps=6)))) == [4, 5]
+
+
+@pytest.mark.parametrize("here", [dict(dp=2, zero=2), dict(tp=2, pp=2, zero=1, microbatches=2)], ids=str)
+def test_master_copies_go_on_without_losing_a_digit(tmp_path, here):
+    run = replace(BASE, dtype="bfloat16", dp=2, zero=1)
+    whole = train(replace(run, out=tmp_path / "whole", checkpoint_every=5))
+    train(replace(run, out=tmp_path / "first", checkpoint_every=3))
+    same = train(replace(run, out=tmp_path / "same", resume=tmp_path / "first"))
+    assert losses(same) == {step: losses(whole)[step] for step in (3, 4)}
+    other = train(replace(run, **{"dp": 1, **here}, out=tmp_path / "other", resume=tmp_path / "first"))
+    for step, (loss, _) in losses(other).items():
+        assert loss == pytest.approx(losses(whole)[step][0], rel=1e-2)
+    stored = full_parameters(Checkpoint(newest_whole(tmp_path / "whole" / "checkpoints")))
+    assert stored["layers.0.mlp.up.weight"].dtype == torch.float32
+    assert generate_text(tmp_path / "whole", "a", 4, tp=2) == generate_text(tmp_path / "whole", "a", 4)
 
 
 def test_another_run_is_not_continued(tmp_path):
