@@ -101,13 +101,15 @@ def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
 def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:
     """(dense, experts): what a rank sends in a step to sum the gradients of its dense parameters, and of its experts.
 
-    As if tp and pp cut every parameter: a model has few numbers in norms.
+    As if tp and pp cut every parameter: a model has few numbers in norms. A tied embedding is on two stages.
     """
     sizes = _mesh(mesh_sizes).sizes
     model = Transformer(config.model, device="meta")
     elems = {True: 0, False: 0}
     for name, parameter in model.named_parameters():
         elems["experts" in name.split(".")] += parameter.numel()
+    if config.model.tie_embeddings and sizes["pp"] > 1:
+        elems[False] += model.embedding.weight.numel()
     a_rank = config.torch_dtype.itemsize / (sizes["tp"] * sizes["pp"])
     dense = _sum(sizes["dp"] * sizes["cp"], elems[False]) * a_rank
     return dense, _sum(sizes["edp"], elems[True]) * a_rank / sizes["ep"]

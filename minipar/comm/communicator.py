@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from minipar.comm.chunks import check_sizes, reduction
 from minipar.comm.collectives import Collectives
-from minipar.comm.link import Link, Message, Posted
+from minipar.comm.link import Link, Message, PeerLost, Posted
 from minipar.comm.pairwise import all_to_all_sizes
 from minipar.comm.ring import gathered_sizes
 from minipar.comm.traffic import Traffic
@@ -206,8 +206,12 @@ class Comm(Collectives):
         number = counter[key][0] if key in counter else 0
         counter[key] = (number + 1, num_bytes)
         transport = self._link.group.send if verb == "send" else self._link.group.recv
-        work = transport([x], self._peers[peer], self._channel.tag(lane, number, num_bytes))
-        return work, Message(verb, key[0], self._channel.name, lane, number, num_bytes), x
+        message = Message(verb, key[0], self._channel.name, lane, number, num_bytes)
+        try:
+            work = transport([x], self._peers[peer], self._channel.tag(lane, number, num_bytes))
+        except RuntimeError as error:  # a connection that is known to be broken
+            raise PeerLost(f"rank {self._link.rank} could not {message}: {error}") from None
+        return work, message, x
 
     def _post_grouped(self, kind: str, x, to, out, source) -> Posted:
         """On NCCL a send and a receive are one grouped call on the current stream, matched by order alone."""

@@ -105,10 +105,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return [self._bucket_of[p].shards[p] for p in params if p in self._bucket_of]
 
     def shard_states(self) -> Iterator[tuple[Tensor, dict]]:
-        """What is updated, with its optimizer's state: to be read, or replaced by tensors of its shape.
-
-        These are the shards, or where there are master copies those, each with its shard's Placement.
-        """
+        """Each shard, or its master copy, with its optimizer's state: to be read, or replaced by tensors of its shape."""
         for chunk in self._chunks:
             for param, master in chunk.masters.items():
                 set_placement(master, placement_of(chunk.bucket.shards[param]))
@@ -172,9 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 self._used.add(param)
             bucket.collect(param)
         self._launched += 1
-        if (
-            self.stage == 2 and len(self._waits) > 1
-        ):  # so that no more than two buckets of full gradients are alive
+        if self.stage == 2 and len(self._waits) > 1:  # two buckets of full gradients are alive: no more
             self._waits.pop(0)()
         self._waits.append(bucket.reduce(self.reduce, self.algorithm))
 

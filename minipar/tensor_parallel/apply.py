@@ -68,13 +68,15 @@ def tensor_parallel(
     Sends, a layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, which gathers the inputs of
     its column-parallel matrices once more, 10(tp-1)/tp * B*T*D, and the norms' 2 D gradients. Where tp exceeds the
     key/value heads, ranks that share one sum its gradients.
-    Raises ValueError where tp does not divide what is to be split, before anything is changed.
+    Raises ValueError, before anything is changed, where tp does not divide what is to be split, or where replicas already
+    sum the gradients of whole parameters.
     """
     if chunked and not sequence_parallel:
         raise ValueError(
             "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
         )
     check_tensor_parallel(model.config, comm.size, pad_vocab)
+    _require_not_wrapped(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _say_if_padded(model.config.vocab_size, comm)
     _place(model)
@@ -169,6 +171,15 @@ def _say_if_padded(vocab_size: int, comm) -> None:
         warnings.warn(
             f"vocab_size={vocab_size} is cut over tp={comm.size} as if padded to {padded}", stacklevel=3
         )
+
+
+def _require_not_wrapped(model: Transformer) -> None:
+    for name, parameter in model.named_parameters():
+        placement = getattr(parameter, "placement", None)
+        if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
+            raise ValueError(
+                f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
+            )
 
 
 def _place(model: Transformer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.context import check_context_parallel
+from minipar.context import check_context_parallel, padded_length
 from minipar.errors import require_divides
 from minipar.mesh import Mesh
 from minipar.pipeline import make_schedule
@@ -38,6 +38,12 @@ def _check_stages(config) -> None:
 
 def _check_tokens(config) -> None:
     """A rank's tokens under cp, and under sequence parallelism."""
+    whole = padded_length(config.seq_len, config.cp, config.cp_layout) if config.cp > 1 else config.seq_len
+    if whole != config.seq_len:
+        raise ValueError(
+            f"cp={config.cp} with cp_layout={config.cp_layout!r} does not divide seq_len={config.seq_len}; "
+            f"use seq_len={whole}"
+        )
     check_context_parallel(
         config.model, config.cp, config.seq_len, config.cp_layout, config.cp_attention, tp=config.tp
     )

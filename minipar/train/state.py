@@ -27,10 +27,12 @@ def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]
         placement = placement_of(x)
         if placement.tied_to is not None:
             continue  # the embedding's copy, and its state
-        parts.append(Part(PARAMETER, placement, x))
+        if x.numel():  # ZeRO leaves some ranks nothing of a parameter
+            parts.append(Part(PARAMETER, placement, x))
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
-                parts.append(Part(key, placement, value))
+                if value.numel():
+                    parts.append(Part(key, placement, value))
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
     parts += [Part(BUFFER, placement, buffer) for placement, buffer in buffers_of(replica)]

@@ -177,7 +177,7 @@ def _traced(config: TrainConfig, step: int) -> bool:
     return middle <= step < middle + config.trace_steps
 
 
-def _sample(config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes: int = 300) -> str:
+def _sample(world, config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes: int = 300) -> str:
     model = Transformer(config.model, device="meta", dtype=config.torch_dtype)
     model.load_state_dict(parameters, assign=True)
     prompt = torch.tensor(list(SAMPLE_PROMPT.encode()))
@@ -188,7 +188,7 @@ def _sample(config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes:
 def _finish(config: TrainConfig, text, trained, tell) -> Result:
     """Write what the run made, then run its first steps again on one process and compare."""
     folder, metrics = config.folder, trained.metrics
-    sample = _sample(config, trained.last)
+    sample = run(_sample, config, trained.last, world_size=1)[0]
     write_whole(folder / "sample.txt", sample + "\n")
     write_chrome_trace(folder / "trace.json", trained.traces)
     steps = min(config.verify_steps, config.steps) if metrics[0]["step"] == 0 else 0

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minipar
+from minipar.data_parallel import DDP
 from minipar.model import ModelConfig, Transformer, WeightGradients, defer_weight_gradients
 from minipar.placement import placement_of
 from minipar.tensor_parallel import check_tensor_parallel, full_state_dict, legal_sizes, tensor_parallel
@@ -284,3 +285,14 @@ def test_a_refusal_changes_nothing():
     first, second = minipar.run(refused, world_size=2, timeout_s=10)[0]
     assert first == "tp=2 does not divide num_heads=3; use 1"
     assert second == "tp=2 does not divide the tokens of a sample=7; use 1 or 7"
+
+
+def wrapped_first(world):
+    model = Transformer(ModelConfig(vocab_size=16, dim=16, num_layers=1, num_heads=2, max_seq_len=8))
+    DDP(model, world)
+    with pytest.raises(ValueError, match=r"embedding\.weight is in data parallelism already; cut over tp first"):
+        tensor_parallel(model, world)
+
+
+def test_a_model_whose_replicas_sum_whole_gradients_is_not_cut():
+    minipar.run(wrapped_first, world_size=2, timeout_s=10)

@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(tp=3), "tp=3 does not divide num_heads=4"),
         (dict(pp=8, microbatches=8), "use at most 4 stages"),
         (dict(ep=2, dp=2), "num_experts=0"),
-        (dict(cp=3), "seq_len=64"),
+        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=66"),
         (dict(schedule="2f2b"), "2f2b"),
         (dict(zero=4), "zero=4"),
         (dict(recompute="some"), "recompute=some"),
