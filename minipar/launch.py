@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
 from uuid import uuid4
@@ -91,7 +92,17 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     if not dist.is_initialized():
         store, rank, size = next(dist.rendezvous("env://"))
         dist.init_process_group(backend, store=_of_this_life(store, rank, size), rank=rank, world_size=size)
+        atexit.register(_leave_group)
     return Comm.from_process_group(timeout_s=timeout_s, node_size=local_size)
+
+
+def _leave_group() -> None:
+    """End the group, of which Comms have let go by now. See `Link.let_go`.
+
+    Not after an uncaught exception: that would wait for messages that may never come.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:

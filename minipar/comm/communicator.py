@@ -6,6 +6,8 @@ built from these three. This file and `launch.py` are the only ones that call to
 
 from __future__ import annotations
 
+import atexit
+
 # longer than 250 lines because torch.distributed, and with it torch's own collectives, is called from here alone
 import threading
 from datetime import timedelta
@@ -66,9 +68,9 @@ class Comm(Collectives):
         ranks = tuple(dist.get_process_group_ranks(group))
         nccl = "nccl" in dist.get_backend(group)
         device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        return cls(
-            Link(group, ranks, dist.get_rank(), device, timeout_s, node_size=node_size), ranks, "world"
-        )
+        link = Link(group, ranks, dist.get_rank(), device, timeout_s, node_size=node_size)
+        atexit.register(link.let_go)
+        return cls(link, ranks, "world")
 
     @property
     def trace(self) -> Trace | None:

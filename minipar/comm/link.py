@@ -58,6 +58,14 @@ class Link:
     def __post_init__(self):
         self.timeout = timedelta(seconds=self.timeout_s)
 
+    def let_go(self) -> None:
+        """Drop the process groups: torch ends a group's threads with the last reference to it.
+
+        At exit they must have ended before the interpreter has, or one that still lets go of a tensor aborts the process.
+        """
+        self.group = None
+        self.groups.clear()
+
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         digest = zlib.crc32(repr((self.run, name, ranks)).encode())
         if digest not in self.channels:
