@@ -290,7 +290,9 @@ def test_a_refusal_changes_nothing():
 def wrapped_first(world):
     model = Transformer(ModelConfig(vocab_size=16, dim=16, num_layers=1, num_heads=2, max_seq_len=8))
     DDP(model, world)
-    with pytest.raises(ValueError, match=r"embedding\.weight is in data parallelism already; cut over tp first"):
+    with pytest.raises(
+        ValueError, match=r"embedding\.weight is in data parallelism already; cut over tp first"
+    ):
         tensor_parallel(model, world)
 
 
