@@ -15,6 +15,7 @@ help: ## show this list
 	touch $@
 
 demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
+	rm -rf runs/demo
 	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
 test: .venv/installed lint ## lint, every test, every notebook

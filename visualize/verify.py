@@ -9,11 +9,13 @@ from pathlib import Path
 from minipar.train.verify import Verification
 from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
+NO_PIPELINE = "no pipeline"
+
 
 def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
     """A cell a run: blue where every tensor is one process's, with the exponent of the largest relative difference."""
     meshes, variants, cells = _grid(results)
-    figure = new_figure(1.6 + 0.72 * len(variants), 0.9 + 0.3 * len(meshes))
+    figure = new_figure(2.2 + 0.3 * len(variants), 1.6 + 0.3 * len(meshes))
     axes = figure.subplots()
     for row, mesh in enumerate(meshes):
         axes.text(-0.1, row + 0.5, mesh, ha="right", va="center", fontsize=NORMAL)
@@ -33,11 +35,11 @@ def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
                     color=text_on(colour),
                 )
     for column, variant in enumerate(variants):
-        axes.text(column + 0.5, -0.15, variant, ha="left", va="bottom", rotation=35, fontsize=NORMAL)
+        axes.text(column + 0.5, -0.15, variant, ha="left", va="bottom", rotation=60, fontsize=SMALL)
     equal = sum(result.equal for result in results)
     axes.text(
         0, len(meshes) + 0.6, f"{equal} of {len(results)} give the numbers of one process; "
-        "in a cell, the largest relative difference of any tensor", fontsize=NORMAL, va="center",
+        "in a cell, the largest relative difference of any tensor, as a power of ten", fontsize=NORMAL, va="center",
     )  # fmt: skip
     axes.set_xlim(-3.5, len(variants) + 1)
     axes.set_ylim(len(meshes) + 1, -2.2)
@@ -66,11 +68,11 @@ def _grid(results: Sequence[Verification]):
 
 def _variant(result: Verification) -> str:
     config = result.config
-    return config.schedule if config.pp > 1 and config.zero == 0 else f"ZeRO-{config.zero}"
+    return f"{config.schedule if config.pp > 1 else NO_PIPELINE}, ZeRO-{config.zero}"
 
 
 def _order(variant: str) -> tuple[bool, str]:
-    return not variant.startswith("ZeRO"), variant
+    return not variant.startswith(NO_PIPELINE), variant
 
 
 def _cell(column: int, row: int, colour: str):
@@ -80,4 +82,7 @@ def _cell(column: int, row: int, colour: str):
 
 
 def _exponent(difference: float) -> str:
-    return "0" if difference == 0 else f"1e{math.floor(math.log10(difference))}"
+    """Of ten, for a narrow cell; an exact zero has none."""
+    if not math.isfinite(difference):
+        return "inf"
+    return "=" if difference == 0 else str(math.floor(math.log10(difference)))

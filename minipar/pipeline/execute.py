@@ -86,8 +86,7 @@ class Pipeline:
 
         A Transformer whose sample_ids are not given gets 0 ... B-1.
         """
-        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
-        step = _Step(self, batch, self._divisor(targets, count))
+        step = self._prepared(inputs, targets, count, per_sample, stage_kwargs)
         self._tied.begin()
         try:
             loss = step.run(self._program)
@@ -99,30 +98,27 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        inputs: Tensor | None = None,
-        targets: Tensor | None = None,
-        *,
-        count: int | Tensor | None = None,
-        per_sample: dict[str, Tensor] | None = None,
-        stage_kwargs: dict[str, Any] | None = None,
+        self, inputs: Tensor | None = None, targets: Tensor | None = None, **options
     ) -> Tensor | None:
-        """The loss of a batch, as `step` gives it, by the forwards of the schedule alone, without dropout.
+        """The loss of a batch, as `step` with the same arguments gives it, but without dropout and without gradients.
 
-        Sends half of what a step does.
+        Runs and sends the forwards of the schedule alone: m * elements of a stage's output for each boundary.
         """
-        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
-        forwards = [instruction for instruction in self._program if instruction.action.op == "F"]
+        step = self._prepared(inputs, targets, **options)
         modules = [stage.module for stage in self.stages.values() if stage.module.training]
         for module in modules:
             module.eval()
         try:
-            return _Step(self, batch, self._divisor(targets, count)).run(forwards)
+            return step.run(instruction for instruction in self._program if instruction.action.op == "F")
         finally:
             for module in modules:
                 module.train()
             for stage in self.stages.values():
                 stage.end()
+
+    def _prepared(self, inputs, targets, count=None, per_sample=None, stage_kwargs=None) -> _Step:
+        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
+        return _Step(self, batch, self._divisor(targets, count))
 
     def forget_shapes(self) -> None:
         """Let the next step have outputs of another shape than the last. Call it on every rank."""

@@ -44,7 +44,7 @@ def routing(world, replica, config) -> dict[str, float]:
     imbalance       the busiest expert's load over the mean load
     router_entropy  nats a token
 
-    Sends, a layer, its load over dp x cp, and six numbers over all ranks.
+    Sums, of each layer here, its load and six numbers over dp x cp, then seven numbers over all ranks.
     """
     if not config.model.num_experts:
         return {}

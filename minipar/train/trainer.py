@@ -22,7 +22,7 @@ from minipar.train.log import MetricsLog
 from minipar.train.parallelize import Replica, parallelize
 from minipar.train.record import gather_values, prepare_folder, write_whole
 from minipar.train.reference import Difference, Run, compare, train_in_one_process
-from minipar.train.restore import Checkpoint, newest_whole
+from minipar.train.restore import Checkpoint, checkpoints, newest_whole
 from minipar.train.state import buffers_of, described, parts_of, require_same_run, restore
 from minipar.train.step import evaluate, train_step
 from minipar.train.text import hold_out, load_text, require_samples
@@ -63,6 +63,7 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     require_samples(text, config.seq_len, config.text)
     text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
     prepare_folder(config.folder)
+    _require_no_others(config)
     start = _checkpoint_to_resume(config)
     tell = on_progress or (lambda what, metrics: None)
     world = None
@@ -97,6 +98,16 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
 def _require_world(size: int, config: TrainConfig) -> None:
     if size != config.world_size:
         raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
+
+
+def _require_no_others(config: TrainConfig) -> None:
+    """Refuse to write checkpoints among those of another run: the newest by number would be kept, whosever they are."""
+    goes_on = config.resume is not None and config.resume.resolve() == config.folder.resolve()
+    if config.checkpoint_every and not goes_on and checkpoints(config.folder / CHECKPOINTS):
+        raise ValueError(
+            f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
+            "or use another --out or --name"
+        )
 
 
 def _checkpoint_to_resume(config: TrainConfig) -> Path | None:

@@ -196,8 +196,6 @@ def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
         experts = divisors(dp * cp) if base.model.num_experts else [1]
         schedules = SCHEDULES if pp > 1 else ["1f1b"]
         for ep, zero, schedule in product(experts, range(4), schedules):
-            if zero and schedule != "1f1b":
-                continue  # what ZeRO does at the end of a step does not depend on who came when
             sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, zero=zero, schedule=schedule)
             try:
                 yield replace(base, microbatches=2 if pp > 1 else 1, **sizes)

@@ -326,3 +326,31 @@ def test_every_boundary_between_ranks_carries_m_outputs_a_direction(schedule):
     output_bytes = 2 * config.max_seq_len * config.dim * 8
     steady = 2 * crossing * m * output_bytes
     assert [sum(per_rank) for per_rank in zip(*sent)] == [steady + 80 * crossing, steady]
+
+
+def _evaluated(world, config, schedule, batch):
+    """The loss of `evaluate`, what it sent, and whether it left the modules as they were."""
+    modules = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    pipeline = Pipeline(modules, world, schedule)
+    pipeline.step(*batch, stage_kwargs={"step": 3})  # the first step tells shapes
+    before = [None if p.grad is None else p.grad.clone() for m in modules for p in m.parameters()]
+    world.traffic.reset()
+    loss = pipeline.evaluate(*batch, stage_kwargs={"step": 3})
+    after = [p.grad for m in modules for p in m.parameters()]
+    alike = all(a is b is None or torch.equal(a, b) for a, b in zip(before, after))
+    return loss, world.traffic.sent_bytes, alike and all(m.training for m in modules)
+
+
+@pytest.mark.parametrize(
+    "schedule", [one_f_one_b(4, 4), interleaved(2, 4, 2), zb_v(2, 4)], ids=lambda s: s.name
+)
+def test_evaluating_runs_and_sends_the_forwards_alone_and_drops_nothing_out(schedule):
+    config = small_config(4, dropout=0.5, tie_embeddings=True)
+    tokens, targets = batch = make_batch(config, 8, 0)
+    want = Transformer(config, dtype=torch.float64).eval().loss(tokens, targets, step=3)
+    results = minipar.run(_evaluated, config, schedule, batch, world_size=schedule.num_ranks, timeout_s=10)
+    (loss,) = (loss for loss, _, _ in results if loss is not None)
+    assert_equal_to(loss, want.detach(), what="loss")
+    crossing = sum(a != b for a, b in zip(schedule.stage_rank, schedule.stage_rank[1:]))
+    assert sum(sent for _, sent, _ in results) == crossing * tokens.numel() * config.dim * 8
+    assert all(untouched for _, _, untouched in results)

@@ -96,6 +96,19 @@ def test_master_copies_go_on_without_losing_a_digit(tmp_path, here):
     assert generate_text(tmp_path / "whole", "a", 4, tp=2) == generate_text(tmp_path / "whole", "a", 4)
 
 
+def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path):
+    run = replace(BASE, steps=4, checkpoint_every=2, out=tmp_path / "first")
+    train(run)
+    kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
+    for other in (replace(run, seed=1), replace(run, resume=tmp_path / "second")):
+        with pytest.raises(
+            ValueError, match=r"has checkpoints of an earlier run; go on with that by --resume"
+        ):
+            train(other)
+    assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == kept
+    train(replace(run, steps=6, resume=tmp_path / "first"))
+
+
 def test_another_run_is_not_continued(tmp_path):
     train(replace(BASE, steps=2, checkpoint_every=2, out=tmp_path))
     for wrong, says in [

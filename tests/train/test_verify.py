@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import product
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from minipar.model import IGNORED, ModelConfig
+from minipar.pipeline import SCHEDULES
 from minipar.train.config import TrainConfig
 from minipar.train.verify import DEFAULTS, legal_configs, table, verify
 from tests.strategies import mesh_sizes, seeds
@@ -46,7 +48,7 @@ def configs(draw) -> TrainConfig:
             model=config,
             batch_size=8,
             seq_len=32,
-            steps=3,
+            steps=5,
             warmup=1,
             dtype="float64",
             timeout_s=10,
@@ -179,7 +181,9 @@ def test_the_sweep_has_every_axis_and_only_legal_configs():
     swept = list(legal_configs(replace(DEFAULTS), 8))
     names = {config.mesh_name for config in swept}
     assert {"dp8", "pp2-dp2-tp2", "pp4-dp2", "cp8", "dp2-tp4"} <= names
-    assert {config.zero for config in swept} == {0, 1, 2, 3}
+    for mesh in ("pp2-dp2-tp2", "pp2-dp4"):
+        tried = {(config.zero, config.schedule) for config in swept if config.mesh_name == mesh}
+        assert tried == set(product(range(4), SCHEDULES))
     assert all(config.world_size == 8 for config in swept)
     assert len({(c.mesh_name, c.zero, c.schedule) for c in swept}) == len(swept)
 

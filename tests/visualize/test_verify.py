@@ -15,7 +15,7 @@ def results():
 
 def test_the_table_has_a_row_a_mesh_and_marks_what_differs():
     lines = sweep_markdown(results()).splitlines()
-    assert lines[0] == "| mesh | ZeRO-0 | ZeRO-2 | zb-h1 |"
+    assert lines[0] == "| mesh | no pipeline, ZeRO-0 | no pipeline, ZeRO-2 | zb-h1, ZeRO-0 |"
     assert lines[2] == "| dp2 | 3e-15 | **5e-01** |  |"
     assert lines[3] == "| pp2 |  |  | 3e-15 |"
 
