@@ -63,8 +63,8 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     require_samples(text, config.seq_len, config.text)
     text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
     prepare_folder(config.folder)
-    _require_no_others(config)
     start = _checkpoint_to_resume(config)
+    _require_no_others(config)
     tell = on_progress or (lambda what, metrics: None)
     world = None
     if under_torchrun():

@@ -99,8 +99,9 @@ def test_master_copies_go_on_without_losing_a_digit(tmp_path, here):
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path):
     run = replace(BASE, steps=4, checkpoint_every=2, out=tmp_path / "first")
     train(run)
+    train(replace(run, out=tmp_path / "second"))
     kept = sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir())
-    for other in (replace(run, seed=1), replace(run, resume=tmp_path / "second")):
+    for other in (replace(run, seed=1), replace(run, steps=6, resume=tmp_path / "second")):
         with pytest.raises(
             ValueError, match=r"has checkpoints of an earlier run; go on with that by --resume"
         ):
