@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import minipar
 from benchmarks.harness import Row, race, row, seconds_a_call
-from minipar.comm.communicator import all_gather_single, reduce_scatter_single
+from minipar.comm.native import all_gather_single, reduce_scatter_single
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]

@@ -14,7 +14,7 @@ from benchmarks.harness import Row, race, row
 from minipar.context import ring_attention
 from minipar.live_bytes import LiveBytes
 from minipar.model import flash_attention, plain_attention
-from minipar.model.flash import Block
+from minipar.model.flash import AttentionKernel
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64  # four queries to a key, as in Llama 3
 
@@ -89,7 +89,7 @@ def _race_layouts(world, rounds: int, whole_block_s: float = 0.05):
     def emulate(out, lse, q, k, v, mask):
         time.sleep(whole_block_s * mask.count() / 128**2)
 
-    block = Block(emulate, emulate)
+    block = AttentionKernel(emulate, emulate)
     return race(
         world,
         partial(ring_attention, world, q, k, v, True, "zigzag", impl=block),

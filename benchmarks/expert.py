@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import minipar
 from benchmarks.harness import Row, race, row
 from minipar.expert import expert_parallel
-from minipar.expert.exchange import Route
-from minipar.model import ModelConfig, SwitchMoE, Transformer, take_metrics
+from minipar.expert.overlapped_all_to_all import Route
+from minipar.model import ModelConfig, MoE, Transformer, take_metrics
 from minipar.model.permute import combine, compact_plan, spread
 from minipar.train.optim import BETAS, learning_rate
 from minipar.train.text import batch_of_step, load_text
@@ -40,7 +40,7 @@ def rows(quick: bool = False):
 def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    moe = SwitchMoE(dim, hidden, NUM_EXPERTS, top_k, None)
+    moe = MoE(dim, hidden, NUM_EXPERTS, top_k, None)
     x = torch.randn(NUM_TOKENS, dim, requires_grad=True)
     weight, expert = (x.detach() @ torch.randn(dim, NUM_EXPERTS) * 0.1).softmax(-1).topk(top_k)
     layers = [[torch.nn.Parameter(w[e].detach().clone()) for w in moe.experts.parameters()] for e in range(8)]
@@ -87,7 +87,7 @@ def _race_overlap(world, rounds: int):
     x = torch.randn(8, 128, DIM, requires_grad=True)
     steps = []
     for overlap in (True, False):
-        moe = SwitchMoE(DIM, HIDDEN, NUM_EXPERTS, TOP_K, shared_dim=HIDDEN)
+        moe = MoE(DIM, HIDDEN, NUM_EXPERTS, TOP_K, shared_dim=HIDDEN)
         expert_parallel(moe, world.subgroup(range(world.size), f"overlap {overlap}"), overlap)
         steps.append(lambda moe=moe: moe(x)[0].sum().backward())
     return race(world, *steps, rounds)

@@ -24,7 +24,7 @@ from minipar.pipeline import (
     partition,
 )
 from minipar.pipeline.emulate import emulate
-from minipar.pipeline.simulate import simulate
+from minipar.schedules.simulate import simulate
 
 CONFIG = ModelConfig(vocab_size=256, dim=128, num_layers=8, num_heads=4, max_seq_len=64)
 MICROBATCHES, SAMPLES = 8, 2  # SAMPLES in each microbatch

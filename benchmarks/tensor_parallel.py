@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 
 import minipar
 from benchmarks.harness import Row, race, row
-from minipar.comm import differentiable
+from minipar.comm import autograd
 from minipar.live_bytes import LiveBytes
 from minipar.model import Linear, ModelConfig, Transformer, cross_entropy_sum
 from minipar.tensor_parallel import tensor_parallel, vocab_parallel_cross_entropy
@@ -145,7 +145,7 @@ def _race_losses(world, rounds: int):
         hidden.grad = weight.grad = None
 
     def gathered():
-        logits = differentiable.gather(world, hidden @ weight.t(), dim=-1)
+        logits = autograd.gather(world, hidden @ weight.t(), dim=-1)
         cross_entropy_sum(logits, targets).backward()
         hidden.grad = weight.grad = None
 

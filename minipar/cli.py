@@ -80,7 +80,7 @@ def _train_command(settings: dict):
 
 
 def _verify_command(settings: dict):
-    from minipar.train.verify import DEFAULTS
+    from minipar.train.verification import DEFAULTS
 
     defaults = unchecked(DEFAULTS, settings)
 
@@ -104,7 +104,7 @@ def _verify_command(settings: dict):
 
 
 def _verify(flags) -> None:
-    from minipar.train.verify import table, verify
+    from minipar.train.verification import table, verify
 
     result = verify(checked(flags))
     print(table(result))
@@ -114,8 +114,8 @@ def _verify(flags) -> None:
 def _sweep(flags, world_size: int) -> None:
     from tqdm import tqdm
 
-    from minipar.train.record import prepare_folder, write_whole
-    from minipar.train.verify import legal_configs, table, verify
+    from minipar.train.atomic_files import prepare_folder, write_whole
+    from minipar.train.verification import legal_configs, table, verify
     from visualize.verify import draw_sweep, sweep_markdown
 
     config = checked(flags)
@@ -184,8 +184,8 @@ def _export_command():
 
 
 def _export(run: Path, out: Path, layout: str) -> None:
+    from minipar.train.atomic_files import prepare_folder
     from minipar.train.export import export_llama, export_model
-    from minipar.train.record import prepare_folder
     from minipar.train.restore import Checkpoint, newest_whole
     from minipar.train.trainer import CHECKPOINTS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def settings_of(argv: list[str]) -> dict:
     """What the file of `--config` says: defaults, for the flags beside it."""
-    from minipar.train.file import read_settings
+    from minipar.train.toml_config import read_settings
 
     for i, word in enumerate(argv):
         if word.startswith("--config="):

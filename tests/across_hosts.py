@@ -16,8 +16,8 @@ from minipar.comm import hierarchical, ring
 from minipar.mesh import Mesh
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
+from minipar.train.atomic_files import gather_values
 from minipar.train.parallelize import parallelize
-from minipar.train.record import gather_values
 from minipar.train.step import train_step
 from minipar.train.text import load_text
 

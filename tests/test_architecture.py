@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,21 +12,19 @@ ROOT = Path(__file__).parent.parent
 
 # Each line may import from lines above it, never from one below; parts on one line never import each other.
 HOUSE = """
-errors
-trace live_bytes
+errors chunks trace live_bytes
+schedules
+cost
 comm
-payload
-worker
-pool
-launch
-mesh boxes
-placement
+mesh
+runtime
+simple
 model
 data_parallel tensor_parallel pipeline expert context
-nodes
-cost
+spec
 train
 visualize
+exercises museum quiz
 flags report
 cli
 __main__
@@ -32,6 +32,14 @@ __main__
 LEVELS = {part: level for level, line in enumerate(HOUSE.split("\n")) for part in line.split()}
 
 DRAWS = ("report", "cli")  # and import visualize when they do, not before
+TORCH_FREE = (
+    "errors",
+    "chunks",
+    "schedules",
+    "cost",
+    "flags",
+    "cli",
+)  # whoever asks these for help does not wait for torch
 
 LONGEST = 250
 REASON = "# longer than 250 lines because"
@@ -97,6 +105,15 @@ def import_faults(tree: ast.AST, path: Path):
             yield line, f"imports {there}, which is not above {here}"
 
 
+def torch_faults(tree: ast.AST, path: Path):
+    """Whoever asks these parts for help, or runs them in a browser, has no torch, or does not want to wait for it."""
+    if part_of(module_of(path)) not in TORCH_FREE:
+        return
+    for module, line, inside_function in imported(tree, path):
+        if module.split(".")[0] in ("torch", "numpy") and not inside_function:
+            yield line, f"imports {module.split('.')[0]}, which this part does without"
+
+
 def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
@@ -107,10 +124,11 @@ def reserved_faults(tree: ast.AST, path: Path):
     """What only certain files may touch: torch.distributed, and the environment."""
     uses = [(module, line) for module, line, _ in imported(tree, path)]
     uses += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    # The pool's payload and worker carry the caller's environment over to the ranks whole; only launch reads settings.
-    environment = ("minipar/launch.py", "minipar/payload.py", "minipar/worker.py")
+    # Serialization and worker carry the caller's environment over to the ranks whole; only launch reads settings.
+    environment = tuple(f"minipar/runtime/{name}.py" for name in ("launch", "serialization", "worker"))
+    transports = tuple(f"minipar/comm/{name}.py" for name in ("adopt", "grouped", "native", "transport"))
     allowed = {
-        "torch.distributed": ("minipar/comm/communicator.py", "minipar/launch.py"),
+        "torch.distributed": (*transports, "minipar/runtime/launch.py", "minipar/runtime/worker.py"),
         "os.environ": environment,
         "os.getenv": environment,
     }
@@ -129,7 +147,8 @@ def size_faults(source: str, path: Path):
 def faults(source: str, path: Path) -> list[str]:
     """Everything in this source that breaks the rules of the house, as `file:line: what`."""
     tree = ast.parse(source)
-    found = [*import_faults(tree, path), *reserved_faults(tree, path), *size_faults(source, path)]
+    found = [*import_faults(tree, path), *torch_faults(tree, path)]
+    found += [*reserved_faults(tree, path), *size_faults(source, path)]
     if path.name == "__init__.py" and not ast.get_docstring(tree):
         found.append((1, "a package without a docstring"))
     return sorted({f"{path}:{line}: {what}" for line, what in found})
@@ -157,10 +176,16 @@ def test_nothing_names_a_path_of_somebodys_machine():
         ("comm/ring.py", "from minipar import mesh", "mesh, which is not above comm"),
         ("comm/ring.py", "from .. import mesh", "mesh, which is not above comm"),
         ("comm/ring.py", "from ..model.linear import Linear", "model, which is not above comm"),
-        ("comm/__init__.py", '"""Doc."""\nfrom ..launch import run', "launch, which is not above comm"),
-        ("pipeline/execute.py", "import minipar.context.layout", "context, which is not above pipeline"),
+        ("comm/__init__.py", '"""Doc."""\nfrom ..runtime import run', "runtime, which is not above comm"),
+        (
+            "pipeline/execute.py",
+            "import minipar.context.token_layout",
+            "context, which is not above pipeline",
+        ),
         ("pipeline/execute.py", "def f():\n    from minipar.expert import x", "execute.py:2: imports expert"),
         ("model/block.py", "from minipar import Mesh", "minipar.Mesh, which is not in the house"),
+        ("schedules/costs.py", "import torch", "imports torch, which this part does without"),
+        ("schedules/costs.py", "from numpy import array", "imports numpy, which this part does without"),
         ("odds/ends.py", "", "odds is not in the house"),
         ("train/verify.py", "def f():\n    import visualize.loss", "which only cli and report may"),
         ("cli.py", "from visualize import loss", "outside a function"),
@@ -181,16 +206,24 @@ def test_a_planted_fault_is_found(path, source, fault):
     assert all(fault in line for line in found)
 
 
+@pytest.mark.parametrize("module", ["minipar", "minipar.schedules", "minipar.errors", "minipar.chunks"])
+def test_what_counts_without_torch_imports_none(module):
+    """In a process of its own: what a file imports may import more."""
+    program = f"import sys, {module}; print(*({{'torch', 'numpy'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 @pytest.mark.parametrize(
     ("path", "source"),
     [
         (
             "minipar/__init__.py",
-            '"""Doc."""\nfrom minipar.launch import run\nfrom minipar.train import train',
+            '"""Doc."""\nfrom minipar.runtime.launch import run\nfrom minipar.train import train',
         ),
         ("minipar/comm/ring.py", "import torch\nfrom . import tree\nfrom minipar.errors import one_of"),
         ("minipar/cli.py", "def timeline():\n    import visualize.timeline"),
-        ("minipar/launch.py", "import os\nimport torch.distributed as dist\nos.environ['RANK']"),
+        ("minipar/runtime/launch.py", "import os\nimport torch.distributed as dist\nos.environ['RANK']"),
         ("visualize/timeline.py", "from minipar import pipeline\nfrom . import style"),
         ("minipar/model/block.py", "import os\nos.path.join('environ')"),
         ("minipar/model/block.py", f"{REASON} a table is not worth two files\n" + "\n" * 300),

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 
 from minipar.model import ModelConfig
-from minipar.nodes import gradient_bytes, tp_bytes
 from minipar.train import TrainConfig, train
+from minipar.train.internode_traffic import gradient_bytes, tp_bytes
 from tests.across_hosts import CONFIG, ELEMS, STEPS
 from tests.hosts import DEVICE, TwoHosts, why_not
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from minipar.launch import run
 from minipar.pipeline import Costs, Timeline, make_schedule, measured, simulate
 from minipar.pipeline.emulate import emulate
-from minipar.pipeline.registry import LOOPED, chunks_per_rank
+from minipar.runtime.launch import run
+from minipar.schedules.registry import LOOPED, chunks_per_rank
 from visualize.pipeline import draw_timeline
 from visualize.pipeline_text import grid_text, headline
 

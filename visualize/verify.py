@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from minipar.train.verify import Verification
+from minipar.train.verification import Verification
 from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"

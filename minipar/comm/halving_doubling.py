@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import torch
 
-from minipar.comm.chunks import bounds, check_sizes, chunk_sizes, reduction
+from minipar.chunks import bounds, check_sizes, chunk_sizes
+from minipar.comm.reduction import exchange_and_add, find_reduction
 from minipar.comm.ring import gathered_sizes
-from minipar.comm.segments import exchange_and_add
 
 
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,14 +30,14 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
     a rank past the core sends x instead, and the rank it folds into the result as well.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    target, how = out.view(-1), reduction(op, x.dtype)
+    target, reduction = out.view(-1), find_reduction(op, x.dtype)
     edges = bounds(chunk_sizes(target.numel(), _core(comm.size)))  # only the core ranks own chunks
-    sums = _fold_in(comm, _flat(x), how)
+    sums = _fold_in(comm, _flat(x), reduction)
     if sums is not None:
         if sums.data_ptr() != target.data_ptr():
             target.copy_(sums)
-        _halve(comm, target, edges, how)
-        if how.divide:
+        _halve(comm, target, edges, reduction)
+        if reduction.divide:
             target[edges[comm.rank] : edges[comm.rank + 1]].div_(comm.size)
         _double(comm, target, edges)
     _fold_out(comm, target)
@@ -53,15 +53,15 @@ def all_reduce_by_doubling(
     that fold in (their x) and on those that fold out (the result).
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    target, how = out.view(-1), reduction(op, x.dtype)
-    sums = _fold_in(comm, _flat(x), how)
+    target, reduction = out.view(-1), find_reduction(op, x.dtype)
+    sums = _fold_in(comm, _flat(x), reduction)
     if sums is not None:
         for distance in _distances(comm.size):
             partner = comm.rank ^ distance
-            sums = exchange_and_add(comm, sums, partner, sums, partner, how, out=target)
+            sums = exchange_and_add(comm, sums, partner, sums, partner, reduction, out=target)
         if sums is not target:  # alone
             target.copy_(sums)
-        if how.divide:
+        if reduction.divide:
             target.div_(comm.size)
     _fold_out(comm, target)
     return out
@@ -76,17 +76,17 @@ def reduce_scatter(
     the rank that folded its x into it, and sends it on. `out`, where to put it, may be that chunk of x itself.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
-    how, core = reduction(op, x.dtype), _core(comm.size)
+    reduction, core = find_reduction(op, x.dtype), _core(comm.size)
     out = x.new_empty((sizes[comm.rank], *x.shape[1:])) if out is None else out
-    sums = _fold_in(comm, x.detach().contiguous(), how)
+    sums = _fold_in(comm, x.detach().contiguous(), reduction)
     if sums is None:
         return comm.exchange(None, None, out.shape, out.dtype, comm.rank - core, out=out)
     chunks, order = sums.split(sizes), _carried(comm.size)
     work = torch.cat([chunks[c].reshape(-1) for c in order])
     edges = _core_edges(comm.size, [chunk.numel() for chunk in chunks])
-    _halve(comm, work, edges, how)
+    _halve(comm, work, edges, reduction)
     own = work[edges[comm.rank] : edges[comm.rank + 1]]
-    if how.divide:
+    if reduction.divide:
         own.div_(comm.size)
     if comm.rank + core < comm.size:
         comm.send(own[out.numel() :], comm.rank + core)
@@ -148,16 +148,16 @@ def _core_edges(p: int, lengths) -> list[int]:
     return bounds([sum(lengths[r :: _core(p)]) for r in range(_core(p))])
 
 
-def _halve(comm, flat: torch.Tensor, edges, how) -> None:
+def _halve(comm, flat: torch.Tensor, edges, reduction) -> None:
     """Reduce-scatter among the core ranks: afterwards chunk `rank` of flat is the sum. The others are half summed."""
     low, high = 0, len(edges) - 1  # the chunks still to be summed here
     for distance in _distances(comm.size):
         partner, middle = comm.rank ^ distance, low + distance
-        keep, give = (
+        keep, hand_over = (
             ((middle, high), (low, middle)) if comm.rank & distance else ((low, middle), (middle, high))
         )
-        mine, theirs = _between(flat, edges, *keep), _between(flat, edges, *give)
-        exchange_and_add(comm, theirs, partner, mine, partner, how, out=mine)
+        mine, theirs = _between(flat, edges, *keep), _between(flat, edges, *hand_over)
+        exchange_and_add(comm, theirs, partner, mine, partner, reduction, out=mine)
         low, high = keep
 
 
@@ -176,7 +176,7 @@ def _between(flat: torch.Tensor, edges, first: int, last: int) -> torch.Tensor:
     return flat[edges[first] : edges[last]]
 
 
-def _fold_in(comm, x: torch.Tensor, how) -> torch.Tensor | None:
+def _fold_in(comm, x: torch.Tensor, reduction) -> torch.Tensor | None:
     """Ranks past the power of two hand x to a core rank and return None; core ranks return what they now have.
 
     The result is a tensor that may be written to, except where nothing was folded into it.
@@ -187,7 +187,7 @@ def _fold_in(comm, x: torch.Tensor, how) -> torch.Tensor | None:
         return None
     if comm.rank + core < comm.size:
         received = comm.recv(x.shape, x.dtype, comm.rank + core)
-        return how.combine(x, received, out=received)
+        return reduction.combine(x, received, out=received)
     return x
 
 

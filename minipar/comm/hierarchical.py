@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from minipar.comm.chunks import chunk_sizes, reduction
+from minipar.chunks import chunk_sizes
+from minipar.comm.reduction import find_reduction
 from minipar.errors import divisors, require_divides
 
 
@@ -22,14 +23,14 @@ def all_reduce(
     Raises ValueError where node_size does not divide the number of ranks.
     """
     node, across = _levels(comm, node_size)
-    how = reduction(op, x.dtype)
-    inner = "sum" if how.divide else op
+    reduction = find_reduction(op, x.dtype)
+    inner = "sum" if reduction.divide else op
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     flat, target = x.detach().contiguous().view(-1), out.view(-1)
     sizes = chunk_sizes(flat.numel(), node.size)
     own = node.reduce_scatter(flat, inner, sizes, algorithm="ring")
     across.all_reduce_(own, inner, algorithm="ring")
-    if how.divide:
+    if reduction.divide:
         own.div_(comm.size)
     node.all_gather(own, sizes, algorithm="ring", out=target)
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minipar.comm.chunks import bounds, check_sizes
+from minipar.chunks import bounds, check_sizes
 
 
 def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch.Tensor:

@@ -9,15 +9,15 @@ Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byt
     all_gather       (p-1) alpha + (p-1)/p n beta
     all_reduce      2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-What is to be added travels in the segments of `segments.py`, each a message; what is complete, as one message a chunk.
+A chunk that will be added to travels in segments, each a message (`reduction.py`); a complete one as one message.
 """
 
 from __future__ import annotations
 
 import torch
 
-from minipar.comm.chunks import bounds, check_sizes, chunk_sizes, reduction
-from minipar.comm.segments import exchange_and_add
+from minipar.chunks import bounds, check_sizes, chunk_sizes
+from minipar.comm.reduction import exchange_and_add, find_reduction
 
 
 def reduce_scatter(
@@ -34,12 +34,12 @@ def reduce_scatter(
     out = x.new_empty((sizes[rank], *x.shape[1:])) if out is None else out
     parts = _chunks(_flat(x), _edges(sizes, x))
     if p == 1:
-        _put(x, out.view(-1))
-    # One buffer holds what is passed on: when the next sum is written there, the last one has left.
-    buffer = comm.scratch(max(part.numel() for part in parts), x.dtype, "passed on")
-    places = [buffer[: part.numel()] for part in parts]
-    places[rank] = out.view(-1)
-    _around(comm, range(1, p), parts, places, reduction(op, x.dtype))
+        _copy_unless_alias(x, out.view(-1))
+    # One buffer for the partial sums: when the next one is written there, the last one has left.
+    buffer = comm.scratch(max(part.numel() for part in parts), x.dtype, "partial sum")
+    outputs = [buffer[: part.numel()] for part in parts]
+    outputs[rank] = out.view(-1)
+    _ring_steps(comm, range(1, p), parts, outputs, find_reduction(op, x.dtype))
     return out
 
 
@@ -52,8 +52,8 @@ def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = Non
     p, sizes = comm.size, gathered_sizes(comm, x, sizes)
     out = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out
     chunks = _chunks(out.view(-1), _edges(sizes, x))
-    _put(x, chunks[comm.rank])
-    _around(comm, range(p, 2 * p - 1), chunks, chunks)
+    _copy_unless_alias(x, chunks[comm.rank])
+    _ring_steps(comm, range(p, 2 * p - 1), chunks, chunks)
     return out
 
 
@@ -67,8 +67,10 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
     flat, target, p = _flat(x), out.view(-1), comm.size
     edges = bounds(chunk_sizes(flat.numel(), p))
     if p == 1:
-        _put(flat, target)
-    _around(comm, range(1, 2 * p - 1), _chunks(flat, edges), _chunks(target, edges), reduction(op, x.dtype))
+        _copy_unless_alias(flat, target)
+    _ring_steps(
+        comm, range(1, 2 * p - 1), _chunks(flat, edges), _chunks(target, edges), find_reduction(op, x.dtype)
+    )
     return out
 
 
@@ -87,7 +89,7 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
     else:
         own = chunks[comm.rank]
         comm.exchange(None, None, own.shape, own.dtype, root, out=own)
-    _around(comm, range(p, 2 * p - 1), chunks, chunks)
+    _ring_steps(comm, range(p, 2 * p - 1), chunks, chunks)
     return out
 
 
@@ -114,32 +116,32 @@ def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tenso
 # Around the ring ------------------------------------------------------------------------------------------------
 #
 # In step s = 1, 2, ... rank r sends chunk r-s and receives chunk r-s-1 (mod p). In the first p-1 steps it adds its own
-# part to what it receives, so that chunk r ends here, complete: the reduce-scatter. In the next p-1 steps complete
+# part to the received chunk, so that chunk r ends here, complete: the reduce-scatter. In the next p-1 steps complete
 # chunks are passed on: the all-gather. An all-reduce is both, without a pause between them.
 
 
-def _around(comm, steps: range, parts, places, how=None) -> None:
-    """Go these steps: parts[c] is this rank's part of chunk c, places[c] where its sum belongs, perhaps the same memory."""
+def _ring_steps(comm, steps: range, parts, outputs, reduction=None) -> None:
+    """Run ring steps. parts[c] is this rank's part of chunk c; outputs[c], which may alias it, receives the sum."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in steps:
-        give, c = (parts if step == 1 else places)[(rank - step) % p], (rank - step - 1) % p
+        sent, c = (parts if step == 1 else outputs)[(rank - step) % p], (rank - step - 1) % p
         if step < p:
-            exchange_and_add(comm, give, right, parts[c], left, how, out=places[c])
+            exchange_and_add(comm, sent, right, parts[c], left, reduction, out=outputs[c])
         else:
-            comm.exchange(give, right, places[c].shape, places[c].dtype, left, out=places[c])
-        if step == p - 1 and how.divide:
-            places[c].div_(p)
+            comm.exchange(sent, right, outputs[c].shape, outputs[c].dtype, left, out=outputs[c])
+        if step == p - 1 and reduction.divide:
+            outputs[c].div_(p)
 
 
 def _chunks(flat: torch.Tensor, edges) -> list[torch.Tensor]:
     return [flat[a:b] for a, b in zip(edges, edges[1:])]
 
 
-def _put(x: torch.Tensor, place: torch.Tensor) -> None:
-    """Copy x to its place, unless that is where it is."""
-    if x.data_ptr() != place.data_ptr():
-        place.copy_(_flat(x))
+def _copy_unless_alias(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy x into `out`, unless it is that memory."""
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(_flat(x))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -151,7 +153,7 @@ def _edges(sizes, x: torch.Tensor) -> list[int]:
 
 
 def gathered_sizes(comm, x: torch.Tensor, sizes) -> list[int]:
-    """The lengths along dim 0 of what each rank brings to an all-gather."""
+    """The length along dim 0 of each rank's input to an all-gather."""
     sizes = [x.shape[0]] * comm.size if sizes is None else [int(s) for s in sizes]
     if len(sizes) != comm.size or sizes[comm.rank] != x.shape[0]:
         raise ValueError(

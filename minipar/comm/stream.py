@@ -1,8 +1,8 @@
 """A Comm is a stream: its operations run one after another, in the order in which they were called.
 
-On a CPU the stream is a thread, started when the first asynchronous operation needs it; a synchronous operation on an
-idle stream runs in the caller's own thread. On CUDA it is a CUDA stream, and waiting makes the current stream wait,
-not the host. This is NCCL's mental model, so a program that is correct here is correct there.
+On a CPU the stream is a thread, started by the first asynchronous operation; a synchronous operation on an idle stream
+runs in the caller's own thread. On CUDA it is a CUDA stream (cuda_stream.py), and waiting makes the current stream wait,
+not the host. This is NCCL's model, so a program that is correct here is correct there.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ from collections.abc import Callable
 
 import torch
 
+Waits = dict[
+    int, object
+]  # thread -> the message or operation it waits for: how a blocked rank explains itself
+
 
 class Handle:
-    """The promise of an asynchronous operation: `wait()` returns its result, or raises what it raised."""
+    """The promise of an asynchronous operation: `wait()` returns its result, or raises its exception."""
 
-    def __init__(self, on_wait: Callable[[float, float], None] | None = None):
+    def __init__(self, name: str = "operation", waits: Waits | None = None, on_wait: Callable | None = None):
         self.finished = threading.Event()
-        self._on_wait = on_wait  # told when a wait began and ended, for the trace
+        self._name, self._waits = name, {} if waits is None else waits
+        self._on_wait = on_wait  # called with the start and the end of a wait, for the trace
         self._result = None
         self._error: BaseException | None = None
 
@@ -30,8 +35,10 @@ class Handle:
 
     def wait(self):
         if not self.finished.is_set():
-            start_s = time.perf_counter()
+            thread, start_s = threading.get_ident(), time.perf_counter()
+            self._waits[thread] = self._name
             self.finished.wait()
+            self._waits.pop(thread, None)
             if self._on_wait is not None:
                 self._on_wait(start_s, time.perf_counter())
         if self._error is not None:
@@ -67,15 +74,15 @@ class ThreadStream:
     receive each other's messages, so a second thread is refused; autograd's threads and streams act for their caller.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, waits: Waits | None = None):
+        self.name, self._waits = name, waits
         self._owner: int | None = None
-        self._inline: int | None = None  # the thread that is in the middle of an operation by itself
+        self._inline: int | None = None  # the thread that is inside an operation by itself
         self._thread: StreamThread | None = None
         self._last: threading.Event | None = None  # not its handle, which would keep its result alive
 
     def inside(self) -> bool:
-        """Is the calling thread in the middle of an operation of this stream?"""
+        """Is the calling thread inside an operation of this stream?"""
         me = threading.get_ident()
         return me == self._inline or (self._thread is not None and me == self._thread.ident)
 
@@ -100,7 +107,7 @@ class ThreadStream:
             self._thread = StreamThread(self.name)
             self._thread.start()
             weakref.finalize(self, self._thread.operations.put, None)
-        handle = Handle(on_wait)
+        handle = Handle(f"an operation of {self.name}", self._waits, on_wait)
         self._last = handle.finished
         self._thread.operations.put((handle, operation))
         return handle
@@ -109,59 +116,21 @@ class ThreadStream:
         me = threading.get_ident()
         if self._owner == me or acts_for_another():
             return
-        if self._owner is None:
-            self._owner = me
-        else:
+        if self._owner is not None:
             raise RuntimeError(
                 f"two threads use {self.name}: their messages could cross. "
                 "Give each thread a subgroup with a name of its own"
             )
+        self._owner = me
 
 
 def acts_for_another() -> bool:
-    """Is this thread autograd's, in a backward somebody else called, or a stream's?"""
+    """Is this thread autograd's, in somebody else's backward, or a stream's?"""
     return isinstance(threading.current_thread(), StreamThread) or torch._C._current_graph_task_id() != -1
 
 
-class CudaStream:
-    """The same on CUDA: operations are enqueued on a CUDA stream from the calling thread, in call order."""
-
-    def __init__(self, name: str, device: torch.device):
-        self.name = name
-        self._stream = torch.cuda.Stream(device)
-        self._inside = False
-
-    def inside(self) -> bool:
-        return self._inside
-
-    def idle(self) -> bool:
-        return False  # what is posted must follow what was enqueued before it
-
-    def run(self, operation: Callable, on_wait=None):
-        return operation() if self._inside else self.submit(operation).wait()
-
-    def submit(self, operation: Callable, on_wait=None) -> CudaHandle:
-        self._stream.wait_stream(torch.cuda.current_stream())  # the input may still be being computed
-        self._inside = True
-        try:
-            with torch.cuda.stream(self._stream):
-                result = operation()
-                return CudaHandle(self._stream.record_event(), result)
-        finally:
-            self._inside = False
-
-
-class CudaHandle:
-    """`wait()` makes the current stream wait for the operation; the host goes on."""
-
-    def __init__(self, event, result):
-        self._event = event
-        self._result = result
-
-    def wait(self):
-        current = torch.cuda.current_stream()
-        current.wait_event(self._event)
-        for x in self._result if isinstance(self._result, tuple | list) else (self._result,):
-            if isinstance(x, torch.Tensor):
-                x.record_stream(current)  # made on the comm's stream, used on this one
-        return self._result
+def recorded(trace, name: str, operation: Callable):
+    """Run the operation, and record when in the trace, on the lane of this thread."""
+    thread = threading.current_thread()
+    with trace.span("communicate", name, "main" if thread is threading.main_thread() else thread.name):
+        return operation()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from minipar.comm.chunks import reduction
+from minipar.comm.reduction import find_reduction
 
 
 def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
@@ -28,14 +28,14 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor | None:
     """The sum over ranks of x on the root, None elsewhere. Every rank but the root sends x once."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _reduce_into(comm, x, out, root, reduction(op, x.dtype))
+    _reduce_into(comm, x, out, root, find_reduction(op, x.dtype))
     return out if comm.rank == root else None
 
 
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
     """Reduce to rank 0, then broadcast from it: p-1 times x sent up, p-1 times down, over all ranks."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    _reduce_into(comm, x, out, 0, reduction(op, x.dtype))
+    _reduce_into(comm, x, out, 0, find_reduction(op, x.dtype))
     _broadcast_in(comm, out, 0)
     return out
 
@@ -55,7 +55,7 @@ def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
             comm.send(out, (place + distance + root) % p)
 
 
-def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, how) -> None:
+def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, reduction) -> None:
     """The same tree upwards: add what the places below hand in, then hand the sum to the place above."""
     p = comm.size
     place = (comm.rank - root) % p
@@ -64,12 +64,12 @@ def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, how) -> No
         if place + distance < p:
             received = comm.scratch(x.numel(), x.dtype).view(x.shape)
             comm.exchange(None, None, x.shape, x.dtype, (place + distance + root) % p, out=received)
-            sums = how.combine(sums, received, out=out)
+            sums = reduction.combine(sums, received, out=out)
         distance *= 2
     if place:
         comm.send(sums, (place - distance + root) % p)
         return
     if sums is not out:
         out.copy_(x)
-    if how.divide:
+    if reduction.divide:
         out.div_(p)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from minipar.context.layout import local_runs
+from minipar.context.token_layout import local_runs
 from minipar.errors import require_divides
-from minipar.model.flash import Block, check_shapes, choose
-from minipar.model.mask import Mask, Run, indices
-from minipar.model.merge import no_keys
+from minipar.model.flash import AttentionKernel, check_shapes, choose
+from minipar.model.lse_merge import no_keys
+from minipar.model.mask import Mask, TokenRun, indices
 from minipar.trace import span
 
 
@@ -51,7 +51,7 @@ def all_gather_attention(
     length, p = q.shape[2] * comm.size, comm.size
     keys = tuple(run for r in range(p) for run in local_runs(length, r, p, layout))
     # A zigzag is put in order: fewer, larger parts of it are seen.
-    runs, keys = (keys, (Run(0, length),)) if layout == "zigzag" else (None, keys)
+    runs, keys = (keys, (TokenRun(0, length),)) if layout == "zigzag" else (None, keys)
     mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
     gathered = Gathered(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
     return _AllGatherAttention.apply(q, k, v, gathered)
@@ -62,8 +62,8 @@ class Gathered(NamedTuple):
 
     comm: object
     mask: Mask
-    block: Block
-    runs: tuple[Run, ...] | None
+    kernel: AttentionKernel
+    runs: tuple[TokenRun, ...] | None
     heads_at_once: int
 
     def chunks(self, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ class _AllGatherAttention(Function):
             arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
             with span(g.comm.trace, "compute", "forward"):
                 views = (g.query_heads(x, i, k.shape[1]) for x in (out, lse, q))
-                g.block.attend_(*views, *kv, g.mask)
+                g.kernel.attend_(*views, *kv, g.mask)
         out = out.to(q.dtype)
         ctx.g = g
         ctx.save_for_backward(q, k, v, out, lse)
@@ -127,7 +127,7 @@ class _AllGatherAttention(Function):
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
             with span(g.comm.trace, "compute", "backward"):
                 dq_i, *others = (g.query_heads(x, i, k.shape[1]) for x in (dq, q, out, lse, dout))
-                g.block.attend_backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
+                g.kernel.attend_backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
             if going_home:  # one at a time, or the gradients of all chunks would pile up
                 home.append(going_home.wait()[0])
             going_home = g.start_home(dkv)

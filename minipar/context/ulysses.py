@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.comm import differentiable
-from minipar.comm.chunks import bounds, chunk_sizes
-from minipar.context.layout import order_of_gathered
+from minipar.chunks import bounds, chunk_sizes
+from minipar.comm import autograd
+from minipar.context.token_layout import order_of_gathered
 from minipar.errors import divisors, one_of
 from minipar.model.flash import check_shapes, flash_attention
-from minipar.model.mask import Mask, Run
+from minipar.model.mask import Mask, TokenRun
 
 
 def ulysses_attention(
@@ -52,7 +52,7 @@ def ulysses_attention(
 
     def attend(q, k, v, positions):
         length = q.shape[2]
-        mask = Mask((Run(0, length),), (Run(0, length),), causal, positions, seq_len)
+        mask = Mask((TokenRun(0, length),), (TokenRun(0, length),), causal, positions, seq_len)
         return flash_attention(q, k, v, impl=impl, mask=mask)
 
     length = q.shape[2] * comm.size
@@ -120,9 +120,7 @@ def _to_heads(comm, cut: HeadCut, q, k, v, to_sorted):
     ranks = range(comm.size)
     packed = torch.cat([x for r in ranks for x in (q[cut.queries(r)], k[cut.keys(r)], v[cut.keys(r)])])
     mine = cut.parts(comm.rank)
-    received = differentiable.all_to_all(
-        comm, packed, [sum(cut.parts(r)) for r in ranks], [sum(mine)] * comm.size
-    )
+    received = autograd.all_to_all(comm, packed, [sum(cut.parts(r)) for r in ranks], [sum(mine)] * comm.size)
     received = received.view(comm.size, sum(mine), batch, tokens, head_dim)
     whole = received.permute(2, 1, 0, 3, 4).flatten(2, 3)
     whole = whole if to_sorted is None else whole.index_select(2, to_sorted)
@@ -138,7 +136,7 @@ def _to_tokens(comm, cut: HeadCut, out: Tensor, order) -> Tensor:
     out = out if order is None else out.index_select(2, order.to(out.device))
     parts = out.unflatten(2, (comm.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
     heads = [cut.parts(r)[0] for r in range(comm.size)]
-    return differentiable.all_to_all(comm, parts, [heads[comm.rank]] * comm.size, heads).transpose(0, 1)
+    return autograd.all_to_all(comm, parts, [heads[comm.rank]] * comm.size, heads).transpose(0, 1)
 
 
 def _gather_positions(comm, positions: Tensor, to_sorted) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from minipar.context.ring import ring_attention
+from minipar.context.attention_ring import ring_attention
 from minipar.context.ulysses import exchange_heads
 from minipar.errors import require_divides
 

@@ -19,10 +19,6 @@ offload.py      states in the host's memory, or on disk
 precision.py    the scale of a loss whose gradients are fp16
 """
 
-from minipar.data_parallel.ddp import DDP
-from minipar.data_parallel.fsdp import FSDP
-from minipar.data_parallel.lamb import Lamb
-from minipar.data_parallel.precision import DynamicLossScaler
-from minipar.data_parallel.zero import ZeroOptimizer
+import lazy_loader
 
-__all__ = ["DDP", "FSDP", "DynamicLossScaler", "Lamb", "ZeroOptimizer"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

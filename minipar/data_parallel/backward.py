@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from minipar.data_parallel.unit import Unit
-from minipar.data_parallel.usage import used_anywhere
+from minipar.data_parallel.fsdp_unit import Unit
+from minipar.data_parallel.unused_parameters import used_anywhere
 
 
 class Backward:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from minipar.comm import Comm
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.errors import one_of
-from minipar.placement import place_whole, placement_of, set_placement
+from minipar.mesh import place_whole, placement_of, set_placement
 
 
 class DDP(nn.Module):

@@ -12,13 +12,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm import Comm
-from minipar.data_parallel import whole
+from minipar.data_parallel import fsdp_full_state
 from minipar.data_parallel.backward import Backward, in_backward
-from minipar.data_parallel.flat import FlatParameters
+from minipar.data_parallel.flat_parameters import FlatParameters
+from minipar.data_parallel.fsdp_unit import Unit, find_units, group_parameters, per_parameter
 from minipar.data_parallel.offload import memory_for
-from minipar.data_parallel.unit import Unit, find_units, group_parameters, per_parameter
 from minipar.errors import one_of
-from minipar.placement import place_whole
+from minipar.mesh import place_whole
 
 
 class FSDP(Backward, nn.Module):
@@ -87,9 +87,9 @@ class FSDP(Backward, nn.Module):
             module, modules, comm_of, replicas_of, rest_is_whole
         ).items():
             flat = make(params, self.units[i].name, cut_over, copies)
-            whole.fill(flat, init, axis)
+            fsdp_full_state.fill(flat, init, axis)
             self.units[i].flats.append(flat)
-        whole.share_buffers(module, comm_of, replicas_of)
+        fsdp_full_state.share_buffers(module, comm_of, replicas_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self._flat_of = {p: flat for flat in self.flats for p in flat.params}
         self._synchronised = True
@@ -237,12 +237,12 @@ class FSDP(Backward, nn.Module):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
-        return whole.full_state_dict(self)
+        return fsdp_full_state.full_state_dict(self)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take this rank's part of everything. ValueError names what is missing, unexpected or misshapen."""
-        whole.load_full_state_dict(self, state)
+        fsdp_full_state.load_full_state_dict(self, state)
 
     def summon_full_parameters(self, writeback: bool = True):
         """A context in which parameters are whole, in their own dtype; what is written to them there stays."""
-        return whole.summon(self, writeback)
+        return fsdp_full_state.summon(self, writeback)

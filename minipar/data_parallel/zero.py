@@ -12,14 +12,14 @@ from torch.autograd import Variable
 
 from minipar.comm import Comm
 from minipar.data_parallel.buckets import make_buckets
+from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.offload import memory_for
-from minipar.data_parallel.per_element import require_per_element
-from minipar.data_parallel.shard import ShardedBucket
-from minipar.data_parallel.state import full_state_dict, load_full_state_dict
-from minipar.data_parallel.update import ChunkOptimizer
-from minipar.data_parallel.usage import used_anywhere
+from minipar.data_parallel.optimizer_state import full_state_dict, load_full_state_dict
+from minipar.data_parallel.shard_optimizer import ChunkOptimizer
+from minipar.data_parallel.sharded_bucket import ShardedBucket
+from minipar.data_parallel.unused_parameters import used_anywhere
 from minipar.errors import one_of
-from minipar.placement import Placement, placement_of, set_placement
+from minipar.mesh import Placement, placement_of, set_placement
 
 
 class ZeroOptimizer(torch.optim.Optimizer):

@@ -6,8 +6,6 @@ dispatch.py   rows travel to their experts and back
 exchange.py   the all-to-all, while something else is computed; in one level or in two
 """
 
-from minipar.expert.apply import expert_parallel, gradient_comm, is_expert
-from minipar.expert.dispatch import AllToAll
-from minipar.expert.moe import SwitchMoE
+import lazy_loader
 
-__all__ = ["AllToAll", "SwitchMoE", "expert_parallel", "gradient_comm", "is_expert"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minipar.expert.exchange import Exchange, Route, regroup
+from minipar.expert.overlapped_all_to_all import Exchange, Route, regroup
 
 
 class AllToAll:
-    """A `dispatch` for a `SwitchMoE` of which each rank of `comm` has num_experts / ep neighbouring experts.
+    """A `dispatch` for an `MoE` layer of which each rank of `comm` has num_experts / ep neighbouring experts.
 
     rows       [R, D]   sorted by expert; any number on any rank, none included
     counts     [E]      how many rows each expert has
@@ -33,13 +33,13 @@ class AllToAll:
     def __init__(self, comm, overlap: bool = False, node_size: int | None = None):
         self.comm, self.overlap, self.route = comm, overlap, Route(comm, node_size)
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> Journey:
+    def __call__(self, rows: Tensor, counts: Tensor) -> DispatchedRows:
         p = self.comm.size
         sizes = self.comm.all_gather(counts).view(p, p, -1)  # [from rank, to rank, its expert]
-        return Journey(self.route, rows, sizes, self.overlap)
+        return DispatchedRows(self.route, rows, sizes, self.overlap)
 
 
-class Journey:
+class DispatchedRows:
     """Rows under way. sizes [ep, ep, E/ep]: how many rows each rank has for each expert of each rank."""
 
     def __init__(self, route: Route, rows: Tensor, sizes: Tensor, overlap: bool):
@@ -53,7 +53,7 @@ class Journey:
         rows = self.exchange.arrive(self.left)
         return regroup(rows, self.segments), [sum(of_expert) for of_expert in zip(*self.segments)]
 
-    def go_back(self, out: Tensor) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         """Bring each row's result to where the row came from: [R, D] in the order it was sent in."""
         out = regroup(out, list(zip(*self.segments)))
         exchange = Exchange(self.route, list(zip(*self.between)), overlap=False)

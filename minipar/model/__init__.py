@@ -27,50 +27,6 @@ cache.py        keys and values kept from token to token
 generate.py     text from a model
 """
 
-from minipar.model.attention import Attention, fused_attention, plain_attention
-from minipar.model.balance import MoEMetrics
-from minipar.model.block import Block
-from minipar.model.config import ModelConfig
-from minipar.model.dropout import dropout
-from minipar.model.flash import flash_attention
-from minipar.model.generate import generate
-from minipar.model.init import initial_weight, initialize
-from minipar.model.linear import Linear, TiedHead, WeightGradients, defer_weight_gradients, linear
-from minipar.model.mixture import MixtureConfig
-from minipar.model.mlp import SwiGLU
-from minipar.model.moe import SwitchMoE, mixtures, set_num_groups, take_metrics, update_balance_bias
-from minipar.model.norm import RMSNorm
-from minipar.model.rope import rotate, rotation
-from minipar.model.transformer import IGNORED, Transformer, cross_entropy_sum
+import lazy_loader
 
-__all__ = [
-    "IGNORED",
-    "Attention",
-    "Block",
-    "Linear",
-    "MixtureConfig",
-    "MoEMetrics",
-    "ModelConfig",
-    "RMSNorm",
-    "SwiGLU",
-    "SwitchMoE",
-    "TiedHead",
-    "Transformer",
-    "WeightGradients",
-    "cross_entropy_sum",
-    "defer_weight_gradients",
-    "dropout",
-    "flash_attention",
-    "fused_attention",
-    "generate",
-    "initial_weight",
-    "initialize",
-    "linear",
-    "mixtures",
-    "plain_attention",
-    "rotate",
-    "rotation",
-    "set_num_groups",
-    "take_metrics",
-    "update_balance_bias",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

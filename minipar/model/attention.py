@@ -7,10 +7,10 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.model.config import ModelConfig
+from minipar.model.deferrable_linear import Linear
 from minipar.model.flash import flash_attention
-from minipar.model.linear import Linear
 from minipar.model.mask import whole_mask
+from minipar.model.model_config import ModelConfig
 from minipar.model.rope import rotate, rotation
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from minipar.model.attention import Attention
-from minipar.model.balance import carry
-from minipar.model.config import ModelConfig
-from minipar.model.dropout import dropout
+from minipar.model.aux_loss import attach_aux_loss
+from minipar.model.counter_dropout import dropout
 from minipar.model.mlp import SwiGLU
-from minipar.model.moe import SwitchMoE
+from minipar.model.model_config import ModelConfig
+from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 
 ATTENTION_SITE, MLP_SITE = 0, 1  # where in a layer a dropout mask is for
@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps, **factory)
         if config.has_experts(layer):
             options = config.mixture_options
-            self.mlp = SwitchMoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
+            self.mlp = MoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
         else:
             self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
 
@@ -48,10 +48,10 @@ class Block(nn.Module):
         return x + self.drop(made, MLP_SITE, positions, sample_ids, step)
 
     def _feed(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
-        if not isinstance(self.mlp, SwitchMoE):
+        if not isinstance(self.mlp, MoE):
             return self.mlp(x)
         y, metrics = self.mlp(x, positions, sample_ids, step)
-        return carry(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
+        return attach_aux_loss(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
     def drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not (self.training and self.dropout > 0):

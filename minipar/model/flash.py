@@ -29,8 +29,8 @@ from torch.autograd.function import Function, once_differentiable
 
 from minipar.errors import one_of, require_divides
 from minipar.model import fused
+from minipar.model.lse_merge import merge_, no_keys
 from minipar.model.mask import Mask, whole_mask
-from minipar.model.merge import merge_, no_keys
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
 TILE_ELEMS = 1 << 18  # scores held at a time: they stay in a core's cache, and outweigh the cost of a call
@@ -65,16 +65,16 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-class Block(NamedTuple):
+class AttentionKernel(NamedTuple):
     """One way to compute attention over a block of keys, in two halves."""
 
     attend_: Callable
     attend_backward_: Callable
 
 
-def choose(impl: str | Block, q: Tensor, mask: Mask) -> Block:
-    """What `impl` stands for here; raises ValueError where there is no such thing. A Block stands for itself."""
-    if isinstance(impl, Block):
+def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKernel:
+    """What `impl` stands for here; raises ValueError where there is no such thing. A AttentionKernel stands for itself."""
+    if isinstance(impl, AttentionKernel):
         return impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; use {one_of(IMPLEMENTATIONS)}")
@@ -82,8 +82,8 @@ def choose(impl: str | Block, q: Tensor, mask: Mask) -> Block:
     if impl == "fused" and obstacle:
         raise ValueError(f"impl='fused' has no kernel for {obstacle}; use 'tiled' or 'auto'")
     if impl == "tiled" or obstacle:
-        return Block(attend_, attend_backward_)
-    return Block(fused.attend_, fused.attend_backward_)
+        return AttentionKernel(attend_, attend_backward_)
+    return AttentionKernel(fused.attend_, fused.attend_backward_)
 
 
 class _Flash(Function):
@@ -92,7 +92,7 @@ class _Flash(Function):
         out, lse = no_keys(q)
         block.attend_(out, lse, q, k, v, mask)
         out = out.to(q.dtype)
-        ctx.mask, ctx.block = mask, block
+        ctx.mask, ctx.kernel = mask, block
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -106,7 +106,7 @@ class _Flash(Function):
             torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
         ]
         if dlse is None:
-            ctx.block.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
+            ctx.kernel.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
         else:  # of which a kernel does not know
             attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minipar.model.mask import Mask, Part
-from minipar.model.merge import merge_
+from minipar.model.lse_merge import merge_
+from minipar.model.mask import Mask, ScoreRegion
 
 _aten = torch.ops.aten
 
@@ -30,7 +30,7 @@ def obstacle(q: Tensor, mask: Mask) -> str | None:
 
 def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     """Take the keys of k into (out, lse), in place."""
-    for part in mask.parts():
+    for part in mask.regions():
         heads = _Heads(q, k, part)
         part_out, part_lse = _kernel(heads.fold(q), heads.keys(k), heads.keys(v), part.triangle)
         merge_(heads.place(out), heads.place(lse), heads.unfold(part_out), heads.unfold(part_lse))
@@ -38,7 +38,7 @@ def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 
 def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
     """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
-    for part in mask.parts():
+    for part in mask.regions():
         heads = _Heads(q, k, part)
         folded = (
             heads.fold(dout),
@@ -61,7 +61,7 @@ class _Heads:
     triangle   each position has a limit of its own: repeat the keys
     """
 
-    def __init__(self, q: Tensor, k: Tensor, part: Part):
+    def __init__(self, q: Tensor, k: Tensor, part: ScoreRegion):
         self.part, self.group = part, q.shape[1] // k.shape[1]
         self.folds = self.group > 1 and not part.triangle
 

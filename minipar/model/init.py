@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minipar.model.config import ModelConfig
+from minipar.model.model_config import ModelConfig
 
 
 def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:

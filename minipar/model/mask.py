@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens start, start + step, ... of a sequence, `length` of them."""
 
     start: int
     length: int
     step: int = 1
 
-    def before(self, end: int) -> Run:
+    def before(self, end: int) -> TokenRun:
         """Those whose index is below `end`."""
         return self._replace(length=max(0, min(self.length, -(-(end - self.start) // self.step))))
 
 
-class Part(NamedTuple):
+class ScoreRegion(NamedTuple):
     """A rectangle of the scores of which everything is seen, or a square of which the lower triangle is."""
 
     rows: slice
@@ -50,8 +50,8 @@ class Mask:
     Raises ValueError for documents that are not causal: where one ends, its positions do not say.
     """
 
-    queries: tuple[Run, ...]
-    keys: tuple[Run, ...]
+    queries: tuple[TokenRun, ...]
+    keys: tuple[TokenRun, ...]
     causal: bool = True
     positions: Tensor | None = None
     end: int | None = None
@@ -99,7 +99,7 @@ class Mask:
                 found.append((part, None if whole else _hidden(some_low, some_high, keys[part])))
             yield rows, found
 
-    def parts(self) -> Iterator[Part]:
+    def regions(self) -> Iterator[ScoreRegion]:
         """The whole of what is seen, as rectangles and triangles: what a kernel without a mask can do.
 
         Raises ValueError for documents, and for runs of different steps.
@@ -111,24 +111,24 @@ class Mask:
             col = 0
             for key in self.keys:
                 seen = key if self.end is None else key.before(self.end)
-                for part in _parts(query, seen, self.causal):
-                    yield Part(_shift(part.rows, row), _shift(part.cols, col), part.triangle)
+                for part in _regions(query, seen, self.causal):
+                    yield ScoreRegion(_shift(part.rows, row), _shift(part.cols, col), part.triangle)
                 col += key.length
             row += query.length
 
 
 def whole_mask(num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None) -> Mask:
     """The mask of one process: the keys are the whole sequence, and the queries all of it or its last tokens."""
-    return Mask((Run(num_keys - num_queries, num_queries),), (Run(0, num_keys),), causal, positions)
+    return Mask((TokenRun(num_keys - num_queries, num_queries),), (TokenRun(0, num_keys),), causal, positions)
 
 
-def indices(runs: tuple[Run, ...]) -> Tensor:
+def indices(runs: tuple[TokenRun, ...]) -> Tensor:
     """The tokens of these runs, in order: int64 [sum of lengths]."""
     parts = [start + step * torch.arange(length) for start, length, step in runs]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def _last(run: Run) -> int:
+def _last(run: TokenRun) -> int:
     return run.start + run.step * (run.length - 1) if run.length else -1
 
 
@@ -145,7 +145,7 @@ def _shift(part: slice, by: int) -> slice:
     return slice(part.start + by, part.stop + by)
 
 
-def _parts(query: Run, key: Run, causal: bool) -> Iterator[Part]:
+def _regions(query: TokenRun, key: TokenRun, causal: bool) -> Iterator[ScoreRegion]:
     """Query i sees key j where j <= i + offset: nothing above a diagonal, which leaves at most three parts."""
     n, m = query.length, key.length
     if causal and query.step != key.step:
@@ -157,8 +157,8 @@ def _parts(query: Run, key: Run, causal: bool) -> Iterator[Part]:
     full = min(m, max(0, offset))  # keys that all the others see
     corner = max(0, min(n - first, m - full))
     if first < n and full:
-        yield Part(slice(first, n), slice(0, full), False)
+        yield ScoreRegion(slice(first, n), slice(0, full), False)
     if corner:
-        yield Part(slice(first, first + corner), slice(full, full + corner), True)
+        yield ScoreRegion(slice(first, first + corner), slice(full, full + corner), True)
         if first + corner < n:
-            yield Part(slice(first + corner, n), slice(full, m), False)
+            yield ScoreRegion(slice(first + corner, n), slice(full, m), False)

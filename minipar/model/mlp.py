@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.model.linear import Linear
+from minipar.model.deferrable_linear import Linear
 
 
 class SwiGLU(nn.Module):

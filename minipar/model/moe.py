@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.model.balance import MoEMetrics, balance_losses, z_losses
-from minipar.model.config import ModelConfig
-from minipar.model.experts import Experts
+from minipar.model.aux_loss import MoEMetrics, balance_losses, z_losses
+from minipar.model.grouped_mlp import Experts
 from minipar.model.groups import Groups
 from minipar.model.init import initialize
-from minipar.model.mixture import MixtureConfig, require_size
 from minipar.model.mlp import SwiGLU
-from minipar.model.permute import Plan, combine, compact_plan, padded_plan, spread
-from minipar.model.router import Router, expert_choice, places, token_choice
+from minipar.model.model_config import ModelConfig
+from minipar.model.moe_config import MixtureConfig, require_size
+from minipar.model.permute import Plan, combine, compact_plan, padded_plan, permute_rows
+from minipar.model.router import Router, expert_choice, position_in_expert, token_choice
 
 
 class Routing(NamedTuple):
@@ -32,8 +32,8 @@ class Routing(NamedTuple):
     kept_load: Tensor
 
 
-class AtHome(NamedTuple):
-    """The journey of rows to their experts where all experts are here: none.
+class LocalDispatch(NamedTuple):
+    """The dispatched of rows to their experts where all experts are here: none.
 
     rows    [R, D], sorted by expert
     counts  [E] how many each expert has
@@ -45,11 +45,11 @@ class AtHome(NamedTuple):
     def arrive(self) -> tuple[Tensor, Sequence[int]]:
         return self.rows, self.counts.tolist()
 
-    def go_back(self, out: Tensor) -> Tensor:
+    def combine(self, out: Tensor) -> Tensor:
         return out
 
 
-class SwitchMoE(nn.Module):
+class MoE(nn.Module):
     """Experts in place of an MLP: y_t = sum over token t's kept choices of weight * expert(x_t), + shared(x_t).
 
     x, y        [B, T, D] or [T, D]
@@ -61,7 +61,7 @@ class SwitchMoE(nn.Module):
     A choice beyond its expert's capacity is dropped; a token that loses all of its choices gets 0 here (or the shared
     expert's answer) and lives on in the residual stream. Without capacity_factor nothing is dropped.
 
-    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Transformer` does it by `carry`.
+    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Transformer` does it by `attach_aux_loss`.
     Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and shared's.
 
     Costs 6 k D F flops a token forward, whatever E is; only rows that are used are computed.
@@ -107,9 +107,9 @@ class SwitchMoE(nn.Module):
 
     padded = False  # are all experts and groups given rows up to their capacity, used or not?
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> AtHome:
-        """Send rows to their experts; who calls does something else meanwhile, then asks the journey to `arrive`."""
-        return AtHome(rows, counts)
+    def dispatch(self, rows: Tensor, counts: Tensor) -> LocalDispatch:
+        """Send rows to their experts; who calls does something else meanwhile, then asks the dispatched to `arrive`."""
+        return LocalDispatch(rows, counts)
 
     def enter(self, x: Tensor) -> Tensor:
         """The tokens, as routers see them."""
@@ -158,7 +158,7 @@ class SwitchMoE(nn.Module):
             expert, weight = token_choice(probs, scores.detach(), options.top_k)
             expert, weight = groups.split(expert, fill=E), groups.split(weight)
             priority = weight.detach() if options.drop_order == "weight" else None
-            place = places(expert, E, priority)
+            place = position_in_expert(expert, E, priority)
         kept = (expert < E) & (place < capacity)
         load, kept_load = (
             F.one_hot(e.flatten(1), E + 1).sum(1)[:, :E] for e in (expert, expert.masked_fill(~kept, E))
@@ -168,10 +168,10 @@ class SwitchMoE(nn.Module):
     def _apply_experts(self, x: Tensor, routing: Routing, groups: Groups) -> Tensor:
         """[M, D] -> [M, D]"""
         plan = self._plan(routing, groups)
-        journey = self.dispatch(spread(x, plan), plan.counts)
+        dispatched = self.dispatch(permute_rows(x, plan), plan.counts)
         shared = None if self.shared is None else self.shared(x)  # while the rows travel
-        rows, counts = journey.arrive()
-        out = journey.go_back(self.experts(rows, counts))
+        rows, counts = dispatched.arrive()
+        out = dispatched.combine(self.experts(rows, counts))
         y = combine(out, self.share(routing.weight), plan)
         return y if shared is None else y + shared
 
@@ -210,9 +210,9 @@ class SwitchMoE(nn.Module):
             self.unbalanced_load = self.unbalanced_load + metrics.load
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, SwitchMoE]]:
+def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:
     """The mixtures of experts inside, by name."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, SwitchMoE))
+    return ((name, m) for name, m in model.named_modules() if isinstance(m, MoE))
 
 
 def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float = 1.0) -> None:

@@ -56,14 +56,14 @@ def padded_plan(
     return Plan(choice, row, torch.full((num_experts,), rows_each, device=row.device))
 
 
-def spread(x: Tensor, plan: Plan) -> Tensor:
+def permute_rows(x: Tensor, plan: Plan) -> Tensor:
     """Copy each token to the rows of its choices: rows_r = x_t, or 0 where nobody uses row r.
 
     x  [M, D]    rows  [R, D]
 
     backward   dx_t = sum over its choices of drows     [M, D]
     """
-    return _Spread.apply(x, plan)
+    return _PermuteRows.apply(x, plan)
 
 
 def combine(out: Tensor, weight: Tensor, plan: Plan) -> Tensor:
@@ -77,7 +77,7 @@ def combine(out: Tensor, weight: Tensor, plan: Plan) -> Tensor:
     return _Combine.apply(out, weight.to(out.dtype), plan)
 
 
-class _Spread(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan):
         ctx.plan = plan

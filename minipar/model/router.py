@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.model.dropout import uniform
-from minipar.model.linear import Linear, linear
+from minipar.model.counter_dropout import uniform
+from minipar.model.deferrable_linear import Linear, linear
 
 JITTER_SITE, NOISE_SITE = 2, 3  # where in a layer these random numbers are for; dropout has 0 and 1
 
@@ -71,7 +71,7 @@ def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Ten
     return expert, weight if top_k == 1 else weight / weight.sum(-1, keepdim=True)
 
 
-def places(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
+def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
     """Where each choice stands in its expert's queue, from 0, within its group.
 
     expert    [N, g, k]   `num_experts` for no expert

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from minipar.errors import one_of
 from minipar.model.block import Block
-from minipar.model.config import ModelConfig
+from minipar.model.deferrable_linear import Linear, TiedHead
 from minipar.model.groups import check_whole_groups
 from minipar.model.init import initialize
-from minipar.model.linear import Linear, TiedHead
+from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
 
 IGNORED = -100  # a target that is not counted

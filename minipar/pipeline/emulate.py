@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.model import WeightGradients
-from minipar.pipeline.costs import Costs
 from minipar.pipeline.execute import Pipeline
-from minipar.pipeline.schedule import Action, Schedule
-from minipar.pipeline.timeline import Span
+from minipar.schedules.costs import Costs
+from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.timeline import Span
 
 
 class EmulatedStage(nn.Module):

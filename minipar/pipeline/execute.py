@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.model import IGNORED
 from minipar.pipeline.batch import Batch, split_batch
-from minipar.pipeline.lower import Compute, Instruction, Receive, Send, Wait, lower
 from minipar.pipeline.mailbox import Mailbox
-from minipar.pipeline.schedule import Action, Schedule, result
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
-from minipar.pipeline.timeline import Span
-from minipar.pipeline.validate import validate
+from minipar.schedules.lower import Compute, Instruction, Receive, Send, Wait, lower
+from minipar.schedules.schedule import Action, Schedule, output_key
+from minipar.schedules.timeline import Span
+from minipar.schedules.validate import validate
 from minipar.trace import span
 
 
@@ -165,11 +165,11 @@ class _Step:
                     mailbox.receive(action, source)
                 case Wait(action):
                     with span(pipeline.comm.trace, "wait", f"for {action}"):
-                        self._results[result(action)] = mailbox.wait(action)
+                        self._results[output_key(action)] = mailbox.wait(action)
                 case Compute(action):
                     self._compute(action)
                 case Send(action, to):
-                    mailbox.send(action, self._results.pop(result(action)), to)
+                    mailbox.send(action, self._results.pop(output_key(action)), to)
         mailbox.finish()
         return self._loss
 
@@ -178,7 +178,7 @@ class _Step:
         if action.op == "F":
             self._forward(stage, action)
         elif action.op == "W":
-            stage.weights(action.microbatch)
+            stage.weight_backward(action.microbatch)
         else:
             self._backward(stage, action)
         end_s = time.perf_counter()

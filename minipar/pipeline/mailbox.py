@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.comm.link import Posted
-from minipar.comm.stream import CudaHandle, Handle, StreamThread
-from minipar.pipeline.schedule import Action, Schedule, result
+from minipar.comm.cuda_stream import CudaHandle
+from minipar.comm.stream import Handle, StreamThread
+from minipar.comm.transport import PendingMessages
+from minipar.schedules.schedule import Action, Schedule, output_key
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
@@ -92,7 +93,7 @@ class Mailbox:
 
     def wait(self, action: Action) -> Tensor:
         """The result of `action`, when it has arrived."""
-        key = result(action)
+        key = output_key(action)
         if key not in self._arriving:
             pair = next(pair for pair, late in self._late.items() if action in late)
             while key not in self._arriving:
@@ -108,7 +109,7 @@ class Mailbox:
         if boundary not in self._boundaries:
             self._boundaries[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
         shape, dtype = self._boundaries[boundary]
-        self._arriving[result(action)] = comm.recv(shape, dtype, 0, async_op=True)
+        self._arriving[output_key(action)] = comm.recv(shape, dtype, 0, async_op=True)
 
     def _connect(self) -> None:
         """NCCL connects a pair at its first message, and both ends wait for it: here, where no order can hang."""
@@ -130,11 +131,11 @@ class Outbox:
 
     def __init__(self, held_bytes: int = HELD_BYTES):
         self._limit, self._bytes = held_bytes, 0
-        self._held: list[Posted] = []
+        self._held: list[PendingMessages] = []
         self._handles: list[Handle] = []
         self._thread: StreamThread | None = None
 
-    def put(self, message: Posted, num_bytes: int) -> None:
+    def put(self, message: PendingMessages, num_bytes: int) -> None:
         self._held.append(message)
         self._bytes += num_bytes
         if self._bytes > self._limit:
@@ -159,7 +160,7 @@ class Outbox:
         self._thread.operations.put((handle, partial(_wait_for_all, messages)))
 
 
-def _wait_for_all(messages: list[Posted]) -> None:
+def _wait_for_all(messages: list[PendingMessages]) -> None:
     while messages:
         messages.pop(0).wait()
 

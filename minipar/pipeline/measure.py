@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from minipar.pipeline.costs import Costs
-from minipar.pipeline.schedule import Action, Schedule
-from minipar.pipeline.timeline import Span, Timeline
+from minipar.schedules.costs import Costs
+from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.timeline import Span, Timeline
 
 
 def measured(schedule: Schedule, spans: Sequence[Mapping[Action, Span]]) -> Timeline:

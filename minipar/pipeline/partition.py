@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from minipar.model import Transformer
-from minipar.pipeline.schedule import require_positive
+from minipar.schedules.schedule import require_positive
 
 
 def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:

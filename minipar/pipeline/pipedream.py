@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from minipar.pipeline.alternating import one_f_one_b
-from minipar.pipeline.schedule import Action, Schedule
-from minipar.pipeline.simulate import simulate
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.simulate import simulate
 
 Weights = dict[str, Tensor]
 

@@ -76,7 +76,7 @@ class Stage:
             return None
         return torch.zeros_like(x) if x.grad is None else x.grad
 
-    def weights(self, microbatch: int) -> None:
+    def weight_backward(self, microbatch: int) -> None:
         """Run W."""
         products = self._products.pop(microbatch)
         while products:

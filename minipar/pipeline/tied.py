@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from minipar.comm import Comm
-from minipar.pipeline.schedule import Schedule
 from minipar.pipeline.stage import Stage
+from minipar.schedules.schedule import Schedule
 
 
 class TiedGradients:

@@ -17,30 +17,6 @@ cube.py       a linear layer on a cube of ranks: 3D
 layouts.py    what a layer costs in each of these
 """
 
-from minipar.tensor_parallel.apply import check_tensor_parallel, legal_sizes, tensor_parallel
-from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
-from minipar.tensor_parallel.column import Matrix, column_parallel
-from minipar.tensor_parallel.cube import CubeLinear
-from minipar.tensor_parallel.grid import SummaLinear
-from minipar.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from minipar.tensor_parallel.memory import layer_activation_bytes
-from minipar.tensor_parallel.state import full_state_dict
-from minipar.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+import lazy_loader
 
-__all__ = [
-    "ColumnParallelLinear",
-    "CubeLinear",
-    "Matrix",
-    "RowParallelLinear",
-    "SummaLinear",
-    "VocabParallelEmbedding",
-    "check_tensor_parallel",
-    "column_parallel",
-    "full_state_dict",
-    "gather_matmul",
-    "layer_activation_bytes",
-    "legal_sizes",
-    "matmul_scatter",
-    "tensor_parallel",
-    "vocab_parallel_cross_entropy",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.errors import require_divides
-from minipar.model.linear import WeightGradients, accumulate_gradient
+from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.tensor_parallel.column import Matrix, weight_gradient
 from minipar.tensor_parallel.sequence import TOKENS
 
@@ -64,8 +64,8 @@ def gather_matmul(comm, x: Tensor, matrices: Sequence[Matrix]) -> tuple[Tensor, 
 
     Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred products share one round, later.
     """
-    visible = [None if m.waits else m.weight for m in matrices]
-    waiting = [m.deferred for m in matrices if m.waits]
+    visible = [None if m.is_deferred else m.weight for m in matrices]
+    waiting = [m.deferred for m in matrices if m.is_deferred]
     anchor = None if x.requires_grad or not waiting else waiting[0].anchor
     return _GatherMatmul.apply(x, comm, matrices, anchor, *visible)
 
@@ -74,7 +74,7 @@ class _GatherMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, matrices, anchor, *visible):
         ctx.comm, ctx.matrices = comm, matrices
-        ctx.now = [needed and not m.waits for m, needed in zip(matrices, ctx.needs_input_grad[4:])]
+        ctx.now = [needed and not m.is_deferred for m, needed in zip(matrices, ctx.needs_input_grad[4:])]
         ctx.save_for_backward(x, *(m.weight for m in matrices))
         pieces: list = [None] * comm.size
         for rank, chunk in rotating(comm, x):
@@ -89,7 +89,7 @@ class _GatherMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = summing(comm, lambda rank: sum(_of_rank(comm, dy, rank) @ w for dy, w in zip(dys, weights)))
         now = [(m, dy) for m, dy, needed in zip(matrices, dys, ctx.now) if needed]
-        later = [(m, dy) for m, dy in zip(matrices, dys) if m.waits]
+        later = [(m, dy) for m, dy in zip(matrices, dys) if m.is_deferred]
         if later:
             later[0][0].deferred.put(partial(_add_later, comm, x, later))
         dws = iter(_weight_gradients(comm, x, now) if now else ())
@@ -123,15 +123,15 @@ def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | 
     """
     require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
     matrix = Matrix(weight, deferred)
-    anchor = deferred.anchor if matrix.waits and not x.requires_grad else None
-    return _MatmulScatter.apply(x, comm, matrix, anchor, None if matrix.waits else weight)
+    anchor = deferred.anchor if matrix.is_deferred and not x.requires_grad else None
+    return _MatmulScatter.apply(x, comm, matrix, anchor, None if matrix.is_deferred else weight)
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, matrix, anchor, visible):
         ctx.comm, ctx.matrix = comm, matrix
-        ctx.trains = matrix.waits or ctx.needs_input_grad[4]
+        ctx.trains = matrix.is_deferred or ctx.needs_input_grad[4]
         ctx.save_for_backward(x if ctx.trains else None, matrix.weight)
         return summing(comm, lambda rank: F.linear(_of_rank(comm, x, rank), matrix.weight))
 
@@ -140,10 +140,10 @@ class _MatmulScatter(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         comm, matrix = ctx.comm, ctx.matrix
         dxs, rounds = [None] * comm.size, rotating(comm, dy)
-        if matrix.waits:
+        if matrix.is_deferred:
             rounds = list(rounds)
             matrix.deferred.put(partial(_add_row_gradient, comm, matrix.weight, x, rounds))
-        dw = torch.zeros_like(weight) if ctx.trains and not matrix.waits else None
+        dw = torch.zeros_like(weight) if ctx.trains and not matrix.is_deferred else None
         for rank, chunk in rounds:
             dxs[rank] = chunk @ weight
             if dw is not None:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.model.linear import WeightGradients, accumulate_gradient
+from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
 
 
@@ -33,7 +33,7 @@ class Matrix(NamedTuple):
     replicas: object = None
 
     @property
-    def waits(self) -> bool:
+    def is_deferred(self) -> bool:
         return self.deferred is not None and self.weight.requires_grad and self.weight.is_leaf
 
 
@@ -53,8 +53,8 @@ def column_parallel(
     that backward, since only the shard of x is kept: it is gathered again while dx is computed. And 2(g-1)/g * |w_i|
     for the gradient of a w_i that g ranks hold. A deferred product keeps the gathered x.
     """
-    visible = [None if m.waits else m.weight for m in matrices]
-    waiting = [m.deferred for m in matrices if m.waits]
+    visible = [None if m.is_deferred else m.weight for m in matrices]
+    waiting = [m.deferred for m in matrices if m.is_deferred]
     anchor = None if x.requires_grad or not waiting else waiting[0].anchor
     return _ColumnParallel.apply(x, comm, matrices, sequence_parallel, anchor, *visible)
 
@@ -63,7 +63,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, comm, matrices, sequence_parallel, anchor, *visible):
         ctx.comm, ctx.matrices, ctx.sequence_parallel = comm, matrices, sequence_parallel
-        ctx.trains = [m.waits or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
+        ctx.trains = [m.is_deferred or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
         ctx.save_for_backward(x if any(ctx.trains) else None, *(m.weight for m in matrices))
         whole = start_gather_tokens(comm, x)() if sequence_parallel else x
         return tuple(F.linear(whole, m.weight) for m in matrices)
@@ -95,7 +95,7 @@ def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
 
 def _start_dw(matrix: Matrix, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
     """Compute dw and begin to sum it over the replicas, or put that off."""
-    if matrix.waits:
+    if matrix.is_deferred:
         matrix.deferred.put(partial(add_later, matrix, dy, x))
         return lambda: None
     dw = weight_gradient(dy, x)

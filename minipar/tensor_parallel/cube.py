@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import differentiable
+from minipar.comm import autograd
 from minipar.errors import require_divides
-from minipar.placement import Placement, place_whole, placement_of
+from minipar.mesh import Placement, place_whole, placement_of
 from minipar.tensor_parallel.shards import place
 
 
@@ -109,7 +109,7 @@ class CubeLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = cube_linear(self.cube, x, self.weight)
-        return y if self.bias is None else y + differentiable.copy(self.cube.same_j, self.bias)
+        return y if self.bias is None else y + autograd.copy(self.cube.same_j, self.bias)
 
     def input(self, rows: int, features: int) -> Placement:
         """Which block of the input [rows, features] this rank holds."""

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import differentiable
+from minipar.comm import autograd
 from minipar.errors import require_divides
-from minipar.placement import Placement, place_whole, placement_of
+from minipar.mesh import Placement, place_whole, placement_of
 from minipar.tensor_parallel.shards import place
 
 
@@ -128,7 +128,7 @@ class SummaLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = summa(self.grid, x, self.weight)
-        return y if self.bias is None else y + differentiable.copy(self.grid.same_j, self.bias)
+        return y if self.bias is None else y + autograd.copy(self.grid.same_j, self.bias)
 
     def activation(self, rows: int, features: int) -> Placement:
         """Which block of an activation [rows, features], input or output, this rank holds."""

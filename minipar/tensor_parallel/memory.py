@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from minipar.model.config import ModelConfig
+from minipar.model.model_config import ModelConfig
 
 
 def layer_activation_bytes(

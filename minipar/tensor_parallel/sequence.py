@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minipar.comm import differentiable
+from minipar.comm import autograd
 from minipar.errors import require_divides
 from minipar.model.block import Block
 from minipar.model.norm import RMSNorm, rms_norm
@@ -31,7 +31,7 @@ def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
     Sends (tp-1)/tp * B*T*D elements, and as many backward.
     """
     require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
-    return differentiable.reduce_scatter(comm, x, dim=TOKENS)
+    return autograd.reduce_scatter(comm, x, dim=TOKENS)
 
 
 def start_gather_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
@@ -57,7 +57,7 @@ class ShardRMSNorm(RMSNorm):
         self.eps, self.weight, self.comm = norm.eps, norm.weight, comm
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, differentiable.copy(self.comm, self.weight), self.eps)
+        return rms_norm(x, autograd.copy(self.comm, self.weight), self.eps)
 
 
 class ShardDropout:

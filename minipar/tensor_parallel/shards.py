@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from minipar.placement import Placement, placement_of, set_placement
+from minipar.mesh import Placement, placement_of, set_placement
 
 
 def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minipar.comm import differentiable
-from minipar.comm.chunks import bounds, chunk_sizes
+from minipar.chunks import bounds, chunk_sizes
+from minipar.comm import autograd
 from minipar.errors import one_of, require_divides
-from minipar.model.linear import TiedHead
+from minipar.mesh import place_whole
+from minipar.model.deferrable_linear import TiedHead
 from minipar.model.transformer import IGNORED
-from minipar.placement import place_whole
 from minipar.tensor_parallel.column import Matrix, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
 from minipar.tensor_parallel.shards import cut_parameter
@@ -65,7 +65,7 @@ class VocabParallelEmbedding(nn.Module):
         y = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(self.comm, y)
-        return differentiable.all_reduce(self.comm, y)
+        return autograd.all_reduce(self.comm, y)
 
 
 class VocabParallelTiedHead(TiedHead):
@@ -88,7 +88,7 @@ class VocabParallelFinish:
 
     def __call__(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         if targets is None:
-            return differentiable.gather(self.comm, logits, dim=-1, sizes=self.sizes)
+            return autograd.gather(self.comm, logits, dim=-1, sizes=self.sizes)
         return vocab_parallel_cross_entropy(
             self.comm, logits, targets, reduction="sum", vocab_size=sum(self.sizes)
         )

@@ -22,10 +22,6 @@ export.py      one file, or Hugging Face's Llama
 generate.py    text from a trained model, on any mesh
 """
 
-from minipar.train.config import TrainConfig
-from minipar.train.generate import generate_text
-from minipar.train.optim import clip_grad_norm_
-from minipar.train.trainer import train
-from minipar.train.verify import verify
+import lazy_loader
 
-__all__ = ["TrainConfig", "clip_grad_norm_", "generate_text", "train", "verify"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

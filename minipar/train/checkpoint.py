@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from minipar.placement import Placement
-from minipar.train.record import gather_values, write_whole
+from minipar.mesh import Placement
+from minipar.train.atomic_files import gather_values, write_whole
 from minipar.train.restore import FORMAT, MANIFEST, checkpoints, checksum
 
 
-class Part(NamedTuple):
+class StoredPart(NamedTuple):
     """A local tensor to be stored: `kind` is "parameter" or a key of the optimizer's state, "exp_avg" and so on."""
 
     kind: str
@@ -55,11 +55,11 @@ class Saver:
             for unfinished in self._folder.glob(".step-*.part"):  # of a save that was killed
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def save(self, step: int, parts: Iterable[Part], extra: dict) -> None:
+    def save(self, step: int, parts: Iterable[StoredPart], extra: dict) -> None:
         """Store the parts and `extra`, anything JSON can hold and alike on every rank, as the state after `step` steps."""
         self.finish()
         mine = [
-            Part(kind, placement, tensor.detach().to("cpu", copy=True).contiguous())
+            StoredPart(kind, placement, tensor.detach().to("cpu", copy=True).contiguous())
             for kind, placement, tensor in _to_write(self._planning, list(parts))
         ]
         self._thread = threading.Thread(target=self._write, args=(step, mine, extra), name="checkpoint")
@@ -76,7 +76,7 @@ class Saver:
             error, self._error = self._error, None
             raise error
 
-    def _write(self, step: int, parts: list[Part], extra: dict) -> None:
+    def _write(self, step: int, parts: list[StoredPart], extra: dict) -> None:
         try:
             # A subgroup of its own for every save: a stream belongs to the thread that used it first.
             comm = self._comm.subgroup(range(self._comm.size), f"step {step}")
@@ -85,7 +85,7 @@ class Saver:
             self._error = error
 
 
-def _to_write(comm, parts: list[Part]) -> list[Part]:
+def _to_write(comm, parts: list[StoredPart]) -> list[StoredPart]:
     """Of what several ranks hold alike, one of them writes it: not always the first, so that all write about as much."""
     if comm.size == 1:
         return parts
@@ -104,7 +104,7 @@ def _to_write(comm, parts: list[Part]) -> list[Part]:
     ]
 
 
-def _write_checkpoint(comm, folder: Path, step: int, parts: list[Part], extra: dict, keep: int) -> None:
+def _write_checkpoint(comm, folder: Path, step: int, parts: list[StoredPart], extra: dict, keep: int) -> None:
     final, beside = folder / _name(step), folder / f".{_name(step)}.part"
     if comm.rank == 0:
         shutil.rmtree(beside, ignore_errors=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
+from minipar.mesh import Placement
 from minipar.model import ModelConfig
-from minipar.placement import Placement
-from minipar.train.record import prepare_folder, write_whole
+from minipar.train.atomic_files import prepare_folder, write_whole
 from minipar.train.restore import Checkpoint
 
 NAMES = {

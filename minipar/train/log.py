@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from minipar.train.record import write_whole
+from minipar.train.atomic_files import write_whole
 
 METRICS = "metrics.jsonl"
 

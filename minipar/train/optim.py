@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from minipar.placement import placement_of
+from minipar.mesh import placement_of
 
 BETAS = (0.9, 0.95)  # of AdamW
 

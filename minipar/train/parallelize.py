@@ -22,19 +22,18 @@ from minipar.context import context_parallel
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.fsdp import FSDP
 from minipar.expert import expert_parallel, gradient_comm
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, place_whole, placement_of, set_placement
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance, make_schedule
 from minipar.pipeline.partition import layer_costs
-from minipar.placement import place_whole, placement_of, set_placement
 from minipar.tensor_parallel import tensor_parallel
-from minipar.train.config import TrainConfig
 from minipar.train.optim import BETAS, norm_shares, parameter_groups
-from minipar.train.recompute import keep_elsewhere, recompute
+from minipar.train.recompute import recompute, relocate_activations
+from minipar.train.train_config import TrainConfig
 
 
 @dataclass
-class Replica:
+class RankState:
     """This rank's part of the model, ready to be trained.
 
     stages     the transformed modules this rank holds
@@ -57,7 +56,7 @@ class Replica:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
-def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> Replica:
+def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankState:
     """This rank's part of the model of `config`, transformed for its place in the mesh."""
     schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
     stages = [
@@ -66,7 +65,7 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> Replic
     ]
     modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
-    replica = Replica(mesh, stages, pipeline, optimizer)
+    replica = RankState(mesh, stages, pipeline, optimizer)
     replica.shares = norm_shares(replica.tensors, mesh.world)
     return replica
 
@@ -83,7 +82,7 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     if mesh.sizes["cp"] > 1:
         context_parallel(stage, mesh.comm("cp"), layout=config.cp_layout, attention=config.cp_attention)
     recompute(stage, config.recompute)
-    keep_elsewhere(
+    relocate_activations(
         stage, mesh.comm("tp") if config.partition_activations else None, config.offload_activations
     )
     return stage

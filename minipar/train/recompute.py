@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from minipar.comm.chunks import chunk_sizes
+from minipar.chunks import chunk_sizes
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -29,7 +29,7 @@ def recompute(stage: nn.Module, mode: str) -> None:
             block.attention.core = partial(checkpoint, block.attention.core, use_reentrant=False)
 
 
-def keep_elsewhere(stage: nn.Module, partition=None, offload: bool = False) -> None:
+def relocate_activations(stage: nn.Module, partition=None, offload: bool = False) -> None:
     """What blocks keep for their backward, make them keep elsewhere, in place. After `recompute`: then it is their inputs.
 
     partition  a Comm whose ranks all keep the same: each keeps 1/p of it instead, and the backward gathers it.
@@ -38,10 +38,10 @@ def keep_elsewhere(stage: nn.Module, partition=None, offload: bool = False) -> N
     """
     for block in stage.layers.values():
         if partition is not None or offload:
-            block.forward = partial(_keeping_elsewhere, block, block.forward, partition, offload)
+            block.forward = partial(_relocating, block, block.forward, partition, offload)
 
 
-def _keeping_elsewhere(block: nn.Module, forward, partition, offload: bool, *args):
+def _relocating(block: nn.Module, forward, partition, offload: bool, *args):
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
     def keep(x: Tensor) -> _Kept | Tensor:

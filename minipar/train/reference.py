@@ -7,12 +7,12 @@ from typing import NamedTuple
 import torch
 
 from minipar.model import Transformer, update_balance_bias
-from minipar.train.config import TrainConfig
 from minipar.train.optim import BETAS, learning_rate, parameter_groups
 from minipar.train.text import batch_of_step
+from minipar.train.train_config import TrainConfig
 
 
-class Run(NamedTuple):
+class ReferenceRun(NamedTuple):
     """The first steps of a run: its losses, gradient norms, and every parameter at their end."""
 
     losses: list[float]
@@ -22,7 +22,7 @@ class Run(NamedTuple):
 
 def train_in_one_process(
     config: TrainConfig, text: torch.Tensor, steps: int, on_step=None, observe=None
-) -> Run:
+) -> ReferenceRun:
     """The first `steps` steps of the run, without a Comm, a wrapper or a mesh.
 
     observe  called with the model before the first step, and each time gradients are complete, before they are clipped
@@ -49,7 +49,7 @@ def train_in_one_process(
         losses.append(loss.item())
         if on_step is not None:
             on_step(step)
-    return Run(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+    return ReferenceRun(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
 
 
 class Difference(NamedTuple):
@@ -68,7 +68,7 @@ class Difference(NamedTuple):
         )
 
 
-def compare(run: Run, reference: Run) -> Difference:
+def compare(run: ReferenceRun, reference: ReferenceRun) -> Difference:
     if run.parameters.keys() != reference.parameters.keys():
         raise ValueError(
             f"different parameters: {sorted(run.parameters.keys() ^ reference.parameters.keys())}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from minipar.placement import Placement, overlap
+from minipar.mesh import Placement, overlap
 
 FORMAT = 1
 MANIFEST = "manifest.json"

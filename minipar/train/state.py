@@ -11,16 +11,16 @@ from dataclasses import asdict, replace
 import torch
 
 from minipar.data_parallel import ZeroOptimizer
-from minipar.placement import Placement, placement_of
-from minipar.train.checkpoint import Part
-from minipar.train.config import TrainConfig
-from minipar.train.parallelize import Replica
+from minipar.mesh import Placement, placement_of
+from minipar.train.checkpoint import StoredPart
+from minipar.train.parallelize import RankState
 from minipar.train.restore import Checkpoint
+from minipar.train.train_config import TrainConfig
 
 PARAMETER, BUFFER = "parameter", "buffer"
 
 
-def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]:
+def parts_of(replica: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
     """This rank's parts, and of each parameter what its optimizer keeps as one number: {name: {"step": 3.0}}."""
     parts, numbers = [], {}
     for x, state in _updated(replica):
@@ -28,19 +28,19 @@ def parts_of(replica: Replica) -> tuple[list[Part], dict[str, dict[str, float]]]
         if placement.tied_to is not None:
             continue  # the embedding's copy, and its state
         if x.numel():  # ZeRO leaves some ranks nothing of a parameter
-            parts.append(Part(PARAMETER, placement, x))
+            parts.append(StoredPart(PARAMETER, placement, x))
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.numel():
-                    parts.append(Part(key, placement, value))
+                    parts.append(StoredPart(key, placement, value))
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
-    parts += [Part(BUFFER, placement, buffer) for placement, buffer in buffers_of(replica)]
+    parts += [StoredPart(BUFFER, placement, buffer) for placement, buffer in buffers_of(replica)]
     return parts, numbers
 
 
 @torch.no_grad()
-def restore(replica: Replica, checkpoint: Checkpoint) -> None:
+def restore(replica: RankState, checkpoint: Checkpoint) -> None:
     """Take over a checkpoint, written on whatever mesh. Raises ValueError where it lacks something."""
     for stage in replica.stages:
         for param in stage.parameters():
@@ -79,7 +79,7 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _updated(replica: Replica) -> Iterator[tuple[torch.Tensor, dict]]:
+def _updated(replica: RankState) -> Iterator[tuple[torch.Tensor, dict]]:
     """Every tensor this rank updates, with its optimizer's state of it."""
     if isinstance(replica.optimizer, ZeroOptimizer):
         yield from replica.optimizer.shard_states()
@@ -88,7 +88,7 @@ def _updated(replica: Replica) -> Iterator[tuple[torch.Tensor, dict]]:
             yield x, replica.optimizer.state[x]
 
 
-def buffers_of(replica: Replica) -> Iterator[tuple[Placement, torch.Tensor]]:
+def buffers_of(replica: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
     """What is neither trained nor a function of the seed: the biases that balance experts. Every rank has them whole."""
     for stage in replica.stages:
         for name, buffer in stage.named_buffers():

@@ -12,15 +12,15 @@ from minipar.context import local_positions
 from minipar.data_parallel import ZeroOptimizer
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.trace import span
-from minipar.train.config import TrainConfig
 from minipar.train.metrics import routing, speed
 from minipar.train.optim import clip_grad_norm_, learning_rate
-from minipar.train.parallelize import Replica
+from minipar.train.parallelize import RankState
 from minipar.train.text import Batch, batch_of_step
+from minipar.train.train_config import TrainConfig
 
 
 def train_step(
-    world, replica: Replica, config: TrainConfig, text: torch.Tensor, step: int, observe=None
+    world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int, observe=None
 ) -> dict:
     """Gradients of step `step`, clipped, and the update: what every line of the metrics describes.
 
@@ -28,87 +28,87 @@ def train_step(
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.lr, config.warmup)
-    for group in replica.optimizer.param_groups:
+    for group in state.optimizer.param_groups:
         group["lr"] = lr
-    replica.optimizer.zero_grad()
-    loss = gradients(world, replica, config, text, step)
+    state.optimizer.zero_grad()
+    loss = gradients(world, state, config, text, step)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(replica.tensors, config.grad_clip or float("inf"), world, replica.shares)
-        sound = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
-        if sound:
-            replica.optimizer.step()
+        norm = clip_grad_norm_(state.tensors, config.grad_clip or float("inf"), world, state.shares)
+        finite = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
+        if finite:
+            state.optimizer.step()
         elif config.on_nan == "stop":
             raise ArithmeticError(
                 f"step {step}: the loss is {loss.item()} and the gradient norm {norm.item()}; "
                 "lower lr, or go on without such steps by on_nan=skip"
             )
         if config.model.balance_bias:
-            for stage in replica.stages:
-                update_balance_bias(stage, comm=replica.mesh.comm("dp", "cp"))
+            for stage in state.stages:
+                update_balance_bias(stage, comm=state.mesh.comm("dp", "cp"))
     return {
         "step": step,
         "loss": loss.item(),
         "grad_norm": norm.item(),
         "lr": lr,
-        "skipped": int(not sound),
+        "skipped": int(not finite),
         **speed(config, time.perf_counter() - start_s),
-        **routing(world, replica, config),
+        **routing(world, state, config),
     }
 
 
-def gradients(world, replica: Replica, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
+def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
     """Compute and reduce the gradients of this step's batch; the loss over all of it, on every rank."""
-    optimizer = replica.optimizer
-    inputs = _mine(
-        replica.mesh,
+    optimizer = state.optimizer
+    inputs = _local_batch(
+        state.mesh,
         config,
         batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
         world.device,
     )
     inputs["stage_kwargs"]["step"] = step
     if config.model.num_experts:
-        for stage in replica.stages:
+        for stage in state.stages:
             set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
     # ZeRO's optimizer reduces by hooks of its own, during the backward: right where that is one, whole, and nothing is
     # added to a gradient afterwards (another microbatch's, a deferred product, a tied stage's).
-    several = config.pp > 1 or len(replica.pipeline.schedule.actions[0]) > 2
-    with optimizer.no_sync() if several and isinstance(optimizer, ZeroOptimizer) else nullcontext():
-        loss = replica.pipeline.step(**inputs)
-    if isinstance(optimizer, ZeroOptimizer) and several:
+    accumulates = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
+    with optimizer.no_sync() if accumulates and isinstance(optimizer, ZeroOptimizer) else nullcontext():
+        loss = state.pipeline.step(**inputs)
+    if isinstance(optimizer, ZeroOptimizer) and accumulates:
         optimizer.synchronize()
-    return _over_all(world, replica, config, loss)
+    return reduce_loss(world, state, config, loss)
 
 
 EVAL_STEPS = 4  # batches of which a validation loss is the mean
 
 
-def evaluate(world, replica: Replica, config: TrainConfig, text: torch.Tensor) -> float:
+def evaluate(world, state: RankState, config: TrainConfig, text: torch.Tensor) -> float:
     """The loss on the same few batches of `text` whenever it is asked for, without dropout; the same on every rank."""
     losses = []
     for step in range(EVAL_STEPS):
-        inputs = _mine(
-            replica.mesh,
+        inputs = _local_batch(
+            state.mesh,
             config,
             batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
             world.device,
         )
-        losses.append(_over_all(world, replica, config, replica.pipeline.evaluate(**inputs)))
-    for stage in replica.stages:
+        losses.append(reduce_loss(world, state, config, state.pipeline.evaluate(**inputs)))
+    for stage in state.stages:
         take_metrics(stage)  # nobody reports the routing of these
     return torch.stack(losses).mean().item()
 
 
-def _over_all(world, replica: Replica, config: TrainConfig, loss: torch.Tensor | None) -> torch.Tensor:
+def reduce_loss(world, state: RankState, config: TrainConfig, loss: torch.Tensor | None) -> torch.Tensor:
     """The batch's loss on every rank, from the parts of it that the last stages computed."""
-    if loss is None or replica.mesh.coordinates.tp:  # the other tp ranks have the same loss
+    if loss is None or state.mesh.coordinates.tp:  # the other tp ranks have the same loss
         dtype = torch.promote_types(config.torch_dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=world.device)
     return world.all_reduce(loss.detach())
 
 
-def _mine(mesh, config: TrainConfig, batch: Batch, device) -> dict:
+def _local_batch(mesh, config: TrainConfig, batch: Batch, device) -> dict:
     """This rank's samples (dp) and tokens of them (cp), as `Pipeline.step` takes them."""
     at = mesh.coordinates
     ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]

@@ -9,23 +9,22 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.launch import init_from_env, ranks_per_node, run, under_torchrun
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, Placement, gather, placement_of
 from minipar.model import Transformer, generate
-from minipar.nodes import warn_if_tp_crosses
-from minipar.placement import Placement, gather, placement_of
+from minipar.runtime.launch import init_from_env, ranks_per_node, run, under_torchrun
 from minipar.trace import Span, Trace, write_chrome_trace
+from minipar.train.atomic_files import gather_values, prepare_folder, write_whole
 from minipar.train.checkpoint import Saver
-from minipar.train.config import TrainConfig
-from minipar.train.file import as_toml
+from minipar.train.internode_traffic import warn_if_tp_crosses
 from minipar.train.log import MetricsLog
-from minipar.train.parallelize import Replica, parallelize
-from minipar.train.record import gather_values, prepare_folder, write_whole
-from minipar.train.reference import Difference, Run, compare, train_in_one_process
+from minipar.train.parallelize import RankState, parallelize
+from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
 from minipar.train.restore import Checkpoint, checkpoints, newest_whole
 from minipar.train.state import buffers_of, described, parts_of, require_same_run, restore
 from minipar.train.step import evaluate, train_step
 from minipar.train.text import hold_out, load_text, require_samples
+from minipar.train.toml_config import as_toml
+from minipar.train.train_config import TrainConfig
 
 CHECKPOINTS = "checkpoints"  # in the run's folder
 SAMPLE_PROMPT = "The "
@@ -40,7 +39,7 @@ class Result:
     traces: dict[int, list[Span]]
     sample: str
     difference: Difference | None
-    reference: Run | None
+    reference: ReferenceRun | None
 
 
 class Trained(NamedTuple):
@@ -169,7 +168,7 @@ def _all_numbers(world, mine: dict) -> dict:
     return {name: numbers for rank in everywhere for name, numbers in rank.items()}
 
 
-def held_parameters(replica: Replica) -> list[tuple[Placement, torch.Tensor]]:
+def held_parameters(replica: RankState) -> list[tuple[Placement, torch.Tensor]]:
     """What of the parameters this rank updates, copied."""
     return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in replica.tensors]
 
@@ -211,12 +210,14 @@ def _finish(config: TrainConfig, text, trained, tell) -> Result:
         )[0]  # fmt: skip
         lines = metrics[:steps]
         difference = compare(
-            Run([line["loss"] for line in lines], [line["grad_norm"] for line in lines], trained.first),
+            ReferenceRun(
+                [line["loss"] for line in lines], [line["grad_norm"] for line in lines], trained.first
+            ),
             reference,
         )
     return Result(folder, metrics, trained.traces, sample, difference, reference)
 
 
-def _reference_rank(world, config: TrainConfig, text, steps: int) -> Run:
+def _reference_rank(world, config: TrainConfig, text, steps: int) -> ReferenceRun:
     """The plain loop, in a process of its own so that it has one thread whatever the caller has."""
     return train_in_one_process(config, text, steps, on_step=world.report)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from minipar.comm import segments
-from minipar.comm.chunks import chunk_sizes
+from minipar.chunks import chunk_sizes
+from minipar.comm import reduction
 from minipar.comm.collectives import ALGORITHMS
 from tests.strategies import seeds, splits
 
@@ -32,7 +32,7 @@ class Case(NamedTuple):
     strided: bool = False
     async_op: bool = False
     in_place: bool = False
-    segment_bytes: int = segments.SEGMENT_BYTES
+    segment_bytes: int = reduction.SEGMENT_BYTES
 
 
 @st.composite
@@ -61,7 +61,7 @@ def cases(draw, size: int, names=NAMES, max_rows: int = 40) -> Case:
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.booleans()) and algorithm != "native",
-        draw(st.sampled_from([16, 100, segments.SEGMENT_BYTES])),
+        draw(st.sampled_from([16, 100, reduction.SEGMENT_BYTES])),
     )
 
 
@@ -143,11 +143,11 @@ def _wrong(comm, case: Case) -> str | None:
     want = expected(case, xs, comm.rank)
     x = xs[comm.rank].clone()
     x = strided(x) if case.strided and not case.in_place else x
-    usual, segments.SEGMENT_BYTES = segments.SEGMENT_BYTES, case.segment_bytes
+    usual, reduction.SEGMENT_BYTES = reduction.SEGMENT_BYTES, case.segment_bytes
     try:
         got = call(comm, case, x)
     finally:
-        segments.SEGMENT_BYTES = usual
+        reduction.SEGMENT_BYTES = usual
     writes = case.collective == "all_reduce" and case.in_place
     if not writes and not torch.equal(x, xs[comm.rank]):
         return "its input was written to"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import ceil, log2, prod
 
-from minipar.comm.chunks import chunk_sizes
+from minipar.chunks import chunk_sizes
 from tests.comm.cases import Case, send_sizes
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minipar
-from minipar.comm import halving_doubling, hierarchical, ring, segments, tree
+from minipar.comm import halving_doubling, hierarchical, reduction, ring, tree
 from minipar.comm.collectives import choose
 from tests.comm.cases import NAMES, Case, cases, failures
 from tests.strategies import seeds
@@ -32,7 +32,7 @@ def test_no_collective_and_algorithm_is_left_out(size):
 
 
 def test_chunks_longer_than_a_segment_arrive_whole():
-    rows = 3 * (segments.SEGMENT_BYTES // 4) + 5
+    rows = 3 * (reduction.SEGMENT_BYTES // 4) + 5
     names = [("all_reduce", "ring"), ("all_reduce", "doubling"), ("reduce_scatter", "ring")]
     run_cases(2, [Case(*name, (rows,), torch.float32) for name in names])
 

@@ -51,17 +51,17 @@ def a_wrong_neighbour(usual):
 
 
 def not_added(usual):
-    def around(comm, steps, parts, places, how=None):
-        how = how and how._replace(combine=lambda a, b, out: out.copy_(a))
-        usual(comm, steps, parts, places, how)
+    def not_combining(comm, steps, parts, outputs, reduction=None):
+        reduction = reduction and reduction._replace(combine=lambda a, b, out: out.copy_(a))
+        usual(comm, steps, parts, outputs, reduction)
 
-    return around
+    return not_combining
 
 
 @pytest.mark.parametrize("fault", [a_step_skipped, the_first_step_skipped, a_wrong_neighbour, not_added])
 def test_a_broken_ring_is_noticed(fault):
     def wrong(world):
-        with replaced(ring, "_around", fault):
+        with replaced(ring, "_ring_steps", fault):
             return failures(world, CASES)
 
     found = minipar.run(wrong, world_size=5, timeout_s=10)
@@ -74,8 +74,8 @@ def test_a_mean_divided_twice_is_noticed():
     case = Case("all_reduce", "tree", (7,), torch.float32, "mean")
 
     def twice(usual):
-        def reduce_into(comm, x, out, root, how):
-            usual(comm, x, out, root, how)
+        def reduce_into(comm, x, out, root, reduction):
+            usual(comm, x, out, root, reduction)
             out.div_(comm.size)
 
         return reduce_into

@@ -46,7 +46,7 @@ def test_contiguous_ranks_compute_r_plus_1_of_p_blocks():
 def seen(world, layout: str) -> int:
     """Pairs in the masks that this rank is asked to compute in its steps around the ring."""
     asked = []
-    block = flash.Block(lambda out, lse, q, k, v, mask: asked.append(mask.count()), None)
+    block = flash.AttentionKernel(lambda out, lse, q, k, v, mask: asked.append(mask.count()), None)
     case = Case("ring", world.size, layout, seq_len=48, impl=block)
     case.split(world, *(case.local(x, world.rank) for x in case.qkv()))
     return sum(asked)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import minipar
-from minipar.context import ring, ulysses
+from minipar.context import attention_ring as ring
+from minipar.context import ulysses
 from minipar.model import flash, fused
-from minipar.model.mask import Mask, Run
+from minipar.model.mask import Mask, TokenRun
 from tests.context.strategies import Case
 from tests.context.test_attention import compare
 
@@ -27,7 +28,7 @@ def no_log_sum_exp_correction():
 
 
 def mask_by_local_position():
-    return [mock.patch.object(ring, "local_runs", lambda N, rank, size, layout: (Run(0, N // size),))]
+    return [mock.patch.object(ring, "local_runs", lambda N, rank, size, layout: (TokenRun(0, N // size),))]
 
 
 def gradients_out_of_step_with_their_owner():

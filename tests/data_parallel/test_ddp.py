@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import minipar
 from minipar.data_parallel import DDP
 from minipar.data_parallel.buckets import flat_bytes
+from minipar.mesh import placement_of
 from minipar.model import ModelConfig, Transformer, cross_entropy_sum
-from minipar.placement import placement_of
 from minipar.trace import Trace
 from tests.strategies import assert_equal_to, seeds
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minipar
 from minipar.data_parallel import FSDP
-from minipar.placement import placement_of
+from minipar.mesh import placement_of
 from tests.data_parallel.test_zero import OPTIMIZERS
 from tests.strategies import assert_equal_to, seeds
 

@@ -10,8 +10,8 @@ import minipar
 from minipar.data_parallel import FSDP
 from minipar.model import ModelConfig, Transformer
 from minipar.model.block import Block
+from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradients
 from minipar.model.init import initial_weight
-from minipar.model.linear import WeightGradients, defer_weight_gradients
 from tests.data_parallel.memory import Peak, held_bytes, newer_objects_only, storages
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
 from tests.strategies import assert_equal_to

@@ -12,7 +12,7 @@ from torch import nn
 import minipar
 from minipar.data_parallel import DDP, Lamb, ZeroOptimizer
 from minipar.data_parallel.buckets import flat_bytes
-from minipar.placement import placement_of
+from minipar.mesh import placement_of
 from tests.data_parallel.memory import held_bytes, newer_objects_only, storages
 from tests.data_parallel.test_ddp import Net, batch
 from tests.strategies import assert_equal_to, seeds

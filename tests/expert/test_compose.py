@@ -6,10 +6,9 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.expert import expert_parallel, gradient_comm
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, gather, placement_of
 from minipar.model import IGNORED, Transformer, set_num_groups
-from minipar.model.config import ModelConfig
-from minipar.placement import gather, placement_of
+from minipar.model.model_config import ModelConfig
 from minipar.tensor_parallel import tensor_parallel
 from tests.strategies import assert_equal_to, seeds
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import minipar
 from minipar import model
 from minipar.expert import SwitchMoE, expert_parallel
-from minipar.expert.exchange import Exchange, Route, regroup
-from minipar.placement import gather, placement_of
+from minipar.expert.overlapped_all_to_all import Exchange, Route, regroup
+from minipar.mesh import gather, placement_of
 from tests.strategies import assert_equal_to, seeds, splits
 
 D, HIDDEN = 4, 3
@@ -56,7 +56,7 @@ def test_the_class_with_a_comm_is_the_class_without(data, seed, ep, each, factor
         return y.detach(), own.grad, metrics.detach(), parts, moe.router.weight.grad
 
     results = minipar.run(body, world_size=ep, timeout_s=10)
-    for oracle in (SwitchMoE(D, HIDDEN, **options), model.SwitchMoE(D, HIDDEN, **options)):
+    for oracle in (SwitchMoE(D, HIDDEN, **options), model.MoE(D, HIDDEN, **options)):
         oracle = oracle.double()
         whole = x.clone().requires_grad_()
         y, metrics = oracle(whole)
@@ -167,7 +167,7 @@ def test_two_levels_bring_what_one_brings_in_fewer_messages_across(data, nodes, 
 def test_experts_reached_by_two_levels_are_the_same():
     def body(world, node_size):
         torch.manual_seed(world.rank)
-        moe = model.SwitchMoE(D, HIDDEN, 8, 2, 1.0, shared_dim=2).double()
+        moe = model.MoE(D, HIDDEN, 8, 2, 1.0, shared_dim=2).double()
         expert_parallel(moe, world, node_size=node_size)
         x = torch.randn(2, 5, D, dtype=torch.float64, requires_grad=True)
         y, _ = moe(x)
@@ -198,7 +198,7 @@ def test_experts_that_ranks_cannot_share_out_are_refused():
         with pytest.raises(ValueError, match="ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"):
             SwitchMoE(D, HIDDEN, 8, comm=world)
         with pytest.raises(ValueError, match="node_size=2 does not divide ep=3; use 1 or 3"):
-            expert_parallel(model.SwitchMoE(D, HIDDEN, 6), world, node_size=2)
+            expert_parallel(model.MoE(D, HIDDEN, 6), world, node_size=2)
         moe = SwitchMoE(D, HIDDEN, 6, comm=world)
         with pytest.raises(ValueError, match="2 of num_experts=6 experts are left here"):
             expert_parallel(moe, world)

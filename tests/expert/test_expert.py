@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 import minipar
 import minipar.model.moe as moe_module
 from minipar.expert import AllToAll, expert_parallel, gradient_comm
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, place_whole, placement_of
 from minipar.model import IGNORED, ModelConfig, set_num_groups, take_metrics, update_balance_bias
-from minipar.placement import place_whole, placement_of
 from tests.expert.strategies import Case, cases
 from tests.strategies import assert_equal_to
 
@@ -170,9 +169,9 @@ def results_to_the_wrong_rank(world, patch):
     right = AllToAll.__call__
 
     def wrong(self, rows, counts):
-        journey = right(self, rows, counts)
-        journey.segments = journey.segments[::-1]
-        return journey
+        dispatched = right(self, rows, counts)
+        dispatched.segments = dispatched.segments[::-1]
+        return dispatched
 
     patch.setattr(AllToAll, "__call__", wrong)
 

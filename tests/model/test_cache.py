@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minipar.model import ModelConfig, Transformer, attention, flash
 from minipar.model.cache import Cache, KeyValues, caching
-from minipar.model.mask import Mask, Run
+from minipar.model.mask import Mask, TokenRun
 from tests.strategies import assert_equal_to, seeds, splits
 
 HEADS = [(2, 2), (4, 2), (4, 1)]
@@ -68,7 +68,7 @@ def test_a_text_read_in_pieces_gives_the_logits_of_the_whole(config, data, seed,
 
 
 def aligned_at_the_start(num_queries, num_keys, causal, positions=None):
-    return Mask((Run(0, num_queries),), (Run(0, num_keys),), causal, positions)
+    return Mask((TokenRun(0, num_queries),), (TokenRun(0, num_keys),), causal, positions)
 
 
 def torch_causal(q, k, v, causal=True, positions=None):

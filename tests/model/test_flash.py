@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from minipar.live_bytes import LiveBytes
 from minipar.model import ModelConfig, Transformer, flash, flash_attention, plain_attention
-from minipar.model.mask import Mask, Run
-from minipar.model.merge import merge_, no_keys
+from minipar.model.lse_merge import merge_, no_keys
+from minipar.model.mask import Mask, TokenRun
 from tests.model.test_attention import draw_qkv, sizes
 from tests.strategies import assert_equal_to, seeds
 
@@ -92,8 +92,8 @@ def test_gradients_are_those_of_finite_differences(causal, impl):
 def test_parts_of_the_keys_merged_by_their_log_sum_exps_are_the_whole(seed, cut, impl):
     q, k, v = (x.detach() for x in draw_qkv(seed, 2, 4, 2, 9, 4))
     out, lse = no_keys(q)
-    for keys in (Run(cut, 9 - cut), Run(0, cut)):  # the later first: early queries see none of them
-        mask, some = Mask((Run(0, 9),), (keys,)), slice(keys.start, keys.start + keys.length)
+    for keys in (TokenRun(cut, 9 - cut), TokenRun(0, cut)):  # the later first: early queries see none of them
+        mask, some = Mask((TokenRun(0, 9),), (keys,)), slice(keys.start, keys.start + keys.length)
         part = flash_attention(q, k[:, :, some], v[:, :, some], mask=mask, return_lse=True, impl=impl)
         merge_(out, lse, *part)
     assert_equal_to(out, plain_attention(q, k, v))
@@ -103,7 +103,7 @@ def test_parts_of_the_keys_merged_by_their_log_sum_exps_are_the_whole(seed, cut,
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_query_that_sees_nothing_gives_nothing(impl):
     q, k, v = draw_qkv(0, 1, 2, 1, 6, 4)
-    mask = Mask((Run(0, 6),), (Run(4, 6),))  # the first 4 queries are before every key
+    mask = Mask((TokenRun(0, 6),), (TokenRun(4, 6),))  # the first 4 queries are before every key
     out, lse = flash_attention(q, k, v, mask=mask, return_lse=True, impl=impl)
     assert torch.equal(out[:, :, :4], torch.zeros(1, 2, 4, 4, dtype=torch.float64))
     assert lse[:, :, :4].eq(-math.inf).all()
@@ -209,7 +209,7 @@ def test_what_does_not_fit_is_refused(shapes, options, line):
 @pytest.mark.parametrize("causal", [True, False])
 def test_on_a_gpu_the_kernel_gives_what_the_tiles_give(causal):
     q, k, v = (x.detach().cuda().requires_grad_() for x in draw_qkv(0, 2, 4, 2, 40, 16, torch.bfloat16))
-    mask = Mask((Run(8, 20), Run(60, 20)), (Run(20, 40),), causal)
+    mask = Mask((TokenRun(8, 20), TokenRun(60, 20)), (TokenRun(20, 40),), causal)
     results = []
     for impl in IMPLEMENTATIONS:
         out = flash_attention(q, k, v, mask=mask, impl=impl)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model.mask import Mask, Run, indices, whole_mask
+from minipar.model.mask import Mask, TokenRun, indices, whole_mask
 
 
 @st.composite
@@ -13,7 +13,7 @@ def masks(draw, documents=None):
 
     def runs(least):
         return tuple(
-            Run(start, length, step)
+            TokenRun(start, length, step)
             for start, length in draw(
                 st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=least, max_size=3)
             )
@@ -63,7 +63,7 @@ def test_tiles_hold_all_that_is_seen(mask, side):
 @given(masks(documents=False))
 def test_rectangles_and_triangles_are_the_mask_and_do_not_overlap(mask):
     times_seen = torch.zeros(mask.hidden().shape, dtype=torch.int64)
-    for rows, cols, triangle in mask.parts():
+    for rows, cols, triangle in mask.regions():
         height, width = rows.stop - rows.start, cols.stop - cols.start
         assert height > 0
         assert width > 0
@@ -75,10 +75,10 @@ def test_rectangles_and_triangles_are_the_mask_and_do_not_overlap(mask):
 
 def test_two_runs_never_need_more_than_three_parts():
     for start in range(-9, 9):
-        mask = Mask((Run(10 + start, 5),), (Run(10, 7),))
-        assert len(list(mask.parts())) <= 3
-    assert list(whole_mask(6, 6, True).parts()) == [(slice(0, 6), slice(0, 6), True)]
-    assert list(whole_mask(6, 4, False).parts()) == [(slice(0, 6), slice(0, 4), False)]
+        mask = Mask((TokenRun(10 + start, 5),), (TokenRun(10, 7),))
+        assert len(list(mask.regions())) <= 3
+    assert list(whole_mask(6, 6, True).regions()) == [(slice(0, 6), slice(0, 6), True)]
+    assert list(whole_mask(6, 4, False).regions()) == [(slice(0, 6), slice(0, 4), False)]
 
 
 def test_what_cannot_be_is_refused():
@@ -86,6 +86,6 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="use causal=True"):
         whole_mask(4, 4, False, positions)
     with pytest.raises(ValueError, match="use impl='tiled'"):
-        list(whole_mask(4, 4, True, positions).parts())
+        list(whole_mask(4, 4, True, positions).regions())
     with pytest.raises(ValueError, match="runs of steps 2 and 1"):
-        list(Mask((Run(0, 3, 2),), (Run(0, 3, 1),)).parts())
+        list(Mask((TokenRun(0, 3, 2),), (TokenRun(0, 3, 1),)).regions())

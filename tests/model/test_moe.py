@@ -12,7 +12,7 @@ import minipar.model.moe as moe_module
 from minipar.model import (
     MixtureConfig,
     ModelConfig,
-    SwitchMoE,
+    MoE,
     Transformer,
     WeightGradients,
     defer_weight_gradients,
@@ -28,7 +28,7 @@ D, HIDDEN = 4, 3
 
 
 def make(num_experts=4, top_k=1, capacity_factor=1.25, seed=0, **options):
-    return SwitchMoE(D, HIDDEN, num_experts, top_k, capacity_factor, seed=seed, **options).double()
+    return MoE(D, HIDDEN, num_experts, top_k, capacity_factor, seed=seed, **options).double()
 
 
 def tokens(seed, B=2, T=9):
@@ -122,7 +122,11 @@ def crowded():
         ),
         (
             "places counted from 1",
-            lambda m: m.setattr(moe_module, "places", lambda *a, right=moe_module.places: right(*a) + 1),
+            lambda m: m.setattr(
+                moe_module,
+                "position_in_expert",
+                lambda *a, right=moe_module.position_in_expert: right(*a) + 1,
+            ),
         ),
         (
             "capacity for all samples together",
@@ -151,7 +155,7 @@ _combine = moe_module.combine
 def test_gradients_are_those_of_finite_differences(drawn, padded, shared):
     moe, x = drawn
     options = {**moe.options.mixture_options, "shared_dim": shared, "balance_coef": 0.3, "z_coef": 0.2}
-    whole = SwitchMoE(D, HIDDEN, **options).double()
+    whole = MoE(D, HIDDEN, **options).double()
     whole.router.weight.data.copy_(moe.router.weight)
     whole.padded = padded
     if not whole.router.weight.any():
@@ -172,7 +176,7 @@ def test_a_dispatch_under_no_grad_is_noticed(monkeypatch):
     moe(x)[0].sum().backward()
     right = x.grad
     monkeypatch.setattr(
-        moe_module, "spread", lambda x, plan, right=moe_module.spread: right(x.detach(), plan)
+        moe_module, "permute_rows", lambda x, plan, right=moe_module.permute_rows: right(x.detach(), plan)
     )
     x.grad = None
     moe(x)[0].sum().backward()
@@ -483,7 +487,7 @@ def test_a_mixture_without_tokens_computes_too():
 
 def test_a_layer_keeps_two_hidden_rows_a_choice():
     """A choice's x, g, u and answer, a token's x and some numbers by expert; neither silu(g) nor the product."""
-    moe, x = SwitchMoE(64, 128, 4, 2, None), torch.randn(1, 32, 64, requires_grad=True)
+    moe, x = MoE(64, 128, 4, 2, None), torch.randn(1, 32, 64, requires_grad=True)
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t) if t.is_floating_point() else t,
@@ -553,7 +557,7 @@ def test_every_second_layer_has_experts_unless_told_otherwise():
 
     assert layers() == ["layers.1.mlp", "layers.3.mlp"]
     assert layers(moe_every=1) == [f"layers.{i}.mlp" for i in range(4)]
-    assert [n for n, _ in SwitchMoE(8, 6, 2, shared_dim=4, router="noisy_top_k").named_parameters()] == [
+    assert [n for n, _ in MoE(8, 6, 2, shared_dim=4, router="noisy_top_k").named_parameters()] == [
         "router.weight",
         "router.noise.weight",
         "experts.gate",

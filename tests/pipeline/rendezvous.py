@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from random import Random
 
-from minipar.pipeline.lower import Compute, Program, Receive, Send, Wait
-from minipar.pipeline.schedule import Action, Schedule, needs, result
+from minipar.schedules.lower import Compute, Program, Receive, Send, Wait
+from minipar.schedules.schedule import Action, Schedule, needs, output_key
 
 
 class Hang(Exception):
@@ -37,18 +37,18 @@ class Machine:
         for rank, program in enumerate(self.programs):
             if self.counter[rank] < len(program):
                 instruction = program[self.counter[rank]]
-                if not isinstance(instruction, Wait) or result(instruction.action) in self.held[rank]:
+                if not isinstance(instruction, Wait) or output_key(instruction.action) in self.held[rank]:
                     yield lambda rank=rank, instruction=instruction: self._step(rank, instruction)
 
     def _step(self, rank: int, instruction) -> None:
         self.counter[rank] += 1
         if isinstance(instruction, Compute):
-            wanted = {result(need) for need in needs(instruction.action, self.schedule.num_stages)}
+            wanted = {output_key(need) for need in needs(instruction.action, self.schedule.num_stages)}
             assert wanted <= self.held[rank], f"{instruction} on rank {rank} lacks {wanted - self.held[rank]}"
-            self.held[rank].add(result(instruction.action))
+            self.held[rank].add(output_key(instruction.action))
             self.ran[rank].append(instruction.action)
         elif isinstance(instruction, Send):
-            assert result(instruction.action) in self.held[rank]
+            assert output_key(instruction.action) in self.held[rank]
             self._post(rank, (rank, instruction.to, instruction.action))
         elif isinstance(instruction, Receive):
             self._post(rank, (instruction.source, rank, instruction.action))
@@ -70,4 +70,4 @@ class Machine:
     def _pass(self, here: deque, there: deque) -> None:
         _, to, action = here.popleft()
         there.popleft()
-        self.held[to].add(result(action))
+        self.held[to].add(output_key(action))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from minipar.pipeline import SCHEDULES, Costs, Schedule, make_schedule
-from minipar.pipeline.registry import LOOPED
+from minipar.schedules.registry import LOOPED
 
 
 @st.composite

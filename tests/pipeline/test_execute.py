@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.data_parallel import DDP
 from minipar.data_parallel.fsdp import FSDP
-from minipar.mesh import Mesh
+from minipar.mesh import Mesh, gather, placement_of
 from minipar.model import IGNORED, Block, ModelConfig, Transformer
 from minipar.pipeline import (
     SCHEDULES,
@@ -29,7 +29,6 @@ from minipar.pipeline import (
 )
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
-from minipar.placement import gather, placement_of
 from tests.pipeline.programs import accumulate, make_batch, own_stages, train_step
 from tests.pipeline.strategies import mutants, schedules
 from tests.strategies import assert_equal_to, seeds
@@ -160,7 +159,7 @@ def _forget_half(stage, microbatch):
 
 FAULTS = {
     "each end of a tied model keeps its own gradient": (TiedGradients, "finish", lambda self: None),
-    "a weight gradient is put off and forgotten": (Stage, "weights", _forget_half),
+    "a weight gradient is put off and forgotten": (Stage, "weight_backward", _forget_half),
     "the loss is not divided": (
         Pipeline,
         "_divisor",

@@ -15,7 +15,7 @@ import minipar
 from minipar.model import Linear, Transformer
 from minipar.pipeline import Pipeline, gpipe, measured, needs, one_f_one_b, simulate, zb_h1, zb_h2
 from minipar.pipeline.mailbox import Outbox
-from minipar.pipeline.schedule import result
+from minipar.schedules.schedule import output_key
 from tests.pipeline.programs import make_batch, own_stages
 from tests.pipeline.strategies import schedules
 from tests.pipeline.test_execute import small_config
@@ -117,9 +117,9 @@ def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_sched
     for actions in schedule.actions:
         starts = [timeline.spans[action][0] for action in actions]
         assert starts == sorted(starts)
-    ends = {result(action): end for action, (_, end) in timeline.spans.items()}
+    ends = {output_key(action): end for action, (_, end) in timeline.spans.items()}
     for action, (start, _) in timeline.spans.items():
-        assert all(ends[result(need)] <= start for need in needs(action, schedule.num_stages))
+        assert all(ends[output_key(need)] <= start for need in needs(action, schedule.num_stages))
     assert timeline.peak_live == simulate(schedule).peak_live
 
 

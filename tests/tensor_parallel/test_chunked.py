@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minipar
-from minipar.model.linear import WeightGradients, linear
+from minipar.model.deferrable_linear import WeightGradients, linear
 from minipar.tensor_parallel import Matrix, column_parallel, gather_matmul, matmul_scatter
 from minipar.tensor_parallel import chunked as module
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens

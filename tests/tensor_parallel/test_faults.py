@@ -4,12 +4,13 @@ import pytest
 import torch
 
 import minipar
-from minipar.comm import differentiable
+from minipar.comm import autograd
+from minipar.mesh import placement_of
 from minipar.model import ModelConfig, Transformer
-from minipar.placement import placement_of
-from minipar.tensor_parallel import column, linear, sequence, tensor_parallel
+from minipar.tensor_parallel import column, sequence, tensor_parallel
+from minipar.tensor_parallel import parallel_linear as linear
 from tests.tensor_parallel.strategies import Case
-from tests.tensor_parallel.test_apply import compare_outputs, cut
+from tests.tensor_parallel.test_split_model import compare_outputs, cut
 
 CONFIG = ModelConfig(
     vocab_size=8, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=16, dropout=0.2
@@ -21,14 +22,14 @@ def case(sequence_parallel: bool, tp: int = 2) -> Case:
 
 
 def norm_gradients_not_summed(world):
-    sequence.differentiable = type("", (), {**vars(differentiable), "copy": staticmethod(lambda comm, x: x)})
+    sequence.autograd = type("", (), {**vars(autograd), "copy": staticmethod(lambda comm, x: x)})
     return True
 
 
 def output_summed_instead_of_left_split(world):
     split = linear.column_parallel
     linear.column_parallel = lambda comm, *args: tuple(
-        differentiable.all_reduce(comm, y) for y in split(comm, *args)
+        autograd.all_reduce(comm, y) for y in split(comm, *args)
     )
     return False
 
@@ -71,8 +72,8 @@ def backward_sums_in_place_into_what_it_was_given(world):
         def backward(ctx, dy):
             return ctx.comm.all_reduce_(dy.contiguous()), None
 
-    linear.differentiable = type(
-        "", (), {**vars(differentiable), "all_reduce": staticmethod(lambda comm, x: InPlace.apply(x, comm))}
+    linear.autograd = type(
+        "", (), {**vars(autograd), "all_reduce": staticmethod(lambda comm, x: InPlace.apply(x, comm))}
     )
     return False
 

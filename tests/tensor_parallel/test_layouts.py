@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import minipar
+from minipar.mesh import gather, placement_of
 from minipar.model import Linear
-from minipar.placement import gather, placement_of
 from minipar.tensor_parallel import ColumnParallelLinear, CubeLinear, RowParallelLinear, SummaLinear, layouts
 from tests.strategies import assert_equal_to, seeds
 

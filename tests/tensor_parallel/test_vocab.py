@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import minipar
-from minipar.placement import placement_of
+from minipar.mesh import placement_of
 from minipar.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from minipar.tensor_parallel.vocab import vocab_bounds
 from tests.strategies import assert_equal_to, seeds, world_sizes

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.mesh import Mesh
-from minipar.placement import Placement
-from minipar.train.checkpoint import Part, Saver
+from minipar.mesh import Mesh, Placement
+from minipar.train.checkpoint import Saver, StoredPart
 from minipar.train.restore import MANIFEST, Checkpoint, checkpoints, find_damage, newest_whole
 from tests.strategies import mesh_sizes, num_ranks, seeds
 
@@ -47,7 +46,7 @@ def write(world, sizes, folder, seed, steps=(3,), keep=3):
     saver = Saver(world, folder, keep=keep)
     for step in steps:
         parts = [
-            Part(kind, p, p.slice_of(full(seed + step, kind)[p.name]))
+            StoredPart(kind, p, p.slice_of(full(seed + step, kind)[p.name]))
             for kind in ("parameter", "exp_avg")
             for p in placements(mesh)
         ]

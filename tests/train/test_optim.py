@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import minipar
-from minipar.placement import Placement, set_placement
+from minipar.mesh import Placement, set_placement
 from minipar.train.optim import clip_grad_norm_, learning_rate, norm_shares, parameter_groups
 from tests.strategies import assert_equal_to, seeds
 

@@ -10,8 +10,8 @@ import minipar
 from minipar.mesh import Mesh
 from minipar.model import ModelConfig, Transformer
 from minipar.tensor_parallel import tensor_parallel
-from minipar.train.recompute import _Kept, keep_elsewhere, recompute
-from minipar.train.verify import DEFAULTS, table, verify
+from minipar.train.recompute import _Kept, recompute, relocate_activations
+from minipar.train.verification import DEFAULTS, table, verify
 
 KEPT = dict(recompute="full", partition_activations=True)
 
@@ -42,7 +42,7 @@ def kept_and_sent(world, partition: bool):
     tensor_parallel(stage, Mesh(world, tp=world.size).comm("tp"))
     recompute(stage, "full")
     if partition:
-        keep_elsewhere(stage, world)
+        relocate_activations(stage, world)
     tokens = torch.randint(0, 256, (B, T))
     loss = stage.loss(tokens, tokens)
     kept = sum(x.part.nbytes for x in gc.get_objects() if isinstance(x, _Kept))

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from minipar import RankError, launch
+from minipar import RankError
 from minipar.model import ModelConfig
+from minipar.runtime import launch
 from minipar.train import TrainConfig, train
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from minipar.model import ModelConfig
 from minipar.train import TrainConfig, generate_text, train
 from minipar.train.export import export_llama, full_parameters, import_llama
 from minipar.train.restore import Checkpoint, newest_whole
-from minipar.train.verify import legal_configs
+from minipar.train.verification import legal_configs
 
 SMALL = ModelConfig(
     dim=16, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1, tie_embeddings=True

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from minipar.train.verify import DEFAULTS, Row, Verification
+from minipar.train.verification import DEFAULTS, Row, Verification
 from visualize.verify import draw_sweep, sweep_markdown
 
 

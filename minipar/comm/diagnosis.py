@@ -1,0 +1,82 @@
+"""Failures between ranks, explained from every rank's message counts: pure functions, no communication.
+
+A rank's counts say how many messages it has posted to and from every other, and which it waits for. Put together they
+prove a deadlock before its deadline, and show a message that nobody received.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minipar.comm.messages import Message, MessageCounts
+
+
+class Surplus(NamedTuple):
+    """Messages one rank posted and the other side did not: the rank, and the sentence that says so."""
+
+    rank: int
+    sentence: str
+
+
+def surplus(counts: dict[int, MessageCounts]) -> list[Surplus]:
+    """Messages sent and never received, and receives posted in vain: one per pair of ranks, none if all is well."""
+    found = []
+    for rank, own in sorted(counts.items()):
+        for (channel, lane, to), (sent, _, label) in own.sent.items():
+            received = _posted(counts, to, "receive", channel, lane, rank)[0]
+            if sent > received:
+                count, of = _count(sent - received), f" ({label})" if label else ""
+                what = f"rank {rank} sent rank {to} {count} on {channel} that was not received{of}"
+                found.append(Surplus(rank, what))
+        for (channel, lane, source), (received, _, label) in own.received.items():
+            sent = _posted(counts, source, "send", channel, lane, rank)[0]
+            if received > sent:
+                count, of = _count(received - sent), f" ({label})" if label else ""
+                what = f"rank {rank} asked rank {source} for {count} on {channel} that was not sent{of}"
+                found.append(Surplus(rank, what))
+    return found
+
+
+def deadlock(
+    counts: dict[int, MessageCounts], blocked: set[int], finished: set[int]
+) -> dict[int, str] | None:
+    """Why no rank can go on, as a sentence for each blocked one; None while one of them still might.
+
+    Ranks neither blocked nor finished are at work, so there is no deadlock. A wait is hopeless if the other side has
+    not posted its half (and cannot, being blocked or finished itself), or has posted another length, dtype or operation.
+    """
+    if not blocked or set(counts) - blocked - finished:
+        return None
+    why = {
+        rank: [_hopeless(counts, rank, message, finished) for message in counts[rank].waiting]
+        for rank in blocked
+    }
+    if any(not reasons or None in reasons for reasons in why.values()):
+        return None
+    return {rank: "; ".join(reasons) for rank, reasons in why.items()}
+
+
+def _hopeless(counts, rank: int, message, finished: set[int]) -> str | None:
+    if not isinstance(message, Message):
+        return None
+    other = "receive" if message.verb == "send" else "send"
+    posted, num_bytes, label = _posted(counts, message.peer, other, message.channel, message.lane, rank)
+    waits = f"rank {rank} waits to {message}"
+    if posted <= message.number:
+        state = "has returned" if message.peer in finished else "is blocked itself"
+        return f"{waits}, which {state}"
+    if posted == message.number + 1 and (num_bytes, label) != (message.num_bytes, message.label):
+        of = f" of {label}" if label else ""
+        return f"{waits}, but rank {message.peer} posted that {other} with {num_bytes} bytes{of}"
+    return None
+
+
+def _posted(counts, rank: int, verb: str, channel, lane: str, peer: int) -> tuple[int, int, str]:
+    if rank not in counts:
+        return (0, 0, "")
+    table = counts[rank].sent if verb == "send" else counts[rank].received
+    return table.get((channel, lane, peer), (0, 0, ""))
+
+
+def _count(n: int) -> str:
+    return f"{n} message{'s' if n > 1 else ''}"

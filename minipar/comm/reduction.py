@@ -1,0 +1,58 @@
+"""The step of which every reduction is made: send a chunk, receive another, add one's own to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from minipar.errors import one_of
+
+# A received segment should still be in the cache when it is added; shorter ones would cost more in Python than they save.
+SEGMENT_BYTES = 4 << 20
+
+
+class Reduction(NamedTuple):
+    """combine(a, b, out=...) joins two contributions; `divide`: by the number of ranks at the end."""
+
+    combine: Callable
+    native: str  # torch.distributed's name for it
+    divide: bool
+
+
+REDUCTIONS = {
+    "sum": Reduction(torch.add, "SUM", False),
+    "mean": Reduction(torch.add, "SUM", True),
+    "max": Reduction(torch.maximum, "MAX", False),
+    "min": Reduction(torch.minimum, "MIN", False),
+}
+
+
+def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
+    """The Reduction of this name. Raises ValueError for an unknown one, and for a mean of whole numbers."""
+    if op not in REDUCTIONS:
+        raise ValueError(f"op={op!r} is not a reduction; use {one_of(REDUCTIONS)}")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"op='mean' needs a floating point tensor, not {dtype}; use sum")
+    return REDUCTIONS[op]
+
+
+def exchange_and_add(
+    comm, send_chunk: torch.Tensor, to: int, mine: torch.Tensor, source: int, reduction: Reduction, out
+) -> torch.Tensor:
+    """Send `send_chunk` to rank `to`; out = mine + what rank `source` sends, flat tensors of one length. Returns out.
+
+    Both travel in messages of at most SEGMENT_BYTES, one after the other. `out` may be `mine` or `send_chunk` itself: a
+    segment is overwritten only after it has been read and sent.
+    """
+    length = max(1, SEGMENT_BYTES // send_chunk.element_size())
+    longest = max(send_chunk.numel(), mine.numel())
+    if longest <= length:
+        received = comm.scratch(mine.numel(), mine.dtype)
+        comm.exchange(send_chunk, to, received.shape, received.dtype, source, out=received)
+        return reduction.combine(received, mine, out=out)
+    for start in range(0, longest, length):
+        segment = slice(start, start + length)
+        exchange_and_add(comm, send_chunk[segment], to, mine[segment], source, reduction, out[segment])
+    return out

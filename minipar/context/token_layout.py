@@ -1,0 +1,146 @@
+"""Which tokens of a sequence each rank holds.
+
+    contiguous   rank r has the r-th of P pieces
+    zigzag       rank r has the r-th of 2P pieces from the start and the r-th from the end
+    striped      rank r has tokens r, r + P, r + 2P, ...
+
+Under a causal mask late tokens see more keys than early ones: contiguous gives rank r all the work of r blocks and a
+half, zigzag and striped give everybody the same (zigzag exactly; striped up to a diagonal).
+
+Sources: zigzag: Llama 3, arXiv:2407.21783, section 3.3.2; striped: arXiv:2311.09431.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.errors import one_of
+from minipar.model import IGNORED
+from minipar.model.mask import Mask, TokenRun, indices
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+def local_runs(seq_len: int, rank: int, size: int, layout: str = "zigzag") -> tuple[TokenRun, ...]:
+    """The tokens of `rank`, in the order in which it holds them.
+
+    Raises ValueError where the layout is unknown or does not cut seq_len, saying what to pad to.
+    """
+    check_length(seq_len, size, layout)
+    own = seq_len // size
+    if layout == "contiguous":
+        return (TokenRun(rank * own, own),)
+    if layout == "striped":
+        return (TokenRun(rank, own, size),)
+    half = own // 2
+    return TokenRun(rank * half, half), TokenRun((2 * size - 1 - rank) * half, half)
+
+
+def local_positions(
+    seq_len: int, rank: int, size: int, layout: str = "zigzag", ulysses_size: int = 1
+) -> Tensor:
+    """The indices in the sequence of the tokens of `rank`: int64 [seq_len / size].
+
+    ulysses_size  above 1: neighbouring ranks in groups of this size share what one rank of `layout` over the groups
+                  would hold, each a contiguous piece of it (see `usp.py`)
+    """
+    if ulysses_size == 1:
+        return indices(local_runs(seq_len, rank, size, layout))
+    check_length(seq_len, size, layout, ulysses_size)
+    group = indices(local_runs(seq_len, rank // ulysses_size, size // ulysses_size, layout))
+    return group.chunk(ulysses_size)[rank % ulysses_size]
+
+
+def order_of_gathered(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> Tensor:
+    """The index of each token of all ranks' tokens put one rank after another: int64 [seq_len]."""
+    return torch.cat([local_positions(seq_len, r, size, layout, ulysses_size) for r in range(size)])
+
+
+def take_local(
+    x: Tensor, rank: int, size: int, layout: str = "zigzag", dim: int = 1, ulysses_size: int = 1
+) -> Tensor:
+    """The tokens of `rank` from a whole sequence along `dim`."""
+    positions = local_positions(x.shape[dim], rank, size, layout, ulysses_size)
+    return x.index_select(dim, positions.to(x.device))
+
+
+def join_local(parts: list[Tensor], layout: str = "zigzag", dim: int = 1, ulysses_size: int = 1) -> Tensor:
+    """The whole sequence from all ranks' tokens, in rank order: the inverse of `take_local`."""
+    gathered = torch.cat(parts, dim)
+    order = order_of_gathered(gathered.shape[dim], len(parts), layout, ulysses_size)
+    return gathered.index_select(dim, order.argsort().to(gathered.device))
+
+
+def multiple_of(size: int, layout: str, ulysses_size: int = 1) -> int:
+    """What the length of a sequence must be a multiple of."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; use {one_of(LAYOUTS)}")
+    # zigzag cuts a group's tokens in two; where an even number of ranks share them nothing more is asked
+    return 2 * size if layout == "zigzag" and ulysses_size % 2 else size
+
+
+def padded_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> int:
+    """The least length from seq_len on that the layout cuts."""
+    multiple = multiple_of(size, layout, ulysses_size)
+    return -(-seq_len // multiple) * multiple
+
+
+def check_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> None:
+    """Raise ValueError unless the layout cuts a sequence of this length."""
+    padded = padded_length(seq_len, size, layout, ulysses_size)
+    if padded != seq_len:
+        raise ValueError(
+            f"seq_len={seq_len} is not a multiple of {multiple_of(size, layout, ulysses_size)}, as "
+            f"layout={layout!r} on {size} ranks needs; pad to {padded}, or give pad=True where a batch is split"
+        )
+
+
+class LocalBatch(NamedTuple):
+    """This rank's tokens [B, T/P], their targets [B, T/P], and their positions [T/P] or, of documents, [B, T/P]."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+def local_batch(
+    tokens: Tensor,
+    targets: Tensor,
+    rank: int,
+    size: int,
+    layout: str = "zigzag",
+    positions: Tensor | None = None,
+    pad: bool = False,
+    ulysses_size: int = 1,
+) -> LocalBatch:
+    """What `rank` is given of a batch: hand it to `model.loss(tokens, targets, positions, count=...)`.
+
+    tokens, targets  [B, T]             the whole batch, on every rank
+    positions        [T] or [B, T]      of documents; default 0 ... T-1
+    pad              lengthen to what the layout needs: padding comes last, so no real token sees it, and its targets
+                     are ignored. It is a document of its own
+
+    `count` is that of the whole `targets`: ranks' losses and gradients then sum to those of one process.
+    """
+    missing = padded_length(tokens.shape[1], size, layout, ulysses_size) - tokens.shape[1] if pad else 0
+    if positions is None:
+        positions = torch.arange(tokens.shape[1] + missing, device=tokens.device)
+    elif missing:
+        padding = torch.arange(missing, device=positions.device).expand(*positions.shape[:-1], missing)
+        positions = torch.cat([positions, padding], dim=-1)
+    whole = F.pad(tokens, (0, missing)), F.pad(targets, (0, missing), value=IGNORED), positions
+    return LocalBatch(*(take_local(x, rank, size, layout, x.dim() - 1, ulysses_size) for x in whole))
+
+
+def causal_work(seq_len: int, rank: int, size: int, layout: str) -> int:
+    """How many scores `rank` computes of a causal attention: pairs of one of its queries and a key it sees.
+
+    contiguous   n (r n) + n (n+1) / 2                with n = T/P
+    zigzag       n/2 ((2P-1) n/2 + n/2 + 1)           the same for every rank: a P-th of T (T+1) / 2
+    striped      n (r+1) + P n (n-1) / 2
+    """
+    return Mask(local_runs(seq_len, rank, size, layout), (TokenRun(0, seq_len),)).count()

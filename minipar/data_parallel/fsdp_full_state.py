@@ -1,0 +1,118 @@
+"""From whole parameters to shards and back: where shards come from, and how to see the whole again, unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from minipar.data_parallel.flat_parameters import FlatParameters
+from minipar.mesh import placement_of
+
+
+def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
+    """Cut parameters that exist, rank 0's; or those on the meta device, whose values `init` makes one by one."""
+    if not any(p.is_meta for p in flat.params):
+        flat.cut(lambda param: param.detach(), axis, share=True)
+        return
+    if init is None:
+        name = next(flat.names[p] for p in flat.params if p.is_meta)
+        raise ValueError(
+            f"{name} is on the meta device and init is None; pass init=(canonical name, shape) -> value"
+        )
+    placements = {p: placement_of(p) for p in flat.params}
+
+    def value_of(param: nn.Parameter) -> Tensor:
+        placement = placements[param]
+        return placement.slice_of(init(placement.name, placement.global_shape))
+
+    flat.cut(value_of, axis, share=False)
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
+    """Rank 0's are everybody's: over the ranks that cut, then over those with the same part."""
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"the buffer {name} is on the meta device; give it a value before the module is wrapped"
+            )
+        for comm in (comm_of(buffer), replicas_of(buffer)):
+            if comm is not None:
+                buffer.copy_(comm.broadcast(buffer))
+
+
+def gathered(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
+    """The whole parameters, in their own dtype, in fresh memory. (p-1)/p of them is sent."""
+    full = flat.shard.to(flat.device)
+    if not flat.whole:
+        full = flat.comm.all_gather(full)
+    return {p: full[i : i + flat.num_elems[p]].view(flat.shapes[p]) for p, i in flat.starts.items()}
+
+
+@torch.no_grad()
+def full_state_dict(fsdp) -> dict[str, Tensor]:
+    """One unit at a time is whole on the device; the result, on the CPU, has everything. Tied names share memory."""
+    values = {}
+    for flat in fsdp.flats:
+        values.update({p: value.to("cpu", copy=True) for p, value in gathered(flat).items()})
+    state = fsdp.module.state_dict(keep_vars=True)
+    return {
+        name: values[x] if isinstance(x, nn.Parameter) else x.detach().to("cpu", copy=True)
+        for name, x in state.items()
+    }
+
+
+@torch.no_grad()
+def load_full_state_dict(fsdp, state: dict[str, Tensor]) -> None:
+    own = fsdp.module.state_dict(keep_vars=True)
+    shape_of = {
+        name: fsdp._flat_of[x].shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
+        for name, x in own.items()
+    }
+    _check(state, shape_of)
+    for name, x in own.items():
+        if isinstance(x, nn.Parameter):
+            flat = fsdp._flat_of[x]
+            low, high = (0, flat.num_elems[x]) if flat.whole else flat.part(x)
+            flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[low:high])
+        else:
+            x.copy_(state[name])
+
+
+def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> None:
+    wrong = {
+        "missing": [name for name in shape_of if name not in state],
+        "unexpected": [name for name in state if name not in shape_of],
+        "misshapen": [
+            f"{name} {tuple(state[name].shape)}, should be {shape}"
+            for name, shape in shape_of.items()
+            if name in state and tuple(state[name].shape) != shape
+        ],
+    }
+    if any(wrong.values()):
+        what = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in wrong.items() if names)
+        raise ValueError(f"the state dict does not fit the model: {what}")
+
+
+@contextmanager
+def summon(fsdp, writeback: bool) -> Iterator[None]:
+    """All parameters whole at once: memory for the whole model. At the end each rank cuts out its part again."""
+    with torch.no_grad():
+        full = {p: value for flat in fsdp.flats for p, value in gathered(flat).items() if not flat.whole}
+    gradients = {param: param.grad for param in full}
+    for param, value in full.items():
+        param.grad = None
+        param.data = value
+    try:
+        yield
+    finally:
+        for param, value in full.items():
+            flat = fsdp._flat_of[param]
+            low, high = flat.part(param)
+            if writeback:
+                flat.shard_views[param].copy_(value.reshape(-1)[low:high])
+            param.data = flat.shard_views[param]
+            param.grad = gradients[param]

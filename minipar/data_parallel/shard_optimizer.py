@@ -1,0 +1,83 @@
+"""The optimizer of one chunk: torch's own, over this rank's part of each parameter of a bucket."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minipar.data_parallel.offload import Memory
+from minipar.data_parallel.sharded_bucket import ShardedBucket
+
+ONE_NUMBER = ("step", "eta", "mu", "mu_product")  # what torch's optimizers keep as tensors without dims
+
+
+class ChunkOptimizer:
+    """Master copy and optimizer state of a bucket's own chunk.
+
+    chunk      [n/p] the bucket's own chunk, or, `separate`, a copy of it in another dtype or memory
+    masters    parameter -> its part of `chunk`
+    optimizer  over `masters`, with the options of the parameters' groups
+
+    step       master = optimizer(master, gradient / scale);   shard = master
+    """
+
+    def __init__(self, bucket: ShardedBucket, optimizer_cls, groups: list[dict], dtype, memory: Memory):
+        self.bucket, self.memory = bucket, memory
+        self.separate = dtype != bucket.own.dtype or memory.device not in (None, bucket.own.device)
+        self.chunk = memory.copy_of(bucket.own, dtype, "master") if self.separate else bucket.own
+        self.masters = {p: bucket.of_chunk(p, self.chunk.detach()).requires_grad_() for p in bucket.params}
+        self._groups, inner = [], []  # which of the caller's groups each of the optimizer's is
+        for i, group in enumerate(groups):
+            masters = [self.masters[p] for p in group["params"] if p in self.masters]
+            if masters:
+                self._groups.append(i)
+                inner.append({**_options(group), "params": masters})
+        comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
+        self.optimizer = optimizer_cls(inner, **comm)
+        self._kept_states: dict[str, Tensor] = {}  # key -> that state of the whole chunk, in `memory`
+
+    @torch.no_grad()
+    def step(self, groups: list[dict], grad_scale: float = 1.0) -> None:
+        for i, inner in zip(self._groups, self.optimizer.param_groups):
+            inner.update(_options(groups[i]))
+        for param, master in self.masters.items():
+            gradient = self.bucket.shards[param].grad
+            if gradient is not None:
+                gradient = gradient.to(master)
+                master.grad = gradient / grad_scale if grad_scale != 1 else gradient
+        self.optimizer.step()
+        for master in self.masters.values():
+            master.grad = None
+        if self.separate:
+            self.bucket.own.copy_(self.chunk)
+        self.store()
+
+    def prefetch(self) -> None:
+        self.memory.fetch([self.chunk, *self._kept_states.values()])
+
+    def store(self) -> None:
+        """Put away what the optimizer keeps: its state, made by it in ordinary memory, moves to `memory` the first time."""
+        if not self.memory.keeps_state:
+            return
+        for param, master in self.masters.items():
+            for key, value in self.optimizer.state[master].items():
+                if is_of_element(key, value, master):
+                    self.optimizer.state[master][key] = self._moved(key, param, value)
+        self.memory.release([self.chunk, *self._kept_states.values()])
+
+    def _moved(self, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
+        if key not in self._kept_states:
+            self._kept_states[key] = self.memory.copy_of(torch.zeros_like(self.chunk), value.dtype, key)
+        place = self.bucket.of_chunk(param, self._kept_states[key])
+        if place.data_ptr() != value.data_ptr():
+            place.copy_(value)
+        return place
+
+
+def _options(group: dict) -> dict:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def is_of_element(key: str, value, param: Tensor) -> bool:
+    """Is it a state with an entry per element, not one number for all of them, such as the count of steps?"""
+    return isinstance(value, Tensor) and value.shape == param.shape and key not in ONE_NUMBER

@@ -1,0 +1,137 @@
+"""A bucket whose parameters are cut like its gradients: rank r owns chunk r of p.
+
+    flat        | w1 ............ | w2 ... | w3 ........ | padding |        parameters, and gradients alike
+    chunks      | rank 0        | rank 1        | rank 2           |
+    shards of rank 1            | w1| w2 ... | w3 |                 a parameter is cut wherever a chunk ends
+
+The chunks are those of a ring all-reduce, and the first half of that, a reduce-scatter, leaves rank r with the sum of
+chunk r. So who owns a chunk adds it up in the order in which an all-reduce would have: the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from minipar.data_parallel.buckets import Bucket
+from minipar.mesh import placement_of, set_placement
+
+
+class ShardedBucket:
+    """The parameters of a bucket in one flat buffer, of which this rank updates its own chunk.
+
+    bucket      the gradients; see buckets.py
+    flat        [n] the parameters, laid out as the gradients are; `param.data` are views of it
+    own         this rank's chunk of `flat`, [n/p]
+    shards      parameter -> its part of `own`, maybe empty: a leaf tensor with a Placement and, once reduced, a `.grad`
+    gradient    [n/p] the reduced gradient of `own`, or None
+    keep_full   stage 1: the flat gradients stay, and `gradient` is a chunk of them. Stage 2: they are freed once reduced
+    """
+
+    def __init__(self, bucket: Bucket, keep_full: bool, reduce_dtype: torch.dtype, axis: str):
+        self.bucket, self.comm, self.params = bucket, bucket.comm, bucket.params
+        self.keep_full, self.reduce_dtype = keep_full, reduce_dtype
+        self.starts = {p: view.storage_offset() for p, view in bucket.views.items()}
+        self.flat = torch.zeros_like(bucket.flat)
+        self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for p, i in self.starts.items()}
+        chunk = len(self.flat) // self.comm.size
+        self.range = (self.comm.rank * chunk, (self.comm.rank + 1) * chunk)
+        self.own = self.flat[slice(*self.range)]
+        self._take_over()
+        self.shards = {p: self._shard(p, axis) for p in self.params}
+        self.gradient: Tensor | None = None
+        self._kept: Tensor | None = None
+        if not keep_full:
+            self._free()
+
+    @torch.no_grad()
+    def _take_over(self) -> None:
+        """Move the parameters, rank 0's values of them, into the flat buffer."""
+        for param, view in self.views.items():
+            view.copy_(param)
+            param.data = view
+        self.flat.copy_(self.comm.broadcast(self.flat))
+
+    def part(self, param: nn.Parameter) -> tuple[int, int]:
+        """Where in the flattened parameter this rank's part of it begins and ends."""
+        low, high = (min(max(edge - self.starts[param], 0), param.numel()) for edge in self.range)
+        return low, high
+
+    def of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
+        """The parameter's part of a chunk [n/p], flat."""
+        low, high = self.part(param)
+        at = self.starts[param] + low - self.range[0] if high > low else 0
+        return chunk[at : at + high - low]
+
+    def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
+        shard = self.of_chunk(param, self.own).requires_grad_()
+        placement = placement_of(param)
+        set_placement(shard, placement.flatten_range(*self.part(param)))
+        set_placement(param, placement.replicate(axis))
+        return shard
+
+    def check(self) -> None:
+        """Raise where a parameter no longer lives in the flat buffer, so that updating that would not update it."""
+        for param, view in self.views.items():
+            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
+                raise RuntimeError(
+                    f"the storage of {placement_of(param).name} was replaced behind ZeroOptimizer's back "
+                    "(module.to(...), param.data = ...); move or cast the model before the optimizer is made"
+                )
+
+    # Gradients ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def collect(self, param: nn.Parameter) -> None:
+        """Put the parameter's gradient into the flat ones; without one, zeros."""
+        self._allocate()
+        if self.gradient is not None:  # of an earlier backward: what is coming is to be added to it
+            self._kept = self.gradient.clone() if self.keep_full else self.gradient
+            self.gradient = None
+        self.bucket.collect(param)
+
+    def reduce(self, op: str, algorithm: str) -> Callable[[], None]:
+        """Start the reduce-scatter of the collected gradients. Returns what waits for it and keeps the result."""
+        flat = self.bucket.flat
+        in_place = self.keep_full and flat.dtype == self.reduce_dtype
+        handle = self.comm.reduce_scatter(
+            flat.to(self.reduce_dtype),
+            op,
+            algorithm=algorithm,
+            async_op=True,
+            out=flat[slice(*self.range)] if in_place else None,
+        )
+        for param in self.params:
+            param.grad = None
+        return lambda: self._keep(handle.wait())
+
+    @torch.no_grad()
+    def _keep(self, reduced: Tensor) -> None:
+        if self._kept is not None:
+            reduced += self._kept
+            self._kept = None
+        if not self.keep_full:
+            self.gradient = reduced.to(self.flat.dtype)
+            self._free()
+        else:
+            self.gradient = self.bucket.flat[slice(*self.range)]
+            if self.gradient.data_ptr() != reduced.data_ptr():
+                self.gradient.copy_(reduced)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.gradient = self._kept = None
+        for param, shard in self.shards.items():
+            param.grad = shard.grad = None
+        if not self.keep_full:
+            self._free()
+
+    def _free(self) -> None:
+        self.bucket.flat.untyped_storage().resize_(0)
+
+    def _allocate(self) -> None:
+        storage = self.bucket.flat.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(self.bucket.flat.nbytes)

@@ -1,0 +1,83 @@
+"""The recipe of expert parallelism.
+
+    experts.gate, up, down   [E, ...] -> [E/ep, ...]    each rank has its own; their gradients need no more of ep
+    router, shared expert    whole on every rank
+
+An expert meets the tokens of all ep ranks, so its gradient is a sum over them already: it is summed further over edp
+alone, the ranks with a copy of it, and never divided by ep. All else is summed over dp x cp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from minipar.errors import require_divides
+from minipar.expert.dispatch import AllToAll
+from minipar.mesh import Placement, placement_of, set_placement
+from minipar.model.moe import MoE, mixtures
+
+
+def expert_parallel(
+    model: nn.Module,
+    comm,
+    overlap: bool | None = None,
+    node_size: int | None = None,
+    algorithm: str = "auto",
+) -> nn.Module:
+    """Spread the experts of every mixture inside over `comm`, in place; returns the model.
+
+    comm       the ep ranks, each with its own tokens; each calls this with the same model
+    overlap    let rows travel while a shared expert computes; None: where there is one
+    node_size  exchange inside nodes of this many neighbouring ranks first, then across: see `exchange.py`
+    algorithm  of the all-to-all
+
+    Before or after `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
+    Sends per mixture what `AllToAll` says. Raises ValueError where ep does not divide num_experts, before anything is
+    changed, or node_size does not divide ep.
+    """
+    layers = list(mixtures(model))
+    for _, moe in layers:
+        require_divides("ep", comm.size, "num_experts", moe.options.num_experts)
+        if moe.experts.gate.shape[0] != moe.options.num_experts:
+            raise ValueError(
+                f"{moe.experts.gate.shape[0]} of num_experts={moe.options.num_experts} experts are left here: "
+                "they are spread already; call expert_parallel once"
+            )
+    for name, moe in layers:
+        spread_experts(moe, comm, name)
+        if comm.size > 1:
+            hides = bool(moe.shared) if overlap is None else overlap
+            moe.dispatch = AllToAll(comm.using(algorithm), hides, node_size)
+            moe.padded = True
+    return model
+
+
+def spread_experts(moe: MoE, comm, name: str) -> None:
+    """Keep this rank's experts of one mixture, whose canonical name is `name`, and place all its parameters."""
+    for own_name, parameter in moe.named_parameters():
+        if getattr(parameter, "placement", None) is None:
+            canonical = f"{name}.{own_name}" if name else own_name
+            set_placement(parameter, Placement.whole(canonical, parameter.shape))
+    for own_name, parameter in list(moe.experts.named_parameters()):
+        setattr(moe.experts, own_name, _own_experts(parameter, comm))
+
+
+def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
+    E = parameter.shape[0]
+    start, length = comm.rank * E // comm.size, E // comm.size
+    own = nn.Parameter(parameter.detach()[start : start + length].clone(), parameter.requires_grad)
+    set_placement(own, placement_of(parameter).split(0, start, length))
+    return own
+
+
+def is_expert(parameter: nn.Parameter) -> bool:
+    """Is this a weight of experts, of which each ep rank has its own? Told by its placement's name; a buffer has none."""
+    placement = getattr(parameter, "placement", None)
+    return placement is not None and "experts" in placement.name.split(".")
+
+
+def gradient_comm(mesh) -> Callable[[nn.Parameter], object]:
+    """Over which ranks each parameter's gradient is summed: a `comm` for DDP, ZeroOptimizer and FSDP (reduce="sum")."""
+    return lambda parameter: mesh.comm("edp") if is_expert(parameter) else mesh.comm("dp", "cp")

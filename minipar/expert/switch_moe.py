@@ -1,0 +1,30 @@
+"""The mixture of experts that takes a Comm."""
+
+from __future__ import annotations
+
+from minipar.expert.spread_experts import expert_parallel
+from minipar.model import moe
+
+
+class SwitchMoE(moe.MoE):
+    """The model's `MoE`; with `comm`, each of its ep ranks has num_experts / ep of the experts.
+
+    Each rank gives its own tokens, [B, T, D], any number of samples, and gets their results; routing groups are runs of
+    positions of one sample, so results do not depend on ep. Every rank of `comm` must call, one without tokens too.
+    With or without `comm`, experts start from the same weights.
+    Raises ValueError where ep does not divide num_experts.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden_dim: int,
+        num_experts: int,
+        top_k: int = 1,
+        capacity_factor: float | None = 1.25,
+        comm=None,
+        **options,
+    ):
+        super().__init__(dim, hidden_dim, num_experts, top_k, capacity_factor, **options)
+        if comm is not None:
+            expert_parallel(self, comm)

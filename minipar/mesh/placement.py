@@ -1,0 +1,249 @@
+"""A placement says what a local tensor is a part of; whoever needs to know reads it here and nowhere else.
+
+    global tensor   split, shard ->   block         flatten_range ->   range of the flattened block
+    [F, D]                            [F/tp, D]                        [F/tp * D / dp]
+
+A tensor-parallel weight is a block; a ZeRO shard of it is a range of that block. Each transformation composes
+its cut onto the placement it finds, so initialisation, gradient norm, checkpoints and verification need not
+know which transformations there were.
+
+Every placement comes down to a few boxes of the global tensor (`pieces`). Slicing, writing back, gathering
+and overlapping are loops over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from minipar.chunks import chunk_sizes
+from minipar.mesh.regions import Box, Piece, boxes_of_range
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The part of a global tensor that a local tensor holds.
+
+    name           canonical: what the one-process model calls it
+    global_shape   of the one-process tensor
+    start, length  the block held, per dim
+    flat           None, or (start, stop): the range of the flattened block held; the local tensor has one dim
+    replicated     mesh axes along which other ranks hold this same part, or only some of them do (a key/value
+                   head that 2 of 4 ranks share): `part` tells which
+    tied_to        None, or the canonical name of the parameter that this one is a copy of
+
+    Raises ValueError, with the name, where a cut is outside what it cuts.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    start: tuple[int, ...]
+    length: tuple[int, ...]
+    flat: tuple[int, int] | None = None
+    replicated: frozenset[str] = frozenset()
+    tied_to: str | None = None
+
+    def __post_init__(self):
+        for field in ("global_shape", "start", "length"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not len(self.global_shape) == len(self.start) == len(self.length):
+            raise ValueError(
+                f"{self.name}: {self.global_shape}, {self.start} and {self.length} differ in dims"
+            )
+        for dim, size in enumerate(self.global_shape):
+            self._require_range(f"dim {dim}", self.start[dim], self.start[dim] + self.length[dim], size)
+        if self.flat is not None:
+            self._require_range("the flattened block", *self.flat, prod(self.length))
+
+    @classmethod
+    def whole(cls, name: str, shape: Iterable[int]) -> Placement:
+        """All of the tensor `name`: where every composition begins."""
+        shape = tuple(shape)
+        return cls(name, shape, (0,) * len(shape), shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return self.length if self.flat is None else (self.flat[1] - self.flat[0],)
+
+    @property
+    def numel(self) -> int:
+        return prod(self.local_shape)
+
+    @property
+    def part(self) -> tuple[str, tuple[Box, ...]]:
+        """Which elements are held, however they were cut out: local tensors with equal parts are copies."""
+        return self.name, tuple(piece.box for piece in self.pieces())
+
+    def pieces(self) -> Iterator[Piece]:
+        """The part as boxes, in the local tensor's order: at most 2 * dims - 1, none if empty."""
+        if self.flat is None:
+            if self.numel:
+                yield Piece(Box(self.start, self.length), None)
+            return
+        offset = 0
+        for box in boxes_of_range(self.length, *self.flat):
+            yield Piece(box.shifted(self.start), offset)
+            offset += box.numel
+
+    def split(self, dim: int, start: int, length: int) -> Placement:
+        """Keep [start, start + length) of the block's dim, counted from where the block begins."""
+        dim = self._require_dim(dim)
+        self._require_range(f"dim {dim}", start, start + length, self.length[dim])
+        return replace(
+            self,
+            start=_with(self.start, dim, self.start[dim] + start),
+            length=_with(self.length, dim, length),
+        )
+
+    def shard(self, dim: int, index: int, count: int) -> Placement:
+        """Keep chunk `index` of `count`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
+        if not 0 <= index < count:
+            raise ValueError(f"{self.name}: index={index} is not one of {count} shards; use 0 to {count - 1}")
+        sizes = chunk_sizes(self.length[self._require_dim(dim)], count)
+        return self.split(dim, sum(sizes[:index]), sizes[index])
+
+    def flatten_range(self, start: int, stop: int) -> Placement:
+        """Keep elements [start, stop) of the flattened local tensor; after this, only ranges can be cut."""
+        self._require_range("the flattened local tensor", start, stop, self.numel)
+        begin = self.flat[0] if self.flat else 0
+        return replace(self, flat=(begin + start, begin + stop))
+
+    def replicate(self, *axes: str) -> Placement:
+        return replace(self, replicated=self.replicated | set(axes))
+
+    def tie(self, name: str) -> Placement:
+        return replace(self, tied_to=name)
+
+    def slice_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The local tensor: a view of the global one where it can be, else (a flat range) maybe a copy."""
+        self._require_shape("global", full, self.global_shape)
+        if self.flat is None:
+            return Piece(Box(self.start, self.length), None).of_full(full)
+        flat = [piece.of_full(full).reshape(-1) for piece in self.pieces()]
+        return flat[0] if len(flat) == 1 else torch.cat([full.new_empty(0), *flat])
+
+    @torch.no_grad()
+    def write_into(self, full: torch.Tensor, local: torch.Tensor) -> None:
+        """Put the local tensor where it belongs in the global one. Inverse of slice_of."""
+        self._require_shape("global", full, self.global_shape)
+        self._require_shape("local", local, self.local_shape)
+        for piece in self.pieces():
+            piece.of_full(full).copy_(piece.of_local(local))
+
+    def _require_dim(self, dim: int) -> int:
+        if self.flat is not None:
+            raise ValueError(
+                f"{self.name}: flat={self.flat} cannot be split along a dim; split before flattening"
+            )
+        dims = len(self.global_shape)
+        if not -dims <= dim < dims:
+            raise ValueError(f"{self.name}: dim={dim} is not a dim of shape {self.global_shape}")
+        return dim % dims
+
+    def _require_range(self, what: str, start: int, stop: int, size: int) -> None:
+        if not 0 <= start <= stop <= size:
+            raise ValueError(f"{self.name}: [{start}, {stop}) is not inside [0, {size}) of {what}")
+
+    def _require_shape(self, which: str, x: torch.Tensor, shape: tuple[int, ...]) -> None:
+        if tuple(x.shape) != shape:
+            raise ValueError(
+                f"{self.name}: the {which} tensor has shape {tuple(x.shape)}, it should be {shape}"
+            )
+
+
+def overlap(a: Placement, b: Placement) -> Iterator[tuple[Box, Piece, Piece]]:
+    """Yield (box, piece of a, piece of b) for each box of the global tensor that both hold.
+
+    Resharding x into y is q.of_local(y, box).copy_(p.of_local(x, box)) for each box, p, q.
+    """
+    if (a.name, a.global_shape) != (b.name, b.global_shape):
+        raise ValueError(f"{a.name} {a.global_shape} and {b.name} {b.global_shape} are not one tensor")
+    for p in a.pieces():
+        for q in b.pieces():
+            box = p.box.intersection(q.box)
+            if box.numel:
+                yield box, p, q
+
+
+@torch.no_grad()
+def gather(parts: Iterable[tuple[Placement, torch.Tensor]], check_replicas: bool = True) -> torch.Tensor:
+    """The global tensor from (placement, local tensor) pairs, in any order.
+
+    Copies of one part (the first is used) must be bitwise equal, unless check_replicas is False; other parts
+    must not overlap, and together they must cover the tensor. Allocates the tensor and one byte per element.
+
+    Raises ValueError, with the name: parts of several tensors, a gap, an overlap, copies that differ.
+    """
+    parts = list(parts)
+    if not parts:
+        raise ValueError("no parts to gather")
+    name, shape, like = parts[0][0].name, parts[0][0].global_shape, parts[0][1]
+    full, written = like.new_empty(shape), like.new_zeros(shape, dtype=torch.bool)
+    copies = {}
+    for placement, local in parts:
+        if (placement.name, placement.global_shape, local.dtype) != (name, shape, like.dtype):
+            raise ValueError(
+                f"{placement.name} {placement.global_shape} {local.dtype} is not {name} {shape} {like.dtype}"
+            )
+        placement._require_shape("local", local, placement.local_shape)
+        if placement.part not in copies:
+            copies[placement.part] = local
+            _write_once(placement, full, written, local)
+        elif check_replicas and not _bitwise_equal(copies[placement.part], local):
+            raise ValueError(f"{name}: copies of {placement.part[1]} differ")
+    if not written.all():
+        gap = tuple((~written).nonzero()[0].tolist())
+        raise ValueError(
+            f"{name}: {int((~written).sum())} of {full.numel()} elements are in no part, the first at {gap}"
+        )
+    return full
+
+
+def _write_once(placement: Placement, full: torch.Tensor, written: torch.Tensor, local: torch.Tensor) -> None:
+    for piece in placement.pieces():
+        if piece.of_full(written).any():
+            raise ValueError(f"{placement.name}: {piece.box} overlaps another part")
+        piece.of_full(written).fill_(True)
+    placement.write_into(full, local)
+
+
+def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal as bytes, so that nan equals nan."""
+    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
+    return torch.equal(a, b)
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at + 1 :])
+
+
+def set_placement(param: torch.Tensor, placement: Placement) -> None:
+    """Store the placement on the parameter, as `param.placement`.
+
+    It stays through assignment to `param.data`, `module.to(...)` and pickling. It is lost where the Parameter
+    is replaced by another, which is what copy.deepcopy does too: set it again.
+
+    Raises ValueError where the parameter's shape is not the placement's local shape.
+    """
+    placement._require_shape("local", param, placement.local_shape)
+    param.placement = placement
+
+
+def placement_of(param: torch.Tensor) -> Placement:
+    """The parameter's placement. Raises ValueError where it has none."""
+    placement = getattr(param, "placement", None)
+    if placement is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has no placement; place_whole(module) sets one"
+        )
+    return placement
+
+
+def place_whole(module: torch.nn.Module) -> None:
+    """Give every parameter that has no placement yet that of a whole tensor, named as the module names it."""
+    for name, param in module.named_parameters():
+        if getattr(param, "placement", None) is None:
+            set_placement(param, Placement.whole(name, param.shape))

@@ -1,0 +1,91 @@
+"""What a model is: its sizes and switches, checked when they are written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipar.errors import divisors, one_of, require_divides
+from minipar.model.moe_config import MixtureConfig, require_size
+
+ATTENTIONS = ("fused", "plain", "flash")
+
+
+@dataclass(frozen=True)
+class ModelConfig(MixtureConfig):
+    """The sizes of a Llama-style Transformer; the defaults make a byte-level model of 0.87 M parameters.
+
+    num_kv_heads  key and value heads, each serving num_heads / num_kv_heads query heads; None: num_heads
+    hidden_dim    width of the SwiGLU; None: 8/3 dim, so that its three matrices hold as many weights as
+                  the two of a 4 dim MLP, rounded up to a multiple of 16
+    dropout       on what each block's attention and MLP add to the residual stream
+    attention     which function computes attention, one of ATTENTIONS: same numbers, different cost
+    documents     a sample holds documents one after another: positions start anew with each, and no token reads
+                  another document's
+    num_experts   above 0: every `moe_every`-th layer has a mixture of experts in place of its SwiGLU, each as wide as
+                  that; its options are `MixtureConfig`'s
+
+    Raises ValueError where a size is impossible or sizes do not fit each other.
+    """
+
+    vocab_size: int = 256
+    dim: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    hidden_dim: int | None = None
+    max_seq_len: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_embeddings: bool = False
+    dropout: float = 0.0
+    attention: str = "fused"
+    documents: bool = False
+    moe_every: int = 2
+
+    def __post_init__(self):
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.hidden_dim is None:
+            object.__setattr__(self, "hidden_dim", -(-8 * self.dim // 48) * 16)
+        for name in (
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "hidden_dim",
+            "max_seq_len",
+            "moe_every",
+        ):
+            require_size(name, getattr(self, name))
+        require_divides("num_heads", self.num_heads, "dim", self.dim)
+        require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
+        self._check_head_dim()
+        self._check_reals()
+        super().__post_init__()
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    def has_experts(self, layer: int) -> bool:
+        """With moe_every=2, as in Switch, layers 1, 3, 5 ... have experts."""
+        return self.num_experts > 0 and (layer + 1) % self.moe_every == 0
+
+    def _check_head_dim(self):
+        if self.head_dim % 2:
+            fits = [h for h in divisors(self.dim) if self.dim // h % 2 == 0]
+            advice = f"use num_heads={one_of(fits)}" if fits else "use an even dim"
+            raise ValueError(
+                f"num_heads={self.num_heads} gives dim={self.dim} an odd head_dim={self.head_dim}, "
+                f"and rotary embeddings turn pairs of features; {advice}"
+            )
+
+    def _check_reals(self):
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} is not a probability below 1; use 0 <= dropout < 1")
+        for name in ("norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} is not positive; use {name} > 0")
+        if self.attention not in ATTENTIONS:
+            raise ValueError(f"attention={self.attention!r} is unknown; use {one_of(ATTENTIONS)}")

@@ -1,0 +1,160 @@
+"""Start ranks: `run` calls a function on every rank of a pool of local processes; `init_from_env` joins torchrun's.
+
+The pool persists: starting processes and importing torch takes seconds, a call on a running pool milliseconds. A pool of
+eight serves smaller worlds too, as the first ranks of it. After a failure every process is replaced, for a message
+under way or a pair closed by a deadline would spoil the next run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+
+from minipar.comm.communicator import Comm
+from minipar.runtime.pool import Pool
+from minipar.runtime.serialization import dumps
+
+MAX_RANKS = 64
+
+
+def run(
+    fn: Callable, *args, world_size: int, backend: str | None = None, timeout_s: float = 60.0, on_report=None
+) -> list:
+    """Call `fn(world, *args)` on every rank of a local pool, `world` being its Comm; the results in rank order.
+
+    world_size  how many ranks
+    backend     "gloo", "nccl", or None: nccl where there is a GPU for every rank
+    timeout_s   how long one send, receive or collective may wait; the run itself is not bounded
+    on_report   called here as on_report(rank, value) for every `world.report(value)` there
+
+    fn may be a closure or a notebook's function: it travels by value. What ranks print appears here with their rank.
+    Raises ValueError for a bad request, RankError where a rank raised, died, waited too long, is part of a deadlock, or
+    left a message that nobody received. The next run then gets fresh processes.
+    """
+    backend = _check_request(fn, world_size, backend, timeout_s)
+    payload = _packed(fn, args)
+    pool = _pools.get(backend)
+    if pool is not None and pool.busy:
+        raise ValueError(
+            "run was called while another one is under way; call it again when that one has returned"
+        )
+    if pool is None or pool.size < world_size or not pool.alive():
+        if pool is not None:
+            pool.close()
+        pool = _pools[backend] = Pool(world_size, backend)
+    try:
+        return pool.run(payload, world_size, timeout_s, on_report)
+    except BaseException:
+        _pools.pop(backend).close()
+        raise
+
+
+def shutdown() -> None:
+    """End every process of every pool."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+def under_torchrun() -> bool:
+    """Was this process started as a rank of torchrun's?"""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def ranks_per_node() -> int:
+    """How many of torchrun's ranks are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
+    """The world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
+
+    Takes the rank, the world's size and the meeting place from the environment torchrun sets.
+    """
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} not set: start the program with torchrun, or use minipar.run")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_size = ranks_per_node()
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    backend = backend or ("nccl" if enough else "gloo")
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    if not dist.is_initialized():
+        store, rank, size = next(dist.rendezvous("env://"))
+        dist.init_process_group(backend, store=_of_this_life(store, rank, size), rank=rank, world_size=size)
+        atexit.register(_leave_group)
+    return Comm.from_process_group(timeout_s=timeout_s, node_size=local_size)
+
+
+def _leave_group() -> None:
+    """End the group, of which Comms have let go by now. See `Link.let_go`.
+
+    Not after an uncaught exception: that would wait for messages that may never come.
+    """
+    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
+
+
+def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store that no earlier life of this world has written to.
+
+    torchrun keeps its store when it restarts the ranks, who would find, and wait for, the addresses of those that died
+    (pytorch issue 135712). Its count of restarts does not help: each machine counts its own. So every rank asks with a
+    word never said before, and rank 0 answers whatever it finds asked: only the present one can know the word.
+    """
+    word = uuid4().hex
+    if rank:
+        store.set(f"minipar/{rank}", word)
+        life = store.get(f"minipar/{word}").decode()
+        store.set(f"minipar/{life}/{rank}", "heard")
+        return dist.PrefixStore(life, store)
+    missing, deadline = set(range(1, size)), time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        for other in missing:
+            if store.check([f"minipar/{other}"]):
+                store.set(f"minipar/{store.get(f'minipar/{other}').decode()}", word)
+        missing = {other for other in missing if not store.check([f"minipar/{word}/{other}"])}
+        if missing and time.monotonic() > deadline:
+            raise TimeoutError(f"ranks {sorted(missing)} have not joined the world of {size}")
+        time.sleep(0.005)
+    return dist.PrefixStore(word, store)
+
+
+def _check_request(fn, world_size, backend, timeout_s) -> str:
+    if not callable(fn):
+        raise ValueError(f"fn={fn!r} cannot be called; give a function of (world, *args)")
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= MAX_RANKS:
+        raise ValueError(f"world_size={world_size!r} is not a number of local ranks; use 1 to {MAX_RANKS}")
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} must be above 0 seconds")
+    if multiprocessing.current_process().daemon:
+        raise ValueError("run was called on a rank; a rank talks to the others through its Comm")
+    if backend is None:
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
+        return "nccl" if enough else "gloo"
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend={backend!r} is not known; use gloo or nccl")
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("backend='nccl' needs a GPU, and torch finds none; use gloo")
+    return backend
+
+
+def _packed(fn, args) -> bytes:
+    try:
+        return dumps((fn, args))
+    except Exception as error:
+        raise ValueError(f"{fn!r} and its arguments cannot travel to another process: {error}") from error
+
+
+_pools: dict[str, Pool] = {}  # by backend: the one piece of state that outlives a call
+atexit.register(shutdown)

@@ -1,0 +1,60 @@
+"""What a schedule that can't run to its end is refused with: who is stuck where, and the cycle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipar.schedules.schedule import Action, Schedule, needs, output_key
+
+
+class Deadlock(ValueError):
+    """No rank can take its next action.
+
+    blocked   rank -> the action it can't start
+    cycle     ranks, each waiting for the next and the last for the first; empty where what is waited for is
+              nowhere in the schedule
+    """
+
+    def __init__(self, schedule: Schedule, position: Sequence[int]):
+        """`position[rank]`: how many of its actions each rank has run."""
+        self.blocked = {
+            rank: actions[done]
+            for rank, (actions, done) in enumerate(zip(schedule.actions, position))
+            if done < len(actions)
+        }
+        ran = {output_key(a) for actions, done in zip(schedule.actions, position) for a in actions[:done]}
+        home = {output_key(a): rank for rank, actions in enumerate(schedule.actions) for a in actions}
+        missing = {
+            rank: next(n for n in needs(action, schedule.num_stages) if output_key(n) not in ran)
+            for rank, action in self.blocked.items()
+        }
+        waits = {rank: home.get(output_key(need)) for rank, need in missing.items()}
+        self.cycle = _cycle(waits)
+        super().__init__(_message(schedule.name, self.blocked, missing, waits, self.cycle))
+
+
+def _cycle(waits: dict[int, int | None]) -> tuple[int, ...]:
+    """Follow who waits for whom until a rank comes round again."""
+    for rank in waits:
+        seen: list[int] = []
+        while rank is not None and rank not in seen:
+            seen.append(rank)
+            rank = waits.get(rank)
+        if rank is not None:
+            return tuple(seen[seen.index(rank) :])
+    return ()
+
+
+def _message(
+    name: str,
+    blocked: dict[int, Action],
+    missing: dict[int, Action],
+    waits: dict[int, int | None],
+    cycle: tuple[int, ...],
+) -> str:
+    def where(rank: int) -> str:
+        return "nowhere in the schedule" if waits[rank] is None else f"of rank {waits[rank]}"
+
+    stuck = "; ".join(f"rank {r} at {a} needs {missing[r]} {where(r)}" for r, a in blocked.items())
+    round_trip = " -> ".join(f"rank {rank}" for rank in (*cycle, *cycle[:1]))
+    return f"schedule {name} deadlocks: {stuck}" + (f"; cycle: {round_trip}" if cycle else "")

@@ -1,0 +1,62 @@
+"""1F1B, plain and interleaved: a warm-up of forwards, then one forward for one backward."""
+
+from __future__ import annotations
+
+from minipar.schedules.schedule import Action, Schedule, first_microbatches, require_positive
+
+
+def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
+    """`num_warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    num_warmup = min(num_warmup, len(forwards))
+    steady = len(forwards) - num_warmup
+    pairs = zip(forwards[num_warmup:], backwards)
+    return forwards[:num_warmup] + [action for pair in pairs for action in pair] + backwards[steady:]
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """1F1B with a flush: rank r starts with p-1-r forwards, the time its first gradient takes to come back.
+
+    bubble over ideal (p-1)/m, which is GPipe's; rank r keeps min(p-r, m) microbatches alive, which is not.
+    Raises ValueError where p or m is below 1.
+    Source: PipeDream-Flush, as in arXiv:2104.04473, section 2.2.1.
+    """
+    require_positive(p=p, m=m)
+    actions = (
+        alternate(
+            p - 1 - rank,
+            [Action("F", rank, k) for k in range(m)],
+            [Action("B", rank, k) for k in range(m)],
+        )
+        for rank in range(p)
+    )
+    return Schedule(tuple(map(tuple, actions)), tuple(range(p)), m, "1f1b")
+
+
+def interleaved(p: int, m: int, v: int) -> Schedule:
+    """1F1B with v chunks a rank: rank r holds stages r, r+p, ... and microbatches pass in groups of p.
+
+    bubble over ideal (p-1)/(vm) where p divides m; rank r keeps min(2(p-r-1) + (v-1)p + 1, mv) chunks alive.
+    Where p does not divide m the order is that of the next multiple, without the microbatches that are not
+    there: correct for every m, with a bubble up to that of a whole group. v=1 is 1F1B.
+    Raises ValueError where p, m or v is below 1.
+    Source: arXiv:2104.04473, section 2.2.2.
+    """
+    require_positive(p=p, m=m, v=v)
+    if v == 1:
+        return Schedule(one_f_one_b(p, m).actions, tuple(range(p)), m, "interleaved")
+    return Schedule(
+        tuple(first_microbatches(m, _interleaved_rank(p, m, v, rank)) for rank in range(p)),
+        tuple(stage % p for stage in range(p * v)),
+        m,
+        "interleaved",
+    )
+
+
+def _interleaved_rank(p: int, m: int, v: int, rank: int) -> list[Action]:
+    groups = [range(first, first + p) for first in range(0, m, p)]
+    stages = range(rank, p * v, p)
+    return alternate(
+        2 * (p - rank - 1) + (v - 1) * p,
+        [Action("F", stage, k) for group in groups for stage in stages for k in group],
+        [Action("B", stage, k) for group in groups for stage in reversed(stages) for k in group],
+    )

@@ -1,0 +1,72 @@
+"""Every schedule by the name a command line has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+from minipar.errors import one_of
+from minipar.schedules.costs import Costs
+from minipar.schedules.gpipe import breadth_first, gpipe
+from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
+from minipar.schedules.schedule import Schedule
+from minipar.schedules.search import zb_auto
+from minipar.schedules.v_shaped import dualpipe_v, zb_v
+from minipar.schedules.zero_bubble import zb_h1, zb_h2
+
+# Schedules with a choice of chunks a rank take (p, m, v); zb-auto takes (p, m, costs, memory_limit).
+SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
+    {
+        "gpipe": gpipe,
+        "breadth-first": breadth_first,
+        "1f1b": one_f_one_b,
+        "interleaved": interleaved,
+        "zb-h1": zb_h1,
+        "zb-h2": zb_h2,
+        "zb-v": zb_v,
+        "dualpipe-v": dualpipe_v,
+        "zb-auto": zb_auto,
+    }
+)
+LOOPED = ("breadth-first", "interleaved")
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+def chunks_per_rank(name: str, v: int | None = None) -> int:
+    """How many stages a rank holds under this schedule: v where it is a choice (2 if not given), else fixed.
+
+    Raises ValueError for an unknown name, and for a v that doesn't fit.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}; use {one_of(SCHEDULES)}")
+    if name in LOOPED:
+        return 2 if v is None else v
+    fixed = 2 if name in V_SHAPED else 1
+    if v not in (None, fixed):
+        raise ValueError(
+            f"v={v} chunks a rank with schedule={name!r}, which has {fixed}; use {one_of(LOOPED)}"
+        )
+    return fixed
+
+
+def make_schedule(
+    name: str,
+    p: int,
+    m: int,
+    v: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+) -> Schedule:
+    """The schedule `name` of m microbatches on p ranks.
+
+    v                    chunks a rank, for breadth-first and interleaved: 2 if not given
+    costs, memory_limit  what zb-auto searches with: equal costs and 2p activations if not given
+
+    Raises ValueError for an unknown name, a v that doesn't fit, or a size below 1.
+    """
+    chunks = chunks_per_rank(name, v)
+    if name in LOOPED:
+        return SCHEDULES[name](p, m, chunks)
+    if name == "zb-auto":
+        return zb_auto(p, m, costs or Costs(), 2 * p if memory_limit is None else memory_limit)
+    return SCHEDULES[name](p, m)

@@ -1,0 +1,158 @@
+"""zb_auto: a zero-bubble schedule found by trying, for given costs and a limit on memory."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from minipar.schedules.costs import Costs
+from minipar.schedules.schedule import Action, Op, Schedule, needs, output_key, require_positive
+from minipar.schedules.simulate import simulate
+from minipar.schedules.timeline import hop
+from minipar.schedules.zero_bubble import zb_h1, zb_h2
+
+
+def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float = 1.0) -> Schedule:
+    """The best of a few greedy schedules, and of ZB-H1 and ZB-H2 where they fit: ZB-1p and ZB-2p.
+
+    memory_limit      what a rank may hold, in activations of one microbatch: p is 1F1B's
+    kept_for_weights  the part of an activation that is still held between its I and its W. With 1, the limit
+                      is one on `Timeline.peak_live`; a transformer layer keeps 32sbh of sb(34h + 5as)
+
+    Best is the shortest of the longest own spans. Costs a few microseconds an action and candidate.
+    Raises ValueError where p, m or memory_limit is below 1, or kept_for_weights outside [0, 1].
+    Source: arXiv:2401.10241, section 3.1.
+    """
+    require_positive(p=p, m=m)
+    if not memory_limit >= 1:
+        raise ValueError(
+            f"memory_limit={memory_limit} holds no activation; use at least 1, {p} for 1F1B's memory"
+        )
+    if not 0 <= kept_for_weights <= 1:
+        raise ValueError(f"kept_for_weights={kept_for_weights} is no part of an activation; use 0 to 1")
+    drafts = [
+        _Draft(p, m, costs, memory_limit, kept_for_weights).complete(eager, patience)
+        for eager, patience in product((False, True), (None, 0.0, 0.25, 1.0))
+    ]
+    drafts += [
+        by_hand.actions
+        for by_hand in (zb_h1(p, m), zb_h2(p, m))
+        if peak_memory(by_hand, kept_for_weights) <= memory_limit
+    ]
+    schedules = [Schedule(actions, tuple(range(p)), m, "zb-auto") for actions in drafts]
+    return min(schedules, key=lambda schedule: _time_taken(schedule, costs))
+
+
+def peak_memory(schedule: Schedule, kept_for_weights: float = 1.0) -> float:
+    """The most any rank holds, in activations, where I gives up all but `kept_for_weights` of one."""
+    change = {"F": 1.0, "B": -1.0, "I": kept_for_weights - 1, "W": -kept_for_weights}
+    peak = 0.0
+    for actions in schedule.actions:
+        held = 0.0
+        for action in actions:
+            held += change[action.op]
+            peak = max(peak, held)
+    return peak
+
+
+def _time_taken(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    timeline = simulate(schedule, costs)
+    return timeline.longest_own_span, timeline.makespan
+
+
+class _Draft:
+    """A schedule in the making, and the clock of each rank. Rank r holds stage r."""
+
+    def __init__(self, p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float):
+        self.p, self.m = p, m
+        self.memory_limit, self.kept = memory_limit, kept_for_weights
+        self.seconds, self.hops = costs.table(p), costs.hops(range(p))
+        self.actions: list[list[Action]] = [[] for _ in range(p)]
+        self.count: list[dict[Op, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
+        self.free = [0.0] * p
+        self.ends: dict[Action, float] = {}
+        # What a rank's own span will be, if it is idle no more than until now.
+        self.own_span = [m * (self.seconds["F"][rank] + self.seconds["B"][rank]) for rank in range(p)]
+
+    def complete(self, eager: bool, patience: float | None) -> tuple[tuple[Action, ...], ...]:
+        """Warm up; then rounds of one I and one F a rank, with W in the gaps and where memory is short.
+
+        eager      warm up with one forward more than fits before the first gradient
+        patience   fill a gap with a W that is longer, if the gap is more than this part of it; None: if the
+                   rank would otherwise become the one with the longest own span
+        """
+        self._warm_up(eager)
+        for _ in range(self.m):
+            for rank in reversed(range(self.p)):
+                self._fill(rank, self._ready("I", rank), patience)
+                self._append("I", rank)
+            for rank in range(self.p):
+                if self._make_room(rank):
+                    self._fill(rank, self._ready("F", rank), patience)
+                    self._append("F", rank)
+        for rank in range(self.p):
+            while self._has_deferred_weights(rank):
+                self._append("W", rank)
+        return tuple(map(tuple, self.actions))
+
+    def _warm_up(self, eager: bool) -> None:
+        """As many forwards as pass before the first gradient: more than the next rank's, 1F1B's at least."""
+        most = min(self.m, int(self.memory_limit))
+        for rank, gradient in enumerate(self._first_gradients()):
+            least = min(most, self.p - rank)
+            for n in range(most):
+                start = max(self.free[rank], self._ready("F", rank))
+                if n >= least and start + (0 if eager else self.seconds["F"][rank]) > gradient:
+                    break
+                self._append("F", rank)
+            most = self.m if self.count[rank]["F"] == self.m else max(1, self.count[rank]["F"] - 1)
+            most = min(most, int(self.memory_limit))
+
+    def _first_gradients(self) -> list[float]:
+        """When each rank's first gradient arrives, if nothing delays it."""
+        arrivals = [sum(self.seconds["F"]) + sum(self.hops)]
+        for rank in reversed(range(1, self.p)):
+            arrivals.append(arrivals[-1] + self.seconds["I"][rank] + self.hops[rank - 1])
+        return arrivals[::-1]
+
+    def _ready(self, op: Op, rank: int) -> float:
+        """When what the rank's next `op` needs is there."""
+        action = Action(op, rank, self.count[rank][op])
+        return max(
+            (self.ends[output_key(need)] + hop(self.hops, need, action) for need in needs(action, self.p)),
+            default=0.0,
+        )
+
+    def _append(self, op: Op, rank: int) -> None:
+        action = Action(op, rank, self.count[rank][op])
+        start = max(self.free[rank], self._ready(op, rank))
+        if self.actions[rank]:
+            self.own_span[rank] += start - self.free[rank]
+        self.free[rank] = self.ends[action] = start + self.seconds[op][rank]
+        self.actions[rank].append(action)
+        self.count[rank][op] += 1
+
+    def _fill(self, rank: int, until: float, patience: float | None) -> None:
+        while self._has_deferred_weights(rank) and until > self.free[rank]:
+            gap, weight = until - self.free[rank], self.seconds["W"][rank]
+            if patience is None:
+                worthwhile = self.own_span[rank] + gap > max(self.own_span)
+            else:
+                worthwhile = gap > patience * weight
+            if gap < weight and not worthwhile:
+                return
+            self._append("W", rank)
+
+    def _make_room(self, rank: int) -> bool:
+        """Whether there is a forward to run and room for it, after as many W as that takes."""
+        if self.count[rank]["F"] == self.m:
+            return False
+        while self._has_deferred_weights(rank) and self._held(rank) + 1 > self.memory_limit:
+            self._append("W", rank)
+        return True
+
+    def _has_deferred_weights(self, rank: int) -> bool:
+        return self.count[rank]["W"] < self.count[rank]["I"]
+
+    def _held(self, rank: int) -> float:
+        f, i, w = (self.count[rank][op] for op in "FIW")
+        return (f - i) + self.kept * (i - w)

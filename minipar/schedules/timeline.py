@@ -1,0 +1,111 @@
+"""When every action ran, simulated or measured, and what follows: bubbles, memory, the critical path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from minipar.schedules.costs import Costs
+from minipar.schedules.schedule import Action, Schedule, needs, output_key
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule with the (start, end) of each action, in seconds.
+
+    A rank's own span runs from its first start to its last end. The bubble takes the longest own span as the
+    time, not the makespan: a rank that starts late can begin the next step late, and the two differ where
+    ranks end as early as they began.
+    Source: arXiv:2401.10241, section 5.2.
+    """
+
+    schedule: Schedule
+    spans: Mapping[Action, Span]
+    costs: Costs = field(default_factory=Costs)
+
+    @cached_property
+    def makespan(self) -> float:
+        """From the first start on any rank to the last end on any."""
+        return max((e for _, e in self.spans.values()), default=0.0) - min(
+            (s for s, _ in self.spans.values()), default=0.0
+        )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computes."""
+        return tuple(sum(e - s for s, e in self._rank_spans(rank)) for rank in range(self.schedule.num_ranks))
+
+    @cached_property
+    def longest_own_span(self) -> float:
+        """The longest time any rank spends between its first start and its last end."""
+        spans = filter(None, map(self._rank_spans, range(self.schedule.num_ranks)))
+        return max((rank_spans[-1][1] - rank_spans[0][0] for rank_spans in spans), default=0.0)
+
+    @property
+    def ideal(self) -> float:
+        """The time without any bubble: the work of all ranks, shared evenly."""
+        return sum(self.busy) / len(self.busy)
+
+    @property
+    def bubble_over_total(self) -> float:
+        """Idle time as a part of the time taken: (longest own span - ideal) / longest own span, below 1."""
+        return 1 - self.ideal / self.longest_own_span if self.longest_own_span else 0.0
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time against useful time: (longest own span - ideal) / ideal; it may exceed 1."""
+        return self.longest_own_span / self.ideal - 1 if self.ideal else 0.0
+
+    @cached_property
+    def peak_live(self) -> tuple[int, ...]:
+        """Most activations (of one stage and microbatch) a rank holds at once."""
+        return tuple(
+            max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
+        )
+
+    def live(self, rank: int) -> list[tuple[float, int]]:
+        """(time, live activations from then on) at each change: live from F's start to B's end, or W's."""
+        changes, count = [], 0
+        for action in self.schedule.actions[rank]:
+            start, end = self.spans[action]
+            if action.op == "F":
+                count += 1
+                changes.append((start, count))
+            elif action.op in "BW":
+                count -= 1
+                changes.append((end, count))
+        return changes
+
+    @cached_property
+    def critical_path(self) -> tuple[Action, ...]:
+        """The chain of actions, first to last, each of which waited for the one before."""
+        previous = {b: a for rank in self.schedule.actions for a, b in zip(rank, rank[1:])}
+        by_result = {output_key(action): action for action in self.spans}
+        hops = self.costs.hops(self.schedule.stage_rank)
+        path = [max(self.spans, key=lambda action: self.spans[action][1])] if self.spans else []
+        while path:
+            action = path[-1]
+            causes = [
+                (
+                    self.spans[by_result[output_key(need)]][1] + hop(hops, need, action),
+                    by_result[output_key(need)],
+                )
+                for need in needs(action, self.schedule.num_stages)
+            ]
+            if action in previous:
+                causes.append((self.spans[previous[action]][1], previous[action]))
+            if not causes:
+                break
+            path.append(max(causes)[1])
+        return tuple(reversed(path))
+
+    def _rank_spans(self, rank: int) -> list[Span]:
+        return [self.spans[action] for action in self.schedule.actions[rank]]
+
+
+def hop(hops: list[float], need: Action, action: Action) -> float:
+    """The latency of `need`'s result on its way to `action`: none within a stage."""
+    return 0.0 if need.stage == action.stage else hops[min(need.stage, action.stage)]

@@ -1,0 +1,86 @@
+"""ZB-V and DualPipe-V: two chunks a rank, placed as a V, so that a microbatch ends where it began.
+
+Rank r holds stage r ("chunk 0", on the way down) and stage 2p-1-r ("chunk 1", on the way up). The last rank
+holds both stages at the turn, and rank 0 the first and the last stage of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from minipar.schedules.schedule import Action, Schedule, first_microbatches, require_positive
+
+
+def zb_v(p: int, m: int) -> Schedule:
+    """Zero bubble in the memory of 1F1B.
+
+    no idle time where F=I=W and m >= 2p-1; every rank then keeps 2p chunks alive, which is as much as p of
+    1F1B's stages. Fewer microbatches take the order of 2p-1, without those that are not there.
+    Raises ValueError where p or m is below 1.
+    Source: arXiv:2401.10241, section 6, and arXiv:2405.15362.
+    """
+    require_positive(p=p, m=m)
+    return _v_schedule(p, m, [_zb_v_steps(p, max(m, 2 * p - 1), rank) for rank in range(p)], "zb-v")
+
+
+def _zb_v_steps(p: int, m: int, rank: int) -> list[str]:
+    return (
+        ["F0"] * (2 * (p - rank) - 1)
+        + ["F1", "F0"] * rank
+        + ["F1", "I1", "W1"] * (p - rank)
+        + ["F0", "I0", "W0", "F1", "I1", "W1"] * (m - 2 * p + 1 + rank)
+        + ["I0", "W0", "F1", "I1", "W1"] * (p - 1 - rank)
+        + ["I0", "I1"] * rank
+        + ["I0", "W0"] * (p - rank)
+        + ["W1"] * rank
+        + ["W0"] * rank
+    )
+
+
+def dualpipe_v(p: int, m: int) -> Schedule:
+    """DualPipe cut in half: forwards of one chunk paired with backwards of the other.
+
+    idle per rank p-1 where F=I=W=1 and m >= 2p, with at most 2p+1 chunks alive. A pair exists so that the
+    communication of one hides behind the compute of the other; here its two actions are neighbours, and the
+    first passes its result on before the second has run, where the paper's (p-1)(F&B + B - 3W) counts both as
+    one. Only backwards that would leave a gap are split. Fewer than 2p microbatches take the order of 2p,
+    without those that are not there.
+    Raises ValueError where p or m is below 1.
+    Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and its DualPipeV.
+    """
+    require_positive(p=p, m=m)
+    return _v_schedule(p, m, [_dualpipe_v_steps(p, max(m, 2 * p), rank) for rank in range(p)], "dualpipe-v")
+
+
+def _dualpipe_v_steps(p: int, m: int, rank: int) -> list[str]:
+    left = p - 1 - rank
+    tail = ["B1", "B0"] * (rank + 1)
+    whole, split = tail[: rank + 1], [step.replace("B", "I") for step in tail[rank + 1 :]]
+    weights = [step.replace("I", "W") for step in split + ["I0"] * left]
+    return (
+        ["F0"] * (2 * left)
+        + ["F0", "F1"] * (rank + 1)
+        + ["I1", "W1", "F1"] * left
+        + ["F0", "B1", "F1", "B0"] * (m - 2 * p + rank + 1)
+        + ["B1", "F1", "B0"] * left
+        + whole
+        + split
+        + [step for weight in weights[:left] for step in (weight, "I0")]
+        + weights[left:]
+    )
+
+
+def _v_schedule(p: int, m: int, steps: list[list[str]], name: str) -> Schedule:
+    stage_rank = (*range(p), *reversed(range(p)))
+    actions = (first_microbatches(m, _number(steps[rank], rank, 2 * p - 1 - rank)) for rank in range(p))
+    return Schedule(tuple(actions), stage_rank, m, name)
+
+
+def _number(steps: list[str], *stages: int) -> Iterable[Action]:
+    """Turn "F1" into a forward of the next microbatch on stages[1], and so on. A B is an I and a W."""
+    done: Counter[str] = Counter()
+    for op, chunk in steps:
+        halves = ("I", "W") if op == "B" else (op,)
+        yield Action(op, stages[int(chunk)], done[halves[0] + chunk])
+        done.update(half + chunk for half in halves)

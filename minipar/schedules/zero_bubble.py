@@ -1,0 +1,53 @@
+"""ZB-H1 and ZB-H2: 1F1B with its backwards split, the weight gradients filling what was bubble."""
+
+from __future__ import annotations
+
+from minipar.schedules.one_f_one_b import alternate
+from minipar.schedules.schedule import Action, Schedule, require_positive
+
+
+def zb_h1(p: int, m: int) -> Schedule:
+    """1F1B whose rank r lags r weight gradients behind, and so spends them where 1F1B would wait.
+
+    idle per rank (p-1)(F + I - W), a third of 1F1B's where F=I=W; every rank keeps min(p, m) microbatches
+    alive, as many as 1F1B's first.
+    Raises ValueError where p or m is below 1.
+    Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1.
+    """
+    require_positive(p=p, m=m)
+    return _split_1f1b(p, m, [p - 1 - rank for rank in range(p)], list(range(p)), "zb-h1")
+
+
+def zb_h2(p: int, m: int) -> Schedule:
+    """ZB-H1 with twice the warm-up and twice the lag: more forwards fill the first bubble as well.
+
+    idle per rank (p-1)(F + I - 2W), none where F=I=W; every rank keeps min(2p-1, m) microbatches alive.
+    Raises ValueError where p or m is below 1.
+    Source: arXiv:2401.10241, section 2.2.
+    """
+    require_positive(p=p, m=m)
+    return _split_1f1b(
+        p, m, [2 * (p - 1 - rank) for rank in range(p)], [2 * rank for rank in range(p)], "zb-h2"
+    )
+
+
+def _split_1f1b(p: int, m: int, num_warmup: list[int], lag: list[int], name: str) -> Schedule:
+    actions = []
+    for rank in range(p):
+        forwards = [Action("F", rank, k) for k in range(m)]
+        halves = [Action("I", rank, k) for k in range(m)]
+        actions.append(_with_weights(alternate(num_warmup[rank], forwards, halves), lag[rank]))
+    return Schedule(tuple(actions), tuple(range(p)), m, name)
+
+
+def _with_weights(actions: list[Action], lag: int) -> tuple[Action, ...]:
+    """Insert a W after each I, `lag` microbatches late; the last `lag` of them come at the end."""
+    deferred: list[Action] = []
+    out: list[Action] = []
+    for action in actions:
+        out.append(action)
+        if action.op == "I":
+            deferred.append(action._replace(op="W"))
+            if len(deferred) > lag:
+                out.append(deferred.pop(0))
+    return tuple(out + deferred)

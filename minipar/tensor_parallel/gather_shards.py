@@ -1,0 +1,39 @@
+"""From shards back to the whole, by placements alone."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from torch import Tensor, nn
+
+from minipar.mesh import gather, placement_of
+
+
+@torch.no_grad()
+def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
+    """The one-process model's state_dict, keys and values, on every rank.
+
+    Gathers every parameter's shards over `comm`, and puts them where their placements say. Copies of one part must be
+    equal bit by bit.
+
+    Sends (tp-1) times this rank's parameters, and their placements once. Allocates the whole model.
+    Raises ValueError, with the name, where copies differ.
+    """
+    named = dict(model.named_parameters())
+    placements = _gather_objects(comm, {name: placement_of(p) for name, p in named.items()})
+    state = {}
+    for name, parameter in named.items():
+        of_ranks = [by_name[name] for by_name in placements]
+        sizes = [placement.numel for placement in of_ranks]
+        shards = comm.all_gather(parameter.detach().reshape(-1), sizes).split(sizes)
+        parts = [(p, shard.view(p.local_shape)) for p, shard in zip(of_ranks, shards)]
+        state[placement_of(parameter).name] = gather(parts)
+    return {name: state.get(name, value) for name, value in model.state_dict().items()}
+
+
+def _gather_objects(comm, value) -> list:
+    """Every rank's value, by rank."""
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(comm.device)
+    sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
+    return [pickle.loads(bytes(part.cpu().numpy())) for part in comm.all_gather(data, sizes).split(sizes)]

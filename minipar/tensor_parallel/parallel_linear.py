@@ -1,0 +1,159 @@
+"""The two ways to cut a matrix in a linear layer, and why they come in pairs.
+
+    column parallel   y = x w^T, w split by output features: each rank has its own features of y
+    row parallel      y = x w^T, w split by input features: each rank has a term of the sum that is y
+
+A column-parallel layer, anything that works feature by feature, and a row-parallel layer follow one another without a
+word between ranks; one all-reduce at the end forward, one at the beginning backward.
+
+Source: Megatron-LM, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from minipar.comm import autograd
+from minipar.errors import require_divides
+from minipar.mesh import place_whole
+from minipar.model.deferrable_linear import WeightGradients, linear
+from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
+from minipar.tensor_parallel.column import Matrix, column_parallel
+from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer's output features r*F/tp ... : y = x w^T + b.
+
+    x  [B, T, D] on every rank    w  [F/tp, D]    b  [F/tp]    y  [B, T, F/tp]; with `gather_output` [B, T, F]
+
+    num_shards    into how many parts the features are cut, tp unless told; where fewer, tp/num_shards neighbouring
+                  ranks hold each, and its gradient is summed over them
+    sequence_parallel  x is this rank's tokens [B, T/tp, D], gathered here; `chunked`: in pieces, behind the products
+    uneven        the features may be cut as torch.chunk cuts; the output is then not to be gathered
+
+    Costs: `column_parallel`; gathering the output sends (tp-1)/tp * B*T*F elements more.
+    Raises ValueError where num_shards does not divide F, unless `uneven`.
+    """
+
+    deferred: WeightGradients | None = None
+
+    def __init__(
+        self, weight, bias, comm, gather_output=False, sequence_parallel=False, chunked=False, replicas=None
+    ):
+        super().__init__()
+        self.weight, self.comm, self.replicas = weight, comm, replicas
+        self.register_parameter("bias", bias)
+        self.gather_output, self.sequence_parallel, self.chunked = gather_output, sequence_parallel, chunked
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear,
+        comm,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        chunked: bool = False,
+        num_shards: int | None = None,
+        uneven: bool = False,
+    ) -> ColumnParallelLinear:
+        """Cut this rank's part out of a whole layer, the same on every rank."""
+        num_shards = num_shards or comm.size
+        if not uneven:
+            what = "tp" if num_shards == comm.size else "num_shards"
+            require_divides(what, num_shards, "out_features", linear.weight.shape[0])
+        require_divides("num_shards", num_shards, "tp", comm.size)
+        place_whole(linear)
+        holders = comm.size // num_shards
+        index = comm.rank // holders
+        cut = partial(cut_parameter, dim=0, index=index, count=num_shards, copies=holders > 1)
+        ranks = range(index * holders, (index + 1) * holders)
+        replicas = comm.subgroup(ranks, "replicas") if holders > 1 else None
+        bias = None if linear.bias is None else cut(linear.bias)
+        return cls(cut(linear.weight), bias, comm, gather_output, sequence_parallel, chunked, replicas)
+
+    def matrix(self) -> Matrix:
+        return Matrix(self.weight, self.deferred, self.replicas)
+
+    def add_bias(self, y: Tensor) -> Tensor:
+        if self.bias is None:
+            return y
+        return y + (self.bias if self.replicas is None else autograd.copy(self.replicas, self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,) = project_together((self,), x)
+        return autograd.gather(self.comm, y, dim=-1) if self.gather_output else y
+
+
+def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
+    """What several column-parallel layers make of one input: one copy operator, so one sum of dx, for all."""
+    first, matrices = layers[0], [layer.matrix() for layer in layers]
+    if first.sequence_parallel and first.chunked:
+        ys = gather_matmul(first.comm, x, matrices)
+    else:
+        ys = column_parallel(first.comm, x, matrices, first.sequence_parallel)
+    return tuple(layer.add_bias(y) for layer, y in zip(layers, ys))
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer's input features r*D/tp ... : y = sum over ranks of x w^T, + b once.
+
+    x  [B, T, D/tp]; [B, T, D] where not `input_is_parallel`    w  [F, D/tp]    b  [F] on every rank
+    y  [B, T, F] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, F]; `chunked`: summed in pieces
+
+    backward   dx = dy w, dw = dy^T x    local; with `sequence_parallel`, dy is gathered
+
+    Sends 2(tp-1)/tp * B*T*F elements forward; with `sequence_parallel` half of it forward, half backward. Splitting the
+    input gathers its gradient: (tp-1)/tp * B*T*D more backward.
+    Raises ValueError where tp does not divide D.
+    """
+
+    deferred: WeightGradients | None = None
+
+    def __init__(self, weight, bias, comm, input_is_parallel=True, sequence_parallel=False, chunked=False):
+        super().__init__()
+        self.weight, self.comm = weight, comm
+        self.register_parameter("bias", bias)
+        self.input_is_parallel, self.sequence_parallel, self.chunked = (
+            input_is_parallel,
+            sequence_parallel,
+            chunked,
+        )
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear,
+        comm,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        chunked: bool = False,
+    ) -> RowParallelLinear:
+        """Cut this rank's part out of a whole layer, the same on every rank."""
+        require_divides("tp", comm.size, "in_features", linear.weight.shape[1])
+        place_whole(linear)
+        weight = cut_parameter(linear.weight, 1, comm.rank, comm.size)
+        bias = None if linear.bias is None else replicate_parameter(linear.bias)
+        return cls(weight, bias, comm, input_is_parallel, sequence_parallel, chunked)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = autograd.split(self.comm, x, dim=-1)
+        y = self._sum_over_ranks(x)
+        return y if self.bias is None else y + self._shared_bias()
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        if self.sequence_parallel and self.chunked:
+            return matmul_scatter(self.comm, x, self.weight, self.deferred)
+        term = linear(x, self.weight, None, self.deferred)
+        if self.sequence_parallel:
+            return reduce_scatter_tokens(self.comm, term)
+        return autograd.all_reduce(self.comm, term)
+
+    def _shared_bias(self) -> Tensor:
+        # Added to this rank's tokens alone, its gradient is a part of the sum.
+        return autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias

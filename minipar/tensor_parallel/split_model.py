@@ -1,0 +1,223 @@
+"""The recipe: which layer of the model is cut plan.
+
+    embedding            rows                                   one all-reduce forward
+    attention            q, k, v by heads; o to match           one all-reduce forward, one backward
+    mlp                  gate, up by features; down to match    one all-reduce forward, one backward
+    experts              each of them like an mlp               one all-reduce forward, two backward
+    head                 rows; the loss over split logits       one all-reduce backward
+    norms                whole on every rank
+
+A layer therefore communicates four times, each time B*T*D elements: whatever happens between a column-parallel and a
+row-parallel matrix happens to features, or heads, that do not know of each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+
+from torch import nn
+
+from minipar.chunks import chunk_sizes
+from minipar.comm import Comm
+from minipar.errors import divisors, one_of
+from minipar.mesh import place_whole, placement_of, set_placement
+from minipar.model.attention import Attention
+from minipar.model.block import Block
+from minipar.model.deferrable_linear import TiedHead
+from minipar.model.mlp import SwiGLU
+from minipar.model.model_config import ModelConfig
+from minipar.model.moe import MoE
+from minipar.model.norm import RMSNorm
+from minipar.model.transformer import Transformer
+from minipar.tensor_parallel.parallel_linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    project_together,
+)
+from minipar.tensor_parallel.sequence import ShardDropout, ShardLength, ShardRMSNorm
+from minipar.tensor_parallel.shards import replicate_parameter
+from minipar.tensor_parallel.split_experts import cut_experts
+from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelFinish, VocabParallelTiedHead
+
+
+def tensor_parallel(
+    model: Transformer,
+    comm,
+    sequence_parallel: bool = False,
+    chunked: bool = False,
+    pad_vocab: bool = False,
+    algorithm: str = "auto",
+) -> Transformer:
+    """Turn the one-process model, or a stage of it, into this rank's shard of it, in place; returns the model.
+
+    comm               the tp ranks; each calls this with the same model
+    sequence_parallel  between the split matrices each rank holds its own tokens: see `sequence.py`. Hidden states
+                       between stages are then shards [B, T/tp, D], and tp must divide T
+    chunked            sequence parallelism's gathers and sums in pieces, behind the layers' products: see `chunked.py`
+    pad_vocab          where tp does not divide the vocabulary, cut it as if it were padded to a multiple of tp. The
+                       padding is not stored: the last rank has fewer rows, and no logit needs a mask
+    algorithm          which collectives do the talking
+
+    `model.loss` never gathers the logits; `model(tokens)` does, for who wants to see them: [B, T, V]. A gradient is
+    complete over tp when autograd delivers it. Every parameter has a placement; see `full_state_dict`.
+
+    Sends, a layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, which gathers the inputs of
+    its column-parallel matrices once more, 10(tp-1)/tp * B*T*D, and the norms' 2 D gradients. Where tp exceeds the
+    key/value heads, ranks that share one sum its gradients.
+    Raises ValueError, before anything is changed, where tp does not divide what is to be split, or where replicas already
+    sum the gradients of whole parameters.
+    """
+    if chunked and not sequence_parallel:
+        raise ValueError(
+            "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
+        )
+    check_tensor_parallel(model.config, comm.size, pad_vocab)
+    _require_not_wrapped(model)
+    comm = comm.using(algorithm) if algorithm != "auto" else comm
+    _say_if_padded(model.config.vocab_size, comm)
+    _place(model)
+    plan = TensorParallelPlan(comm, sequence_parallel, chunked)
+    if model.first:
+        model.embedding = VocabParallelEmbedding.from_embedding(
+            model.embedding, comm, sequence_parallel, uneven=True
+        )
+    for block in model.layers.values():
+        cut_block(block, plan)
+    if model.last:
+        model.norm = cut_norm(model.norm, plan)
+        model.head = cut_head(model.head, plan)
+        model.finish = VocabParallelFinish(model.config.vocab_size, comm)
+    if sequence_parallel:
+        model.sequence_length = ShardLength(model.first, comm)
+    return model
+
+
+@dataclass(frozen=True)
+class TensorParallelPlan:
+    """Over which ranks layers are cut, and what lies between them."""
+
+    comm: Comm
+    sequence_parallel: bool
+    chunked: bool
+
+    def column(self, linear: nn.Module, **options) -> ColumnParallelLinear:
+        return ColumnParallelLinear.from_linear(
+            linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked, **options
+        )
+
+    def row(self, linear: nn.Module) -> RowParallelLinear:
+        return RowParallelLinear.from_linear(
+            linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked
+        )
+
+
+def cut_block(block: Block, plan: TensorParallelPlan) -> None:
+    """Replace each layer of a block by this rank's part of it."""
+    for name, layer in list(block.named_children()):
+        if type(layer) not in PARALLELIZE_BY_TYPE:
+            kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
+            raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
+        setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
+    if plan.sequence_parallel:
+        block.drop = ShardDropout(block, plan.comm)
+
+
+def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
+    """Give each rank num_heads/tp query heads and the key/value heads these read, shared where there are too few."""
+    kv_shards = min(plan.comm.size, attention.num_kv_heads)
+    attention.q = plan.column(attention.q)
+    attention.k = plan.column(attention.k, num_shards=kv_shards)
+    attention.v = plan.column(attention.v, num_shards=kv_shards)
+    attention.o = plan.row(attention.o)
+    attention.project = partial(project_together, (attention.q, attention.k, attention.v))
+    attention.num_heads //= plan.comm.size
+    attention.num_kv_heads //= kv_shards
+    return attention
+
+
+def cut_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
+    """Give each rank the same features of gate and up, which meet element by element."""
+    mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
+    mlp.project = partial(project_together, (mlp.gate, mlp.up))
+    return mlp
+
+
+def cut_norm(norm: RMSNorm, plan: TensorParallelPlan) -> nn.Module:
+    replicate_parameter(norm.weight)
+    return ShardRMSNorm(norm, plan.comm) if plan.sequence_parallel else norm
+
+
+def cut_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:
+    return cut_experts(moe, plan.comm, plan.sequence_parallel)
+
+
+# How each kind of layer is cut: another kind is another line.
+PARALLELIZE_BY_TYPE = MappingProxyType(
+    {Attention: cut_attention, SwiGLU: cut_mlp, MoE: cut_moe, RMSNorm: cut_norm}
+)
+
+
+def cut_head(head: nn.Module, plan: TensorParallelPlan) -> nn.Module:
+    if isinstance(head, TiedHead):
+        return VocabParallelTiedHead(plan.comm, plan.sequence_parallel)
+    return plan.column(head, uneven=True)
+
+
+def _say_if_padded(vocab_size: int, comm) -> None:
+    if vocab_size % comm.size and comm.rank == 0:
+        padded = -(-vocab_size // comm.size) * comm.size
+        warnings.warn(
+            f"vocab_size={vocab_size} is cut over tp={comm.size} as if padded to {padded}", stacklevel=3
+        )
+
+
+def _require_not_wrapped(model: Transformer) -> None:
+    for name, parameter in model.named_parameters():
+        placement = getattr(parameter, "placement", None)
+        if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
+            raise ValueError(
+                f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
+            )
+
+
+def _place(model: Transformer) -> None:
+    place_whole(model)
+    for name, canonical in model.tied.items():
+        parameter = model.get_parameter(name)
+        set_placement(parameter, placement_of(parameter).tie(canonical))
+
+
+def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
+    """Raise ValueError where a model of these sizes cannot be cut over tp ranks, saying what would work."""
+    legal = legal_sizes(config, pad_vocab)
+    if tp in legal:
+        return
+    advice = f"use {one_of(legal)}"
+    if not pad_vocab and tp in legal_sizes(config, pad_vocab=True):
+        advice += ", or pad_vocab=True"
+    raise ValueError(f"tp={tp} {next(_obstacles(config, tp, pad_vocab))}; {advice}")
+
+
+def legal_sizes(config: ModelConfig, pad_vocab: bool = False) -> list[int]:
+    """Over how many ranks a model of these sizes can be cut."""
+    return [tp for tp in divisors(config.num_heads) if not any(_obstacles(config, tp, pad_vocab))]
+
+
+def _obstacles(config: ModelConfig, tp: int, pad_vocab: bool) -> Iterator[str]:
+    sizes = {"num_heads": config.num_heads, "hidden_dim": config.hidden_dim}
+    if config.num_experts and config.shared_dim:
+        sizes["shared_dim"] = config.shared_dim
+    if not pad_vocab:
+        sizes["vocab_size"] = config.vocab_size
+    for name, size in sizes.items():
+        if tp < 1 or size % tp:
+            yield f"does not divide {name}={size}"
+    kv = config.num_kv_heads
+    if tp >= 1 and tp % kv and kv % tp:
+        yield f"neither divides num_kv_heads={kv} nor is a multiple of it"
+    if pad_vocab and tp >= 1 and 0 in chunk_sizes(config.vocab_size, tp):
+        yield f"leaves a rank without a row of vocab_size={config.vocab_size}"

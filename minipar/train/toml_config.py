@@ -1,0 +1,77 @@
+"""A run's configuration as a TOML file: what flags would say, to be kept and run again."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+from minipar.train.train_config import TrainConfig
+
+
+def read_settings(path: Path, cls: type = TrainConfig) -> dict[str, Any]:
+    """The fields of a TrainConfig that a TOML file gives, the model's under "model" as a dict of their own.
+
+        steps = 300
+        dp = 2
+        [model]
+        num_layers = 8
+
+    Raises ValueError, naming the file, where it cannot be read or a setting does not exist or is of another type.
+    """
+    try:
+        settings = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(f"config={path}: {error.strerror}; give a readable TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={path} is not TOML: {error}") from None
+    return _checked(settings, cls, path)
+
+
+def _checked(settings: dict, cls: type, path: Path) -> dict[str, Any]:
+    hints = get_type_hints(cls)
+    return {name: _value(name, value, hints, path) for name, value in settings.items()}
+
+
+def _value(name: str, value, hints: dict, path: Path):
+    if name not in hints:
+        near = difflib.get_close_matches(name, hints, 1)
+        meant = f"; did you mean {near[0]}?" if near else "; `minipar train --help` lists them"
+        raise ValueError(f"config={path}: {name} is no setting{meant}")
+    hint = hints[name]
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if is_dataclass(kinds[0]):
+        if isinstance(value, dict):
+            return _checked(value, kinds[0], path)
+    elif Path in kinds and isinstance(value, str):
+        return Path(value)
+    elif type(value) in kinds:
+        return value
+    elif float in kinds and type(value) is int:
+        return float(value)
+    wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+    raise ValueError(f"config={path}: {name}={value!r} is a {type(value).__name__}; use {wanted}")
+
+
+def as_toml(config) -> str:
+    """The configuration as a file that `read_settings` reads; what is None is left out, for that is the default."""
+    plain, tables = [], []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            tables.append(f"\n[{field.name}]\n{as_toml(value)}")
+        elif value is not None:
+            plain.append(f"{field.name} = {_literal(value)}\n")
+    return "".join(plain + tables)
+
+
+def _literal(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str | Path):
+        escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    return repr(value)

@@ -1,0 +1,202 @@
+"""`minipar verify`: any mesh against one process, tensor by tensor, and the first that diverges by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from minipar.errors import divisors
+from minipar.mesh import Mesh, Placement, placement_of
+from minipar.model import ModelConfig
+from minipar.pipeline import SCHEDULES
+from minipar.runtime.launch import run
+from minipar.train.parallelize import parallelize
+from minipar.train.provenance import place_in_recipe
+from minipar.train.reference import train_in_one_process
+from minipar.train.step import train_step
+from minipar.train.text import load_text, require_samples
+from minipar.train.train_config import TrainConfig
+
+TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2}  # of a tensor's largest entry
+FLOOR = 1e-12  # of float64; below this an exact zero may have rounding in it
+
+# What `minipar verify` checks unless told otherwise: small, and with everything that is hard in it.
+SMALL = ModelConfig(
+    dim=32, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=64, dropout=0.1, tie_embeddings=True
+)
+DEFAULTS = TrainConfig(
+    model=SMALL, steps=5, batch_size=8, seq_len=64, warmup=2, dtype="float64", timeout_s=30
+)
+
+
+class Row(NamedTuple):
+    """One line of the table: how far `what` was from one process at most, in which tensor, on which rank.
+
+    difference  max|a - b| / max|b|, or where b is zero max|a - b|
+    place       of a tensor: which steps of the recipe made that rank's part of it
+    """
+
+    what: str
+    tensors: int
+    difference: float
+    worst: str
+    rank: int
+    equal: bool
+    place: str = ""
+
+
+class Verification(NamedTuple):
+    config: TrainConfig
+    rows: list[Row]
+
+    @property
+    def equal(self) -> bool:
+        return all(row.equal for row in self.rows)
+
+    @property
+    def first_divergence(self) -> Row | None:
+        return next((row for row in self.rows if not row.equal), None)
+
+    @property
+    def difference(self) -> float:
+        return max(row.difference for row in self.rows)
+
+
+class Observed(NamedTuple):
+    """What one rank saw: its parts of the initial weights, of the gradients of each step, of the last weights."""
+
+    tensors: list[tuple[str, list[tuple[Placement, torch.Tensor]]]]
+    losses: list[float]
+    norms: list[float]
+
+
+def verify(config: TrainConfig = DEFAULTS) -> Verification:
+    """Run `config.steps` steps on its mesh and in one process, and compare everything.
+
+    Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights, the
+    gradients and the loss of every step, the gradient norm, the weights at the end; so the first row that differs is the
+    first thing that went wrong, and says on which rank.
+    Raises ValueError for a bad request, RankError where a rank fails.
+    """
+    text = load_text(config.text)
+    require_samples(text, config.seq_len, config.text)
+    seen = run(_observe_rank, config, text, world_size=config.world_size, timeout_s=config.timeout_s)
+    tensors, losses, norms = run(_observe_one_process, config, text, world_size=1)[0]
+    limit = TOLERANCE[config.dtype]
+    rows = []
+    for i, (what, want) in enumerate(tensors):
+        rows.append(_tensor_row(config, what, [rank.tensors[i][1] for rank in seen], want, limit))
+        if what.startswith("gradients"):
+            step = len([row for row in rows if row.what.startswith("loss")])
+            rows.append(
+                _number_row(f"loss, step {step}", [rank.losses[step] for rank in seen], losses[step], limit)
+            )
+            rows.append(
+                _number_row(
+                    f"gradient norm, step {step}", [rank.norms[step] for rank in seen], norms[step], limit
+                )
+            )
+    return Verification(config, rows)
+
+
+def _observe_rank(world, config: TrainConfig, text: torch.Tensor) -> Observed:
+    replica = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    seen, losses, norms = [], [], []
+
+    def keep(what: str, values) -> None:
+        seen.append((what, [(placement_of(x), v.to("cpu", copy=True)) for x, v in values if v is not None]))
+
+    keep("initial weights", [(x, x.detach()) for x in replica.tensors])
+    for step in range(config.steps):
+        observe = lambda step=step: keep(f"gradients, step {step}", [(x, x.grad) for x in replica.tensors])  # noqa: E731
+        metrics = train_step(world, replica, config, text, step, observe)
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+    keep("weights at the end", [(x, x.detach()) for x in replica.tensors])
+    return Observed(seen, losses, norms)
+
+
+def _observe_one_process(world, config: TrainConfig, text: torch.Tensor):
+    seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+
+    def observe(model) -> None:
+        if not seen:
+            seen.append(("initial weights", {n: p.detach().clone() for n, p in model.named_parameters()}))
+        else:
+            step = len(seen) - 1
+            seen.append((f"gradients, step {step}", {n: p.grad.clone() for n, p in model.named_parameters()}))
+
+    reference = train_in_one_process(config, text, config.steps, observe=observe)
+    seen.append(("weights at the end", reference.parameters))
+    return seen, reference.losses, reference.grad_norms
+
+
+def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:
+    """Every rank's parts against the same parts of one process's tensors."""
+    worst, count, where = (-1.0, "", 0), 0, None
+    for rank, held in enumerate(held_by_rank):
+        for placement, got in held:
+            name = placement.tied_to or placement.name
+            whole = want[name]
+            part = placement.slice_of(whole)
+            apart = (got - part).abs().max().item() if got.numel() else 0.0
+            largest = whole.abs().max().item()
+            apart = _known(apart / largest if largest > FLOOR else apart)
+            if (apart, name, rank) > worst:
+                worst, where = (apart, name, rank), placement
+            count += 1
+    return Row(
+        what, count, *worst, worst[0] <= limit, place_in_recipe(config, where, worst[2]) if where else ""
+    )
+
+
+def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
+    apart = [_known(abs(got - want) / max(abs(want), FLOOR)) for got in by_rank]
+    rank = max(range(len(apart)), key=apart.__getitem__)
+    return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)
+
+
+def _known(difference: float) -> float:
+    """Whatever is not a number is infinitely far from everything, also from another that is not."""
+    return math.inf if math.isnan(difference) else difference
+
+
+def table(result: Verification) -> str:
+    """The verification as text, a row a comparison, and the verdict."""
+    head = f"{'':22}{'tensors':>8}  {'difference':>10}  where it is largest"
+    lines = [head]
+    for row in result.rows:
+        mark = "" if row.equal else "   <-- DIVERGES"
+        lines.append(
+            f"{row.what:22}{row.tensors:>8}  {row.difference:>10.1e}  {row.worst}, rank {row.rank}{mark}"
+        )
+    if (first := result.first_divergence) is None:
+        lines.append(f"{result.config.mesh_name}: the numbers of one process")
+    else:
+        lines.append(
+            f"{result.config.mesh_name} DIVERGES first in {first.what}: {first.worst} on rank {first.rank}"
+            + (f" ({first.place})" if first.place else "")
+        )
+    return "\n".join(lines)
+
+
+def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
+    """Every legal mesh of this many ranks, with every ZeRO stage, and where there is a pipeline every schedule."""
+    from dataclasses import replace
+
+    for pp, dp, cp in product(divisors(world_size), repeat=3):
+        if world_size % (pp * dp * cp):
+            continue
+        tp = world_size // (pp * dp * cp)
+        experts = divisors(dp * cp) if base.model.num_experts else [1]
+        schedules = SCHEDULES if pp > 1 else ["1f1b"]
+        for ep, zero, schedule in product(experts, range(4), schedules):
+            sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, zero=zero, schedule=schedule)
+            try:
+                yield replace(base, microbatches=2 if pp > 1 else 1, **sizes)
+            except ValueError:
+                continue  # not legal for this model or batch

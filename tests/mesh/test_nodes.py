@@ -1,0 +1,113 @@
+"""Which axes cross from node to node, as every group looked at says; and the price of it, as the ledgers count."""
+
+import warnings
+from itertools import product
+
+import pytest
+import torch
+
+import minipar
+from minipar.mesh import Mesh
+from minipar.model import ModelConfig
+from minipar.train import TrainConfig
+from minipar.train.internode_traffic import (
+    crossing,
+    gradient_bytes,
+    leaving_bytes,
+    tp_bytes,
+    warn_if_tp_crosses,
+)
+from minipar.train.parallelize import parallelize
+from minipar.train.step import train_step
+from minipar.train.text import load_text
+
+MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, max_seq_len=16)
+
+
+def config(model=MODEL, **changes) -> TrainConfig:
+    return TrainConfig(**dict(model=model, batch_size=8, seq_len=16, bucket_mb=25) | changes)
+
+
+def test_an_axis_crosses_where_one_of_its_groups_is_on_two_nodes():
+    for pp, dp, cp, tp, ep in product((1, 2), (1, 2, 3), (1, 2), (1, 2, 3), (1, 2, 3)):
+        if dp * cp % ep:
+            continue
+        mesh = Mesh(pp * dp * cp * tp, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        groups = {axis: {mesh.group(rank, axis) for rank in range(mesh.world_size)} for axis in mesh.sizes}
+        for n in range(1, mesh.world_size + 2):
+            nodes = {axis: [{rank // n for rank in group} for group in groups[axis]] for axis in groups}
+            want = {axis: any(len(of_group) > 1 for of_group in nodes[axis]) for axis in groups}
+            assert crossing(dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep), n) == want
+
+
+def test_a_node_without_ranks_is_refused():
+    with pytest.raises(ValueError, match="ranks_per_node=0"):
+        crossing(dict(tp=2), 0)
+
+
+WITH_EXPERTS = ModelConfig(
+    dim=32, num_layers=2, num_heads=4, max_seq_len=16, num_experts=2, group_tokens=16, capacity_factor=None
+)
+PRICED = {
+    "plain": config(dp=2, tp=2),
+    "microbatches": config(dp=2, tp=2, microbatches=2),
+    "float64": config(dp=2, tp=2, dtype="float64"),
+    "sequence parallel": config(dp=2, tp=2, sequence_parallel=True, microbatches=2),
+    "recompute": config(dp=2, tp=2, recompute="full"),
+    "recompute, sequence parallel": config(tp=4, recompute="full", sequence_parallel=True),
+    "recompute, dropout": config(ModelConfig(**vars(MODEL) | dict(dropout=0.1)), tp=4, recompute="full"),
+    "selective": config(tp=4, recompute="selective"),
+    "context": config(cp=2, tp=2),
+    "experts": config(WITH_EXPERTS, dp=2, tp=2),
+}
+
+
+def ledgers(world, priced: list[TrainConfig]) -> list[tuple[int, int]]:
+    """Bytes this rank sends in a step over tp, and to sum gradients."""
+    torch.set_num_threads(1)
+    world, text, counts = world.using("ring"), load_text(None), []
+    for number, one in enumerate(priced):
+        mesh = Mesh(world.subgroup(range(world.size), f"run {number}"), **one.mesh_sizes)
+        replica = parallelize(one, mesh, world.device)
+        comms = mesh.comm("tp"), mesh.comm("dp", "cp"), mesh.comm("edp")
+        before = [comm.traffic.sent_bytes for comm in comms]
+        train_step(mesh.world, replica, one, text, 0)
+        over_tp, dense, experts = (comm.traffic.sent_bytes - n for comm, n in zip(comms, before))
+        counts.append((over_tp, dense + experts))
+    return counts
+
+
+def test_the_price_is_what_a_training_step_sends():
+    for counts in minipar.run(ledgers, list(PRICED.values()), world_size=4, timeout_s=10):
+        for (name, one), (over_tp, over_data) in zip(PRICED.items(), counts):
+            assert over_tp == tp_bytes(one, one.mesh_sizes), name
+            assert over_data == pytest.approx(sum(gradient_bytes(one, one.mesh_sizes)), rel=0.02), name
+
+
+def test_of_a_ring_over_two_nodes_one_rank_on_each_sends_to_the_other():
+    sizes = dict(dp=2, tp=4)
+    one = config(**sizes)
+    assert leaving_bytes(one, sizes, 2)[0] == tp_bytes(one, sizes)  # four nodes, two rings of two nodes each
+    assert leaving_bytes(one, sizes, 4)[0] == 0
+    dense, _ = gradient_bytes(one, sizes)
+    assert leaving_bytes(one, sizes, 4) == (0, 4 * dense)  # four pairs, a node each
+    assert leaving_bytes(one, sizes, 8) == (0, 0)
+
+
+def test_tp_across_nodes_is_warned_of_with_its_price_and_with_the_price_of_the_mesh_that_fits():
+    one = config(dp=2, tp=4)
+    inside = leaving_bytes(one, dict(dp=4, tp=2), 2)
+    assert inside[0] == 0
+    prices = [f"{n / 1e6:.2g} MB" for n in (*leaving_bytes(one, one.mesh_sizes, 2), inside[1])]
+    with pytest.warns(UserWarning, match="tp=4 does not divide ranks_per_node=2") as caught:
+        warn_if_tp_crosses(one, 2)
+    said = str(caught[0].message)
+    assert "with tp=2 and dp=4" in said
+    assert all(price in said for price in prices)
+
+
+@pytest.mark.parametrize("ranks_per_node", [4, 8, 16, 64])
+def test_tp_inside_nodes_is_not_warned_of(ranks_per_node):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_tp_crosses(config(dp=2, tp=4), ranks_per_node)

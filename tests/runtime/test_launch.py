@@ -1,0 +1,226 @@
+"""`run` from wherever a user calls it, the requests it refuses, and worlds that torchrun started."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import minipar
+from minipar.runtime import launch
+from minipar.runtime.pool import Pool
+from tests.programs import Program
+
+
+def test_results_come_in_rank_order():
+    assert minipar.run(lambda world: (world.rank, world.size), world_size=4) == [(r, 4) for r in range(4)]
+
+
+def test_a_smaller_world_is_the_first_ranks_of_the_same_pool():
+    pids = minipar.run(lambda world: os.getpid(), world_size=4)
+    assert minipar.run(lambda world: os.getpid(), world_size=2) == pids[:2]
+    total = minipar.run(lambda world: world.all_reduce(torch.ones(1)).item(), world_size=3)
+    assert total == [3.0] * 3
+
+
+def test_a_larger_world_gets_a_larger_pool():
+    assert minipar.run(lambda world: world.size, world_size=6) == [6] * 6
+
+
+def test_closures_lambdas_and_arguments_travel_by_value():
+    weights = {"a": torch.arange(3.0)}
+
+    def scaled(world, factor):
+        return weights["a"] * factor + world.rank
+
+    results = minipar.run(scaled, 10, world_size=2)
+    assert [r.tolist() for r in results] == [[0, 10, 20], [1, 11, 21]]
+    assert weights["a"].tolist() == [0, 1, 2]
+
+
+def test_what_a_rank_reports_reaches_the_caller_in_its_order():
+    heard = []
+
+    def count(world):
+        for step in range(3):
+            world.report((step, torch.full((2,), world.rank)))
+
+    minipar.run(count, world_size=2, on_report=lambda rank, value: heard.append((rank, value[0])))
+    for rank in range(2):
+        assert [step for r, step in heard if r == rank] == [0, 1, 2]
+
+
+def test_an_exception_in_on_report_ends_the_run_and_the_next_one_works():
+    def stop(rank, value):
+        raise KeyError(value)
+
+    with pytest.raises(KeyError):
+        minipar.run(lambda world: world.report("news"), world_size=2, on_report=stop)
+    assert minipar.run(lambda world: world.rank, world_size=2) == [0, 1]
+
+
+def test_a_script_needs_no_main_guard_and_leaves_nothing_behind(tmp_path):
+    program = Program(
+        tmp_path,
+        """
+        import minipar
+
+        class Answer:
+            def __init__(self, rank):
+                self.rank = rank
+
+        def count(world):
+            return Answer(world.rank)
+
+        print("once")
+        print(*(type(answer) is Answer and answer.rank for answer in minipar.run(count, world_size=2)))
+        """,
+    )
+    status, out, err = program.finish()
+    assert (status, out) == (0, "once\n0 1\n"), err
+    assert program.leftovers() == []
+
+
+def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints_below_it():
+    cells = [
+        "import minipar, torch\nscale = 10",
+        "def hello(world):\n    print('hello from', world.rank)\n    return scale * world.rank",
+        "minipar.run(hello, world_size=2)",
+        "scale = 20",
+        "minipar.run(lambda world: hello(world), world_size=2)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    shown = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
+    results = [[o.data["text/plain"] for o in cell.outputs if "data" in o] for cell in notebook.cells]
+    assert "[rank 1] hello from 1" in shown[2]
+    assert (results[2], results[4]) == (["[0, 10]"], ["[0, 20]"])
+
+
+def test_under_torchrun_the_world_is_the_one_it_started(tmp_path):
+    program = Program(
+        tmp_path,
+        """
+        import torch, minipar
+        from minipar import Comm
+        world = minipar.init_from_env()
+        again = Comm.from_process_group(None, timeout_s=30)
+        total = world.all_reduce(torch.tensor([world.rank + 1.0])).item()
+        same = again.all_reduce(torch.tensor([again.rank + 1.0]), algorithm="native").item()
+        print(f"rank {world.rank} of {world.size}: {total} {same}\\n", end="", flush=True)
+        """,
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+    )
+    status, out, err = program.finish()
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["rank 0 of 2: 3.0 3.0", "rank 1 of 2: 3.0 3.0"]
+
+
+def test_outside_torchrun_init_from_env_names_what_is_missing(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ValueError, match="^WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start .* torchrun"):
+        minipar.init_from_env()
+
+
+def test_import_minipar_loads_none_of_the_heavy_libraries(tmp_path):
+    heavy = {
+        "torch",
+        "numpy",
+        "matplotlib",
+        "tyro",
+        "IPython",
+        "safetensors",
+        "pandas",
+        "hypothesis",
+        "visualize",
+    }
+    program = Program(tmp_path, "import sys, minipar\nprint(*sys.modules)")
+    _, out, _ = program.finish()
+    assert "minipar" in out.split()
+    assert not heavy & set(out.split())
+
+
+# Requests that are refused before any process starts ---------------------------------------------------------------
+
+BAD_REQUESTS = {
+    "world_size=0 ": dict(world_size=0),
+    "world_size=-1 ": dict(world_size=-1),
+    "world_size=65 .* use 1 to 64": dict(world_size=65),
+    "world_size=2.0 ": dict(world_size=2.0),
+    "world_size=True ": dict(world_size=True),
+    "timeout_s=0 .* above 0": dict(world_size=2, timeout_s=0),
+    "backend='mpi' .* gloo or nccl": dict(world_size=2, backend="mpi"),
+    "fn=3 cannot be called": dict(fn=3, world_size=2),
+    "cannot travel .* pickle": dict(fn=threading.Lock().acquire, world_size=2),
+}
+
+
+@pytest.mark.parametrize("message", BAD_REQUESTS)
+def test_a_bad_request_is_refused_before_a_process_is_started(message, monkeypatch):
+    def started(*args):
+        raise AssertionError("a pool was started")
+
+    monkeypatch.setattr(launch, "_pools", {})
+    monkeypatch.setattr(launch, "Pool", started)
+    with pytest.raises(ValueError, match=message):
+        minipar.run(**{"fn": lambda world: None, **BAD_REQUESTS[message]})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nccl_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match="nccl.* needs a GPU"):
+        minipar.run(lambda world: None, world_size=1, backend="nccl")
+
+
+def test_run_on_a_rank_and_run_inside_a_run_are_refused():
+    def nested(world):
+        minipar.run(lambda inner: None, world_size=1)
+
+    with pytest.raises(minipar.RankError, match="run was called on a rank"):
+        minipar.run(nested, world_size=1)
+
+    def ask_again(rank, value):
+        minipar.run(lambda world: None, world_size=1)
+
+    with pytest.raises(ValueError, match="while another one is under way"):
+        minipar.run(lambda world: world.report(1), world_size=1, on_report=ask_again)
+
+
+@pytest.mark.parametrize(("told", "ranks"), [("8", 8), (None, 1)])
+def test_ranks_per_node_is_what_torchrun_says(monkeypatch, told, ranks):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if told:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    assert launch.ranks_per_node() == ranks
+
+
+def test_a_world_that_torchrun_restarts_reads_nothing_of_what_those_before_it_have_left_in_the_store():
+    store = torch.distributed.HashStore()
+
+    def join(rank):
+        return launch._of_this_life(store, rank, 3)
+
+    store.set("minipar/2", "a rank that died before anyone answered")
+    for life in ("first", "second"):
+        with ThreadPoolExecutor(3) as ranks:
+            views = list(ranks.map(join, range(3)))
+        assert not any(view.check(["address"]) for view in views)
+        views[0].set("address", life)
+        assert [view.get("address").decode() for view in views] == [life] * 3
+
+
+def test_shutdown_ends_the_pools_and_the_next_run_starts_one():
+    pid = minipar.run(lambda world: os.getpid(), world_size=1)
+    minipar.shutdown()
+    minipar.shutdown()
+    assert minipar.run(lambda world: os.getpid(), world_size=1) != pid
+
+
+def test_a_pool_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(minipar.RankError, match="no-such-backend"):
+        Pool(1, "no-such-backend")

@@ -1,0 +1,172 @@
+"""What a rank takes over from its caller, what it resets between two calls, and what it passes on."""
+
+import importlib
+import os
+import random
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+import minipar
+from minipar.runtime import serialization
+
+
+def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
+    def state(world):
+        x = torch.ones(1, requires_grad=True)
+        return (
+            os.getpid(),
+            str(torch.get_default_dtype()),
+            str(torch.empty(0).device),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            (2 * x).requires_grad,
+            torch.nn.Identity()(torch.ones(1)).item(),
+            (torch.rand(1).item(), random.random(), np.random.rand()),
+            os.environ.get("SPOILED"),
+            os.getcwd(),
+            "spoiled" in sys.path,
+            world.trace is None,
+        )
+
+    def spoil(world):
+        world.trace = minipar.trace.Trace()
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_num_threads(2)
+        torch.use_deterministic_algorithms(True)
+        torch.set_grad_enabled(False)
+        register_module_forward_hook(lambda module, args, out: out + 1)
+        torch.manual_seed(7), random.seed(7), np.random.seed(7)
+        os.environ["SPOILED"] = "yes"
+        os.chdir("/")
+        sys.path.append("spoiled")
+
+    before = minipar.run(state, world_size=1)
+    minipar.run(spoil, world_size=1)
+    assert minipar.run(state, world_size=1) == before
+
+
+def test_a_rank_takes_over_environment_folder_and_arguments(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLOUR", "blue")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["program", "--flag"])
+
+    def here(world):
+        return os.environ["COLOUR"], os.getcwd(), sys.argv[1:]
+
+    assert minipar.run(here, world_size=2) == [("blue", str(tmp_path), ["--flag"])] * 2
+    monkeypatch.delenv("COLOUR")
+    assert minipar.run(lambda world: os.environ.get("COLOUR"), world_size=1) == [None]
+
+
+def test_what_ranks_print_appears_at_the_caller_with_the_rank(capsys):
+    def say(world):
+        print("one\ntwo", world.rank)
+        print("no newline", end="")
+        print("trouble", file=sys.stderr)
+
+    minipar.run(say, world_size=2)
+    shown = capsys.readouterr()
+    for rank in range(2):
+        lines = [line for line in shown.out.splitlines() if line.startswith(f"[rank {rank}] ")]
+        assert lines == [f"[rank {rank}] {text}" for text in ("one", f"two {rank}", "no newline")]
+        assert f"[rank {rank}] trouble" in shown.err.splitlines()
+
+
+def test_what_a_failing_rank_printed_appears_before_its_error(capsys):
+    def fail(world):
+        print("last words", end="")
+        raise KeyError
+
+    with pytest.raises(minipar.RankError):
+        minipar.run(fail, world_size=1)
+    assert capsys.readouterr().out == "[rank 0] last words\n"
+
+
+# The caller's own modules ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_module(tmp_path, monkeypatch):
+    """write(source, at_s): the module `errand`, as the caller has imported it, its file dated at that second."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "errand.py"
+
+    def write(source: str, at_s: float):
+        file.write_text(source)
+        os.utime(file, ns=(int(at_s * 1e9), int(at_s * 1e9)))
+        importlib.invalidate_caches()
+        sys.modules.pop("errand", None)
+        return importlib.import_module("errand")
+
+    yield write
+    sys.modules.pop("errand", None)
+
+
+def test_a_function_of_the_callers_own_module_is_seen_as_it_was_edited(own_module):
+    errand = own_module("def answer(world):\n    return 1\n", at_s=1000.25)
+    assert minipar.run(errand.answer, world_size=2) == [1, 1]
+    errand = own_module("def answer(world):\n    return 2 + 0\n", at_s=2000)
+    assert minipar.run(errand.answer, world_size=2) == [2, 2]
+
+
+def test_an_edit_of_the_same_length_within_the_same_second_is_seen(own_module):
+    """Python's own byte-code cache takes such a file for unchanged."""
+    errand = own_module("def answer(world):\n    return 1\n", at_s=1000.25)
+    assert minipar.run(errand.answer, world_size=2) == [1, 1]
+    errand = own_module("def answer(world):\n    return 2\n", at_s=1000.75)
+    assert minipar.run(errand.answer, world_size=2) == [2, 2]
+
+
+def test_an_edit_leaves_what_python_and_torch_brought_in_place(own_module):
+    def ask(world):
+        import errand
+
+        return errand.VALUE, torch.ops.aten.add(torch.ones(1), 1).item(), id(sys.modules["torch.ops"])
+
+    own_module("VALUE = 1\n", at_s=1000)
+    (first,) = minipar.run(ask, world_size=1)
+    own_module("VALUE = 22\n", at_s=1001)
+    (second,) = minipar.run(ask, world_size=1)
+    assert (first[0], second[0]) == (1, 22)
+    assert first[1:] == second[1:]
+
+
+def test_only_the_callers_modules_are_his_own():
+    own = {name for name, _ in serialization._own_modules()}
+    assert {
+        "torch",
+        "os",
+        "numpy",
+        "minipar.runtime.serialization",
+        "pytest",
+        "cloudpickle",
+        "torch.ops",
+    }.isdisjoint(own)
+    assert __name__ in own
+
+
+def test_a_module_of_the_same_name_in_another_folder_is_that_one(tmp_path, monkeypatch):
+    def ask(world):
+        import errand
+
+        return errand.VALUE
+
+    for value in (1, 2):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / "errand.py").write_text(f"VALUE = {value}\n")
+        monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+        assert minipar.run(ask, world_size=1) == [value]
+
+
+def test_an_unedited_module_is_imported_once(own_module):
+    errand = own_module(
+        "import itertools\ncalls = itertools.count()\ndef answer(world):\n    return next(calls)\n", 1000
+    )
+    assert [minipar.run(errand.answer, world_size=1) for _ in range(3)] == [[0], [1], [2]]

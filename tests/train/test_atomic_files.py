@@ -1,0 +1,33 @@
+import os
+
+import pytest
+
+import minipar
+from minipar.train.atomic_files import gather_values, prepare_folder, write_whole
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_whole(path, "before")
+
+    def broken(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        write_whole(path, "after")
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_under_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        prepare_folder(tmp_path / "file" / "runs")
+
+
+def test_values_of_all_ranks_meet_on_the_first():
+    values = minipar.run(
+        lambda world: gather_values(world, {"rank": world.rank, "x": "y" * world.rank}), world_size=3
+    )
+    assert values == [[{"rank": r, "x": "y" * r} for r in range(3)], None, None]

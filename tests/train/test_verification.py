@@ -1,0 +1,206 @@
+"""Any mesh is one process: over drawn meshes, models, ZeRO stages, schedules; and a planted fault is named."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from itertools import product
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from minipar.model import IGNORED, ModelConfig
+from minipar.pipeline import SCHEDULES
+from minipar.train.train_config import TrainConfig
+from minipar.train.verification import DEFAULTS, legal_configs, table, verify
+from tests.strategies import mesh_sizes, seeds
+
+models = st.builds(
+    dict,
+    num_kv_heads=st.sampled_from([1, 2, 4]),
+    tie_embeddings=st.booleans(),
+    dropout=st.sampled_from([0.0, 0.2]),
+    num_experts=st.sampled_from([0, 4]),
+    top_k=st.sampled_from([1, 2]),
+)
+
+
+@st.composite
+def configs(draw) -> TrainConfig:
+    sizes = draw(mesh_sizes(8))
+    model = draw(models)
+    if model["num_experts"]:
+        model["group_tokens"] = draw(st.sampled_from([2, 4]))
+    choices = dict(
+        zero=draw(st.integers(0, 3)),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"])),
+        microbatches=draw(st.sampled_from([1, 2, 4])),
+        sequence_parallel=draw(st.booleans()),
+        cp_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
+        cp_attention=draw(st.sampled_from(["ring", "ulysses", "all_gather"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        seed=draw(seeds),
+    )
+    try:
+        config = ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, **model)
+        return TrainConfig(
+            model=config,
+            batch_size=8,
+            seq_len=32,
+            steps=5,
+            warmup=1,
+            dtype="float64",
+            timeout_s=10,
+            **sizes,
+            **choices,
+        )
+    except ValueError:
+        assume(False)
+
+
+# Tied embeddings under ZeRO: the two copies lie in different buckets, so no two shards of them are alike.
+TIED = TrainConfig(
+    model=ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, tie_embeddings=True),
+    **dict(pp=2, cp=2, zero=1, microbatches=2, batch_size=8, seq_len=32, steps=3, dtype="float64"),
+)
+
+
+# Products that are put off until FSDP has freed the weights they belong to, an expert's among them.
+FREED = replace(
+    TIED,
+    model=replace(TIED.model, num_experts=4, top_k=2, group_tokens=4),
+    pp=1,
+    dp=2,
+    cp=1,
+    zero=3,
+    schedule="zb-h1",
+)
+
+
+@settings(max_examples=12)
+@example(FREED)
+@example(TIED)
+@given(configs())
+def test_every_mesh_gives_the_numbers_of_one_process(config):
+    result = verify(config)
+    assert result.equal, table(result)
+
+
+def ignoring(observe):
+    """The same observation of a run in which targets are ignored: every space, and all of the last sample."""
+
+    def run(world, config, text):
+        places = [import_module(f"minipar.train.{name}") for name in ("step", "reference")]
+        plain = places[0].batch_of_step
+
+        def batch_of_step(*args):
+            batch = plain(*args)
+            targets = batch.targets.masked_fill(batch.targets == ord(" "), IGNORED)
+            targets[-1] = IGNORED
+            return batch._replace(targets=targets, count=int((targets != IGNORED).sum()))
+
+        for place in places:
+            place.batch_of_step = batch_of_step
+        try:
+            return observe(world, config, text)
+        finally:
+            for place in places:
+                place.batch_of_step = plain
+
+    return run
+
+
+@settings(max_examples=4)
+@given(configs())
+def test_targets_that_are_ignored_count_on_no_mesh(config):
+    module = import_module("minipar.train.verification")
+    plain = module._observe_rank, module._observe_one_process
+    module._observe_rank, module._observe_one_process = map(ignoring, plain)
+    try:
+        result = verify(config)
+    finally:
+        module._observe_rank, module._observe_one_process = plain
+    assert result.equal, table(result)
+
+
+def test_a_planted_fault_is_named_with_its_rank(monkeypatch):
+    config = replace(DEFAULTS, dp=2, steps=2)
+    monkeypatch.setattr(import_module("minipar.train.verification"), "_observe_rank", faulty_observer)
+    result = verify(config)
+    first = result.first_divergence
+    assert not result.equal
+    assert first.what == "gradients, step 0"
+    assert first.worst == "layers.2.mlp.up.weight"
+    assert first.rank == 1
+    assert "dp2 DIVERGES first in gradients, step 0: layers.2.mlp.up.weight on rank 1" in table(result)
+
+
+def test_its_place_in_the_recipe_is_told_and_what_is_no_number_is_not_equal(monkeypatch):
+    config = replace(DEFAULTS, pp=2, dp=2, tp=2, microbatches=2, zero=1, steps=1, on_nan="skip")
+    monkeypatch.setattr(
+        import_module("minipar.train.verification"), "_observe_rank", partial(faulty_observer, times=math.nan)
+    )
+    result = verify(config)
+    first = result.first_divergence
+    assert (first.what, first.worst, first.difference) == (
+        "gradients, step 0",
+        "layers.2.mlp.up.weight",
+        math.inf,
+    )
+    pipeline, tensor, data, zero = first.place.split("; ")
+    assert pipeline == "pipeline: on pp rank 1 of 2"
+    assert tensor == "tensor: [0, 48) of 96 along dim 0"
+    assert data == "data: gradient summed over dp"
+    assert zero.startswith("ZeRO: elements [")
+    assert first.place in table(result)
+
+
+def faulty_observer(world, config, text, times=1.5):
+    fresh = import_module("minipar.train.verification")
+
+    train_step = fresh.train_step
+
+    def broken(world, replica, config, text, step, observe):
+        def spoil():
+            if world.rank in ((1,) if world.size == 2 else (4, 6)):
+                (spoiled,) = [x for x in replica.tensors if x.placement.name == "layers.2.mlp.up.weight"]
+                spoiled.grad.mul_(times)
+            observe()
+
+        return train_step(world, replica, config, text, step, spoil)
+
+    fresh.train_step = broken
+    try:
+        return fresh._observe_rank(world, config, text)
+    finally:
+        fresh.train_step = train_step
+
+
+def test_the_sweep_has_every_axis_and_only_legal_configs():
+    swept = list(legal_configs(replace(DEFAULTS), 8))
+    names = {config.mesh_name for config in swept}
+    assert {"dp8", "pp2-dp2-tp2", "pp4-dp2", "cp8", "dp2-tp4"} <= names
+    for mesh in ("pp2-dp2-tp2", "pp2-dp4"):
+        tried = {(config.zero, config.schedule) for config in swept if config.mesh_name == mesh}
+        assert tried == set(product(range(4), SCHEDULES))
+    assert all(config.world_size == 8 for config in swept)
+    assert len({(c.mesh_name, c.zero, c.schedule) for c in swept}) == len(swept)
+
+
+def test_what_cannot_be_is_refused_with_what_would_work():
+    for wrong, says in [
+        (dict(tp=3), "tp=3 does not divide num_heads=4"),
+        (dict(pp=8, microbatches=8), "use at most 4 stages"),
+        (dict(ep=2, dp=2), "num_experts=0"),
+        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=66"),
+        (dict(schedule="2f2b"), "2f2b"),
+        (dict(zero=4), "zero=4"),
+        (dict(recompute="some"), "recompute=some"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            replace(DEFAULTS, **wrong)
+
+
+def test_float32_is_compared_too():
+    assert verify(replace(DEFAULTS, dp=2, tp=2, dtype="float32", steps=2)).equal
