@@ -65,19 +65,19 @@ def _race_alike(world, ours, others, rounds: int):
 
 
 def _ours(world, **changes):
-    """(a training step that returns this rank's part of the loss, this replica's batch)"""
+    """(a training step that returns this rank's part of the loss, this state's batch)"""
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, bucket_mb=25.0, **changes)
     mesh = Mesh(world, **config.mesh_sizes)
-    replica = parallelize(config, mesh, world.device)
-    for group in replica.optimizer.param_groups:
+    state = parallelize(config, mesh, world.device)
+    for group in state.updates.param_groups:
         group["lr"] = 1e-3
     batch = torch.randint(256, (2, 16, 128), generator=torch.Generator().manual_seed(0))
     inputs, targets = batch.chunk(config.dp, dim=1)[mesh.coordinates.dp]
 
     def step():
-        replica.optimizer.zero_grad()
-        loss = replica.pipeline.step(inputs, targets, count=batch[1].numel())
-        replica.optimizer.step()
+        state.updates.zero_grad()
+        loss = state.pipeline.step(inputs, targets, count=batch[1].numel())
+        state.updates.step()
         return 0.0 if loss is None else loss.detach() / config.tp  # its tp ranks have the same
 
     return step, (inputs, targets)
@@ -128,18 +128,18 @@ def _race_checkpoint(world, folder: Path, rounds: int):
     """A save begun and ten steps while it goes on, until it is there; against ten steps."""
     torch.set_num_threads(1)
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, dp=world.size, zero=1)
-    replica = parallelize(config, Mesh(world, dp=world.size), world.device)
+    state = parallelize(config, Mesh(world, dp=world.size), world.device)
     batch = torch.randint(256, (2, 8, 128), generator=torch.Generator().manual_seed(world.rank))
     saver, numbers_of_saves = Saver(world, folder, keep=1), count(1)
 
     def steps():
         for _ in range(EVERY):
-            replica.optimizer.zero_grad()
-            replica.pipeline.step(*batch, count=2 * batch[1].numel())
-            replica.optimizer.step()
+            state.updates.zero_grad()
+            state.pipeline.step(*batch, count=2 * batch[1].numel())
+            state.updates.step()
 
     def save_and_steps():
-        parts, numbers = parts_of(replica)
+        parts, numbers = parts_of(state)
         saver.save(next(numbers_of_saves), parts, described(config, numbers))
         steps()
         saver.finish()

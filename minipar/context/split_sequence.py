@@ -50,8 +50,10 @@ def context_parallel(
     check_context_parallel(model.config, comm.size, None, layout, attention, ulysses_size, **options)
     core = _core(comm, layout, attention, impl, ulysses_size, options)
     for block in model.layers.values():
-        block.attention.core = core
-    model.default_positions = LocalPositions(model.config, comm.rank, comm.size, layout, ulysses_size)
+        block.attention.overrides.core = core
+    model.overrides.default_positions = LocalPositions(
+        model.config, comm.rank, comm.size, layout, ulysses_size
+    )
     return model
 
 

@@ -1,17 +1,19 @@
-"""DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running."""
+"""DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running.
+
+`simple/ddp.py`, plus buckets by dtype and Comm, unused parameters, frozen and tied ones, buffers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, Variable
 from torch.utils._pytree import tree_map_only
 
 from minipar.comm import Comm
 from minipar.data_parallel.buckets import Bucket, make_buckets
+from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward
 from minipar.errors import one_of
 from minipar.mesh import place_whole, placement_of, set_placement
 
@@ -56,113 +58,49 @@ class DDP(nn.Module):
             raise ValueError(f"bucket_mb={bucket_mb} and first_bucket_mb={first_bucket_mb} must be above 0")
         self.module, self.reduce, self.algorithm = module, reduce, algorithm
         comm_of = (lambda _: comm) if isinstance(comm, Comm) else comm
-        self._start_alike(comm_of, axis)
+        self._broadcast_from_rank0(comm_of, axis)
         trained = [p for p in module.parameters() if p.requires_grad]
         self.buckets = make_buckets(trained, comm_of, int(bucket_mb * 2**20), int(first_bucket_mb * 2**20))
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self._synchronised = True
-        self._begin()
-        for param in trained:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+        self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
+        self._handles = []
 
     def forward(self, *args, **kwargs):
-        if self._armed and not _in_backward():
-            self._begin()  # an exception ended the last backward before its end
+        self.reducer.recover()
         outputs = self.module(*args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and self.reducer.synchronised):
             return outputs
-        return tree_map_only(Tensor, lambda x: _Notice.apply(x, self) if x.requires_grad else x, outputs)
+        end = self.reducer.end
+        return tree_map_only(Tensor, lambda x: arm_on_backward(x, end) if x.requires_grad else x, outputs)
 
-    @contextmanager
     def no_sync(self):
-        """Backwards inside only accumulate; the next one outside reduces the sum."""
-        before, self._synchronised = self._synchronised, False
-        try:
-            yield
-        finally:
-            self._synchronised = before
+        """A context whose backwards only accumulate; the next one outside reduces the sum."""
+        return self.reducer.no_sync()
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that were not computed by a backward outside no_sync."""
-        self._begin()
-        self._finish()
-
-    # During a backward -----------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        self._armed = False
-        self._launched = 0  # buckets leave in their order, the same on every rank
-        self._handles = []
-        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-
-    def _arm(self) -> None:
-        """The first gradient of a backward asks autograd to call `_finish` after its last."""
-        if self._synchronised and not self._armed:
-            self._armed = True
-            Variable._execution_engine.queue_callback(self._finish)
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        if not self._synchronised:
-            return
-        self._arm()
-        bucket = self._bucket_of[param]
-        if param not in self._missing[bucket]:
-            raise RuntimeError(
-                f"the gradient of {placement_of(param).name} changed after its bucket was reduced: "
-                "it was used in a nested backward (reentrant checkpointing?)"
-            )
-        bucket.collect(param)
-        self._missing[bucket].discard(param)
-        while self._launched < len(self.buckets) and not self._missing[self.buckets[self._launched]]:
-            self._launch(self.buckets[self._launched])
+        """Reduce what has been accumulated, now: for gradients that no backward outside no_sync has computed."""
+        self.reducer.synchronize()
 
     def _launch(self, bucket: Bucket) -> None:
-        for param in self._missing[bucket]:
-            bucket.collect(param)
         if bucket.flagged:
             used = [float(p.grad is not None) for p in bucket.flagged]
             bucket.flags.copy_(torch.tensor(used))
-        self._launched += 1
-        self._handles.append(
-            bucket.comm.all_reduce_(bucket.flat, self.reduce, algorithm=self.algorithm, async_op=True)
-        )
+        reduce = bucket.comm.all_reduce_
+        self._handles.append(reduce(bucket.flat, self.reduce, algorithm=self.algorithm, async_op=True))
 
     def _finish(self) -> None:
-        """Send what is left, wait for everything, and give the parameters their gradients."""
-        for bucket in self.buckets[self._launched :]:
-            self._launch(bucket)
-        for handle in self._handles:
+        """Wait for the sums. A parameter that another rank used has a gradient here too."""
+        handles, self._handles = self._handles, []
+        for handle in handles:
             handle.wait()
         for bucket in self.buckets:
             for param, used in zip(bucket.flagged, bucket.flags.tolist()):
                 if used and param.grad is None:
-                    param.grad = self._bucket_of[param].views[param]
-        self._begin()
-
-    # Before the first --------------------------------------------------------------------------------------------
+                    param.grad = self.reducer.bucket_of[param].views[param]
 
     @torch.no_grad()
-    def _start_alike(self, comm_of, axis: str) -> None:
+    def _broadcast_from_rank0(self, comm_of, axis: str) -> None:
         place_whole(self.module)
         for param in self.module.parameters():
             set_placement(param, placement_of(param).replicate(axis))
         for tensor in [*self.module.parameters(), *self.module.buffers()]:
             tensor.copy_(comm_of(tensor).broadcast(tensor))
-
-
-class _Notice(Function):
-    """The identity, whose backward arms DDP: so a rank on which no parameter gets a gradient still takes part."""
-
-    @staticmethod
-    def forward(ctx, x, ddp):
-        ctx.ddp = ddp
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.ddp._arm()
-        return grad, None
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

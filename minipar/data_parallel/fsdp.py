@@ -1,7 +1,12 @@
-"""FSDP, or ZeRO-3: parameters, too, are cut; a unit of them is whole only while it runs."""
+"""FSDP, or ZeRO-3: parameters are cut too, and a unit of them is whole only while it runs.
+
+`simple/fsdp.py`, plus units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
+precision, no_sync, recomputation, and recovery from exceptions.
+"""
 
 from __future__ import annotations
 
+# longer than 250 lines because the hooks of a unit's forward and of its backward are read beside each other
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -12,16 +17,18 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm import Comm
-from minipar.data_parallel import fsdp_full_state
-from minipar.data_parallel.backward import Backward, in_backward
-from minipar.data_parallel.flat_parameters import FlatParameters
-from minipar.data_parallel.fsdp_unit import Unit, find_units, group_parameters, per_parameter
+from minipar.data_parallel import fsdp_full_state as full_state
+from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
+from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, find_units, group_parameters, per_parameter
+from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward
 from minipar.data_parallel.offload import memory_for
 from minipar.errors import one_of
 from minipar.mesh import place_whole
+from minipar.model.overrides import GRADIENT_RECEIVER
 
 
-class FSDP(Backward, nn.Module):
+class FSDP(nn.Module):
     """The module, each of p ranks keeping a p-th part of every parameter, of its gradient and so of optimizer state.
 
     module        changed in place; rank 0's parameters and buffers are everybody's. May be on the meta device: see `init`
@@ -72,32 +79,28 @@ class FSDP(Backward, nn.Module):
         super().__init__()
         if reduce not in ("mean", "sum"):
             raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
-        self.module, self.reduce, self.algorithm = module, reduce, algorithm
-        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
-        self.compute_dtype = compute_dtype
+        self.module, self.compute_dtype = module, compute_dtype
         place_whole(module)
         modules, root_is_unit = find_units(module, units)
         self.units = [Unit(name, m) for name, m in modules]
-        self.root = self.units[0]
-        make = partial(FlatParameters, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
-                       memory=memory_for(offload, folder))  # fmt: skip
         comm_of, replicas_of = per_parameter(comm), per_parameter(replicas)
         rest_is_whole = not shard_rest and not root_is_unit
-        for (i, cut_over, copies, *_), params in group_parameters(
-            module, modules, comm_of, replicas_of, rest_is_whole
-        ).items():
-            flat = make(params, self.units[i].name, cut_over, copies)
-            fsdp_full_state.fill(flat, init, axis)
-            self.units[i].flats.append(flat)
-        fsdp_full_state.share_buffers(module, comm_of, replicas_of)
+        memory = memory_for(offload, folder)
+        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_whole)
+        for (i, cut_over, copies, *_), params in groups.items():
+            unit = self.units[i]
+            flat = FlatParameters(params, unit.name, cut_over, copies, compute_dtype, memory, algorithm)
+            full_state.fill(flat, init, axis)
+            unit.flats.append(flat)
+            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
+        full_state.share_buffers(module, comm_of, replicas_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
-        self._flat_of = {p: flat for flat in self.flats for p in flat.params}
+        self.reducer = UnitReducer(self.units, algorithm)
+        self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
-        self._depth = 0
-        self._forward_order = self._backward_order = ()
-        self._used: set[nn.Parameter] = set()  # since the last reduction, on this rank
-        self._lingering: Unit | None = None  # ran last, and is freed when another begins
-        self._begin()
+        self._depth = 0  # of units inside units, while the module runs
+        self._end = BackwardEnd(self._finish)
+        self._begin_backward()
         self._hook()
 
     def forward(self, *args, **kwargs):
@@ -106,15 +109,18 @@ class FSDP(Backward, nn.Module):
     def _hook(self) -> None:
         for unit in self.units:
             unit.module.forward = partial(self._run, unit, unit.module.forward)
-        for param, flat in self._flat_of.items():
-            if flat.trained:
+        for param, gradients in self.reducer.gradients_of.items():
+            if gradients.flat.trained:
                 param.register_post_accumulate_grad_hook(self._on_gradient)
-                param.take_gradient = partial(self._take, param)  # for products that were put off
+                setattr(param, GRADIENT_RECEIVER, partial(self.reducer.take, param))
 
     # A forward --------------------------------------------------------------------------------------------------
+    #
+    # before a unit   unshard it; start to gather the next; reshard the one before
+    # after it        reshard it, but not before another unit begins
 
     def _run(self, unit: Unit, forward, *args, **kwargs):
-        """What a unit's module does when it is called."""
+        """The forward of a unit's module, between its two hooks."""
         args, kwargs = self._before_forward(unit, args, kwargs)
         try:
             outputs = forward(*args, **kwargs)
@@ -127,14 +133,13 @@ class FSDP(Backward, nn.Module):
 
     def _before_forward(self, unit: Unit, args, kwargs):
         if not in_backward():
-            if self._armed:
-                self._abandon()
+            if self._end.armed:
+                self._abandon_backward()
             if self._depth == 0:
-                self._open()
+                self._begin_forward()
             self._depth += 1
-            if unit not in self._begun:
-                self._begun.append(unit)
-        self._bring(unit)
+            self.order.begin_unit(unit)
+        self.order.unshard(unit, in_backward())
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(unit, args, kwargs)
         if self.compute_dtype is not None:
@@ -146,17 +151,17 @@ class FSDP(Backward, nn.Module):
             watched = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-        if unit.active == 0:
-            self._linger(unit)
+        if unit.active == 0 and (self.order.reshard_after_forward or not torch.is_grad_enabled()):
+            self.order.delay_reshard(unit)
         if not in_backward():
-            self._ended = [*(u for u in self._ended if u is not unit), unit]
+            self.order.end_unit(unit)
             self._depth -= 1
             if self._depth == 0:
-                self._close()
+                self._end_forward()
 
     def _watch_inputs(self, unit: Unit, args, kwargs):
-        """Call `_after_backward` when the gradients of all inputs are there: then the unit's parameters are done with."""
-        # Views, so that this unit is freed before the one whose output this was brings its own and the next one's; and
+        """Call `_after_backward` when the gradients of all inputs are there: the unit's parameters are done with then."""
+        # Views, so that this unit is freed before the one whose output this was unshards its own and the next one's; and
         # because the gradient of a leaf is there as soon as it is computed, maybe before that of a parameter.
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
@@ -167,52 +172,84 @@ class FSDP(Backward, nn.Module):
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
-    def _open(self) -> None:
-        """The model begins to run. Nothing gathered earlier is trusted: an optimizer may have stepped since."""
-        self._begun, self._ended = [], []
-        self._lingering = None
+    def _begin_forward(self) -> None:
+        """Nothing gathered earlier is trusted: an optimizer may have stepped since."""
+        self.order.begin()
         for flat in self.flats:
             flat.check()
-            if self._synchronised or self.reshard_after_forward:
-                flat.free(guarded=True)
+            if self._synchronised or self.order.reshard_after_forward:
+                flat.reshard(guarded=True)
             else:
-                flat.show_shard(guarded=not flat.filled)
+                flat.use_sharded(guarded=flat.state is State.SHARDED)
 
-    def _close(self) -> None:
-        """The model has run. Until its backward parameters are shards, though some may still be filled."""
-        self._forward_order, self._backward_order = tuple(self._begun), tuple(reversed(self._ended))
+    def _end_forward(self) -> None:
+        """Until the backward parameters are shards, though some may still be gathered."""
+        self.order.end()
         for unit in self.units:
             if torch.is_grad_enabled():
-                unit.show_shard()
+                unit.use_sharded()
             else:
-                unit.free()
+                unit.reshard()
 
-    # Gathered and freed -----------------------------------------------------------------------------------------
+    # A backward -------------------------------------------------------------------------------------------------
+    #
+    # before a unit   the same, in reverse order          its outputs have a gradient
+    # a gradient      waits for the others of its unit
+    # after a unit    reshard it; reduce its gradients    all its inputs have theirs
+    # at the end      reduce what is left; shards get their gradients
 
-    def _bring(self, unit: Unit) -> None:
-        """Make the unit whole; free the one that ran before, and start to gather the one that comes next."""
-        if self._lingering is not None and self._lingering is not unit:
-            self._lingering.free(guarded=True)
-        self._lingering = None
-        unit.gather(self.algorithm)
-        following = self._following(unit)
-        if self.prefetch and following is not None:
-            following.gather(self.algorithm)
-        unit.show_full()
+    def _begin_backward(self) -> None:
+        self._end.disarm()
+        self.reducer.begin()
+        for unit in self.units:
+            unit.active = 0
 
-    def _following(self, unit: Unit) -> Unit | None:
-        order = self._backward_order if in_backward() else self._forward_order
-        if unit not in order:
-            return None
-        return next(iter(order[order.index(unit) + 1 :]), None)
+    def _before_backward(self, unit: Unit) -> None:
+        if not self._end.armed:
+            self._end.arm()
+            for other in self.units:
+                other.use_sharded(guarded=True)
+        unit.active += 1
+        self.order.unshard(unit, in_backward())
 
-    def _linger(self, unit: Unit) -> None:
-        """Free a unit, but not before another begins: the last of a forward is the first of the backward."""
-        if not self.reshard_after_forward and torch.is_grad_enabled():
+    def _after_backward(self, unit: Unit) -> None:
+        unit.active -= 1
+        if unit.active > 0:
             return
-        if self._lingering is not None and self._lingering is not unit:
-            self._lingering.free(guarded=True)
-        self._lingering = unit
+        unit.active = 0
+        if self._synchronised or self.order.reshard_after_forward:
+            unit.reshard(guarded=True)
+        if self._synchronised:
+            self.reducer.reduce(unit)
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        gradient, param.grad = param.grad, None
+        self.reducer.take(param, gradient)
+
+    def _finish(self) -> None:
+        """The backward is over: reduce what is left, reshard everything, and give the shards their gradients."""
+        if not self._synchronised:
+            for unit in self.units:
+                unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
+            self._begin_backward()
+            return
+        for unit in self.units:
+            unit.reshard()
+        self.reducer.finish()
+        self.order.delayed = None
+        self._begin_backward()
+
+    def _reset(self) -> None:
+        """After an exception: everything sharded, nothing half done."""
+        self._depth, self.order.delayed = 0, None
+        for unit in self.units:
+            unit.reshard()
+        self._begin_backward()
+
+    def _abandon_backward(self) -> None:
+        """An exception ended the last backward before its end: what it had computed is dropped."""
+        self.reducer.discard()
+        self._reset()
 
     # For the caller ---------------------------------------------------------------------------------------------
 
@@ -231,18 +268,18 @@ class FSDP(Backward, nn.Module):
     def synchronize(self) -> None:
         """Reduce what has been accumulated, now: for gradients that were not computed by a backward outside no_sync."""
         before, self._synchronised = self._synchronised, True
-        self._begin()
+        self._begin_backward()
         self._finish()
         self._synchronised = before
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
-        return fsdp_full_state.full_state_dict(self)
+        return full_state.full_state_dict(self)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Take this rank's part of everything. ValueError names what is missing, unexpected or misshapen."""
-        fsdp_full_state.load_full_state_dict(self, state)
+        full_state.load_full_state_dict(self, state)
 
     def summon_full_parameters(self, writeback: bool = True):
         """A context in which parameters are whole, in their own dtype; what is written to them there stays."""
-        return fsdp_full_state.summon(self, writeback)
+        return full_state.summon(self, writeback)

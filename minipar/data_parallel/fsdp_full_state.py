@@ -15,7 +15,7 @@ from minipar.mesh import placement_of
 def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
     """Cut parameters that exist, rank 0's; or those on the meta device, whose values `init` makes one by one."""
     if not any(p.is_meta for p in flat.params):
-        flat.cut(lambda param: param.detach(), axis, share=True)
+        flat.cut(lambda param: param.detach(), axis, broadcast=True)
         return
     if init is None:
         name = next(flat.names[p] for p in flat.params if p.is_meta)
@@ -28,7 +28,7 @@ def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
         placement = placements[param]
         return placement.slice_of(init(placement.name, placement.global_shape))
 
-    flat.cut(value_of, axis, share=False)
+    flat.cut(value_of, axis, broadcast=False)
 
 
 @torch.no_grad()
@@ -69,13 +69,13 @@ def full_state_dict(fsdp) -> dict[str, Tensor]:
 def load_full_state_dict(fsdp, state: dict[str, Tensor]) -> None:
     own = fsdp.module.state_dict(keep_vars=True)
     shape_of = {
-        name: fsdp._flat_of[x].shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
+        name: fsdp.reducer.gradients_of[x].flat.shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
         for name, x in own.items()
     }
     _check(state, shape_of)
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
-            flat = fsdp._flat_of[x]
+            flat = fsdp.reducer.gradients_of[x].flat
             low, high = (0, flat.num_elems[x]) if flat.whole else flat.part(x)
             flat.shard_views[x].view(-1).copy_(state[name].reshape(-1)[low:high])
         else:
@@ -110,7 +110,7 @@ def summon(fsdp, writeback: bool) -> Iterator[None]:
         yield
     finally:
         for param, value in full.items():
-            flat = fsdp._flat_of[param]
+            flat = fsdp.reducer.gradients_of[param].flat
             low, high = flat.part(param)
             if writeback:
                 flat.shard_views[param].copy_(value.reshape(-1)[low:high])

@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered when it runs and freed after; and which module has which parameters."""
+"""A unit: a module whose parameters are gathered when it runs and freed after; the order of units; which has which parameter."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters
 
 
 class Unit:
-    """The flat parameters of one module, those of units inside it left out.
+    """The flat parameters of one module, those of units inside it left out, and their gradients.
 
     active   how many of its calls are in the middle of their backward
     """
@@ -19,35 +20,86 @@ class Unit:
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module = name, module
         self.flats: list[FlatParameters] = []
+        self.gradients: list[FlatGradients] = []
         self.active = 0
 
-    @property
-    def filled(self) -> bool:
-        return all(flat.filled or flat.whole for flat in self.flats)
-
-    def gather(self, algorithm: str) -> None:
+    def unshard(self) -> None:
         for flat in self.flats:
-            flat.gather(algorithm)
+            flat.unshard()
 
-    def show_full(self) -> None:
+    def use_unsharded(self) -> None:
         for flat in self.flats:
-            flat.show_full()
+            flat.use_unsharded()
 
-    def show_shard(self, guarded: bool = False) -> None:
+    def use_sharded(self, guarded: bool = False) -> None:
         for flat in self.flats:
-            flat.show_shard(guarded)
+            flat.use_sharded(guarded)
 
-    def free(self, guarded: bool = False) -> None:
+    def reshard(self, guarded: bool = False) -> None:
         for flat in self.flats:
-            flat.free(guarded)
+            flat.reshard(guarded)
 
-    def reduce(self, op: str, algorithm: str) -> None:
-        for flat in self.flats:
-            flat.reduce(op, algorithm)
+    def reduce(self) -> None:
+        for gradients in self.gradients:
+            gradients.reduce()
 
-    def settle(self, op: str, algorithm: str) -> None:
-        for flat in self.flats:
-            flat.settle(op, algorithm)
+    def advance_reduction(self) -> None:
+        for gradients in self.gradients:
+            gradients.advance()
+
+
+class UnitOrder:
+    """The order of units, learnt from the last forward: gathers the next unit ahead, and reshards the last one late.
+
+    reshard_after_forward, prefetch   as in FSDP
+    delayed                           the unit that ran last: resharded when another one begins
+    """
+
+    def __init__(self, reshard_after_forward: bool, prefetch: bool):
+        self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
+        self.forward_order: tuple[Unit, ...] = ()
+        self.backward_order: tuple[Unit, ...] = ()
+        self.delayed: Unit | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A forward of the whole module begins."""
+        self._begun: list[Unit] = []
+        self._ended: list[Unit] = []
+        self.delayed = None
+
+    def begin_unit(self, unit: Unit) -> None:
+        if unit not in self._begun:
+            self._begun.append(unit)
+
+    def end_unit(self, unit: Unit) -> None:
+        self._ended = [*(u for u in self._ended if u is not unit), unit]
+
+    def end(self) -> None:
+        """It has ended: the backward will run the units in the reverse order of their last ends."""
+        self.forward_order, self.backward_order = tuple(self._begun), tuple(reversed(self._ended))
+
+    def unshard(self, unit: Unit, backward: bool) -> None:
+        """Unshard this unit now; reshard the delayed one, and start to gather the next."""
+        if self.delayed is not None and self.delayed is not unit:
+            self.delayed.reshard(guarded=True)
+        self.delayed = None
+        unit.unshard()
+        following = self._following(unit, self.backward_order if backward else self.forward_order)
+        if self.prefetch and following is not None:
+            following.unshard()
+        unit.use_unsharded()
+
+    def delay_reshard(self, unit: Unit) -> None:
+        """Delay resharding until another unit runs: the forward's last unit is the backward's first."""
+        if self.delayed is not None and self.delayed is not unit:
+            self.delayed.reshard(guarded=True)
+        self.delayed = unit
+
+    def _following(self, unit: Unit, order: tuple[Unit, ...]) -> Unit | None:
+        if unit not in order:
+            return None
+        return next(iter(order[order.index(unit) + 1 :]), None)
 
 
 def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], bool]:
@@ -90,7 +142,7 @@ def per_parameter(comm) -> Callable[[Tensor], Comm | None]:
 
 
 def group_parameters(module, modules, comm_of, replicas_of, rest_is_whole) -> dict[tuple, list[nn.Parameter]]:
-    """(unit, comm or None if whole, Comms with copies, ...) -> parameters that can share a flat buffer."""
+    """(unit, comm or None if whole, Comms of replicas, ...) -> parameters that can share a flat buffer."""
     owner, groups = owners(modules), {}
     for param in module.parameters():
         comm, replicas = comm_of(param), replicas_of(param)

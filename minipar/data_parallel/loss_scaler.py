@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.data_parallel.zero import ZeroOptimizer
+from minipar.data_parallel.updates import Updates, updates_of
 
 
 class DynamicLossScaler:
@@ -44,22 +44,17 @@ class DynamicLossScaler:
         return loss * self.scale_now
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step with gradients that are divided by the scale, unless one of them overflowed. Did it step?"""
-        stepped = not self._overflowed(optimizer)
-        if stepped and isinstance(optimizer, ZeroOptimizer):
-            optimizer.step(grad_scale=self.scale_now)
-        elif stepped:
-            for param in _holders(optimizer):
-                if param.grad is not None:
-                    param.grad /= self.scale_now
-            optimizer.step()
+        """Step with gradients that are divided by the scale, unless one of them overflowed. Returns whether it stepped."""
+        updates = updates_of(optimizer)
+        stepped = not self._overflowed(updates)
+        if stepped:
+            updates.step(grad_scale=self.scale_now)
         self._update(stepped)
         return stepped
 
-    def _overflowed(self, optimizer) -> bool:
-        if isinstance(optimizer, ZeroOptimizer):
-            optimizer.reduce_rest()
-        gradients = [p.grad for p in _holders(optimizer) if p.grad is not None]
+    def _overflowed(self, updates: Updates) -> bool:
+        updates.reduce_rest()
+        gradients = [x.grad for x in updates.tensors if x.grad is not None]
         found = any(not torch.isfinite(grad).all() for grad in gradients)
         flag = torch.tensor([float(found)], device=self._comm.device)
         return bool(self._comm.all_reduce(flag, "max").item())
@@ -71,10 +66,3 @@ class DynamicLossScaler:
         elif self._good_steps == self._interval:
             self.scale_now *= self._growth
             self._good_steps = 0
-
-
-def _holders(optimizer) -> list[Tensor]:
-    """The tensors whose `.grad` this rank's optimizer steps with."""
-    if isinstance(optimizer, ZeroOptimizer):
-        return optimizer.shards
-    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,18 +1,21 @@
-"""ZeRO-1 and ZeRO-2: the optimizer's state, then the gradients too, cut over the ranks that DDP would give a copy each."""
+"""ZeRO-1 and ZeRO-2: the optimizer's state, then the gradients too, cut over the ranks that DDP would give a copy each.
+
+`simple/zero.py`, plus buckets reduced during the backward, any elementwise torch optimizer, parameter groups, master
+copies, offload, and state that moves between numbers of ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from minipar.comm import Comm
 from minipar.data_parallel.buckets import make_buckets
 from minipar.data_parallel.elementwise_optimizers import require_per_element
+from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.offload import memory_for
 from minipar.data_parallel.optimizer_state import full_state_dict, load_full_state_dict
 from minipar.data_parallel.shard_optimizer import ChunkOptimizer
@@ -23,7 +26,7 @@ from minipar.mesh import Placement, placement_of, set_placement
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """`optimizer_cls`, of whose state each of p ranks keeps a p-th part; it reduces the gradients itself, so no DDP.
+    """Shards the state of `optimizer_cls` over p ranks; replaces DDP, since it reduces the gradients itself.
 
     params         parameters, named ones, or parameter groups; their values become rank 0's
     optimizer_cls  any per-element torch optimizer, or `Lamb`; `kwargs` are its arguments
@@ -89,23 +92,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             sharded = ShardedBucket(bucket, stage == 1, reduce_dtype or wide, axis)
             self._chunks.append(ChunkOptimizer(sharded, optimizer_cls, self.param_groups, wide, memory))
         self.buckets = [chunk.bucket for chunk in self._chunks]
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.params}
-        self._comm_of = {p: bucket.comm for p, bucket in self._bucket_of.items()}
-        self._used: set[nn.Parameter] = set()  # since the last zero_grad, by any rank
-        self._synchronised = True
+        self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
+        self._comm_of = {p: bucket.comm for p, bucket in self.reducer.bucket_of.items()}
         self._unreduced = True
-        self._begin()
-        for param in trained:
-            param.register_post_accumulate_grad_hook(self._on_gradient)
+        self._waits: list[Callable[[], None]] = []
 
     @property
     def shards(self) -> list[Tensor]:
         """This rank's part of each trained parameter, in the order of the parameters; what a gradient norm is taken of."""
         params = [p for group in self.param_groups for p in group["params"]]
-        return [self._bucket_of[p].shards[p] for p in params if p in self._bucket_of]
+        bucket_of = self.reducer.bucket_of
+        return [bucket_of[p].shards[p] for p in params if p in bucket_of]
 
-    def shard_states(self) -> Iterator[tuple[Tensor, dict]]:
-        """Each shard, or its master copy, with its optimizer's state: to be read, or replaced by tensors of its shape."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The shards: see `Updates`."""
+        return self.shards
+
+    def states(self) -> Iterator[tuple[Tensor, dict]]:
+        """Each shard, or its master copy, with its optimizer state: to be read, or replaced by tensors of its shape."""
         for chunk in self._chunks:
             for param, master in chunk.masters.items():
                 set_placement(master, placement_of(chunk.bucket.shards[param]))
@@ -113,20 +118,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # Gradients ------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def no_sync(self):
-        """Backwards inside only accumulate, in full; the next one outside, or `step`, reduces the sum."""
-        before, self._synchronised = self._synchronised, False
+        """A context whose backwards only accumulate, in full; the next one outside, or `step`, reduces the sum."""
         self._unreduced = True
-        try:
-            yield
-        finally:
-            self._synchronised = before
+        return self.reducer.no_sync()
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that were not computed by a backward outside no_sync."""
-        self._begin()
-        self._finish()
+        """Reduce what has been accumulated, now: for gradients that no backward outside no_sync has computed."""
+        self.reducer.synchronize()
 
     def reduce_rest(self) -> None:
         """Reduce what no backward has reduced since the last `no_sync` or `zero_grad`."""
@@ -137,55 +136,28 @@ class ZeroOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         self._unreduced = True
         if set_to_none:
-            self._used.clear()
+            self.reducer.used.clear()
             for bucket in self.buckets:
                 bucket.forget()
         for shard in self.shards:
             if shard.grad is not None:
                 shard.grad.zero_()
 
-    def _begin(self) -> None:
-        self._armed = False
-        self._launched = 0  # buckets leave in their order, the same on every rank
-        self._waits: list[Callable[[], None]] = []
-        self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
-
-    def _on_gradient(self, param: nn.Parameter) -> None:
-        bucket = self._bucket_of[param]
-        self._used.add(param)
-        bucket.collect(param)
-        if not self._synchronised:
-            return
-        if not self._armed:
-            self._armed = True
-            Variable._execution_engine.queue_callback(self._finish)
-        self._missing[bucket].discard(param)
-        while self._launched < len(self.buckets) and not self._missing[self.buckets[self._launched]]:
-            self._launch(self.buckets[self._launched])
-
     def _launch(self, bucket: ShardedBucket) -> None:
-        for param in self._missing[bucket]:
-            if param.grad is not None:
-                self._used.add(param)
-            bucket.collect(param)
-        self._launched += 1
         if self.stage == 2 and len(self._waits) > 1:  # two buckets of full gradients are alive: no more
             self._waits.pop(0)()
         self._waits.append(bucket.reduce(self.reduce, self.algorithm))
 
     def _finish(self) -> None:
-        """Send what is left, wait for everything, and give the shards their gradients."""
-        for bucket in self.buckets[self._launched :]:
-            self._launch(bucket)
-        self._used = used_anywhere(self._comm_of, self._used, self.algorithm)
-        for wait in self._waits:
+        """Wait for the sums, and give the shards their gradients."""
+        used = self.reducer.used = used_anywhere(self._comm_of, self.reducer.used, self.algorithm)
+        waits, self._waits = self._waits, []
+        for wait in waits:
             wait()
         for bucket in self.buckets:
             for param, shard in bucket.shards.items():
-                used = param in self._used
-                shard.grad = bucket.of_chunk(param, bucket.gradient) if used else None
+                shard.grad = bucket.of_chunk(param, bucket.gradient) if param in used else None
         self._unreduced = False
-        self._begin()
 
     # The step -------------------------------------------------------------------------------------------------
 

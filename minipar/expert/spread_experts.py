@@ -49,8 +49,8 @@ def expert_parallel(
         spread_experts(moe, comm, name)
         if comm.size > 1:
             hides = bool(moe.shared) if overlap is None else overlap
-            moe.dispatch = AllToAll(comm.using(algorithm), hides, node_size)
-            moe.padded = True
+            moe.overrides.dispatch = AllToAll(comm.using(algorithm), hides, node_size)
+            moe.overrides.pad_to_capacity = True
     return model
 
 

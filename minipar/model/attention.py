@@ -11,6 +11,7 @@ from minipar.model.deferrable_linear import Linear
 from minipar.model.flash import flash_attention
 from minipar.model.mask import whole_mask
 from minipar.model.model_config import ModelConfig
+from minipar.model.overrides import AttentionOverrides
 from minipar.model.rope import rotate, rotation
 
 
@@ -59,20 +60,17 @@ class Attention(nn.Module):
     x, y  [B, T, D]
     q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
 
-    `num_heads` and `num_kv_heads` are what *this module* computes: who cuts q, k, v and o by heads sets them.
-    `core(q, k, v, causal=True)` takes [B, heads, T, head_dim] and may be replaced by one that spans ranks; so may
-    `project`, by one that treats the three products of one input together. Where samples hold documents, `core` is
-    given the `positions` too. While a text is being written, `cache`, a `KeyValues`, adds those of earlier tokens: k and v
-    are then [B, heads, S, head_dim] with S >= T.
+    `num_heads` and `num_kv_heads` are those that *this module* computes. `core` mixes tokens, on [B, heads, T, head_dim];
+    where samples hold documents it is given their positions. With a key/value cache, k and v have the earlier tokens' too.
+    Overridden: see `AttentionOverrides`.
     """
-
-    cache = None
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
-        self.documents, self.core = config.documents, CORES[config.attention]
+        self.documents, self.own_core = config.documents, CORES[config.attention]
+        self.overrides = AttentionOverrides()
         factory = {"device": device, "dtype": dtype}
         kv_dim = config.num_kv_heads * config.head_dim
         self.q = Linear(config.dim, config.dim, **factory)
@@ -82,18 +80,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         cos, sin = rotation(positions, self.head_dim, self.rope_theta, x.dtype)
-        q, k, v = self.project(x)
+        q, k, v = (self.overrides.project_qkv or self.project_qkv)(x)
         q = rotate(self._heads(q, self.num_heads), cos, sin)
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
         v = self._heads(v, self.num_kv_heads)
         of_documents = {"positions": positions} if self.documents else {}
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        if self.cache is not None:
-            k, v = self.cache.extend(k, v)
+        if self.overrides.cache is not None:
+            k, v = self.overrides.cache.extend(k, v)
         out = self.core(q, k, v, causal=True, **of_documents)
         return self.o(out.transpose(1, 2).flatten(2))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @property
+    def core(self):
+        return self.overrides.core or self.own_core
+
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q(x), self.k(x), self.v(x)
 
     def _heads(self, x: Tensor, num_heads: int) -> Tensor:

@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 from minipar.model.attention import Attention
 from minipar.model.aux_loss import attach_aux_loss
-from minipar.model.counter_dropout import dropout
+from minipar.model.counter_dropout import dropout as counter_dropout
 from minipar.model.mlp import SwiGLU
 from minipar.model.model_config import ModelConfig
 from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
+from minipar.model.overrides import BlockOverrides
 
 ATTENTION_SITE, MLP_SITE = 0, 1  # where in a layer a dropout mask is for
 
@@ -24,13 +25,13 @@ class Block(nn.Module):
     h = x + dropout(attention(norm(x)))
     y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses y carries
 
-    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks. `drop` may be replaced
-    by one that is given a part of the tokens.
+    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks.
     """
 
     def __init__(self, config: ModelConfig, layer: int, seed: int, device=None, dtype=None):
         super().__init__()
-        self.layer, self.seed, self.dropout = layer, seed, config.dropout
+        self.layer, self.seed, self.dropout_rate = layer, seed, config.dropout
+        self.overrides = BlockOverrides()
         factory = {"device": device, "dtype": dtype}
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, **factory)
         self.attention = Attention(config, **factory)
@@ -42,10 +43,16 @@ class Block(nn.Module):
             self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
 
     def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
+        if self.overrides.call is not None:
+            return self.overrides.call(self._forward, x, positions, sample_ids, step)
+        return self._forward(x, positions, sample_ids, step)
+
+    def _forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+        dropout = self.overrides.dropout or self.dropout
         mixed = self.attention(self.attention_norm(x), positions)
-        x = x + self.drop(mixed, ATTENTION_SITE, positions, sample_ids, step)
+        x = x + dropout(mixed, ATTENTION_SITE, positions, sample_ids, step)
         made = self._feed(self.mlp_norm(x), positions, sample_ids, step)
-        return x + self.drop(made, MLP_SITE, positions, sample_ids, step)
+        return x + dropout(made, MLP_SITE, positions, sample_ids, step)
 
     def _feed(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not isinstance(self.mlp, MoE):
@@ -53,7 +60,7 @@ class Block(nn.Module):
         y, metrics = self.mlp(x, positions, sample_ids, step)
         return attach_aux_loss(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
-    def drop(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
-        if not (self.training and self.dropout > 0):
+    def dropout(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+        if not (self.training and self.dropout_rate > 0):
             return x
-        return dropout(x, self.dropout, self.seed, step, self.layer, site, sample_ids, positions)
+        return counter_dropout(x, self.dropout_rate, self.seed, step, self.layer, site, sample_ids, positions)

@@ -92,7 +92,7 @@ def caching(model: nn.Module, room: int) -> Iterator[Cache]:
     Raises ValueError for a model that reads a part of each sample, under context parallelism.
     """
     transformer = next(m for m in model.modules() if isinstance(m, Transformer))
-    if "default_positions" in vars(transformer):
+    if transformer.overrides.default_positions is not None:
         raise ValueError(
             "default_positions has been replaced: this model reads a part of every sample (context parallelism) or is "
             "writing already; use one that reads all of it"
@@ -100,11 +100,11 @@ def caching(model: nn.Module, room: int) -> Iterator[Cache]:
     attentions = [m for m in transformer.modules() if isinstance(m, Attention)]
     cache = Cache(transformer, [KeyValues(min(room, transformer.config.max_seq_len)) for _ in attentions])
     for attention, layer in zip(attentions, cache.layers):
-        attention.cache = layer
-    transformer.default_positions = cache.positions
+        attention.overrides.cache = layer
+    transformer.overrides.default_positions = cache.positions
     try:
         yield cache
     finally:
         for attention in attentions:
-            del attention.cache
-        del transformer.default_positions
+            attention.overrides.cache = None
+        transformer.overrides.default_positions = None

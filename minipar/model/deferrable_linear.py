@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minipar.model.overrides import GRADIENT_RECEIVER
+
 
 class WeightGradients:
     """The weight-gradient products that backward has put off, in the order in which it met them.
@@ -55,10 +57,10 @@ class WeightGradients:
 def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks.
 
-    A parameter that has an attribute `take_gradient`, a function, is given its gradient through that.
+    A parameter with a gradient receiver (see `overrides.py`) is given its gradient through that.
     """
-    if (take := getattr(parameter, "take_gradient", None)) is not None:
-        take(gradient)
+    if (receive := getattr(parameter, GRADIENT_RECEIVER, None)) is not None:
+        receive(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -16,6 +16,7 @@ from minipar.model.init import initialize
 from minipar.model.mlp import SwiGLU
 from minipar.model.model_config import ModelConfig
 from minipar.model.moe_config import MixtureConfig, require_size
+from minipar.model.overrides import MoEOverrides
 from minipar.model.permute import Plan, combine, compact_plan, padded_plan, permute_rows
 from minipar.model.router import Router, expert_choice, position_in_expert, token_choice
 
@@ -88,6 +89,7 @@ class MoE(nn.Module):
         self.options = MixtureConfig(
             num_experts=num_experts, top_k=top_k, capacity_factor=capacity_factor, **options
         )
+        self.overrides = MoEOverrides()
         self.num_groups: int | None = None
         self.loss_scale = 1.0
         self.metrics: MoEMetrics | None = None
@@ -103,26 +105,6 @@ class MoE(nn.Module):
         if not self.router.weight.is_meta:
             initialize(self, ModelConfig(num_layers=1), seed)
 
-    # What follows may be replaced by a strategy that holds a part of the experts, or of each expert.
-
-    padded = False  # are all experts and groups given rows up to their capacity, used or not?
-
-    def dispatch(self, rows: Tensor, counts: Tensor) -> LocalDispatch:
-        """Send rows to their experts; who calls does something else meanwhile, then asks the dispatched to `arrive`."""
-        return LocalDispatch(rows, counts)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """The tokens, as routers see them."""
-        return x
-
-    def share(self, x: Tensor) -> Tensor:
-        """Something that the features of an expert, wherever they are, compute from."""
-        return x
-
-    def leave(self, y: Tensor) -> Tensor:
-        """What the block adds to its residual stream."""
-        return y
-
     def forward(
         self,
         x: Tensor,
@@ -133,15 +115,22 @@ class MoE(nn.Module):
         if x.dim() == 2:
             y, metrics = self(x[None], positions, sample_ids, step)
             return y[0], metrics
-        x = self.enter(x)
+        if self.overrides.gather_tokens is not None:
+            x = self.overrides.gather_tokens(x)
         B, T, D = x.shape
         positions = torch.arange(T, device=x.device) if positions is None else positions
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         logits = self.router(x, positions, sample_ids, step)
         groups = Groups(B, T, self.options.group_tokens or max(1, T))
         routing = self.route(logits, groups)
-        y = self._apply_experts(self.share(x).reshape(-1, D), routing, groups).view(B, T, D)
-        return self.leave(y), self._measure(logits, routing, groups)
+        y = self._apply_experts(self._copy_input(x).reshape(-1, D), routing, groups).view(B, T, D)
+        if self.overrides.reduce_output is not None:
+            y = self.overrides.reduce_output(y)
+        return y, self._measure(logits, routing, groups)
+
+    def _copy_input(self, x: Tensor) -> Tensor:
+        """Hook on the experts' input and on their outputs' weights: tensor parallelism puts the copy operator here."""
+        return x if self.overrides.copy_input is None else self.overrides.copy_input(x)
 
     def route(self, logits: Tensor, groups: Groups) -> Routing:
         """Let tokens choose experts, or experts tokens, and see who finds room.
@@ -168,16 +157,16 @@ class MoE(nn.Module):
     def _apply_experts(self, x: Tensor, routing: Routing, groups: Groups) -> Tensor:
         """[M, D] -> [M, D]"""
         plan = self._plan(routing, groups)
-        dispatched = self.dispatch(permute_rows(x, plan), plan.counts)
+        dispatched = (self.overrides.dispatch or LocalDispatch)(permute_rows(x, plan), plan.counts)
         shared = None if self.shared is None else self.shared(x)  # while the rows travel
         rows, counts = dispatched.arrive()
         out = dispatched.combine(self.experts(rows, counts))
-        y = combine(out, self.share(routing.weight), plan)
+        y = combine(out, self._copy_input(routing.weight), plan)
         return y if shared is None else y + shared
 
     def _plan(self, routing: Routing, groups: Groups) -> Plan:
         expert, kept, E = routing.expert, routing.kept, self.options.num_experts
-        if not self.padded or self.options.capacity_factor is None:
+        if not self.overrides.pad_to_capacity or self.options.capacity_factor is None:
             return compact_plan(expert, kept, E)
         capacity = min(self.options.capacity(groups.size), groups.tokens)
         of_tokens = groups.of_tokens(expert.device)

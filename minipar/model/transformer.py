@@ -16,6 +16,7 @@ from minipar.model.groups import check_whole_groups
 from minipar.model.init import initialize
 from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
+from minipar.model.overrides import TransformerOverrides
 
 IGNORED = -100  # a target that is not counted
 
@@ -37,9 +38,6 @@ class Transformer(nn.Module):
     [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
     last stage that is not the first holds a copy under the name head.weight, and `tied` says of what.
 
-    `finish` and `sequence_length` may be replaced where the head's logits or the hidden states are parts of the whole,
-    `default_positions` where the tokens are.
-
     Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
     """
 
@@ -55,6 +53,7 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.config, self.seed, self.first, self.last = config, seed, first, last
+        self.overrides = TransformerOverrides()
         factory = {"device": device, "dtype": dtype}
         if first:
             self.embedding = nn.utils.skip_init(
@@ -91,7 +90,7 @@ class Transformer(nn.Module):
         self._check_input(x)
         B, T = x.shape[0], self.sequence_length(x)
         if positions is None:
-            positions = self.default_positions(T, x.device)
+            positions = (self.overrides.default_positions or self.default_positions)(T, x.device)
         elif self.config.num_experts:
             check_whole_groups(positions, self.config.group_tokens)
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
@@ -106,19 +105,20 @@ class Transformer(nn.Module):
         x = self.norm(x)
         shares = self.first and self.config.tie_embeddings
         logits = self.head(x, self.embedding.weight) if shares else self.head(x)
-        return self.finish(logits, targets)
+        return (self.overrides.output or self.output)(logits, targets)
 
-    def finish(self, logits: Tensor, targets: Tensor | None) -> Tensor:
+    def output(self, logits: Tensor, targets: Tensor | None) -> Tensor:
         """The logits, or where there are targets the sum of their cross-entropies."""
         return logits if targets is None else cross_entropy_sum(logits, targets)
 
     def default_positions(self, T: int, device) -> Tensor:
-        """Where in its sample each token is, if the caller does not say."""
+        """Each token's place in its sample, if the caller gives none."""
         return torch.arange(T, device=device)
 
     def sequence_length(self, x: Tensor) -> int:
-        """How many tokens a sample has, given this stage's input."""
-        return x.shape[1]
+        """Tokens of a sample, given this stage's input."""
+        own = self.overrides.sequence_length
+        return x.shape[1] if own is None else own(x)
 
     def loss(
         self,

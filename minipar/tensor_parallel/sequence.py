@@ -64,12 +64,12 @@ class ShardDropout:
     """A block's dropout for this rank's tokens [B, T/tp, D]: the same elements fall as in one process."""
 
     def __init__(self, block: Block, comm):
-        self.drop, self.comm = block.drop, comm
+        self.dropout, self.comm = block.dropout, comm
 
     def __call__(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         tokens = x.shape[TOKENS]
         mine = positions.narrow(-1, self.comm.rank * tokens, tokens)
-        return self.drop(x, site, mine, sample_ids, step)
+        return self.dropout(x, site, mine, sample_ids, step)
 
 
 class ShardLength:

@@ -34,9 +34,9 @@ def cut_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
             linear.weight = cut_parameter(linear.weight, dim, comm.rank, comm.size)
     for parameter in moe.router.parameters():
         replicate_parameter(parameter)
-    moe.share = partial(autograd.copy, comm)
-    moe.leave = partial(autograd.all_reduce, comm)
+    moe.overrides.copy_input = partial(autograd.copy, comm)
+    moe.overrides.reduce_output = partial(autograd.all_reduce, comm)
     if sequence_parallel:
-        moe.enter = partial(autograd.gather, comm, dim=TOKENS)
-        moe.leave = partial(reduce_scatter_tokens, comm)
+        moe.overrides.gather_tokens = partial(autograd.gather, comm, dim=TOKENS)
+        moe.overrides.reduce_output = partial(reduce_scatter_tokens, comm)
     return moe

@@ -90,9 +90,9 @@ def tensor_parallel(
     if model.last:
         model.norm = cut_norm(model.norm, plan)
         model.head = cut_head(model.head, plan)
-        model.finish = VocabParallelFinish(model.config.vocab_size, comm)
+        model.overrides.output = VocabParallelFinish(model.config.vocab_size, comm)
     if sequence_parallel:
-        model.sequence_length = ShardLength(model.first, comm)
+        model.overrides.sequence_length = ShardLength(model.first, comm)
     return model
 
 
@@ -123,7 +123,7 @@ def cut_block(block: Block, plan: TensorParallelPlan) -> None:
             raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
         setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
     if plan.sequence_parallel:
-        block.drop = ShardDropout(block, plan.comm)
+        block.overrides.dropout = ShardDropout(block, plan.comm)
 
 
 def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
@@ -133,7 +133,7 @@ def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
     attention.k = plan.column(attention.k, num_shards=kv_shards)
     attention.v = plan.column(attention.v, num_shards=kv_shards)
     attention.o = plan.row(attention.o)
-    attention.project = partial(project_together, (attention.q, attention.k, attention.v))
+    attention.overrides.project_qkv = partial(project_together, (attention.q, attention.k, attention.v))
     attention.num_heads //= plan.comm.size
     attention.num_kv_heads //= kv_shards
     return attention
@@ -142,7 +142,7 @@ def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
 def cut_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
     """Give each rank the same features of gate and up, which meet element by element."""
     mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
-    mlp.project = partial(project_together, (mlp.gate, mlp.up))
+    mlp.overrides.project_gate_up = partial(project_together, (mlp.gate, mlp.up))
     return mlp
 
 

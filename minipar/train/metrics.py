@@ -34,7 +34,7 @@ def speed(config, seconds: float) -> dict[str, float]:
     return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **mfu}
 
 
-def routing(world, replica, config) -> dict[str, float]:
+def routing(world, state, config) -> dict[str, float]:
     """Of the step's batch, the mean over the layers with experts; the same on every rank. Empty without experts.
 
     balance_loss    coefficient * E * sum f_i P_i: the coefficient itself where choices are even
@@ -48,8 +48,8 @@ def routing(world, replica, config) -> dict[str, float]:
     """
     if not config.model.num_experts:
         return {}
-    comm, sums = replica.mesh.comm("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
-    for stage in replica.stages:
+    comm, sums = state.mesh.comm("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
+    for stage in state.stages:
         for metrics in take_metrics(stage).values():
             load = comm.all_reduce(metrics.load)
             choices, tokens = load.sum(), comm.all_reduce(torch.tensor([metrics.tokens], device=world.device))

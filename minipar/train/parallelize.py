@@ -21,6 +21,7 @@ from torch import nn
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.fsdp import FSDP
+from minipar.data_parallel.updates import Updates, WrapperUpdates
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole, placement_of, set_placement
 from minipar.model import Block, Transformer
@@ -36,24 +37,17 @@ from minipar.train.train_config import TrainConfig
 class RankState:
     """This rank's part of the model, ready to be trained.
 
-    stages     the transformed modules this rank holds
-    pipeline   runs them, wrapped in data parallelism where that is a wrapper
-    optimizer  over what of the parameters this rank updates
-    shares     how much of each of `tensors` this rank counts in the gradient norm
+    stages    the transformed modules this rank holds
+    pipeline  runs them, wrapped in data parallelism where that is a wrapper
+    updates   the optimizer, over this rank's part of the parameters
+    shares    how much of each of `updates.tensors` this rank counts in the gradient norm
     """
 
     mesh: Mesh
     stages: list[Transformer]
     pipeline: Pipeline
-    optimizer: torch.optim.Optimizer
+    updates: Updates
     shares: list[float] = field(default_factory=list)
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What the optimizer updates here, each with its placement and, after a backward, its gradient."""
-        if isinstance(self.optimizer, ZeroOptimizer):
-            return self.optimizer.shards
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
 
 def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankState:
@@ -63,11 +57,11 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
         _stage(config, mesh, device, number, schedule.num_stages)
         for number in schedule.stages_of(mesh.coordinates.pp)
     ]
-    modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
+    modules, updates = _data_parallel(config, mesh, stages, schedule.num_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
-    replica = RankState(mesh, stages, pipeline, optimizer)
-    replica.shares = norm_shares(replica.tensors, mesh.world)
-    return replica
+    state = RankState(mesh, stages, pipeline, updates)
+    state.shares = norm_shares(updates.tensors, mesh.world)
+    return state
 
 
 def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int) -> Transformer:
@@ -126,7 +120,8 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
     else:
         buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
-    return modules, torch.optim.AdamW(parameter_groups(_named(modules), config.weight_decay), **options)
+    optimizer = torch.optim.AdamW(parameter_groups(_named(modules), config.weight_decay), **options)
+    return modules, WrapperUpdates(optimizer)
 
 
 def _named(modules: list[nn.Module]):

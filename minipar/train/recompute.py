@@ -24,9 +24,9 @@ def recompute(stage: nn.Module, mode: str) -> None:
     """
     for block in stage.layers.values() if mode != "none" else ():
         if mode == "full":
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            block.overrides.call = partial(checkpoint, use_reentrant=False)
         else:
-            block.attention.core = partial(checkpoint, block.attention.core, use_reentrant=False)
+            block.attention.overrides.core = partial(checkpoint, block.attention.core, use_reentrant=False)
 
 
 def relocate_activations(stage: nn.Module, partition=None, offload: bool = False) -> None:
@@ -38,10 +38,10 @@ def relocate_activations(stage: nn.Module, partition=None, offload: bool = False
     """
     for block in stage.layers.values():
         if partition is not None or offload:
-            block.forward = partial(_relocating, block, block.forward, partition, offload)
+            block.overrides.call = partial(_relocating, block, block.overrides.call, partition, offload)
 
 
-def _relocating(block: nn.Module, forward, partition, offload: bool, *args):
+def _relocating(block: nn.Module, inner, partition, offload: bool, forward, *args):
     weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
 
     def keep(x: Tensor) -> _Kept | Tensor:
@@ -63,7 +63,7 @@ def _relocating(block: nn.Module, forward, partition, offload: bool, *args):
         return part if kept.sizes is None else partition.all_gather(part, sizes=kept.sizes).view(kept.shape)
 
     with saved_tensors_hooks(keep, bring):
-        return forward(*args)
+        return forward(*args) if inner is None else inner(forward, *args)
 
 
 class _Kept(NamedTuple):

@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 
 import torch
 
-from minipar.data_parallel import ZeroOptimizer
 from minipar.mesh import Placement, placement_of
 from minipar.train.checkpoint import StoredPart
 from minipar.train.parallelize import RankState
@@ -20,41 +19,41 @@ from minipar.train.train_config import TrainConfig
 PARAMETER, BUFFER = "parameter", "buffer"
 
 
-def parts_of(replica: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
+def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
     """This rank's parts, and of each parameter what its optimizer keeps as one number: {name: {"step": 3.0}}."""
     parts, numbers = [], {}
-    for x, state in _updated(replica):
+    for x, own in state.updates.states():
         placement = placement_of(x)
         if placement.tied_to is not None:
             continue  # the embedding's copy, and its state
         if x.numel():  # ZeRO leaves some ranks nothing of a parameter
             parts.append(StoredPart(PARAMETER, placement, x))
-        for key, value in state.items():
+        for key, value in own.items():
             if isinstance(value, torch.Tensor) and value.dim():
                 if value.numel():
                     parts.append(StoredPart(key, placement, value))
             else:
                 numbers.setdefault(placement.name, {})[key] = float(value)
-    parts += [StoredPart(BUFFER, placement, buffer) for placement, buffer in buffers_of(replica)]
+    parts += [StoredPart(BUFFER, placement, buffer) for placement, buffer in buffers_of(state)]
     return parts, numbers
 
 
 @torch.no_grad()
-def restore(replica: RankState, checkpoint: Checkpoint) -> None:
+def restore(state: RankState, checkpoint: Checkpoint) -> None:
     """Take over a checkpoint, written on whatever mesh. Raises ValueError where it lacks something."""
-    for stage in replica.stages:
+    for stage in state.stages:
         for param in stage.parameters():
             param.copy_(checkpoint.read(PARAMETER, _canonical(placement_of(param))))
-    for placement, buffer in buffers_of(replica):
+    for placement, buffer in buffers_of(state):
         buffer.copy_(checkpoint.read(BUFFER, placement))
-    for x, state in _updated(replica):
+    for x, own in state.updates.states():
         placement = _canonical(placement_of(x))
         x.copy_(checkpoint.read(PARAMETER, placement))
         for key in sorted(checkpoint.kinds - {PARAMETER, BUFFER}):
             if checkpoint.has(key, placement.name):
-                state[key] = checkpoint.read(key, placement).to(x.device)
+                own[key] = checkpoint.read(key, placement).to(x.device)
         for key, value in checkpoint.extra["numbers"].get(placement.name, {}).items():
-            state[key] = torch.tensor(value)
+            own[key] = torch.tensor(value)
 
 
 def described(config: TrainConfig, numbers: dict) -> dict:
@@ -79,18 +78,9 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _updated(replica: RankState) -> Iterator[tuple[torch.Tensor, dict]]:
-    """Every tensor this rank updates, with its optimizer's state of it."""
-    if isinstance(replica.optimizer, ZeroOptimizer):
-        yield from replica.optimizer.shard_states()
-    else:
-        for x in replica.tensors:
-            yield x, replica.optimizer.state[x]
-
-
-def buffers_of(replica: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
+def buffers_of(state: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
     """What is neither trained nor a function of the seed: the biases that balance experts. Every rank has them whole."""
-    for stage in replica.stages:
+    for stage in state.stages:
         for name, buffer in stage.named_buffers():
             yield Placement.whole(name, buffer.shape), buffer
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 import torch
 
 from minipar.context import local_positions
-from minipar.data_parallel import ZeroOptimizer
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.trace import span
 from minipar.train.metrics import routing, speed
@@ -28,17 +27,17 @@ def train_step(
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.lr, config.warmup)
-    for group in state.optimizer.param_groups:
+    for group in state.updates.param_groups:
         group["lr"] = lr
-    state.optimizer.zero_grad()
+    state.updates.zero_grad()
     loss = gradients(world, state, config, text, step)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(state.tensors, config.grad_clip or float("inf"), world, state.shares)
+        norm = clip_grad_norm_(state.updates.tensors, config.grad_clip or float("inf"), world, state.shares)
         finite = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
         if finite:
-            state.optimizer.step()
+            state.updates.step()
         elif config.on_nan == "stop":
             raise ArithmeticError(
                 f"step {step}: the loss is {loss.item()} and the gradient norm {norm.item()}; "
@@ -60,7 +59,6 @@ def train_step(
 
 def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
     """Compute and reduce the gradients of this step's batch; the loss over all of it, on every rank."""
-    optimizer = state.optimizer
     inputs = _local_batch(
         state.mesh,
         config,
@@ -71,13 +69,13 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
     if config.model.num_experts:
         for stage in state.stages:
             set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
-    # ZeRO's optimizer reduces by hooks of its own, during the backward: right where that is one, whole, and nothing is
-    # added to a gradient afterwards (another microbatch's, a deferred product, a tied stage's).
+    # An optimizer that reduces gradients does it during the backward, if that is the only one and whole: nothing may be
+    # added to a gradient afterwards (by another microbatch, a deferred product, a tied stage).
     accumulates = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
-    with optimizer.no_sync() if accumulates and isinstance(optimizer, ZeroOptimizer) else nullcontext():
+    with state.updates.no_sync() if accumulates else nullcontext():
         loss = state.pipeline.step(**inputs)
-    if isinstance(optimizer, ZeroOptimizer) and accumulates:
-        optimizer.synchronize()
+    if accumulates:
+        state.updates.synchronize()
     return reduce_loss(world, state, config, loss)
 
 

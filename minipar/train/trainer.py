@@ -133,29 +133,29 @@ def train_rank(
     """One rank's part of the run, from a checkpoint if `start` names one. Rank 0 returns what all made, others None."""
     report = report or world.report
     torch.manual_seed(config.seed)
-    replica = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     metrics, first, trace, begin = [], [], Trace(), 0
     if start is not None:
         checkpoint = Checkpoint(start)
-        restore(replica, checkpoint)
+        restore(state, checkpoint)
         begin = checkpoint.step
     saver = Saver(world, config.folder / CHECKPOINTS, config.keep) if config.checkpoint_every else None
     for step in range(begin, config.steps):
         world.trace = trace if _traced(config, step) else None
-        metrics.append(train_step(world, replica, config, text, step))
+        metrics.append(train_step(world, state, config, text, step))
         if held_out is not None and (step + 1) % config.eval_every == 0:
-            metrics[-1]["eval_loss"] = evaluate(world, replica, config, held_out)
+            metrics[-1]["eval_loss"] = evaluate(world, state, config, held_out)
         if world.rank == 0:
             report(metrics[-1])
         if step + 1 == min(config.verify_steps, config.steps):
-            first = held_parameters(replica)
+            first = held_parameters(state)
         if saver is not None and (step + 1) % config.checkpoint_every == 0:
-            parts, numbers = parts_of(replica)
+            parts, numbers = parts_of(state)
             saver.save(step + 1, parts, described(config, _all_numbers(world, numbers)))
     if saver is not None:
         saver.finish()
     world.trace = None
-    last = held_parameters(replica) + list(buffers_of(replica))
+    last = held_parameters(state) + list(buffers_of(state))
     traces, first, last = (gather_values(world, x) for x in (trace.spans, first, last))
     if world.rank:
         return None
@@ -168,9 +168,9 @@ def _all_numbers(world, mine: dict) -> dict:
     return {name: numbers for rank in everywhere for name, numbers in rank.items()}
 
 
-def held_parameters(replica: RankState) -> list[tuple[Placement, torch.Tensor]]:
+def held_parameters(state: RankState) -> list[tuple[Placement, torch.Tensor]]:
     """What of the parameters this rank updates, copied."""
-    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in replica.tensors]
+    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in state.updates.tensors]
 
 
 def whole_parameters(held: list[list[tuple[Placement, torch.Tensor]]]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -104,19 +105,21 @@ def verify(config: TrainConfig = DEFAULTS) -> Verification:
 
 
 def _observe_rank(world, config: TrainConfig, text: torch.Tensor) -> Observed:
-    replica = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     seen, losses, norms = [], [], []
 
     def keep(what: str, values) -> None:
-        seen.append((what, [(placement_of(x), v.to("cpu", copy=True)) for x, v in values if v is not None]))
+        seen.append((what, [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]))
 
-    keep("initial weights", [(x, x.detach()) for x in replica.tensors])
+    keep("initial weights", lambda: [(x, x.detach()) for x in state.updates.tensors])
     for step in range(config.steps):
-        observe = lambda step=step: keep(f"gradients, step {step}", [(x, x.grad) for x in replica.tensors])  # noqa: E731
-        metrics = train_step(world, replica, config, text, step, observe)
+        observe = partial(
+            keep, f"gradients, step {step}", lambda: [(x, x.grad) for x in state.updates.tensors]
+        )
+        metrics = train_step(world, state, config, text, step, observe)
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    keep("weights at the end", [(x, x.detach()) for x in replica.tensors])
+    keep("weights at the end", lambda: [(x, x.detach()) for x in state.updates.tensors])
     return Observed(seen, losses, norms)
 
 

@@ -145,6 +145,13 @@ CASE = Case(
 class AveragesTheParameter(DDP):
     """The hook reduces the parameter it is handed, not its gradient."""
 
+    def __init__(self, module, comm, **options):
+        super().__init__(module, comm, **options)
+        self.reducer.on_gradient = self._on_gradient
+        for param in self.reducer.bucket_of:
+            param._post_accumulate_grad_hooks.clear()
+            param.register_post_accumulate_grad_hook(self._on_gradient)
+
     def _on_gradient(self, param):
         with torch.no_grad():
             self.buckets[0].comm.all_reduce_(param, "mean")
@@ -161,7 +168,7 @@ class NeverWritesBack(DDP):
 class DividesTwice(DDP):
     def _finish(self):
         super()._finish()
-        for param in self._bucket_of:
+        for param in self.reducer.bucket_of:
             if param.grad is not None:
                 param.grad /= self.buckets[0].comm.size
 
@@ -169,9 +176,10 @@ class DividesTwice(DDP):
 class ForgetsTheLastBucket(DDP):
     """A bucket that is not full is never sent."""
 
-    def _finish(self):
-        self._launched = len(self.buckets)
-        super()._finish()
+    def __init__(self, module, comm, **options):
+        super().__init__(module, comm, **options)
+        self.reducer._end_of_backward = lambda: (self._finish(), self.reducer.begin())
+        self.reducer.end._finish = self.reducer._end_of_backward
 
 
 @pytest.mark.parametrize(

@@ -202,9 +202,8 @@ def test_fsdp_trains_as_one_process_does(size, drawn):
 class TrustsWhatItGathered(FSDP):
     """What was gathered ahead for the last step is used in the next, though the optimizer has stepped."""
 
-    def _open(self):
-        self._begun, self._ended = [], []
-        self._lingering = None
+    def _begin_forward(self):
+        self.order.begin()
 
 
 class GathersAheadForTheNextStep(FSDP):
@@ -212,26 +211,26 @@ class GathersAheadForTheNextStep(FSDP):
 
     def _finish(self):
         super()._finish()
-        self.units[0].gather(self.algorithm)
+        self.units[0].unshard()
 
-    _open = TrustsWhatItGathered._open
+    _begin_forward = TrustsWhatItGathered._begin_forward
 
 
 class NeverReshards(FSDP):
     """A unit that stays whole: right numbers, wrong memory (and stale at the next step)."""
 
-    def _bring(self, unit):
-        super()._bring(unit)
+    def _before_forward(self, unit, *call):
         for flat in self.units[-1].flats:
-            flat.free = lambda guarded=False, flat=flat: flat.show_shard(guarded)
+            flat.reshard = flat.use_sharded
+        return super()._before_forward(unit, *call)
 
 
 class ForgetsAReduce(FSDP):
-    def _reduce(self, unit):
+    def _after_backward(self, unit):
         if unit is self.units[-1]:
-            for flat in unit.flats:
-                flat.forget()
-        super()._reduce(unit)
+            for gradients in unit.gradients:
+                gradients.discard()
+        super()._after_backward(unit)
 
 
 class DividesTwice(FSDP):
@@ -246,8 +245,8 @@ class CutsOutTheWrongPart(FSDP):
     """The gradient of a neighbour's chunk."""
 
     def _finish(self):
-        for flat in self.flats:
-            flat._add = lambda chunk, flat=flat, add=flat._add: add(chunk.roll(1))
+        for gradients in self.reducer.gradients:
+            gradients._keep = lambda chunk, keep=gradients._keep: keep(chunk.roll(1))
         super()._finish()
 
 

@@ -110,10 +110,10 @@ def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of
 
 
 class NeverReshards(FSDP):
-    def _bring(self, unit):
-        super()._bring(unit)
+    def _before_forward(self, unit, *call):
         for flat in unit.flats:
-            flat.free = lambda guarded=False, flat=flat: flat.show_shard(guarded)
+            flat.reshard = flat.use_sharded
+        return super()._before_forward(unit, *call)
 
 
 def test_units_that_are_never_resharded_are_seen_in_the_peak():

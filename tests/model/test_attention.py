@@ -115,6 +115,6 @@ def test_the_core_may_be_replaced():
         seen.append((tuple(q.shape), tuple(k.shape), tuple(v.shape), causal))
         return q
 
-    module.core = core
+    module.overrides.core = core
     module(torch.randn(2, 5, 16), torch.arange(5))
     assert seen == [((2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4), True)]

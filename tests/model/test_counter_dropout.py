@@ -111,7 +111,7 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch):
         keys.append((p, *key_and_place[:4]))
         return x
 
-    monkeypatch.setattr("minipar.model.block.dropout", record)
+    monkeypatch.setattr("minipar.model.block.counter_dropout", record)
     config = ModelConfig(vocab_size=11, dim=8, num_layers=3, num_heads=2, dropout=0.5)
     Transformer(config, seed=9, layers=[1, 2], last=False)(torch.randint(11, (2, 4)), step=6)
     assert keys == [(0.5, 9, 6, layer, site) for layer in (1, 2) for site in (0, 1)]

@@ -157,7 +157,7 @@ def test_gradients_are_those_of_finite_differences(drawn, padded, shared):
     options = {**moe.options.mixture_options, "shared_dim": shared, "balance_coef": 0.3, "z_coef": 0.2}
     whole = MoE(D, HIDDEN, **options).double()
     whole.router.weight.data.copy_(moe.router.weight)
-    whole.padded = padded
+    whole.overrides.pad_to_capacity = padded
     if not whole.router.weight.any():
         whole.router.weight.data[:, 0] += 0.01 * torch.arange(options["num_experts"])  # no choice at a tie
     x = x[:1, :5].clone().requires_grad_()

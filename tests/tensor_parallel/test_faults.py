@@ -53,7 +53,7 @@ def shared_heads_not_summed(world):
 
 def dropout_by_local_position(world):
     def local(self, x, site, positions, *args):
-        return self.drop(x, site, positions.narrow(-1, 0, x.shape[1]), *args)
+        return self.dropout(x, site, positions.narrow(-1, 0, x.shape[1]), *args)
 
     sequence.ShardDropout.__call__ = local
     return True

@@ -17,7 +17,7 @@ def layer_bytes(world, case: Case, recompute: str) -> int:
     """What one layer sends in one forward and backward."""
     model = Transformer(case.config, case.seed).double()
     tensor_parallel(model, world, case.sequence_parallel, case.chunked, algorithm="ring")
-    comm, block = model.finish.comm, model.layers["0"]
+    comm, block = model.overrides.output.comm, model.layers["0"]
     tokens = case.length // (world.size if case.sequence_parallel else 1)
     x = torch.randn(case.batch, tokens, case.config.dim, dtype=torch.float64, requires_grad=True)
     arguments = (x, torch.arange(case.length), torch.arange(case.batch))
@@ -71,7 +71,7 @@ def test_a_layer_sends_what_the_formula_says(case):
 
 def step_bytes(world, case: Case) -> int:
     model = tensor_parallel(case.model(), world, case.sequence_parallel, case.chunked, algorithm="ring")
-    comm = model.finish.comm
+    comm = model.overrides.output.comm
     before = comm.traffic.sent_bytes
     model.loss(*case.tokens()).backward()
     return comm.traffic.sent_bytes - before
@@ -104,9 +104,11 @@ def test_a_copy_operator_per_matrix_would_send_more(tp):
     def with_three_copies(world) -> int:
         model = tensor_parallel(case.model(), world, algorithm="ring")
         for block in model.layers.values():
-            del block.attention.project, block.mlp.project  # the model's own: each layer by itself
+            block.attention.overrides.project_qkv = block.mlp.overrides.project_gate_up = (
+                None  # each layer by itself
+            )
         x = torch.randn(1, tp, config.dim, dtype=torch.float64, requires_grad=True)
-        comm = model.finish.comm
+        comm = model.overrides.output.comm
         before = comm.traffic.sent_bytes
         model.layers["0"](x, torch.arange(tp), torch.arange(1)).sum().backward()
         return comm.traffic.sent_bytes - before

@@ -87,12 +87,12 @@ def explode(config, at: int):
 
     plain = steps.train_step
 
-    def broken(world, replica, config, text, step, observe=None):
+    def broken(world, state, config, text, step, observe=None):
         def poison():
             if step == at and world.rank == world.size - 1:
-                replica.tensors[0].grad.fill_(float("nan"))
+                state.updates.tensors[0].grad.fill_(float("nan"))
 
-        return plain(world, replica, config, text, step, poison)
+        return plain(world, state, config, text, step, poison)
 
     def rank(world, text):
         trainer.train_step = broken

@@ -22,17 +22,17 @@ E8 = 8  # bytes an element, in float64
 def sent(world, config):
     """(coordinates, bytes sent in a step by axis, all bytes, bytes of DDP's flat buffers)"""
     mesh = Mesh(world, **config.mesh_sizes)
-    replica = parallelize(config, mesh, world.device)
+    state = parallelize(config, mesh, world.device)
     text = load_text(None)
-    train_step(world, replica, config, text, 0)  # in the first step stages tell each other their shapes
+    train_step(world, state, config, text, 0)  # in the first step stages tell each other their shapes
     comms = {axes: mesh.comm(*axes) for axes in (("tp",), ("pp",), ("dp", "cp"), ("cp",))}
     for comm in (world, *comms.values()):
         comm.traffic.reset()
-    train_step(world, replica, config, text, 1)
+    train_step(world, state, config, text, 1)
     by_axes = {axes: comm.traffic.sent_bytes for axes, comm in comms.items() if comm.size > 1}
     flats = [
         flat_bytes(bucket.params, bucket.comm.size, len(bucket.flagged))
-        for stage in replica.pipeline.stages.values()
+        for stage in state.pipeline.stages.values()
         if isinstance(stage.module, DDP)
         for bucket in stage.module.buckets
     ]
@@ -52,7 +52,7 @@ def sent(world, config):
 def test_a_step_sends_the_sum_of_its_parts_and_nothing_else(mesh):
     config = replace(BASE, **mesh)
     pp, dp, tp = config.pp, config.dp, config.tp
-    tokens = config.batch_size * config.seq_len // dp  # of this replica of the model
+    tokens = config.batch_size * config.seq_len // dp  # of this state of the model
     hidden = tokens * MODEL.dim * E8
     for at, by_axes, total, flat in minipar.run(sent, config, world_size=config.world_size, timeout_s=10):
         first, last = at.pp == 0, at.pp == pp - 1

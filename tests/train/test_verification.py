@@ -161,14 +161,16 @@ def faulty_observer(world, config, text, times=1.5):
 
     train_step = fresh.train_step
 
-    def broken(world, replica, config, text, step, observe):
+    def broken(world, state, config, text, step, observe):
         def spoil():
             if world.rank in ((1,) if world.size == 2 else (4, 6)):
-                (spoiled,) = [x for x in replica.tensors if x.placement.name == "layers.2.mlp.up.weight"]
+                (spoiled,) = [
+                    x for x in state.updates.tensors if x.placement.name == "layers.2.mlp.up.weight"
+                ]
                 spoiled.grad.mul_(times)
             observe()
 
-        return train_step(world, replica, config, text, step, spoil)
+        return train_step(world, state, config, text, step, spoil)
 
     fresh.train_step = broken
     try:

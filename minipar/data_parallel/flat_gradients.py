@@ -1,0 +1,158 @@
+"""The gradients of one flat buffer: whole ones as autograd computes them, reduced to this rank's shard.
+
+add       a whole gradient arrives, and waits for the others of its unit
+reduce    the reduce-scatter of all of them is started: REDUCING
+advance   it is waited for, which frees the whole gradients; over replicas an all-reduce of the shard follows
+write     the sum becomes the `.grad` of the shards
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.unused_parameters import used_anywhere
+
+
+class FlatGradients:
+    """
+    flat     the parameters these are the gradients of
+    pending  parameter -> its whole gradient in reduce_dtype, not yet reduced
+    reduced  [n/p] the sum of what this backward has reduced so far, or None
+    op       "mean" or "sum" over ranks
+    """
+
+    def __init__(self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str):
+        self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
+        self.pending: dict[nn.Parameter, Tensor] = {}
+        self.reduced: Tensor | None = None
+        self._reducing = None  # the handle of the collective under way
+        self._replicas_left: list = []  # to sum over after it
+
+    @torch.no_grad()
+    def add(self, param: nn.Parameter, gradient: Tensor) -> None:
+        """Add a whole gradient, which this takes over, to those that wait."""
+        gradient = gradient.to(self.reduce_dtype)
+        before = self.pending.get(param)
+        self.pending[param] = gradient if before is None else before.add_(gradient)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Start to reduce the pending gradients; a missing one counts as zero. Sends (p-1)/p n elements."""
+        flat = self.flat
+        if not flat.trained:
+            return
+        gradients = torch.empty(flat.size, dtype=self.reduce_dtype, device=flat.device)
+        for param in flat.params:
+            place, gradient = flat.of_full(param, gradients), self.pending.pop(param, None)
+            place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
+        self.finish()
+        self._replicas_left = list(flat.replicas)
+        if flat.whole:
+            self._reducing = self._sum_over_replicas(gradients)
+        else:
+            scatter = flat.comm.reduce_scatter
+            self._reducing = scatter(gradients, self.op, algorithm=flat.algorithm, async_op=True)
+
+    def advance(self) -> bool:
+        """Wait for the collective under way, and start the next one. Returns whether there is one."""
+        if self._reducing is None:
+            return False
+        chunk, self._reducing = self._reducing.wait(), None
+        if self._replicas_left:
+            self._reducing = self._sum_over_replicas(chunk)
+        else:
+            self._keep(chunk)
+        return self._reducing is not None
+
+    def finish(self) -> None:
+        while self.advance():
+            pass
+
+    def _sum_over_replicas(self, chunk: Tensor):
+        replicas = self._replicas_left.pop(0)
+        return replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
+
+    @torch.no_grad()
+    def _keep(self, chunk: Tensor) -> None:
+        chunk = chunk.to(self.flat.shard.device, self.flat.dtype)
+        self.reduced = chunk if self.reduced is None else self.reduced.add_(chunk)
+
+    @torch.no_grad()
+    def write(self, used: set[nn.Parameter]) -> None:
+        """Add the sums to the shards' `.grad`; a parameter that no rank used gets none."""
+        flat = self.flat
+        assert self._reducing is None
+        assert flat.state is not State.UNSHARDED
+        chunk, self.reduced = self.reduced, None
+        for param in flat.params if chunk is not None else ():
+            if param in used:
+                part = flat.of_full(param, chunk) if flat.whole else flat.of_shard(param, chunk)
+                part = part.view(flat.shard_views[param].shape)
+                param.grad = part if param.grad is None else param.grad.add_(part)
+
+    def discard(self) -> None:
+        """After an error: drop gradients that were not reduced, and sums that were not written."""
+        self._reducing = self.reduced = None
+        self.pending.clear()
+        self.flat.forget_shard_grads()
+
+
+class UnitReducer:
+    """The gradients of all units: each unit's are reduced when its backward has ended, the rest at the end of the whole.
+
+    units         of FSDP, outer ones first
+    gradients_of  parameter -> the FlatGradients it belongs to
+    used          parameters with a gradient on this rank since the last reduction
+    """
+
+    def __init__(self, units, algorithm: str):
+        self.units, self.algorithm = units, algorithm
+        self.gradients = [gradients for unit in units for gradients in unit.gradients]
+        self.gradients_of = {p: gradients for gradients in self.gradients for p in gradients.flat.params}
+        self.used: set[nn.Parameter] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        self._reduced, self._reducing = [], None
+
+    def take(self, param: nn.Parameter, gradient: Tensor) -> None:
+        self.used.add(param)
+        self.gradients_of[param].add(param, gradient)
+
+    def reduce(self, unit) -> None:
+        """Start to reduce a unit's gradients. No more than two units' whole gradients are alive."""
+        if self._reducing is not None:
+            self._reducing.advance_reduction()
+        unit.reduce()
+        self._reducing = unit
+        self._reduced.append(unit)
+
+    def finish(self) -> None:
+        """Reduce what is left, wait for everything, and give the shards their gradients."""
+        for unit in reversed(self.units):
+            if unit not in self._reduced or any(gradients.pending for gradients in unit.gradients):
+                self.reduce(unit)
+        used = self._used_anywhere()
+        for gradients in self.gradients:
+            gradients.finish()
+            gradients.write(used)
+        self.used.clear()
+
+    def _used_anywhere(self) -> set[nn.Parameter]:
+        """By any rank of the Comm a parameter is cut over, then of those that hold replicas of its chunk."""
+        used, comms = self.used, {}
+        for param, gradients in self.gradients_of.items():
+            flat = gradients.flat
+            comms[param] = [c for c in (flat.comm, *flat.replicas) if c is not None] if flat.trained else []
+        for i in range(max(map(len, comms.values()), default=0)):
+            comm_of = {p: c[i] for p, c in comms.items() if len(c) > i}
+            used = used_anywhere(comm_of, used, self.algorithm) | (used - comm_of.keys())
+        return set(used)
+
+    def discard(self) -> None:
+        """After an error: drop what has been computed and not handed out."""
+        for gradients in self.gradients:
+            gradients.discard()
+        self.used.clear()

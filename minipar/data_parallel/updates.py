@@ -1,0 +1,85 @@
+"""One face for every ZeRO stage: what the trainer, the loss scaler and checkpoints need of an optimizer.
+
+`ZeroOptimizer` has it itself; a torch optimizer over DDP's or FSDP's parameters gets it by `WrapperUpdates`, since there
+the wrapper around the model, not the optimizer, reduces the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Updates(Protocol):
+    """
+    param_groups   options, the learning rate among them
+    tensors        the tensors this rank updates: each with its Placement and, after a backward, its `.grad`
+    states()       each of them, or its master copy, with its optimizer state
+    no_sync()      a context whose backwards accumulate where the optimizer reduces gradients
+    synchronize()  reduce what they accumulated
+    reduce_rest()  the same, unless a backward has done it
+    step()         update; gradients are divided by `grad_scale` first
+    """
+
+    param_groups: list[dict]
+
+    @property
+    def tensors(self) -> list[Tensor]: ...
+
+    def states(self) -> Iterator[tuple[Tensor, dict]]: ...
+
+    def no_sync(self) -> AbstractContextManager: ...
+
+    def synchronize(self) -> None: ...
+
+    def reduce_rest(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
+
+    def step(self, *, grad_scale: float = 1.0): ...
+
+
+class WrapperUpdates:
+    """`Updates` of a torch optimizer whose gradients are reduced by DDP or FSDP, or by nobody."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return self.optimizer.param_groups
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def states(self) -> Iterator[tuple[Tensor, dict]]:
+        return ((p, self.optimizer.state[p]) for p in self.tensors)
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Nothing: the wrapper has done it."""
+
+    def reduce_rest(self) -> None:
+        """Nothing: the wrapper has done it."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, *, grad_scale: float = 1.0):
+        if grad_scale != 1:
+            for p in self.tensors:
+                if p.grad is not None:
+                    p.grad /= grad_scale
+        return self.optimizer.step()
+
+
+def updates_of(optimizer: torch.optim.Optimizer) -> Updates:
+    """The optimizer itself where it offers `Updates`, else in a `WrapperUpdates`."""
+    return optimizer if hasattr(optimizer, "states") else WrapperUpdates(optimizer)
