@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
@@ -11,6 +13,13 @@ def require_divides(what: str, d: int, whole: str, n: int) -> None:
     """Raise ValueError unless d divides n: `tp=3 does not divide num_heads=8; use 1, 2, 4 or 8`."""
     if d < 1 or n % d:
         raise ValueError(f"{what}={d} does not divide {whole}={n}; use {one_of(divisors(n))}")
+
+
+def require_positive(**sizes) -> None:
+    """Raise ValueError unless every size is a whole number of 1 or more: `m=0; use a whole number of 1 or more`."""
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name}={size!r}; use a whole number of 1 or more")
 
 
 def one_of(choices) -> str:

@@ -13,10 +13,10 @@ import torch
 
 import minipar
 from minipar.comm import hierarchical, ring
+from minipar.comm.objects import gather_objects
 from minipar.mesh import Mesh
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
-from minipar.train.atomic_files import gather_values
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.train.text import load_text
@@ -40,7 +40,7 @@ def main(device: str, file: str) -> None:
         "tp inside": stepped(world, device),
         "tp across": stepped(mixed, device),
     }
-    everywhere = gather_values(world, found)
+    everywhere = gather_objects(world, found)
     if world.rank == 0:
         Path(file).write_text(json.dumps(everywhere))
 

@@ -87,3 +87,16 @@ def flat_bytes(params: list[Tensor], comm_size: int, num_flags: int = 0) -> int:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def part_in_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
+    """Start and end, in a flattened tensor that lies at `start` of a flat buffer, of its part in the range `chunk`."""
+    low, high = (min(max(edge - start, 0), num_elems) for edge in chunk)
+    return low, high
+
+
+def slice_of_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> slice:
+    """The same part, counted from where the chunk begins; empty where they do not meet."""
+    low, high = part_in_chunk(start, num_elems, chunk)
+    at = start + low - chunk[0] if high > low else 0
+    return slice(at, at + high - low)

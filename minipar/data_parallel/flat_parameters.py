@@ -19,6 +19,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from minipar.data_parallel.buckets import part_in_chunk, slice_of_chunk
 from minipar.data_parallel.freed_parameter import guard, unguard
 from minipar.data_parallel.offload import Memory
 from minipar.mesh import placement_of, set_placement
@@ -73,8 +74,7 @@ class FlatParameters:
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Start and end of this rank's part in the flattened parameter."""
-        low, high = (min(max(edge - self.starts[param], 0), self.num_elems[param]) for edge in self.range)
-        return low, high
+        return part_in_chunk(self.starts[param], self.num_elems[param], self.range)
 
     def of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         """The parameter's elements in a buffer [n]."""
@@ -82,9 +82,7 @@ class FlatParameters:
 
     def of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
         """This rank's part of the parameter in a chunk [n/p]."""
-        low, high = self.part(param)
-        at = self.starts[param] + low - self.range[0] if high > low else 0
-        return shard[at : at + high - low]
+        return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
 
     # Made of full parameters ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered when it runs and freed after; the order of units; which has which parameter."""
+"""A unit: a module whose parameters are gathered when it runs and freed after; the order of units; parameters by unit."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.buckets import Bucket
+from minipar.data_parallel.buckets import Bucket, part_in_chunk, slice_of_chunk
 from minipar.mesh import placement_of, set_placement
 
 
@@ -55,15 +55,12 @@ class ShardedBucket:
         self.flat.copy_(self.comm.broadcast(self.flat))
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """Where in the flattened parameter this rank's part of it begins and ends."""
-        low, high = (min(max(edge - self.starts[param], 0), param.numel()) for edge in self.range)
-        return low, high
+        """Start and end of this rank's part in the flattened parameter."""
+        return part_in_chunk(self.starts[param], param.numel(), self.range)
 
     def of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         """The parameter's part of a chunk [n/p], flat."""
-        low, high = self.part(param)
-        at = self.starts[param] + low - self.range[0] if high > low else 0
-        return chunk[at : at + high - low]
+        return chunk[slice_of_chunk(self.starts[param], param.numel(), self.range)]
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
         shard = self.of_chunk(param, self.own).requires_grad_()

@@ -15,7 +15,7 @@ from torch import nn
 
 from minipar.errors import require_divides
 from minipar.expert.dispatch import AllToAll
-from minipar.mesh import Placement, placement_of, set_placement
+from minipar.mesh import place_whole, placement_of, set_placement
 from minipar.model.moe import MoE, mixtures
 
 
@@ -56,10 +56,7 @@ def expert_parallel(
 
 def spread_experts(moe: MoE, comm, name: str) -> None:
     """Keep this rank's experts of one mixture, whose canonical name is `name`, and place all its parameters."""
-    for own_name, parameter in moe.named_parameters():
-        if getattr(parameter, "placement", None) is None:
-            canonical = f"{name}.{own_name}" if name else own_name
-            set_placement(parameter, Placement.whole(canonical, parameter.shape))
+    place_whole(moe, f"{name}." if name else "")
     for own_name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, own_name, _own_experts(parameter, comm))
 
@@ -73,9 +70,9 @@ def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Is this a weight of experts, of which each ep rank has its own? Told by its placement's name; a buffer has none."""
+    """Is this a weight of experts, of which each ep rank has its own? A buffer, which has no placement, is not."""
     placement = getattr(parameter, "placement", None)
-    return placement is not None and "experts" in placement.name.split(".")
+    return placement is not None and placement.expert
 
 
 def gradient_comm(mesh) -> Callable[[nn.Parameter], object]:

@@ -3,6 +3,7 @@
 mesh.py        rank <-> coordinates, and one Comm per axis
 nodes.py       which axes cross from machine to machine
 placement.py   Placement: the part of a global tensor that a local tensor holds
+assemble.py    a global tensor from its parts
 regions.py     axis-aligned regions of a tensor, of which every part is made
 """
 

@@ -1,10 +1,10 @@
 # The public names of this package, imported when asked for: read by lazy_loader, and by type checkers.
+from .assemble import gather as gather
 from .mesh import Coordinates as Coordinates
 from .mesh import Mesh as Mesh
 from .nodes import crossing as crossing
 from .nodes import mesh_of_sizes as mesh_of_sizes
 from .placement import Placement as Placement
-from .placement import gather as gather
 from .placement import overlap as overlap
 from .placement import place_whole as place_whole
 from .placement import placement_of as placement_of

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
-from minipar.errors import one_of, require_divides
+from minipar.errors import one_of, require_divides, require_positive
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "tp")
@@ -64,7 +64,7 @@ class Mesh:
     def __init__(self, world, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1):
         self.world = world if hasattr(world, "subgroup") else None
         self.world_size = world if self.world is None else world.size
-        _require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         _require_product(self.world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
         require_divides("ep", ep, "dp*cp", dp * cp)
         self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
@@ -152,12 +152,6 @@ def _require_known(axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in Coordinates._fields:
             raise ValueError(f"axis={axis!r} is not of a mesh; use {one_of(Coordinates._fields)}")
-
-
-def _require_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name}={size!r} is not a number of ranks; use a whole number, 1 or more")
 
 
 def _require_product(world_size: int, sizes: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from minipar.errors import require_positive
 from minipar.mesh.mesh import DENSE, Mesh
 
 
@@ -15,8 +16,7 @@ def crossing(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]
     Raises ValueError where there is no such mesh, or ranks_per_node is below 1.
     """
     mesh = mesh_of_sizes(mesh_sizes)
-    if ranks_per_node < 1:
-        raise ValueError(f"ranks_per_node={ranks_per_node} is not a number of ranks; use 1 or more")
+    require_positive(ranks_per_node=ranks_per_node)
     several_nodes = ranks_per_node < mesh.world_size
     return {
         # A group spans a block of stride * size neighbours, and blocks fill the world from rank 0.

@@ -34,6 +34,7 @@ class Placement:
     replicated     mesh axes along which other ranks hold this same part, or only some of them do (a key/value
                    head that 2 of 4 ranks share): `part` tells which
     tied_to        None, or the canonical name of the parameter that this one is a copy of
+    expert         is it a weight of experts, of which each ep rank has its own?
 
     Raises ValueError, with the name, where a cut is outside what it cuts.
     """
@@ -45,6 +46,7 @@ class Placement:
     flat: tuple[int, int] | None = None
     replicated: frozenset[str] = frozenset()
     tied_to: str | None = None
+    expert: bool = False
 
     def __post_init__(self):
         for field in ("global_shape", "start", "length"):
@@ -59,10 +61,10 @@ class Placement:
             self._require_range("the flattened block", *self.flat, prod(self.length))
 
     @classmethod
-    def whole(cls, name: str, shape: Iterable[int]) -> Placement:
+    def whole(cls, name: str, shape: Iterable[int], expert: bool = False) -> Placement:
         """All of the tensor `name`: where every composition begins."""
         shape = tuple(shape)
-        return cls(name, shape, (0,) * len(shape), shape)
+        return cls(name, shape, (0,) * len(shape), shape, expert=expert)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -168,54 +170,6 @@ def overlap(a: Placement, b: Placement) -> Iterator[tuple[Box, Piece, Piece]]:
                 yield box, p, q
 
 
-@torch.no_grad()
-def gather(parts: Iterable[tuple[Placement, torch.Tensor]], check_replicas: bool = True) -> torch.Tensor:
-    """The global tensor from (placement, local tensor) pairs, in any order.
-
-    Copies of one part (the first is used) must be bitwise equal, unless check_replicas is False; other parts
-    must not overlap, and together they must cover the tensor. Allocates the tensor and one byte per element.
-
-    Raises ValueError, with the name: parts of several tensors, a gap, an overlap, copies that differ.
-    """
-    parts = list(parts)
-    if not parts:
-        raise ValueError("no parts to gather")
-    name, shape, like = parts[0][0].name, parts[0][0].global_shape, parts[0][1]
-    full, written = like.new_empty(shape), like.new_zeros(shape, dtype=torch.bool)
-    copies = {}
-    for placement, local in parts:
-        if (placement.name, placement.global_shape, local.dtype) != (name, shape, like.dtype):
-            raise ValueError(
-                f"{placement.name} {placement.global_shape} {local.dtype} is not {name} {shape} {like.dtype}"
-            )
-        placement._require_shape("local", local, placement.local_shape)
-        if placement.part not in copies:
-            copies[placement.part] = local
-            _write_once(placement, full, written, local)
-        elif check_replicas and not _bitwise_equal(copies[placement.part], local):
-            raise ValueError(f"{name}: copies of {placement.part[1]} differ")
-    if not written.all():
-        gap = tuple((~written).nonzero()[0].tolist())
-        raise ValueError(
-            f"{name}: {int((~written).sum())} of {full.numel()} elements are in no part, the first at {gap}"
-        )
-    return full
-
-
-def _write_once(placement: Placement, full: torch.Tensor, written: torch.Tensor, local: torch.Tensor) -> None:
-    for piece in placement.pieces():
-        if piece.of_full(written).any():
-            raise ValueError(f"{placement.name}: {piece.box} overlaps another part")
-        piece.of_full(written).fill_(True)
-    placement.write_into(full, local)
-
-
-def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal as bytes, so that nan equals nan."""
-    a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
-    return torch.equal(a, b)
-
-
 def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at + 1 :])
 
@@ -242,8 +196,14 @@ def placement_of(param: torch.Tensor) -> Placement:
     return placement
 
 
-def place_whole(module: torch.nn.Module) -> None:
-    """Give every parameter that has no placement yet that of a whole tensor, named as the module names it."""
+def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
+    """Give every parameter that has no placement yet that of a whole tensor, named as the module names it.
+
+    A module with `holds_experts` marks its parameters as experts; one with `tied_copies`, {own name: canonical name}, copies.
+    """
+    tied = getattr(module, "tied_copies", {})
+    experts = {p for m in module.modules() if getattr(m, "holds_experts", False) for p in m.parameters()}
     for name, param in module.named_parameters():
         if getattr(param, "placement", None) is None:
-            set_placement(param, Placement.whole(name, param.shape))
+            placement = Placement.whole(prefix + name, param.shape, expert=param in experts)
+            set_placement(param, placement.tie(tied[name]) if name in tied else placement)

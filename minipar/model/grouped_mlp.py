@@ -112,6 +112,7 @@ class Experts(nn.Module):
     """`apply_experts` with its own weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
 
     deferred: WeightGradients | None = None
+    holds_experts = True  # for placements
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int, device=None, dtype=None):
         super().__init__()

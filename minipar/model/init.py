@@ -48,7 +48,7 @@ def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = 
 
     A stage's tied head starts as the embedding it is tied to. Raises ValueError on a meta parameter.
     """
-    tied = getattr(module, "tied", {})
+    tied = getattr(module, "tied_copies", {})
     for name, parameter in module.named_parameters():
         canonical = prefix + tied.get(name, name)
         if parameter.is_meta:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minipar.errors import divisors, one_of, require_divides
-from minipar.model.moe_config import MixtureConfig, require_size
+from minipar.errors import divisors, one_of, require_divides, require_positive
+from minipar.model.moe_config import MixtureConfig
 
 ATTENTIONS = ("fused", "plain", "flash")
 
@@ -47,7 +47,7 @@ class ModelConfig(MixtureConfig):
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.hidden_dim is None:
             object.__setattr__(self, "hidden_dim", -(-8 * self.dim // 48) * 16)
-        for name in (
+        sizes = (
             "vocab_size",
             "dim",
             "num_layers",
@@ -56,8 +56,8 @@ class ModelConfig(MixtureConfig):
             "hidden_dim",
             "max_seq_len",
             "moe_every",
-        ):
-            require_size(name, getattr(self, name))
+        )
+        require_positive(**{name: getattr(self, name) for name in sizes})
         require_divides("num_heads", self.num_heads, "dim", self.dim)
         require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
         self._check_head_dim()

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from minipar.errors import require_positive
 from minipar.model.aux_loss import MoEMetrics, balance_losses, z_losses
 from minipar.model.grouped_mlp import Experts
 from minipar.model.groups import Groups
 from minipar.model.init import initialize
 from minipar.model.mlp import SwiGLU
 from minipar.model.model_config import ModelConfig
-from minipar.model.moe_config import MixtureConfig, require_size
+from minipar.model.moe_config import MixtureConfig
 from minipar.model.overrides import MoEOverrides
 from minipar.model.permute import Plan, combine, compact_plan, padded_plan, permute_rows
 from minipar.model.router import Router, expert_choice, position_in_expert, token_choice
@@ -85,7 +86,7 @@ class MoE(nn.Module):
         **options,
     ):
         super().__init__()
-        require_size("num_experts", num_experts)
+        require_positive(num_experts=num_experts)
         self.options = MixtureConfig(
             num_experts=num_experts, top_k=top_k, capacity_factor=capacity_factor, **options
         )

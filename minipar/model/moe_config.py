@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from minipar.errors import one_of
+from minipar.errors import one_of, require_positive
 
 ROUTERS = ("top_k", "noisy_top_k", "expert_choice")
 DROP_ORDERS = ("position", "weight")
@@ -71,10 +71,9 @@ class MixtureConfig:
     def _check_sizes(self):
         sizes = ["num_experts", "top_k"]
         sizes += [name for name in ("group_tokens", "shared_dim") if getattr(self, name)]
-        for name in sizes:
-            require_size(name, getattr(self, name))
+        require_positive(**{name: getattr(self, name) for name in sizes})
         if self.group_tokens == 0:
-            raise ValueError("group_tokens=0 is not a size; use 1 or more, or None for whole sequences")
+            raise ValueError("group_tokens=0; use 1 or more, or None for whole sequences")
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k={self.top_k} exceeds num_experts={self.num_experts}; use 1 to {self.num_experts}"
@@ -101,8 +100,3 @@ class MixtureConfig:
         for name in ("balance_coef", "z_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not the weight of a loss; use 0 or more")
-
-
-def require_size(name: str, value) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} is not a size; use a whole number of 1 or more")

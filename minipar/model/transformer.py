@@ -36,7 +36,7 @@ class Transformer(nn.Module):
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
     `norm.weight` and `head.weight`; a layer with experts has `mlp.router.weight` and `mlp.experts.{gate,up,down}`
     [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
-    last stage that is not the first holds a copy under the name head.weight, and `tied` says of what.
+    last stage that is not the first holds a copy under the name head.weight, and `tied_copies` says of what.
 
     Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
     """
@@ -74,7 +74,7 @@ class Transformer(nn.Module):
             initialize(self, config, seed)
 
     @property
-    def tied(self) -> dict[str, str]:
+    def tied_copies(self) -> dict[str, str]:
         """Parameters held here that are copies of another stage's: own name -> canonical name."""
         is_copy = self.last and not self.first and self.config.tie_embeddings
         return {"head.weight": "embedding.weight"} if is_copy else {}

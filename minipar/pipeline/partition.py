@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+from minipar.errors import require_positive
 from minipar.model import Transformer
-from minipar.schedules.schedule import require_positive
 
 
 def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:

@@ -11,7 +11,7 @@ from minipar.schedules.schedule import Schedule
 
 
 class TiedGradients:
-    """The embedding of the first stage, and the head of the last, which is a copy of it (`Transformer.tied`).
+    """The embedding of the first stage, and the head of the last, which is a copy of it (`Transformer.tied_copies`).
 
     embedding.grad = head.grad = (gradient as embedding) + (gradient as head)
 
@@ -64,7 +64,7 @@ def _shared(stage: Stage, num_stages: int) -> str | None:
         return None
     if stage.number == 0:
         return "embedding.weight"
-    return next(iter(model.tied), None)
+    return next(iter(model.tied_copies), None)
 
 
 def _require_whole(parameter: nn.Parameter, name: str) -> nn.Parameter:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minipar.schedules.schedule import Action, Schedule, require_positive
+from minipar.errors import require_positive
+from minipar.schedules.schedule import Action, Schedule
 
 
 def gpipe(p: int, m: int) -> Schedule:

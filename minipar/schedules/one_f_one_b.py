@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from minipar.schedules.schedule import Action, Schedule, first_microbatches, require_positive
+from minipar.errors import require_positive
+from minipar.schedules.schedule import Action, Schedule, first_microbatches
 
 
 def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:

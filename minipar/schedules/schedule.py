@@ -81,13 +81,6 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
 
-def require_positive(**sizes: int) -> None:
-    """Raise ValueError unless every size is an int of at least 1: `m=0; use an integer of at least 1`."""
-    for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r}; use an integer of at least 1")
-
-
 def first_microbatches(m: int, actions) -> tuple[Action, ...]:
     """`actions` without those on microbatch m and after.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from itertools import product
 
+from minipar.errors import require_positive
 from minipar.schedules.costs import Costs
-from minipar.schedules.schedule import Action, Op, Schedule, needs, output_key, require_positive
+from minipar.schedules.schedule import Action, Op, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import hop
 from minipar.schedules.zero_bubble import zb_h1, zb_h2

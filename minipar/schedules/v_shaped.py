@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from minipar.schedules.schedule import Action, Schedule, first_microbatches, require_positive
+from minipar.errors import require_positive
+from minipar.schedules.schedule import Action, Schedule, first_microbatches
 
 
 def zb_v(p: int, m: int) -> Schedule:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from minipar.errors import require_positive
 from minipar.schedules.one_f_one_b import alternate
-from minipar.schedules.schedule import Action, Schedule, require_positive
+from minipar.schedules.schedule import Action, Schedule
 
 
 def zb_h1(p: int, m: int) -> Schedule:

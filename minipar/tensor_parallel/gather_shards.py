@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
-
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.objects import all_gather_objects
 from minipar.mesh import gather, placement_of
 
 
@@ -21,7 +20,7 @@ def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
     Raises ValueError, with the name, where copies differ.
     """
     named = dict(model.named_parameters())
-    placements = _gather_objects(comm, {name: placement_of(p) for name, p in named.items()})
+    placements = all_gather_objects(comm, {name: placement_of(p) for name, p in named.items()})
     state = {}
     for name, parameter in named.items():
         of_ranks = [by_name[name] for by_name in placements]
@@ -30,10 +29,3 @@ def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
         parts = [(p, shard.view(p.local_shape)) for p, shard in zip(of_ranks, shards)]
         state[placement_of(parameter).name] = gather(parts)
     return {name: state.get(name, value) for name, value in model.state_dict().items()}
-
-
-def _gather_objects(comm, value) -> list:
-    """Every rank's value, by rank."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(comm.device)
-    sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
-    return [pickle.loads(bytes(part.cpu().numpy())) for part in comm.all_gather(data, sizes).split(sizes)]

@@ -24,7 +24,7 @@ from torch import nn
 from minipar.chunks import chunk_sizes
 from minipar.comm import Comm
 from minipar.errors import divisors, one_of
-from minipar.mesh import place_whole, placement_of, set_placement
+from minipar.mesh import place_whole
 from minipar.model.attention import Attention
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import TiedHead
@@ -79,7 +79,7 @@ def tensor_parallel(
     _require_not_wrapped(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _say_if_padded(model.config.vocab_size, comm)
-    _place(model)
+    place_whole(model)
     plan = TensorParallelPlan(comm, sequence_parallel, chunked)
     if model.first:
         model.embedding = VocabParallelEmbedding.from_embedding(
@@ -182,13 +182,6 @@ def _require_not_wrapped(model: Transformer) -> None:
             raise ValueError(
                 f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
             )
-
-
-def _place(model: Transformer) -> None:
-    place_whole(model)
-    for name, canonical in model.tied.items():
-        parameter = model.get_parameter(name)
-        set_placement(parameter, placement_of(parameter).tie(canonical))
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:

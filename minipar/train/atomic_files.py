@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import tempfile
 from pathlib import Path
-
-import torch
 
 
 def prepare_folder(folder: Path) -> None:
@@ -36,14 +33,3 @@ def write_whole(path: Path, content: bytes | str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(beside)
         raise
-
-
-def gather_values(comm, value) -> list | None:
-    """Any value of every rank, on rank 0; None elsewhere. Travels pickled, as bytes."""
-    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(comm.device)
-    sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
-    if comm.rank:
-        comm.send(data, 0)
-        return None
-    arrived = [data, *(comm.recv((n,), torch.uint8, source) for source, n in enumerate(sizes) if source)]
-    return [pickle.loads(x.cpu().numpy().tobytes()) for x in arrived]

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from minipar.comm.objects import gather_objects
 from minipar.mesh import Placement
-from minipar.train.atomic_files import gather_values, write_whole
+from minipar.train.atomic_files import write_whole
 from minipar.train.restore import FORMAT, MANIFEST, checkpoints, checksum
 
 
@@ -117,7 +118,7 @@ def _write_checkpoint(comm, folder: Path, step: int, parts: list[StoredPart], ex
         {"key": str(i), "kind": part.kind, "placement": _described(part.placement)}
         for i, part in enumerate(parts)
     ]
-    files = gather_values(comm, (file.name, file.stat().st_size, checksum(file.read_bytes()), described))
+    files = gather_objects(comm, (file.name, file.stat().st_size, checksum(file.read_bytes()), described))
     if comm.rank == 0:
         entries = {
             name: {"bytes": size, "digest": digest, "parts": held} for name, size, digest, held in files

@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from math import gcd
 
-from minipar.mesh import crossing, mesh_of_sizes
+from minipar.mesh import crossing, mesh_of_sizes, place_whole, placement_of
 from minipar.model import Transformer
 
 
@@ -88,8 +88,9 @@ def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:
     sizes = mesh_of_sizes(mesh_sizes).sizes
     model = Transformer(config.model, device="meta")
     elems = {True: 0, False: 0}
-    for name, parameter in model.named_parameters():
-        elems["experts" in name.split(".")] += parameter.numel()
+    place_whole(model)
+    for parameter in model.parameters():
+        elems[placement_of(parameter).expert] += parameter.numel()
     if config.model.tie_embeddings and sizes["pp"] > 1:
         elems[False] += model.embedding.weight.numel()
     a_rank = config.torch_dtype.itemsize / (sizes["tp"] * sizes["pp"])

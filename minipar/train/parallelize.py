@@ -23,7 +23,7 @@ from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.fsdp import FSDP
 from minipar.data_parallel.updates import Updates, WrapperUpdates
 from minipar.expert import expert_parallel, gradient_comm
-from minipar.mesh import Mesh, place_whole, placement_of, set_placement
+from minipar.mesh import Mesh, place_whole
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance, make_schedule
 from minipar.pipeline.partition import layer_costs
@@ -68,7 +68,7 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     layers = stage_layers(config, num_stages)[number]
     first, last = number == 0, number == num_stages - 1
     stage = Transformer(config.model, config.seed, layers, first, last, device, config.torch_dtype)
-    _place(stage)
+    place_whole(stage)
     if mesh.sizes["ep"] > 1:
         expert_parallel(stage, mesh.comm("ep"))
     if mesh.sizes["tp"] > 1:
@@ -85,14 +85,6 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
 def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
     """Which layers each stage has: the slowest stage is as fast as it can be."""
     return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
-
-
-def _place(stage: Transformer) -> None:
-    """Name every parameter as the one-process model does; a tied head on a later stage is a copy of the embedding."""
-    place_whole(stage)
-    for name, canonical in stage.tied.items():
-        param = stage.get_parameter(name)
-        set_placement(param, placement_of(param).tie(canonical))
 
 
 def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):

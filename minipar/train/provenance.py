@@ -12,7 +12,7 @@ def place_in_recipe(config, placement: Placement, rank: int) -> str:
     """
     mesh = Mesh(config.world_size, **config.mesh_sizes)
     at = mesh.coordinates_of(rank)
-    expert = ".experts." in placement.name
+    expert = placement.expert
     steps = []
     if config.pp > 1:
         steps.append(f"pipeline: on pp rank {at.pp} of {config.pp}")

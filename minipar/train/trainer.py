@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from minipar.comm.objects import gather_objects
 from minipar.mesh import Mesh, Placement, gather, placement_of
 from minipar.model import Transformer, generate
 from minipar.runtime.launch import init_from_env, ranks_per_node, run, under_torchrun
 from minipar.trace import Span, Trace, write_chrome_trace
-from minipar.train.atomic_files import gather_values, prepare_folder, write_whole
+from minipar.train.atomic_files import prepare_folder, write_whole
 from minipar.train.checkpoint import Saver
 from minipar.train.internode_traffic import warn_if_tp_crosses
 from minipar.train.log import MetricsLog
@@ -156,7 +157,7 @@ def train_rank(
         saver.finish()
     world.trace = None
     last = held_parameters(state) + list(buffers_of(state))
-    traces, first, last = (gather_values(world, x) for x in (trace.spans, first, last))
+    traces, first, last = (gather_objects(world, x) for x in (trace.spans, first, last))
     if world.rank:
         return None
     return Trained(metrics, whole_parameters(first), whole_parameters(last), dict(enumerate(traces)))
@@ -164,7 +165,7 @@ def train_rank(
 
 def _all_numbers(world, mine: dict) -> dict:
     """The optimizer's numbers of the parameters of all ranks, on rank 0, which writes them."""
-    everywhere = gather_values(world, mine) or [mine]
+    everywhere = gather_objects(world, mine) or [mine]
     return {name: numbers for rank in everywhere for name, numbers in rank.items()}
 
 

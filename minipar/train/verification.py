@@ -67,10 +67,18 @@ class Verification(NamedTuple):
         return max(row.difference for row in self.rows)
 
 
-class Observed(NamedTuple):
-    """What one rank saw: its parts of the initial weights, of the gradients of each step, of the last weights."""
+class Snapshot(NamedTuple):
+    """Tensors at one moment: a rank's parts of them, or one process's by name. `step` of gradients, None of weights."""
 
-    tensors: list[tuple[str, list[tuple[Placement, torch.Tensor]]]]
+    what: str
+    step: int | None
+    tensors: list[tuple[Placement, torch.Tensor]] | dict[str, torch.Tensor]
+
+
+class Observed(NamedTuple):
+    """Initial weights, the gradients of each step and the last weights, as one rank saw them; losses and norms."""
+
+    snapshots: list[Snapshot]
     losses: list[float]
     norms: list[float]
 
@@ -86,21 +94,15 @@ def verify(config: TrainConfig = DEFAULTS) -> Verification:
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
     seen = run(_observe_rank, config, text, world_size=config.world_size, timeout_s=config.timeout_s)
-    tensors, losses, norms = run(_observe_one_process, config, text, world_size=1)[0]
+    wanted, losses, norms = run(_observe_one_process, config, text, world_size=1)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
-    for i, (what, want) in enumerate(tensors):
-        rows.append(_tensor_row(config, what, [rank.tensors[i][1] for rank in seen], want, limit))
-        if what.startswith("gradients"):
-            step = len([row for row in rows if row.what.startswith("loss")])
-            rows.append(
-                _number_row(f"loss, step {step}", [rank.losses[step] for rank in seen], losses[step], limit)
-            )
-            rows.append(
-                _number_row(
-                    f"gradient norm, step {step}", [rank.norms[step] for rank in seen], norms[step], limit
-                )
-            )
+    for i, (what, step, want) in enumerate(wanted):
+        rows.append(_tensor_row(config, what, [rank.snapshots[i].tensors for rank in seen], want, limit))
+        if step is not None:
+            of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+            rows.append(_number_row(f"loss, step {step}", of_losses, losses[step], limit))
+            rows.append(_number_row(f"gradient norm, step {step}", of_norms, norms[step], limit))
     return Verification(config, rows)
 
 
@@ -108,34 +110,37 @@ def _observe_rank(world, config: TrainConfig, text: torch.Tensor) -> Observed:
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
     seen, losses, norms = [], [], []
 
-    def keep(what: str, values) -> None:
-        seen.append((what, [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]))
+    def keep(what: str, step: int | None, values) -> None:
+        held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
+        seen.append(Snapshot(what, step, held))
 
-    keep("initial weights", lambda: [(x, x.detach()) for x in state.updates.tensors])
+    weights = lambda: [(x, x.detach()) for x in state.updates.tensors]  # noqa: E731
+    gradients = lambda: [(x, x.grad) for x in state.updates.tensors]  # noqa: E731
+    keep("initial weights", None, weights)
     for step in range(config.steps):
-        observe = partial(
-            keep, f"gradients, step {step}", lambda: [(x, x.grad) for x in state.updates.tensors]
-        )
+        observe = partial(keep, f"gradients, step {step}", step, gradients)
         metrics = train_step(world, state, config, text, step, observe)
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    keep("weights at the end", lambda: [(x, x.detach()) for x in state.updates.tensors])
+    keep("weights at the end", None, weights)
     return Observed(seen, losses, norms)
 
 
-def _observe_one_process(world, config: TrainConfig, text: torch.Tensor):
-    seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+def _observe_one_process(world, config: TrainConfig, text: torch.Tensor) -> Observed:
+    seen: list[Snapshot] = []
 
     def observe(model) -> None:
         if not seen:
-            seen.append(("initial weights", {n: p.detach().clone() for n, p in model.named_parameters()}))
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            seen.append(Snapshot("initial weights", None, weights))
         else:
             step = len(seen) - 1
-            seen.append((f"gradients, step {step}", {n: p.grad.clone() for n, p in model.named_parameters()}))
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+            seen.append(Snapshot(f"gradients, step {step}", step, gradients))
 
     reference = train_in_one_process(config, text, config.steps, observe=observe)
-    seen.append(("weights at the end", reference.parameters))
-    return seen, reference.losses, reference.grad_norms
+    seen.append(Snapshot("weights at the end", None, reference.parameters))
+    return Observed(seen, reference.losses, reference.grad_norms)
 
 
 def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:

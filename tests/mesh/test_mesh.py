@@ -152,11 +152,11 @@ def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_no
         (dict(dp=2), "the world has 8; use pp=4, dp=8, cp=4 or tp=4, or start 2 ranks"),
         (dict(dp=3, tp=3), "no single axis would mend it: change two, or start 9 ranks"),
         (dict(dp=8, ep=3), "ep=3 does not divide dp*cp=8; use 1, 2, 4 or 8"),
-        (dict(dp=8, tp=0), "tp=0 is not a number of ranks"),
-        (dict(dp=-8), "dp=-8 is not"),
-        (dict(dp=8, tp=True), "tp=True is not"),
-        (dict(dp=8.0), "dp=8.0 is not"),
-        (dict(dp="8"), "dp='8' is not"),
+        (dict(dp=8, tp=0), "tp=0; use a whole number of 1 or more"),
+        (dict(dp=-8), "dp=-8; use"),
+        (dict(dp=8, tp=True), "tp=True; use"),
+        (dict(dp=8.0), "dp=8.0; use"),
+        (dict(dp="8"), "dp='8'; use"),
     ],
 )
 def test_sizes_that_do_not_make_up_the_world_are_refused_with_what_would(sizes, message):

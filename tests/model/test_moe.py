@@ -504,13 +504,13 @@ def test_a_layer_keeps_two_hidden_rows_a_choice():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (dict(num_experts=0), "num_experts=0 is not a size"),
-        (dict(top_k=0), "top_k=0 is not a size"),
+        (dict(num_experts=0), "num_experts=0; use a whole number of 1 or more"),
+        (dict(top_k=0), "top_k=0; use a whole number of 1 or more"),
         (dict(top_k=5), "top_k=5 exceeds num_experts=4; use 1 to 4"),
         (dict(capacity_factor=0), "capacity_factor=0 is not a share of the load; use a number above 0"),
         (dict(capacity_factor=-1.0), "capacity_factor=-1.0"),
         (dict(capacity_factor=math.nan), "capacity_factor=nan"),
-        (dict(group_tokens=0), "group_tokens=0 is not a size; use 1 or more, or None"),
+        (dict(group_tokens=0), "group_tokens=0; use 1 or more, or None"),
         (dict(router="best"), "router='best' is unknown; use top_k, noisy_top_k or expert_choice"),
         (dict(drop_order="last"), "drop_order='last' is unknown; use position or weight"),
         (dict(jitter=1.0), "jitter=1.0.*use 0 <= jitter < 1"),

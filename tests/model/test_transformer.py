@@ -67,7 +67,7 @@ def test_stages_one_after_the_other_are_the_whole_model_bit_for_bit(data, seed, 
     assert torch.equal(staged, loss)
     want, found = gradients(whole), gradients(*stages)
     if tied and len(stages) > 1:
-        assert stages[-1].tied == {"head.weight": "embedding.weight"}
+        assert stages[-1].tied_copies == {"head.weight": "embedding.weight"}
         found["embedding.weight"] = found["embedding.weight"] + found.pop("head.weight")
     assert found.keys() == want.keys()
     for name in want:
@@ -79,9 +79,9 @@ def test_a_tied_stage_starts_from_the_embedding():
     for last in (whole.stage([2], first=False, last=True), Transformer(TIED, 2, [2], first=False)):
         assert torch.equal(last.head.weight, whole.embedding.weight)
         assert last.head.weight is not whole.embedding.weight
-        assert last.tied == {"head.weight": "embedding.weight"}
-    assert whole.tied == {}
-    assert Transformer(CONFIG, layers=[2], first=False).tied == {}
+        assert last.tied_copies == {"head.weight": "embedding.weight"}
+    assert whole.tied_copies == {}
+    assert Transformer(CONFIG, layers=[2], first=False).tied_copies == {}
 
 
 def test_a_tied_weight_gets_the_gradients_of_both_its_uses():

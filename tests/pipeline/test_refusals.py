@@ -91,7 +91,7 @@ X = torch.ones(4, 4)
             lambda world: Pipeline([nn.Identity(), identity()], world, zb_v(1, 1)).step(X.long(), X),
             "stage 0 returned [4, 4] int64; the next stage takes a tensor of floats of at most 8 dims",
         ),
-        (lambda world: gpipe(1, 0), "m=0; use an integer of at least 1"),
+        (lambda world: gpipe(1, 0), "m=0; use a whole number of 1 or more"),
     ],
 )
 def test_a_bad_request_is_one_clear_line(fn, message):

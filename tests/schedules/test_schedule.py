@@ -83,12 +83,12 @@ def test_interleaved_never_takes_longer_than_its_next_whole_group(p, m, v):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sizes_below_one_are_refused_by_name(name):
-    with pytest.raises(ValueError, match="^p=0; use an integer of at least 1$"):
+    with pytest.raises(ValueError, match="^p=0; use a whole number of 1 or more$"):
         make_schedule(name, 0, 4)
-    with pytest.raises(ValueError, match="^m=0; use an integer of at least 1$"):
+    with pytest.raises(ValueError, match="^m=0; use a whole number of 1 or more$"):
         make_schedule(name, 4, 0)
     if name in LOOPED:
-        with pytest.raises(ValueError, match="^v=0; use an integer of at least 1$"):
+        with pytest.raises(ValueError, match="^v=0; use a whole number of 1 or more$"):
             make_schedule(name, 4, 4, 0)
     else:
         with pytest.raises(ValueError, match="^v=3 chunks a rank with schedule="):

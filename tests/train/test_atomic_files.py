@@ -3,7 +3,8 @@ import os
 import pytest
 
 import minipar
-from minipar.train.atomic_files import gather_values, prepare_folder, write_whole
+from minipar.comm.objects import gather_objects
+from minipar.train.atomic_files import prepare_folder, write_whole
 
 
 def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
@@ -28,6 +29,6 @@ def test_a_folder_under_a_file_is_refused(tmp_path):
 
 def test_values_of_all_ranks_meet_on_the_first():
     values = minipar.run(
-        lambda world: gather_values(world, {"rank": world.rank, "x": "y" * world.rank}), world_size=3
+        lambda world: gather_objects(world, {"rank": world.rank, "x": "y" * world.rank}), world_size=3
     )
     assert values == [[{"rank": r, "x": "y" * r} for r in range(3)], None, None]

@@ -149,7 +149,7 @@ class World:
     def all_gather(self, x, **_): return x
 
 write(World(), {}, Path(sys.argv[1]), 0, steps=(1,))
-for name in ("save_file", "_flush", "write_whole", "gather_values"):
+for name in ("save_file", "_flush", "write_whole", "gather_objects"):
     countdown(name)
 write(World(), {}, Path(sys.argv[1]), 0, steps=(2,))
 """

@@ -83,7 +83,7 @@ def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
 def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="^v=2 chunks a rank with schedule='1f1b'"):
         timeline_command(chunks=2, out=tmp_path / "t")
-    with pytest.raises(ValueError, match="^v=0; use an integer of at least 1$"):
+    with pytest.raises(ValueError, match="^v=0; use a whole number of 1 or more$"):
         timeline_command(schedule=("interleaved",), chunks=0, out=tmp_path / "t")
     with pytest.raises(ValueError, match="no timelines to draw"):
         timeline_command(schedule=(), out=tmp_path / "t")
