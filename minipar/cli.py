@@ -1,40 +1,32 @@
-"""The `minipar` command. What draws imports visualize here, when it draws."""
+"""The `minipar` command. Whatever is slow to import is imported by the command that needs it, when it runs."""
 
-# No postponed annotations: tyro reads them, and those of `_train_command` are imported inside it.
+# No postponed annotations: tyro reads them, and some are of types made here.
 
 import sys
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from minipar.errors import RankError
-from minipar.flags import checked, settings_of, unchecked
+from minipar.flags import config_of, flags_of, parse, settings_of
 from minipar.report import Progress, present
+from minipar.schedules.registry import ScheduleName
+from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
-DESCRIPTION = "Distributed training, every piece written by hand and proved equal to one process."
+DESCRIPTION = (
+    "Distributed training, every piece written by hand and proved equal to one process. "
+    "Each command explains its flags: minipar train --help. "
+    "Completion of commands, flags and choices: minipar --tyro-print-completion bash (or zsh)."
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Exit 0 when done, 2 with one line for a bad request, 1 where a rank failed, 130 after Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        settings = settings_of(argv)
-        command = tyro.extras.subcommand_cli_from_dict(
-            {
-                "train": _train_command(settings),
-                "verify": _verify_command(settings),
-                "generate": _generate_command(),
-                "export": _export_command(),
-                "timeline": _timeline_command(),
-                "bench": _bench_command(),
-            },
-            prog="minipar",
-            description=DESCRIPTION,
-            args=argv,
-        )
-        command()
+        parse(argv, _commands(settings_of(argv)), DESCRIPTION)()
     except ValueError as error:
         _leave(f"minipar: {error}", 2)
     except RankError as error:
@@ -48,117 +40,123 @@ def _leave(message: str, code: int) -> None:
     raise SystemExit(code)
 
 
-# A command is a function that tyro calls with what it parsed and that returns what to do: what is wrong with a request is
-# then found outside tyro, which would put it in a box.
+def _commands(settings: dict) -> dict:
+    return {
+        "train": _train_command(settings),
+        "verify": _verify_command(settings),
+        "generate": generate_command,
+        "export": export_command,
+        "timeline": timeline_command,
+        "bench": bench_command,
+    }
+
+
+# A command is a function that tyro calls with what it parsed and that returns what to do: a bad request is then found
+# outside tyro, which would put it in a box.
 
 
 def _train_command(settings: dict):
-    from minipar.train import TrainConfig, train
-
-    defaults = unchecked(TrainConfig(), settings)
+    flags = flags_of(TrainConfig(), settings)
 
     def train_command(
-        config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults,
-        file: Annotated[Path | None, tyro.conf.arg(name="config")] = None,
+        flags: Annotated[type(flags), tyro.conf.arg(name="")] = flags,
+        config: Path | None = None,
     ):
         """Train a byte-level model on text, on local ranks or as one of torchrun's, and compare with one process.
 
         Args:
-            config: the run.
-            file: a TOML file of these settings; flags win over it. Every run leaves its own, as config.toml.
+            flags: the run.
+            config: a TOML file of these settings; flags win over it. Every run leaves its own, as config.toml.
         """
-        return partial(_train, config)
-
-    def _train(flags) -> None:
-        config = checked(flags)
-        with Progress(config) as progress:
-            result = train(config, progress)
-        if result is not None:
-            present(result)
+        return partial(_train, flags)
 
     return train_command
 
 
-def _verify_command(settings: dict):
-    from minipar.train.verification import DEFAULTS
+def _train(flags) -> None:
+    config = config_of(flags, TrainConfig)
+    from minipar.train import train
 
-    defaults = unchecked(DEFAULTS, settings)
+    with Progress(config) as progress:
+        result = train(config, progress)
+    if result is not None:
+        present(result)
+
+
+def _verify_command(settings: dict):
+    flags = flags_of(VERIFY_DEFAULTS, settings)
 
     def verify_command(
-        config: Annotated[type(defaults), tyro.conf.arg(name="")] = defaults,
+        flags: Annotated[type(flags), tyro.conf.arg(name="")] = flags,
         all: bool = False,
         world_size: int = 8,
-        file: Annotated[Path | None, tyro.conf.arg(name="config")] = None,
+        config: Path | None = None,
     ):
         """Run a mesh and one process from one seed, and compare every tensor. Exits 1 where they differ.
 
         Args:
-            config: the run; small, in float64, unless told otherwise.
+            flags: the run; small, in float64, unless told otherwise.
             all: sweep every legal mesh, ZeRO stage and schedule instead of the one given.
             world_size: how many ranks the swept meshes have.
-            file: a TOML file of these settings; flags win over it.
+            config: a TOML file of these settings; flags win over it.
         """
-        return partial(_sweep, config, world_size) if all else partial(_verify, config)
+        return partial(_sweep, flags, world_size) if all else partial(_verify, flags)
 
     return verify_command
 
 
 def _verify(flags) -> None:
+    config = config_of(flags, TrainConfig)
     from minipar.train.verification import table, verify
 
-    result = verify(checked(flags))
+    result = verify(config)
     print(table(result))
     raise SystemExit(0 if result.equal else 1)
 
 
 def _sweep(flags, world_size: int) -> None:
+    config = config_of(flags, TrainConfig)
     from tqdm import tqdm
 
     from minipar.train.atomic_files import prepare_folder, write_whole
     from minipar.train.verification import legal_configs, table, verify
     from visualize.verify import draw_sweep, sweep_markdown
 
-    config = checked(flags)
-    folder = config.out or Path("runs/verify")
-    prepare_folder(folder)
     configs = list(legal_configs(config, world_size))
     if not configs:
         raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
+    folder = config.out or Path("runs/verify")
+    prepare_folder(folder)
     results = [verify(one) for one in tqdm(configs, unit="mesh")]
     draw_sweep(results, folder / "sweep.png")
     write_whole(folder / "sweep.md", sweep_markdown(results))
     wrong = [result for result in results if not result.equal]
     print(*(table(result) for result in wrong), sep="\n\n")
-    print(
-        f"{len(results) - len(wrong)} of {len(results)} equal one process; look in {folder}/: sweep.png, sweep.md"
-    )
+    print(f"{len(results) - len(wrong)} of {len(results)} equal one process; look in {folder}/")
     raise SystemExit(1 if wrong else 0)
 
 
-def _generate_command():
-    def generate_command(
-        run: tyro.conf.Positional[Path],
-        prompt: str = "The ",
-        tokens: int = 300,
-        temperature: float = 0.0,
-        seed: int = 0,
-        tp: int = 1,
-        pp: int = 1,
-    ):
-        """Let a trained model write: from the newest whole checkpoint of a run, on any tp x pp local ranks.
+def generate_command(
+    run: tyro.conf.Positional[Path],
+    prompt: str = "The ",
+    tokens: int = 300,
+    temperature: float = 0.0,
+    seed: int = 0,
+    tp: int = 1,
+    pp: int = 1,
+):
+    """Let a trained model write: from the newest whole checkpoint of a run, on any tp x pp local ranks.
 
-        Args:
-            run: the folder of a run that was trained with --checkpoint-every.
-            prompt: what it goes on from.
-            tokens: how many bytes it writes.
-            temperature: 0 takes the likeliest byte each time; above, bytes are drawn.
-            seed: of the drawing.
-            tp: tensor-parallel ranks.
-            pp: pipeline ranks.
-        """
-        return partial(_generate, run, prompt, tokens, temperature, tp=tp, pp=pp, seed=seed)
-
-    return generate_command
+    Args:
+        run: the folder of a run that was trained with --checkpoint-every.
+        prompt: what it goes on from.
+        tokens: how many bytes it writes.
+        temperature: 0 takes the likeliest byte each time; above, bytes are drawn.
+        seed: of the drawing.
+        tp: tensor-parallel ranks.
+        pp: pipeline ranks.
+    """
+    return partial(_generate, run, prompt, tokens, temperature, tp=tp, pp=pp, seed=seed)
 
 
 def _generate(run: Path, prompt: str, *args, **kwargs) -> None:
@@ -167,20 +165,17 @@ def _generate(run: Path, prompt: str, *args, **kwargs) -> None:
     print(prompt + generate_text(run, prompt, *args, **kwargs).removeprefix(prompt))
 
 
-def _export_command():
-    def export_command(
-        run: tyro.conf.Positional[Path], out: Path, layout: Literal["minipar", "llama"] = "minipar"
-    ):
-        """Write a trained model, from the newest whole checkpoint of a run, as safetensors with every weight whole.
+def export_command(
+    run: tyro.conf.Positional[Path], out: Path, layout: Literal["minipar", "llama"] = "minipar"
+):
+    """Write a trained model, from the newest whole checkpoint of a run, as safetensors with every weight whole.
 
-        Args:
-            run: the folder of a run that was trained with --checkpoint-every.
-            out: minipar: the file to write. llama: the folder.
-            layout: names of the weights: minipar's, or Hugging Face's Llama with its config.json.
-        """
-        return partial(_export, run, out, layout)
-
-    return export_command
+    Args:
+        run: the folder of a run that was trained with --checkpoint-every.
+        out: minipar: the file to write. llama: the folder.
+        layout: names of the weights: minipar's, or Hugging Face's Llama with its config.json.
+    """
+    return partial(_export, run, out, layout)
 
 
 def _export(run: Path, out: Path, layout: str) -> None:
@@ -197,35 +192,58 @@ def _export(run: Path, out: Path, layout: str) -> None:
     print(f"{path} -> {out}")
 
 
-def _timeline_command():
-    from visualize.pipeline_command import timeline_command
+def timeline_command(
+    schedule: tuple[ScheduleName, ...] = ("1f1b",),
+    stages: int = 4,
+    microbatches: int = 8,
+    chunks: int | None = None,
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    comm: float = 0.0,
+    memory_limit: float | None = None,
+    measure: bool = False,
+    draw: bool = True,
+    out: Path = Path("runs/timeline"),
+):
+    """Print pipeline schedules as grids, and draw them on one time axis as PNG and SVG.
 
-    @wraps(timeline_command)
-    def command(*args, **kwargs):
-        return partial(timeline_command, *args, **kwargs)
+    Args:
+        schedule: one or several.
+        stages: pipeline ranks; where a schedule gives a rank several chunks, each is a part of the rank's stage.
+        microbatches: microbatches a step.
+        chunks: chunks per rank, for breadth-first and interleaved (2 if not given).
+        costs: seconds of F, I and W of a rank's whole stage for one microbatch; its chunks share it evenly.
+        comm: latency of a message between ranks.
+        memory_limit: live activations zb-auto may hold on a rank (twice the stages if not given).
+        measure: run each as well, on local ranks that sleep as long as an action costs, and draw that below.
+        draw: write the pictures too; without, the grids alone.
+        out: where to draw; a name without .png, .svg or .pdf gives a PNG and an SVG.
+    """
+    options = dict(chunks=chunks, costs=costs, comm=comm, memory_limit=memory_limit)
+    return partial(_timeline, schedule, stages, microbatches, measure, out if draw else None, options)
 
-    return command
+
+def _timeline(
+    schedule, stages: int, microbatches: int, measure: bool, out: Path | None, options: dict
+) -> None:
+    from visualize.pipeline_command import timeline
+
+    timeline(schedule, stages, microbatches, measure=measure, out=out, **options)
 
 
-def _bench_command():
-    def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):
-        """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
+def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):
+    """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
 
-        Args:
-            names: which tables; none given: all.
-            quick: fewer repetitions and sizes.
-        """
-        return partial(_bench, names, quick)
-
-    return bench_command
+    Args:
+        names: which tables; none given: all.
+        quick: fewer repetitions and sizes.
+    """
+    return partial(_bench, names, quick)
 
 
 def _bench(names: tuple[str, ...], quick: bool) -> None:
-    sys.path.insert(0, str(Path.cwd()))  # they are not installed, and a console script does not look here
+    sys.path.insert(0, str(Path.cwd()))  # where a console script does not look
     try:
         import benchmarks
     except ImportError:
-        raise ValueError(
-            "the benchmarks are not installed: run this in a checkout of the repository"
-        ) from None
+        raise ValueError("the benchmarks are not installed: run this in a checkout") from None
     benchmarks.run(names or None, quick=quick)

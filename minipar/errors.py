@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from numbers import Integral
 
 
@@ -22,10 +23,12 @@ def require_positive(**sizes) -> None:
             raise ValueError(f"{name}={size!r}; use a whole number of 1 or more")
 
 
-def one_of(choices) -> str:
-    """`a`, `a or b`, `a, b or c`: the end of a sentence that says what would work."""
+def one_of(choices, near=None) -> str:
+    """`a`, `a or b`, `a, b or c`: the end of a sentence that says what would work; with `near`, which was meant."""
     words = [str(c) for c in choices]
-    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
+    found = [] if near is None else difflib.get_close_matches(str(near), words, 1)
+    return f"{listed}; did you mean {found[0]}?" if found else listed
 
 
 class RankError(RuntimeError):

@@ -1,11 +1,31 @@
-"""Between the command line and configurations, which are dataclasses that check themselves."""
+"""A configuration as flags: its options in their groups, of classes that take any values, for tyro; and back."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
+import difflib
+import io
+import itertools
 from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import tyro
+
+HEADINGS = {
+    "mesh": "Who computes what. Any mesh gives the same losses.",
+    "memory": "What is kept, and where.",
+    "optimization": "The batch and the optimizer.",
+    "precision": "Numbers, and what is none.",
+    "data": "The text, and what is drawn at random.",
+    "mixture": "Experts, in short.",
+    "run": "What a run writes, keeps and compares.",
+    "model": "The model: its numbers depend on these and on the seed, never on the mesh.",
+}
 
 
 def settings_of(argv: list[str]) -> dict:
-    """What the file of `--config` says: defaults, for the flags beside it."""
+    """The settings in the file of `--config`: defaults, for the flags beside it."""
     from minipar.train.toml_config import read_settings
 
     for i, word in enumerate(argv):
@@ -16,29 +36,99 @@ def settings_of(argv: list[str]) -> dict:
     return {}
 
 
-def unchecked(config, settings: dict):
-    """The same configuration, of a class that takes any values: it is checked when the command runs."""
-    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+def flags_of(config, settings: dict):
+    """The configuration's options as a tree of dataclasses, one per heading of `--help`, with `settings` as defaults."""
+    given = {name: value for name, value in settings.items() if not isinstance(value, dict)}
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     # What was derived from other fields is derived again from what they become.
     for f in dataclasses.fields(config):
         if f.default is None and dataclasses.replace(config, **{f.name: None}) == config:
-            fields[f.name] = None
-    given = {name: value for name, value in settings.items() if not isinstance(value, dict)}
-    fields |= given
-    namespace = {"__post_init__": lambda self: None, "__doc__": type(config).__doc__, "__annotations__": {}}
-    for name, value in fields.items():
-        if dataclasses.is_dataclass(value):
-            fields[name] = unchecked(value, settings.get(name, {}))
-            namespace["__annotations__"][name] = type(fields[name])
-            namespace[name] = dataclasses.field(default=fields[name])
-    flags = dataclasses.dataclass(frozen=True)(type(type(config).__name__, (type(config),), namespace))
-    return flags(**fields)
+            values[f.name] = None
+    values |= given
+    hints = get_type_hints(type(config))
+    groups: dict[str, list[dataclasses.Field]] = {}
+    members = []
+    for f in dataclasses.fields(config):
+        if dataclasses.is_dataclass(hints[f.name]):
+            nested = flags_of(values[f.name], settings.get(f.name, {}))
+            members.append((f.name, type(nested), nested))
+        else:
+            groups.setdefault(f.metadata.get("group", ""), []).append(f)
+    made = {name: _group(name, inside, hints, values) for name, inside in groups.items()}
+    if list(made) == [""] and not members:
+        return made[""]
+    for name, flags in made.items():
+        members.append((name, tyro.conf.OmitArgPrefixes[type(flags)], flags))
+    return _dataclass(type(config).__name__, members, "")
 
 
-def checked(flags):
+def _group(name: str, inside: list[dataclasses.Field], hints: dict, values: dict):
+    members = [
+        (f.name, Annotated[hints[f.name], tyro.conf.arg(help=f.metadata.get("help"))], values[f.name])
+        for f in inside
+    ]
+    return _dataclass(name.capitalize() or "Model", members, HEADINGS.get(name or "model", ""))
+
+
+def _dataclass(name: str, members: list, doc: str):
+    """An instance, with these values, of a frozen dataclass of these (name, type, value)."""
+    named = [(n, hint, dataclasses.field(default=value)) for n, hint, value in members]
+    made = dataclasses.make_dataclass(name, named, frozen=True)
+    made.__doc__ = doc
+    return made()
+
+
+def config_of(flags, cls):
     """The configuration of these flags. Raises ValueError for one that cannot be."""
-    fields = {f.name: getattr(flags, f.name) for f in dataclasses.fields(flags)}
-    fields = {
-        name: checked(value) if dataclasses.is_dataclass(value) else value for name, value in fields.items()
-    }
-    return type(flags).__mro__[1](**fields)
+    return cls(**_values(flags, get_type_hints(cls)))
+
+
+def _values(flags, hints: dict) -> dict:
+    values = {}
+    for f in dataclasses.fields(flags):
+        value = getattr(flags, f.name)
+        if f.name in hints and dataclasses.is_dataclass(hints[f.name]):
+            values[f.name] = config_of(value, hints[f.name])
+        elif dataclasses.is_dataclass(value):
+            values |= _values(value, hints)
+        else:
+            values[f.name] = value
+    return values
+
+
+# The line itself ---------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str], commands: dict, description: str):
+    """What to do. Raises ValueError, of one line, for what tyro would refuse in a box."""
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        near = difflib.get_close_matches(argv[0], commands, 1)
+        meant = f"; did you mean {near[0]}?" if near else f"; use {', '.join(commands)}"
+        raise ValueError(f"{argv[0]!r} is no command{meant}")
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.extras.subcommand_cli_from_dict(
+                commands, prog="minipar", description=description, args=argv
+            )
+    except SystemExit as end:
+        if end.code != 2:
+            raise
+        raise ValueError(_one_line(said.getvalue(), argv)) from None
+
+
+def _one_line(box: str, argv: list[str]) -> str:
+    """tyro's error without its frame: the first paragraph, and the flag that may have been meant."""
+    framed = "╭" in box  # with its title in the frame; else the title is a paragraph of its own
+    lines = [line.strip("│ ") for line in box.splitlines() if line and line[0] not in "╭╰"]
+    paragraphs = [
+        list(group)
+        for ruled, group in itertools.groupby(lines, lambda line: not line.strip("─-"))
+        if not ruled
+    ]
+    first = " ".join(paragraphs[0 if framed else 1]).rstrip(".")
+    suggested = next((line for line in lines if line.startswith("--") and line.strip("-")), None)
+    if first.startswith("Unrecognized") and suggested:
+        first += f"; did you mean {suggested.split()[0].rstrip(',')}?"
+    command = f" {argv[0]}" if argv and not argv[0].startswith("-") else ""
+    return f"{first}; see minipar{command} --help"

@@ -11,7 +11,8 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minipar.context.token_layout import LAYOUTS, local_positions, local_runs
+from minipar.context.limits import LAYOUTS
+from minipar.context.token_layout import local_positions, local_runs
 from minipar.model.mask import Mask
 from visualize.style import FAINT, INK, LARGE, NORMAL, RANKS, SMALL, new_figure, quiet, text_on, write
 

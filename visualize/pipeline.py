@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minipar.pipeline import Action, Costs, Timeline, simulate
+from minipar.schedules import Action, Costs, Timeline, simulate
 from visualize.pipeline_text import chunk_of, headline
 
 # Fill, text, height, name. Okabe and Ito's hues, which every kind of colour vision tells apart. Lightness falls

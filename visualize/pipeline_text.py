@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.pipeline import Action, Timeline
+from minipar.schedules import Action, Timeline
 
 MOST_COLUMNS = 400
 

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from minipar.context.all_gather import all_gather_attention
 from minipar.context.attention_ring import ring_attention
-from minipar.context.token_layout import check_length, local_positions
-from minipar.context.ulysses import check_heads, ulysses_attention
+from minipar.context.limits import check_context_parallel
+from minipar.context.token_layout import local_positions
+from minipar.context.ulysses import ulysses_attention
 from minipar.context.usp import split_comm, usp_attention
-from minipar.errors import one_of, require_divides
 from minipar.model import ModelConfig, Transformer
 from minipar.model.groups import check_whole_groups
-
-ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
 def context_parallel(
@@ -85,49 +83,3 @@ class LocalPositions:
         if self.config.num_experts:
             check_whole_groups(positions, self.config.group_tokens)
         return positions.to(device)
-
-
-def check_context_parallel(
-    config: ModelConfig,
-    cp: int,
-    seq_len: int | None = None,
-    layout: str = "zigzag",
-    attention: str = "ring",
-    ulysses_size: int = 1,
-    tp: int = 1,
-    **options,
-) -> None:
-    """Raise ValueError where such a model cannot be split so, saying what would work; no ranks are needed.
-
-    seq_len  of the samples; None: not known yet
-    """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention={attention!r} is unknown; use {one_of(ATTENTIONS)}")
-    if attention != "usp" and ulysses_size != 1:
-        raise ValueError(f"ulysses_size={ulysses_size} is for attention='usp', not {attention!r}")
-    require_divides("ulysses_size", ulysses_size, "cp", cp)
-    check_length(0, cp, layout)  # is there such a layout?
-    if attention in ("ulysses", "usp"):
-        over = cp if attention == "ulysses" else ulysses_size
-        check_heads(config.num_heads // tp, over, options.get("pad", False))
-    if attention == "all_gather":
-        kv_heads = max(1, config.num_kv_heads // tp)
-        require_divides(
-            "heads_at_once", options.get("heads_at_once") or kv_heads, "key/value heads", kv_heads
-        )
-    if seq_len is not None:
-        check_length(seq_len, cp, layout, ulysses_size)
-    if config.num_experts and cp > 1:
-        _check_groups(config, cp, seq_len, layout, ulysses_size)
-
-
-def _check_groups(config: ModelConfig, cp: int, seq_len: int | None, layout: str, ulysses_size: int) -> None:
-    if config.group_tokens is None:
-        raise ValueError(
-            f"group_tokens=None makes the whole sequence one routing group, which cp={cp} would cut; give group_tokens"
-        )
-    if seq_len is None:
-        return
-    for rank in range(cp):
-        positions = local_positions(seq_len, rank, cp, layout, ulysses_size)
-        check_whole_groups(positions, config.group_tokens)

@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.errors import one_of
+from minipar.context.limits import check_length, padded_length
 from minipar.model import IGNORED
 from minipar.model.mask import Mask, TokenRun, indices
-
-LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 def local_runs(seq_len: int, rank: int, size: int, layout: str = "zigzag") -> tuple[TokenRun, ...]:
@@ -73,30 +71,6 @@ def join_local(parts: list[Tensor], layout: str = "zigzag", dim: int = 1, ulysse
     gathered = torch.cat(parts, dim)
     order = order_of_gathered(gathered.shape[dim], len(parts), layout, ulysses_size)
     return gathered.index_select(dim, order.argsort().to(gathered.device))
-
-
-def multiple_of(size: int, layout: str, ulysses_size: int = 1) -> int:
-    """What the length of a sequence must be a multiple of."""
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r} is unknown; use {one_of(LAYOUTS)}")
-    # zigzag cuts a group's tokens in two; where an even number of ranks share them nothing more is asked
-    return 2 * size if layout == "zigzag" and ulysses_size % 2 else size
-
-
-def padded_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> int:
-    """The least length from seq_len on that the layout cuts."""
-    multiple = multiple_of(size, layout, ulysses_size)
-    return -(-seq_len // multiple) * multiple
-
-
-def check_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> None:
-    """Raise ValueError unless the layout cuts a sequence of this length."""
-    padded = padded_length(seq_len, size, layout, ulysses_size)
-    if padded != seq_len:
-        raise ValueError(
-            f"seq_len={seq_len} is not a multiple of {multiple_of(size, layout, ulysses_size)}, as "
-            f"layout={layout!r} on {size} ranks needs; pad to {padded}, or give pad=True where a batch is split"
-        )
 
 
 class LocalBatch(NamedTuple):

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from minipar.chunks import bounds, chunk_sizes
 from minipar.comm import autograd
+from minipar.context.limits import check_heads
 from minipar.context.token_layout import order_of_gathered
-from minipar.errors import divisors, one_of
 from minipar.model.flash import check_shapes, flash_attention
 from minipar.model.mask import Mask, TokenRun
 
@@ -101,16 +101,6 @@ class HeadCut(NamedTuple):
         reads = [head // group - keys.start for head in range(queries.start, queries.stop)]
         even = _length(queries) // max(1, _length(keys))
         return None if reads == [i // max(1, even) for i in range(len(reads))] else reads
-
-
-def check_heads(num_heads: int, size: int, pad: bool = False) -> None:
-    """Raise ValueError where Ulysses cannot cut so many heads over so many ranks."""
-    if num_heads % size and not pad:
-        padded = -(-num_heads // size) * size
-        raise ValueError(
-            f"{size} ranks do not divide num_heads={num_heads}; use {one_of(divisors(num_heads))} ranks, pad to "
-            f"{padded} heads, or give pad=True"
-        )
 
 
 def _to_heads(comm, cut: HeadCut, q, k, v, to_sorted):

@@ -199,7 +199,7 @@ def placement_of(param: torch.Tensor) -> Placement:
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
     """Give every parameter that has no placement yet that of a whole tensor, named as the module names it.
 
-    A module with `holds_experts` marks its parameters as experts; one with `tied_copies`, {own name: canonical name}, copies.
+    A module with `holds_experts` has experts; one with `tied_copies`, {own name: canonical name}, copies.
     """
     tied = getattr(module, "tied_copies", {})
     experts = {p for m in module.modules() if getattr(m, "holds_experts", False) for p in m.parameters()}

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minipar.model.moe_config import cut_group
+
 
 class Groups(NamedTuple):
     """The groups of [batch, tokens] in runs of `size`, the last of a sequence possibly short."""
@@ -65,13 +67,5 @@ def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
     begins_well = starts % size == 0 if group_tokens is not None else starts == 0
     if ((positions - starts == place % size) & begins_well).all():
         return
-    what = "whole sequences" if group_tokens is None else f"group_tokens={group_tokens} positions"
-    raise ValueError(
-        f"{length} tokens at positions {_brief(positions)} are not whole routing groups, which are {what}: "
-        "a layout has cut one; use a group_tokens that divides each rank's run of positions"
-    )
-
-
-def _brief(positions: Tensor) -> str:
     row = positions.reshape(-1, positions.shape[-1])[0].tolist()
-    return str(row) if len(row) <= 6 else f"{row[0]}, {row[1]} ... {row[-1]}"
+    raise ValueError(cut_group(row, group_tokens))

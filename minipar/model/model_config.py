@@ -3,46 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from minipar.errors import divisors, one_of, require_divides, require_positive
 from minipar.model.moe_config import MixtureConfig
+from minipar.options import check_types, documented, option
 
-ATTENTIONS = ("fused", "plain", "flash")
+Attention = Literal["fused", "plain", "flash"]
 
 
+@documented
 @dataclass(frozen=True)
 class ModelConfig(MixtureConfig):
     """The sizes of a Llama-style Transformer; the defaults make a byte-level model of 0.87 M parameters.
 
-    num_kv_heads  key and value heads, each serving num_heads / num_kv_heads query heads; None: num_heads
-    hidden_dim    width of the SwiGLU; None: 8/3 dim, so that its three matrices hold as many weights as
-                  the two of a 4 dim MLP, rounded up to a multiple of 16
-    dropout       on what each block's attention and MLP add to the residual stream
-    attention     which function computes attention, one of ATTENTIONS: same numbers, different cost
-    documents     a sample holds documents one after another: positions start anew with each, and no token reads
-                  another document's
-    num_experts   above 0: every `moe_every`-th layer has a mixture of experts in place of its SwiGLU, each as wide as
-                  that; its options are `MixtureConfig`'s
-
     Raises ValueError where a size is impossible or sizes do not fit each other.
     """
 
-    vocab_size: int = 256
-    dim: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int | None = None
-    hidden_dim: int | None = None
-    max_seq_len: int = 256
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    tie_embeddings: bool = False
-    dropout: float = 0.0
-    attention: str = "fused"
-    documents: bool = False
-    moe_every: int = 2
+    vocab_size: int = option(256, "tokens there are")
+    dim: int = option(128, "features of the residual stream")
+    num_layers: int = option(4, "blocks")
+    num_heads: int = option(4, "query heads")
+    num_kv_heads: int | None = option(
+        None, "key and value heads, each serving num_heads / num_kv_heads query heads; None: num_heads"
+    )
+    hidden_dim: int | None = option(
+        None,
+        "width of the SwiGLU; None: 8/3 dim, so that it has the weights of a 4 dim MLP, in multiples of 16",
+    )
+    max_seq_len: int = option(256, "longest sequence")
+    norm_eps: float = option(1e-5, "added to the mean square in RMSNorm")
+    rope_theta: float = option(10000.0, "base of the rotary embeddings' wavelengths")
+    tie_embeddings: bool = option(False, "the head multiplies by the embedding's rows")
+    dropout: float = option(0.0, "on what each block's attention and MLP add to the residual stream")
+    attention: Attention = option("fused", "which function computes attention: same numbers, different cost")
+    documents: bool = option(
+        False, "samples hold documents: positions start anew with each, and no token reads another document's"
+    )
+    moe_every: int = option(2, "with experts, every moe_every-th layer has a mixture in place of its SwiGLU")
 
     def __post_init__(self):
+        check_types(self)
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         if self.hidden_dim is None:
@@ -87,5 +88,3 @@ class ModelConfig(MixtureConfig):
         for name in ("norm_eps", "rope_theta"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} is not positive; use {name} > 0")
-        if self.attention not in ATTENTIONS:
-            raise ValueError(f"attention={self.attention!r} is unknown; use {one_of(ATTENTIONS)}")

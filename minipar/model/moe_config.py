@@ -5,45 +5,52 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from typing import Literal
 
-from minipar.errors import one_of, require_positive
+from minipar.errors import require_positive
+from minipar.options import check_types, documented, normalised, option
 
-ROUTERS = ("top_k", "noisy_top_k", "expert_choice")
-DROP_ORDERS = ("position", "weight")
+Router = Literal["top_k", "noisy_top_k", "expert_choice"]
+DropOrder = Literal["position", "weight"]
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """The options of a `MoE`; ModelConfig has them too, where num_experts=0 means a model without experts.
+    """The options of a mixture of experts; ModelConfig has them too, where num_experts=0 means a model without experts.
 
-    top_k            experts a token uses
-    capacity_factor  room of an expert, in shares of an even load; None: room for all, nothing is dropped
-    group_tokens     capacity and balance are kept per group of this many neighbouring positions of one sequence; a
-                     group that the sequence's end cuts short has the room of a whole one. None: the sequence
-    router           one of ROUTERS
-    drop_order       who is served when an expert is full: the earlier "position", or the larger router "weight"
-    jitter           in training, the router's input is multiplied by uniform numbers from [1 - jitter, 1 + jitter]
-    balance_coef     weight of the balance loss; z_coef that of the router z-loss
-    balance_bias     choose by probability plus a bias per expert, which `update_balance_bias` moves: balance without
-                     a loss (arXiv:2408.15664)
-    shared_dim       hidden width of an expert that every token uses; 0: there is none
-
+    A routing group is a property of the model. One that the sequence's end cuts short has the room of a whole one.
     Raises ValueError where there can be no such mixture, saying what would work.
     """
 
-    num_experts: int = 0
-    top_k: int = 1
-    capacity_factor: float | None = 1.25
-    group_tokens: int | None = None
-    router: str = "top_k"
-    drop_order: str = "position"
-    jitter: float = 0.0
-    balance_coef: float = 1e-2
-    z_coef: float = 1e-3
-    balance_bias: bool = False
-    shared_dim: int = 0
+    num_experts: int = option(0, "experts of each mixture; 0: none")
+    top_k: int = option(1, "experts a token uses")
+    capacity_factor: float | None = option(
+        1.25, "room of an expert, in shares of an even load; None: room for all, nothing is dropped"
+    )
+    group_tokens: int | None = option(
+        None,
+        "neighbouring positions of a sequence that share the experts' room and the balance loss; None: all",
+    )
+    router: Router = option(
+        "top_k", "who chooses: tokens their experts, with or without noise, or experts their tokens"
+    )
+    drop_order: DropOrder = option(
+        "position", "who is served when an expert is full: the earlier position, or the larger router weight"
+    )
+    jitter: float = option(
+        0.0, "in training, the router's input is multiplied by uniform numbers from [1 - jitter, 1 + jitter]"
+    )
+    balance_coef: float = option(1e-2, "weight of the balance loss")
+    z_coef: float = option(1e-3, "weight of the router z-loss")
+    balance_bias: bool = option(
+        False, "choose by probability plus a bias per expert that follows the load (arXiv:2408.15664)"
+    )
+    shared_dim: int = option(0, "hidden width of an expert that every token uses; 0: there is none")
 
     def __post_init__(self):
+        check_types(self)
+        normalised(self)
         if self.num_experts:
             self._check_sizes()
             self._check_choices()
@@ -80,9 +87,6 @@ class MixtureConfig:
             )
 
     def _check_choices(self):
-        for name, known in (("router", ROUTERS), ("drop_order", DROP_ORDERS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; use {one_of(known)}")
         if self.router == "expert_choice" and (self.capacity_factor is None or self.balance_bias):
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} and balance_bias={self.balance_bias} do not go with "
@@ -100,3 +104,21 @@ class MixtureConfig:
         for name in ("balance_coef", "z_coef"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not the weight of a loss; use 0 or more")
+
+
+def require_whole_groups(positions: list[int], group_tokens: int) -> None:
+    """Raise ValueError where tokens at these positions are not whole routing groups (`check_whole_groups` of a list)."""
+    for first in range(0, len(positions), group_tokens):
+        group = positions[first : first + group_tokens]
+        if group[0] % group_tokens or group != list(range(group[0], group[0] + len(group))):
+            raise ValueError(cut_group(positions, group_tokens))
+
+
+def cut_group(positions: list[int], group_tokens: int | None) -> str:
+    """The message for tokens at these positions, one sample's, of which a routing group was cut."""
+    what = "whole sequences" if group_tokens is None else f"group_tokens={group_tokens} positions"
+    brief = positions if len(positions) <= 6 else f"{positions[0]}, {positions[1]} ... {positions[-1]}"
+    return (
+        f"{len(positions)} tokens at positions {brief} are not whole routing groups, which are {what}: "
+        "a layout has cut one; use a group_tokens that divides each rank's run of positions"
+    )

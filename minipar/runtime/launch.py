@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm.communicator import Comm
+from minipar.runtime.environment import MAX_RANKS, ranks_per_node
 from minipar.runtime.pool import Pool
 from minipar.runtime.serialization import dumps
-
-MAX_RANKS = 64
 
 
 def run(
@@ -61,16 +60,6 @@ def shutdown() -> None:
     """End every process of every pool."""
     while _pools:
         _pools.popitem()[1].close()
-
-
-def under_torchrun() -> bool:
-    """Was this process started as a rank of torchrun's?"""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def ranks_per_node() -> int:
-    """How many of torchrun's ranks are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:

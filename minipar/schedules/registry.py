@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Literal
 
 from minipar.errors import one_of
 from minipar.schedules.costs import Costs
@@ -13,6 +14,10 @@ from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
+
+ScheduleName = Literal[
+    "gpipe", "breadth-first", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto"
+]
 
 # Schedules with a choice of chunks a rank take (p, m, v); zb-auto takes (p, m, costs, memory_limit).
 SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
@@ -38,7 +43,7 @@ def chunks_per_rank(name: str, v: int | None = None) -> int:
     Raises ValueError for an unknown name, and for a v that doesn't fit.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r}; use {one_of(SCHEDULES)}")
+        raise ValueError(f"schedule={name!r} is unknown; use {one_of(SCHEDULES, near=name)}")
     if name in LOOPED:
         return 2 if v is None else v
     fixed = 2 if name in V_SHAPED else 1

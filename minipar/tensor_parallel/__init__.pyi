@@ -6,11 +6,11 @@ from .column import column_parallel as column_parallel
 from .cube import CubeLinear as CubeLinear
 from .gather_shards import full_state_dict as full_state_dict
 from .grid import SummaLinear as SummaLinear
+from .limits import check_tensor_parallel as check_tensor_parallel
+from .limits import legal_sizes as legal_sizes
 from .memory import layer_activation_bytes as layer_activation_bytes
 from .parallel_linear import ColumnParallelLinear as ColumnParallelLinear
 from .parallel_linear import RowParallelLinear as RowParallelLinear
-from .split_model import check_tensor_parallel as check_tensor_parallel
-from .split_model import legal_sizes as legal_sizes
 from .split_model import tensor_parallel as tensor_parallel
 from .vocab import VocabParallelEmbedding as VocabParallelEmbedding
 from .vocab import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

@@ -14,25 +14,23 @@ row-parallel matrix happens to features, or heads, that do not know of each othe
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
 from torch import nn
 
-from minipar.chunks import chunk_sizes
 from minipar.comm import Comm
-from minipar.errors import divisors, one_of
+from minipar.errors import one_of
 from minipar.mesh import place_whole
 from minipar.model.attention import Attention
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import TiedHead
 from minipar.model.mlp import SwiGLU
-from minipar.model.model_config import ModelConfig
 from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 from minipar.model.transformer import Transformer
+from minipar.tensor_parallel.limits import check_tensor_parallel
 from minipar.tensor_parallel.parallel_linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -182,35 +180,3 @@ def _require_not_wrapped(model: Transformer) -> None:
             raise ValueError(
                 f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
             )
-
-
-def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
-    """Raise ValueError where a model of these sizes cannot be cut over tp ranks, saying what would work."""
-    legal = legal_sizes(config, pad_vocab)
-    if tp in legal:
-        return
-    advice = f"use {one_of(legal)}"
-    if not pad_vocab and tp in legal_sizes(config, pad_vocab=True):
-        advice += ", or pad_vocab=True"
-    raise ValueError(f"tp={tp} {next(_obstacles(config, tp, pad_vocab))}; {advice}")
-
-
-def legal_sizes(config: ModelConfig, pad_vocab: bool = False) -> list[int]:
-    """Over how many ranks a model of these sizes can be cut."""
-    return [tp for tp in divisors(config.num_heads) if not any(_obstacles(config, tp, pad_vocab))]
-
-
-def _obstacles(config: ModelConfig, tp: int, pad_vocab: bool) -> Iterator[str]:
-    sizes = {"num_heads": config.num_heads, "hidden_dim": config.hidden_dim}
-    if config.num_experts and config.shared_dim:
-        sizes["shared_dim"] = config.shared_dim
-    if not pad_vocab:
-        sizes["vocab_size"] = config.vocab_size
-    for name, size in sizes.items():
-        if tp < 1 or size % tp:
-            yield f"does not divide {name}={size}"
-    kv = config.num_kv_heads
-    if tp >= 1 and tp % kv and kv % tp:
-        yield f"neither divides num_kv_heads={kv} nor is a multiple of it"
-    if pad_vocab and tp >= 1 and 0 in chunk_sizes(config.vocab_size, tp):
-        yield f"leaves a rank without a row of vocab_size={config.vocab_size}"

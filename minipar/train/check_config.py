@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from minipar.context import check_context_parallel, padded_length
+from minipar.context.limits import check_context_parallel, padded_length
 from minipar.errors import require_divides
 from minipar.mesh import Mesh
-from minipar.pipeline import make_schedule
-from minipar.tensor_parallel import check_tensor_parallel
+from minipar.schedules import make_schedule
+from minipar.tensor_parallel.limits import check_tensor_parallel
 
 
 def check_layout(config) -> None:

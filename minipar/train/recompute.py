@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.chunks import chunk_sizes
 
-RECOMPUTE = ("none", "selective", "full")
-
 
 def recompute(stage: nn.Module, mode: str) -> None:
     """Activation checkpointing: make every block of a stage forget what `mode` says, in place.

@@ -22,7 +22,6 @@ from minipar.runtime.launch import run
 from minipar.tensor_parallel import check_tensor_parallel, tensor_parallel
 from minipar.train.restore import Checkpoint, newest_whole
 from minipar.train.state import BUFFER, PARAMETER
-from minipar.train.train_config import DTYPES
 from minipar.train.trainer import CHECKPOINTS
 
 
@@ -81,7 +80,7 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     number = mesh.coordinates.pp
     layers = balance(layer_costs(Transformer(config, device="meta")), pp)[number]
     first, last = number == 0, number == pp - 1
-    dtype = DTYPES[checkpoint.extra["dtype"]]
+    dtype = getattr(torch, checkpoint.extra["dtype"])
     stage = Transformer(config, layers=layers, first=first, last=last, device="meta", dtype=dtype)
     tensor_parallel(stage, mesh.comm("tp"))  # of tp=1 too: it says of every parameter what it is a part of
     for module in stage.modules():

@@ -6,9 +6,9 @@ import difflib
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from minipar.options import check_type
 from minipar.train.train_config import TrainConfig
 
 
@@ -42,18 +42,13 @@ def _value(name: str, value, hints: dict, path: Path):
         meant = f"; did you mean {near[0]}?" if near else "; `minipar train --help` lists them"
         raise ValueError(f"config={path}: {name} is no setting{meant}")
     hint = hints[name]
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if is_dataclass(kinds[0]):
-        if isinstance(value, dict):
-            return _checked(value, kinds[0], path)
-    elif Path in kinds and isinstance(value, str):
-        return Path(value)
-    elif type(value) in kinds:
-        return value
-    elif float in kinds and type(value) is int:
-        return float(value)
-    wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-    raise ValueError(f"config={path}: {name}={value!r} is a {type(value).__name__}; use {wanted}")
+    if is_dataclass(hint) and isinstance(value, dict):
+        return _checked(value, hint, path)
+    try:
+        check_type(name, value, hint)
+    except ValueError as error:
+        raise ValueError(f"config={path}: {error}") from None
+    return Path(value) if Path in get_args(hint) else value
 
 
 def as_toml(config) -> str:

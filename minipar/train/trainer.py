@@ -12,7 +12,8 @@ import torch
 from minipar.comm.objects import gather_objects
 from minipar.mesh import Mesh, Placement, gather, placement_of
 from minipar.model import Transformer, generate
-from minipar.runtime.launch import init_from_env, ranks_per_node, run, under_torchrun
+from minipar.runtime.environment import ranks_per_node, under_torchrun
+from minipar.runtime.launch import init_from_env, run
 from minipar.trace import Span, Trace, write_chrome_trace
 from minipar.train.atomic_files import prepare_folder, write_whole
 from minipar.train.checkpoint import Saver

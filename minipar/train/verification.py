@@ -12,7 +12,6 @@ import torch
 
 from minipar.errors import divisors
 from minipar.mesh import Mesh, Placement, placement_of
-from minipar.model import ModelConfig
 from minipar.pipeline import SCHEDULES
 from minipar.runtime.launch import run
 from minipar.train.parallelize import parallelize
@@ -20,18 +19,10 @@ from minipar.train.provenance import place_in_recipe
 from minipar.train.reference import train_in_one_process
 from minipar.train.step import train_step
 from minipar.train.text import load_text, require_samples
-from minipar.train.train_config import TrainConfig
+from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2}  # of a tensor's largest entry
 FLOOR = 1e-12  # of float64; below this an exact zero may have rounding in it
-
-# What `minipar verify` checks unless told otherwise: small, and with everything that is hard in it.
-SMALL = ModelConfig(
-    dim=32, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=64, dropout=0.1, tie_embeddings=True
-)
-DEFAULTS = TrainConfig(
-    model=SMALL, steps=5, batch_size=8, seq_len=64, warmup=2, dtype="float64", timeout_s=30
-)
 
 
 class Row(NamedTuple):
@@ -83,7 +74,7 @@ class Observed(NamedTuple):
     norms: list[float]
 
 
-def verify(config: TrainConfig = DEFAULTS) -> Verification:
+def verify(config: TrainConfig = VERIFY_DEFAULTS) -> Verification:
     """Run `config.steps` steps on its mesh and in one process, and compare everything.
 
     Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights, the

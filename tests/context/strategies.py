@@ -16,7 +16,7 @@ from minipar.context import (
     ulysses_attention,
     usp_attention,
 )
-from minipar.context.token_layout import LAYOUTS, multiple_of
+from minipar.context.limits import LAYOUTS, multiple_of
 from minipar.model import plain_attention
 from tests.strategies import seeds, world_sizes
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.context import check_context_parallel, context_parallel, local_batch, next_tokens
-from minipar.context.token_layout import LAYOUTS
+from minipar.context.limits import LAYOUTS
 from minipar.mesh import placement_of
 from minipar.model import IGNORED, ModelConfig, Transformer
 from minipar.tensor_parallel import tensor_parallel

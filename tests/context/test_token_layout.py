@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.context import causal_work, join_local, local_batch, local_positions, padded_length, take_local
-from minipar.context.token_layout import LAYOUTS, multiple_of
+from minipar.context.limits import LAYOUTS, multiple_of
 from minipar.model import IGNORED
 from tests.context.strategies import divisors
 

@@ -96,7 +96,9 @@ def test_sizes_below_one_are_refused_by_name(name):
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="schedule='zb'; use gpipe, .* or zb-auto"):
+    with pytest.raises(
+        ValueError, match="schedule='zb' is unknown; use gpipe, .* or zb-auto; did you mean zb-"
+    ):
         make_schedule("zb", 4, 8)
 
 

@@ -11,7 +11,8 @@ from minipar.mesh import Mesh
 from minipar.model import ModelConfig, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.recompute import _Kept, recompute, relocate_activations
-from minipar.train.verification import DEFAULTS, table, verify
+from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
+from minipar.train.verification import table, verify
 
 KEPT = dict(recompute="full", partition_activations=True)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 
 from minipar.cli import main
-from minipar.flags import checked, unchecked
+from minipar.flags import config_of, flags_of
 from minipar.train import TrainConfig
 from minipar.train.toml_config import as_toml, read_settings
 from tests.train.test_verification import configs
@@ -14,7 +14,7 @@ from tests.train.test_verification import configs
 def test_a_written_configuration_is_read_again(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("config") / "config.toml"
     path.write_text(as_toml(config))
-    assert checked(unchecked(TrainConfig(), read_settings(path))) == config
+    assert config_of(flags_of(TrainConfig(), read_settings(path)), TrainConfig) == config
 
 
 @pytest.mark.parametrize(
@@ -22,8 +22,8 @@ def test_a_written_configuration_is_read_again(tmp_path_factory, config):
     [
         ("stepz = 4", "stepz is no setting; did you mean steps"),
         ("[model]\nlayers = 4", "layers is no setting"),
-        ('dp = "2"', "dp='2' is a str; use int"),
-        ("dp = true", "dp=True is a bool; use int"),
+        ('dp = "2"', "dp='2' is a str; use a whole number"),
+        ("dp = true", "dp=True is a bool; use a whole number"),
         ("model = 3", "model=3 is a int; use ModelConfig"),
         ("dp = 3\n", "dp=3 does not divide batch_size=16"),
         ("dp", "is not TOML"),

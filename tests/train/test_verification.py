@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from minipar.model import IGNORED, ModelConfig
 from minipar.pipeline import SCHEDULES
+from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.train.train_config import TrainConfig
-from minipar.train.verification import DEFAULTS, legal_configs, table, verify
+from minipar.train.verification import legal_configs, table, verify
 from tests.strategies import mesh_sizes, seeds
 
 models = st.builds(
@@ -198,7 +199,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=66"),
         (dict(schedule="2f2b"), "2f2b"),
         (dict(zero=4), "zero=4"),
-        (dict(recompute="some"), "recompute=some"),
+        (dict(recompute="some"), "recompute='some'"),
     ]:
         with pytest.raises(ValueError, match=says):
             replace(DEFAULTS, **wrong)

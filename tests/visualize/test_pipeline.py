@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from minipar.pipeline import Costs, Timeline, interleaved, make_schedule, one_f_one_b, simulate, zb_h2
 from tests.pipeline.strategies import costs, schedules
 from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline
-from visualize.pipeline_command import timeline_command
+from visualize.pipeline_command import timeline
 from visualize.pipeline_text import grid_text
 
 
@@ -66,8 +66,8 @@ def test_a_measured_timeline_is_drawn_in_the_same_form(tmp_path):
 
 
 def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
-    timeline_command(
-        schedule=("1f1b", "interleaved"),
+    timeline(
+        schedules=("1f1b", "interleaved"),
         stages=2,
         microbatches=4,
         chunks=3,
@@ -82,11 +82,11 @@ def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
 
 def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="^v=2 chunks a rank with schedule='1f1b'"):
-        timeline_command(chunks=2, out=tmp_path / "t")
+        timeline(("1f1b",), 4, 8, chunks=2, out=tmp_path / "t")
     with pytest.raises(ValueError, match="^v=0; use a whole number of 1 or more$"):
-        timeline_command(schedule=("interleaved",), chunks=0, out=tmp_path / "t")
+        timeline(("interleaved",), 4, 8, chunks=0, out=tmp_path / "t")
     with pytest.raises(ValueError, match="no timelines to draw"):
-        timeline_command(schedule=(), out=tmp_path / "t")
+        timeline((), 4, 8, out=tmp_path / "t")
 
 
 def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
@@ -95,7 +95,7 @@ def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
 
 
 def test_a_schedule_can_be_run_and_drawn_below_what_was_predicted(tmp_path, capsys):
-    timeline_command(("zb-h1",), stages=2, microbatches=3, measure=True, out=tmp_path / "both.png")
+    timeline(("zb-h1",), stages=2, microbatches=3, measure=True, out=tmp_path / "both.png")
     printed = capsys.readouterr().out
     assert printed.count("zb-h1: 2 ranks, 3 microbatches; makespan") == 2
     assert (tmp_path / "both.png").stat().st_size > 10_000

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from minipar.train.verification import DEFAULTS, Row, Verification
+from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
+from minipar.train.verification import Row, Verification
 from visualize.verify import draw_sweep, sweep_markdown
 
 

@@ -1,0 +1,1 @@
+"""What a run will take: memory, traffic and time, by formula. Imports neither torch nor numpy."""

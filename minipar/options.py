@@ -1,0 +1,84 @@
+"""Options of a configuration: each field with its help and its group, said once, for `--help`, pydoc and TOML alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import field, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from minipar.errors import one_of
+
+
+def option(default: Any, help: str, group: str = ""):
+    """A field of a configuration. `group`: the heading of `--help` under which its flag stands."""
+    return field(default=default, metadata={"help": help, "group": group})
+
+
+def documented(cls: type) -> type:
+    """Add the table of options to the class's docstring."""
+    lines = [f"    {f.name:22}{f.metadata['help']}" for f in fields(cls) if f.metadata.get("help")]
+    cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n" + "\n".join(lines) + "\n"
+    return cls
+
+
+def check_types(config) -> None:
+    """Raise ValueError, naming the field, where a value is not of its field's type, or not one of its choices.
+
+    A whole number will do for a float, numpy's as well as Python's; nan will do for nothing.
+    """
+    for name, hint in get_type_hints(type(config)).items():
+        if any(f.name == name for f in fields(config)):
+            check_type(name, getattr(config, name), hint)
+
+
+def check_type(name: str, value, hint) -> None:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if any(_fits(value, kind) for kind in kinds):
+        return
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    if choices:
+        raise ValueError(f"{name}={value!r} is unknown; use {one_of(choices, near=value)}")
+    wanted = " or ".join(_called(kind) for kind in kinds if kind is not NoneType)
+    if isinstance(value, float) and float in kinds:
+        raise ValueError(f"{name}={value!r} is no number to compute with; use a finite one")
+    raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}")
+
+
+def _fits(value, kind) -> bool:
+    if get_origin(kind) is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return hasattr(value, "__index__")
+    if kind is float:
+        return (hasattr(value, "__index__") or isinstance(value, float)) and math.isfinite(value)
+    if kind is Path:
+        return isinstance(value, Path | str)
+    return isinstance(value, kind)
+
+
+def _called(kind) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def normalised(config) -> None:
+    """Give every field the plain Python type of its annotation: a path for a string, an int for numpy's."""
+    for name, hint in get_type_hints(type(config)).items():
+        value = getattr(config, name, None)
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        plain = value
+        if isinstance(value, str) and Path in kinds:
+            plain = Path(value)
+        elif not isinstance(value, bool) and hasattr(value, "__index__"):
+            plain = float(value) if float in kinds and int not in kinds else int(value)
+        if type(plain) is not type(value):
+            object.__setattr__(config, name, plain)
+
+
+def is_config(value) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
