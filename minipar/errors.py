@@ -37,16 +37,24 @@ class RankError(RuntimeError):
     rank              the first rank that failed
     remote_traceback  its traceback as text, or how its process ended
     waiting           for each other rank, what it was doing at that moment
+    returned          what those ranks returned that had ended well by then
     """
 
-    def __init__(self, rank: int, remote_traceback: str, waiting: dict[int, str] | None = None):
+    def __init__(
+        self,
+        rank: int,
+        remote_traceback: str,
+        waiting: dict[int, str] | None = None,
+        returned: dict[int, object] | None = None,
+    ):
         self.rank = rank
         self.remote_traceback = remote_traceback
         self.waiting = dict(waiting or {})
+        self.returned = dict(returned or {})
         others = "".join(f"\n  rank {r}: {what}" for r, what in sorted(self.waiting.items()))
         super().__init__(
             f"rank {rank} failed:\n{remote_traceback.rstrip()}" + (f"\nmeanwhile:{others}" if others else "")
         )
 
     def __reduce__(self):
-        return RankError, (self.rank, self.remote_traceback, self.waiting)
+        return RankError, (self.rank, self.remote_traceback, self.waiting, self.returned)

@@ -1,5 +1,7 @@
 """Collectives one can differentiate through. They come in conjugate pairs: the backward of one is the other.
 
+`simple/autograd.py`, plus any dim, uneven chunks, send and receive, second derivatives.
+
     copy            x -> x                        backward: sum over ranks      (x is the same on every rank)
     all_reduce      x -> sum over ranks           backward: identity
     split           x -> this rank's chunk        backward: gather the chunks

@@ -1,5 +1,7 @@
 """Pairwise all-to-all: in step s exchange with the ranks s away, so every pair meets once and no link is shared.
 
+`simple/collectives.py`, plus all exchanges under way at once.
+
 Cost: (p-1) alpha + (p-1)/p n beta for n bytes in x, the local chunk among them (Thakur et al. 2005, section 4.6).
 """
 

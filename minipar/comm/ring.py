@@ -1,5 +1,7 @@
 """Ring collectives: everybody sends to the right and receives from the left, one chunk a step.
 
+`simple/collectives.py`, plus other sizes per rank, any reduction, messages in segments, results in given memory.
+
 The bandwidth-optimal family: no rank sends a byte more than it must. Latency grows with the number of ranks.
 
 Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byte beta, seconds to add a byte gamma

@@ -1,5 +1,7 @@
 """Binomial trees: in each of log p steps the number of ranks that have the data doubles (or halves, towards the root).
 
+`simple/collectives.py`, plus the tree upwards, which reduces.
+
 Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
 
     broadcast   ceil(log p) (alpha + n beta)

@@ -1,5 +1,7 @@
 """Ring attention: keys and values travel around the ring while each rank attends to the ones it has.
 
+`simple/ring_attention.py`, plus communication behind compute, kernels and tiles, zigzag and striped layouts, documents.
+
 Every rank keeps its queries. In step s rank r holds the keys and values of rank r - s; it merges them into its result by
 their log-sum-exps (`minipar.model.lse_merge`) while they are already on their way to rank r + 1. No rank ever holds more
 than two blocks of keys and values.

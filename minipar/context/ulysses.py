@@ -1,5 +1,7 @@
 """Ulysses: for the attention alone, exchange a part of the tokens with all heads for all tokens of a part of the heads.
 
+`simple/ulysses.py`, plus grouped queries, heads that P does not divide, other layouts, documents.
+
     [B, H, N/P, d]   -- all-to-all ->   [B, H/P, N, d]   -- attention of one process ->   -- all-to-all back ->
 
 One all-to-all carries queries, keys and values together. Attention itself needs no communication and every rank does

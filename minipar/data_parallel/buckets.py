@@ -65,7 +65,7 @@ def make_buckets(
         key = (comm_of(param), param.dtype, param.device)
         groups.setdefault(key, []).append(param)
         current = filling.setdefault(key, [])
-        limit = bucket_bytes if contents else first_bucket_bytes
+        limit = bucket_bytes if contents else min(first_bucket_bytes, bucket_bytes)
         if current and sum(p.nbytes for p in current) + param.nbytes > limit:
             contents.append((key, current))
             current = filling[key] = []

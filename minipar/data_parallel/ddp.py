@@ -23,7 +23,7 @@ class DDP(nn.Module):
 
     module      any module; its parameters and buffers become rank 0's
     comm        the ranks that have a copy, or a function from parameter to Comm (experts are copied on fewer ranks)
-    bucket_mb   how many megabytes (of 2**20 bytes) are reduced at once; `first_bucket_mb` for the first
+    bucket_mb   how many megabytes (of 2**20 bytes) are reduced at once; the first time, `first_bucket_mb` at most
     reduce      "mean", as torch's DDP: for a loss that is a mean over this rank's samples.
                 "sum": for a loss already divided by the global number of tokens
     algorithm   of the all-reduce
@@ -60,7 +60,9 @@ class DDP(nn.Module):
         comm_of = (lambda _: comm) if isinstance(comm, Comm) else comm
         self._broadcast_from_rank0(comm_of, axis)
         trained = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets(trained, comm_of, int(bucket_mb * 2**20), int(first_bucket_mb * 2**20))
+        self.buckets = make_buckets(
+            trained, comm_of, int(bucket_mb * 2**20), int(min(bucket_mb, first_bucket_mb) * 2**20)
+        )
         self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
         self._handles = []
 

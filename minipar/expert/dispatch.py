@@ -1,5 +1,7 @@
 """Rows travel to the ranks of their experts, and what the experts made of them travels back.
 
+`simple/moe.py`, plus overlap with a shared expert, and two levels.
+
     each rank            rows for expert 0 | 1 | 2 | 3           sorted by expert, so by rank too
     all-to-all           from rank 0: 2 | 3, from rank 1: 2 | 3      (ep = 2, on rank 1)
     regroup              expert 2: from 0, 1 | expert 3: from 0, 1

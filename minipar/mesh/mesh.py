@@ -1,5 +1,7 @@
 """A mesh: which rank stands where, and who its neighbours are along each axis.
 
+`simple/mesh.py`, plus expert parallelism inside dp x cp, and any size without a table of ranks.
+
     rank = ((pp * DP + dp) * CP + cp) * TP + tp          pp slowest, tp fastest
 
 tp is fastest because its messages are on the critical path of every layer, so its ranks should be neighbours

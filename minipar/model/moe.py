@@ -1,4 +1,7 @@
-"""A mixture of experts: many MLPs, of which each token uses a few."""
+"""A mixture of experts: many MLPs, of which each token uses a few.
+
+`simple/moe.py`, plus top-k, other routers, shared experts, padded buffers, metrics; for one process, until expert_parallel.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pipeline: one executor, which obeys any schedule."""
+"""Pipeline: one executor, which obeys any schedule.
+
+`simple/pipeline.py`, plus any schedule, receives posted early, weight gradients that wait, data parallelism, tied weights.
+"""
 
 from __future__ import annotations
 

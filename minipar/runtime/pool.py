@@ -62,8 +62,10 @@ class Pool:
         answers = _Call(self, range(world_size), "done", on_report).wait()
         counts = {rank: own for rank, (_, own) in answers.items()}
         if found := surplus(counts):
-            raise RankError(found[0].rank, "\n".join(pair.sentence for pair in found))
-        results = [loads(answers[rank][0]) for rank in range(world_size)]
+            sentences = "\n".join(pair.sentence for pair in found)
+            raise RankError(found[0].rank, sentences, returned=_results(answers))
+        by_rank = _results(answers)
+        results = [by_rank[rank] for rank in range(world_size)]
         self.busy = False  # only now: a pool whose run failed is not used again
         return results
 
@@ -166,8 +168,9 @@ class _Call:
         why = deadlock(counts, blocked, set(self._answers))
         if why and why == self._stuck:
             rank = min(why)
-            lines = [f"{reason} ({self._statuses[r].line})" for r, reason in why.items()]
-            raise RankError(rank, "deadlock: " + "\n  ".join(lines), self._others(rank))
+            at = {r: f" ({line})" for r in why if (line := self._statuses[r].line)}
+            sentences = "\n  ".join(f"{reason}{at.get(r, '')}" for r, reason in why.items())
+            raise RankError(rank, f"deadlock: {sentences}", self._others(rank), _results(self._answers))
         self._stuck = why
 
     def _explain_failure(self) -> None:
@@ -182,7 +185,8 @@ class _Call:
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
         )
         failure = self._failures[rank]
-        raise RankError(rank, failure if isinstance(failure, str) else failure.traceback, self._others(rank))
+        traceback = failure if isinstance(failure, str) else failure.traceback
+        raise RankError(rank, traceback, self._others(rank), _results(self._answers))
 
     def _others(self, rank: int) -> dict[int, str]:
         """What every rank but this one was doing when it was asked, or when it failed."""
@@ -193,6 +197,11 @@ class _Call:
 
     def _only_secondary(self) -> bool:
         return all(_is_secondary(failure) for failure in self._failures.values())
+
+
+def _results(answers: dict[int, object]) -> dict[int, object]:
+    """What ranks returned, from their answers to a run; those to other questions carry nothing."""
+    return {rank: loads(answer[0]) for rank, answer in answers.items() if answer}
 
 
 def _is_secondary(failure) -> bool:

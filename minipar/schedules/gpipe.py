@@ -1,4 +1,7 @@
-"""GPipe and its looped form: every forward, then every backward."""
+"""GPipe and its looped form: every forward, then every backward.
+
+`simple/pipeline.py`, as data, plus several chunks per rank.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""1F1B, plain and interleaved: a warm-up of forwards, then one forward for one backward."""
+"""1F1B, plain and interleaved: a warm-up of forwards, then one forward for one backward.
+
+`simple/pipeline.py`, as data, plus several chunks per rank.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """One input, several weights whose output features are split: y_i = x w_i^T.
 
+`simple/tensor_parallel.py`, plus one sum of dx for all matrices of one input, under way while the weights' gradients are
+computed; weight gradients that wait; replicas.
+
 `linear(copy(x), w)` is column parallelism in five words, and `column_parallel` computes the same. It treats all the
 matrices that one input meets (q, k and v) together, so that there is one sum of dx for them and not three, and lets that
 sum travel while the weights' gradients are computed.

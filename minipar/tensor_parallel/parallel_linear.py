@@ -1,5 +1,7 @@
 """The two ways to cut a matrix in a linear layer, and why they come in pairs.
 
+`simple/tensor_parallel.py`, plus biases, gathered outputs, sequence parallelism, features shared by several ranks.
+
     column parallel   y = x w^T, w split by output features: each rank has its own features of y
     row parallel      y = x w^T, w split by input features: each rank has a term of the sum that is y
 

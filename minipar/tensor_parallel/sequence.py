@@ -1,5 +1,7 @@
 """Sequence parallelism: outside the split matrices, every rank holds the activations of its own tokens.
 
+`simple/sequence_parallel.py`, plus gathers and scatters that are started early, dropout, stages of a pipeline.
+
     tensor parallel                 x [B, T, D] on every rank     all-reduce after each row-parallel matrix
     with sequence parallelism       x [B, T/tp, D]                reduce-scatter after it, all-gather before the next
 

@@ -1,5 +1,8 @@
 """The two ends of a language model with the vocabulary split over ranks: the embedding, and the loss.
 
+`simple/vocab.py`, plus vocabularies that tp does not divide, ignored targets, label smoothing, no second tensor of the
+logits' size.
+
 The logits are the largest tensor of a training step: [B, T, V], with V around 100,000. They are never whole on any rank:
 all the loss needs of the others' logits is three numbers a token.
 

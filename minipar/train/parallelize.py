@@ -1,5 +1,7 @@
 """The recipe: where the strategies meet, and in which order.
 
+`simple/train.py`, for any model and mesh:
+
     1. pipeline   cut the layers into stages: everything after this touches this rank's stages only
     2. experts    give each ep rank its own: before tp, which then cuts what is left of each expert
     3. tensor     cut every matrix; gradients are complete over tp when autograd delivers them

@@ -1,37 +1,10 @@
-"""Bytes of the storages that are alive: found by looking, not by asking whoever is being tested."""
+"""The most bytes that are alive at once, memory given up by `resize_(0)` not among them."""
 
 from __future__ import annotations
-
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-def storages() -> dict[int, torch.UntypedStorage]:
-    """Every storage that some tensor of this process has now."""
-    gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
-    return {(s := x.untyped_storage())._cdata: s for x in tensors}
-
-
-@contextmanager
-def newer_objects_only() -> Iterator[None]:
-    """Inside, `storages` looks at what was made inside: a look takes milliseconds, not tenths of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def held_bytes(before: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of the storages made since `before = storages()`, as large as they are now. `before` keeps the others alive."""
-    return sum(s.nbytes() for key, s in storages().items() if key not in before)
 
 
 class Peak(TorchDispatchMode):

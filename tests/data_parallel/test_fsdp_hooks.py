@@ -12,7 +12,8 @@ from minipar.model import ModelConfig, Transformer
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradients
 from minipar.model.init import initial_weight
-from tests.data_parallel.memory import Peak, held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from tests.data_parallel.memory import Peak
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
 from tests.strategies import assert_equal_to
 

@@ -13,7 +13,7 @@ import minipar
 from minipar.data_parallel import DDP, Lamb, ZeroOptimizer
 from minipar.data_parallel.buckets import flat_bytes
 from minipar.mesh import placement_of
-from tests.data_parallel.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, newer_objects_only, storages
 from tests.data_parallel.test_ddp import Net, batch
 from tests.strategies import assert_equal_to, seeds
 

@@ -1,0 +1,69 @@
+"""Data parallelism: every rank has the model and a part of the batch; gradients are averaged over ranks.
+
+    grad = 1/p * sum over ranks of grad
+
+`average_gradients` does that when the backward is over. `DDP` does it while the backward runs: parameters are grouped
+into buckets, last layers first, since their gradients are ready first; a bucket leaves when it is full. Buckets leave in
+one fixed order, for collectives that ranks call in different orders hang, or mix. Nobody waits before the last gradient
+is there. Each rank sends 2(p-1)/p of the gradients, by a ring.
+
+The library's: minipar.DDP, plus buckets by dtype, unused and frozen parameters, no_sync, recovery after exceptions.
+Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
+"""
+
+import torch
+from torch import nn
+
+
+def average_gradients(module, comm):
+    """The naive way: after the backward, one all-reduce per parameter."""
+    for param in module.parameters():
+        param.grad = comm.all_reduce(param.grad, "mean")
+
+
+class DDP(nn.Module):
+    """`backward()` on what this returns leaves averaged gradients. Rank 0's parameters and buffers are everybody's."""
+
+    def __init__(self, module, comm, bucket_mb=25.0):
+        super().__init__()
+        self.module, self.comm = module, comm
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.data.copy_(comm.broadcast(tensor.data))
+        self.buckets = [[]]
+        for param in reversed(list(module.parameters())):  # a tied weight is here once
+            if not param.requires_grad:
+                raise ValueError(
+                    "a frozen parameter: this DDP trains all of them; minipar.DDP does not have to"
+                )
+            if self.buckets[-1] and sum(p.nbytes for p in [*self.buckets[-1], param]) > bucket_mb * 2**20:
+                self.buckets.append([])
+            self.buckets[-1].append(param)
+        self.bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket}
+        for param in self.bucket_of:
+            param.register_post_accumulate_grad_hook(self._gradient_is_ready)
+        self._begin()
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def _begin(self):
+        self.missing, self.handles = [set(bucket) for bucket in self.buckets], []
+
+    def _gradient_is_ready(self, param):  # autograd calls this in the middle of the backward
+        if len(self.missing[self.bucket_of[param]]) == 0:
+            raise ValueError("a gradient came twice: use minipar.DDP and its no_sync() to accumulate")
+        if all(len(m) == len(b) for m, b in zip(self.missing, self.buckets)):  # the first one
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self.missing[self.bucket_of[param]].discard(param)
+        while len(self.handles) < len(self.buckets) and not self.missing[len(self.handles)]:
+            flat = torch.cat([p.grad.flatten() for p in self.buckets[len(self.handles)]])
+            self.handles.append(self.comm.all_reduce(flat, "mean", async_op=True))  # and go on
+
+    def _finish(self):  # and this when the backward is over
+        if len(self.handles) < len(self.buckets):
+            raise ValueError("a parameter got no gradient: use minipar.DDP, which knows of unused parameters")
+        for bucket, handle in zip(self.buckets, self.handles):
+            averaged = handle.wait().split([p.numel() for p in bucket])
+            for param, grad in zip(bucket, averaged):
+                param.grad = grad.view_as(param)
+        self._begin()

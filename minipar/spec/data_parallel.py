@@ -1,0 +1,115 @@
+"""Specification of data parallelism: gradients averaged over ranks, the same everywhere, overlapped with the backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from minipar.spec.specification import Specification, Stage, on_ranks
+from minipar.spec.training import Net, chain, loss_of, one_process, recording, samples
+from minipar.spec.words import differs
+
+STEPS = 3
+
+
+def _trains(world, make, seed: int, steps: int = STEPS) -> str | None:
+    """Gradients of every step, and parameters at the end, against one process. Only rank 0's parameters count."""
+    net = Net(seed + world.rank)
+    wrapped = make(net, world)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    want, model = one_process(Net(seed), world.size, 4, steps, torch.optim.SGD, lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(wrapped(samples(world.rank, step, 4))).backward()
+        finish = getattr(wrapped, "finish_gradients", None)
+        if finish is not None:
+            finish()
+        for name, p in reversed(list(net.named_parameters())):  # in the order of the backward
+            what = f"rank {world.rank}: the gradient of {name} in step {step}"
+            if words := differs(what, p.grad, want[step][name], world.size):
+                return words
+        optimizer.step()
+    for name, p in net.named_parameters():
+        what = f"rank {world.rank}: {name} after {steps} steps"
+        if words := differs(what, p, dict(model.named_parameters())[name], world.size):
+            return words
+    return None
+
+
+def _bytes(world, make) -> str | None:
+    net = chain(0, width=64)
+    wrapped = make(net, world.using("ring"))
+    num_bytes = sum(p.nbytes for p in net.parameters())
+    world.traffic.reset()
+    _backward(wrapped, torch.ones(2, 64, dtype=torch.float64))
+    formula, p = 2 * (world.size - 1) / world.size * num_bytes, world.size
+    sent = world.traffic.sent_bytes
+    if abs(sent - formula) > 0.02 * formula + 64 * p:  # buckets may be padded
+        return (
+            f"rank {world.rank}: {p} ranks, {num_bytes} bytes of gradients: it sent {sent}; averaging sends "
+            f"2(p-1)/p of them, {formula:.0f}"
+        )
+    return None
+
+
+def _backward(wrapped, x) -> None:
+    loss_of(wrapped(x)).backward()
+    finish = getattr(wrapped, "finish_gradients", None)
+    if finish is not None:
+        finish()
+
+
+def _overlaps(world, make) -> str | None:
+    """Buckets leave while the backward runs, in one order on all ranks, and nobody waits before the last gradient."""
+    events: list[tuple] = []
+    net = chain(0, width=20, depth=5)
+    for i, layer in enumerate(net):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
+    wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # a layer per bucket
+    events.clear()
+    loss_of(wrapped(samples(world.rank, 0, 20))).backward()
+    last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=-1)
+    early = [what for what, _ in events[:last]]
+    if "launch" not in early:
+        return f"rank {world.rank}: nothing is sent before the last gradient is there: no overlap"
+    if "wait" in early:
+        return f"rank {world.rank}: it waits before the last gradient is there: no overlap"
+    launched = torch.tensor([n for what, n in events if what == "launch"])
+    if not torch.equal(launched, world.broadcast(launched)):
+        return f"rank {world.rank}: its buckets leave in another order than rank 0's: they would hang, or mix"
+    return None
+
+
+SPECIFICATIONS = [
+    Specification(
+        "ddp",
+        "DDP(module, comm, bucket_mb=25.0)",
+        "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's.",
+        (
+            Stage("runs", lambda f: on_ranks(_trains, f, 0, 1, sizes=(1,))),
+            Stage("small", lambda f: on_ranks(_trains, f, 1, 1, sizes=(2,))),
+            Stage("drawn", lambda f: on_ranks(_trains, f, 2) or on_ranks(_trains, f, 3)),
+            Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(3, 4))),
+            Stage("order", lambda f: on_ranks(_overlaps, f, sizes=(2, 3))),
+        ),
+    )
+]
+
+
+def as_wrapper(average_gradients):
+    """`average_gradients(module, comm)`, called after a backward, in the shape of a DDP: to be held to the same stages."""
+
+    class Averaged(nn.Module):
+        def __init__(self, module, comm, bucket_mb=25.0):
+            super().__init__()
+            self.module, self.comm = module, comm
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.data.copy_(comm.broadcast(tensor.data))
+
+        def forward(self, x):
+            return self.module(x)
+
+        def finish_gradients(self):
+            average_gradients(self.module, self.comm)
+
+    return Averaged

@@ -1,0 +1,111 @@
+"""Differences in words: a number that is wrong says by how much, and whose part is missing or came twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+RTOL, FLOOR = 1e-10, 1e-13  # of a tensor's largest entry, in float64
+
+
+def differs(
+    what: str, got, want: Tensor | None, size: int = 1, rtol: float = RTOL, whole: Tensor | None = None
+) -> str | None:
+    """None where `got` is `want`, up to rounding in float64; else in words how it is not.
+
+    size   ranks there are
+    whole  the tensor that `want` is a part of: rounding is measured by its largest entry
+    """
+    if want is None:
+        return None if got is None else f"{what} should be None, and is a {type(got).__name__}"
+    if not isinstance(got, Tensor):
+        return f"{what} is a {type(got).__name__}; it should be a tensor {list(want.shape)}"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        kinds = [f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in (got, want)]
+        return f"{what} is {kinds[0]}; it should be {kinds[1]}"
+    if want.numel() == 0:
+        return None
+    got, want = got.detach().double(), want.detach().double()
+    if got.isnan().any():
+        return f"{what} has nan at {_place(got.isnan())}"
+    largest = (want if whole is None else whole).abs().max().item()
+    if (got - want).abs().max().item() <= rtol * largest + FLOOR:
+        return None
+    return f"{what} {_how(got, want, largest, size)}"
+
+
+def _how(got: Tensor, want: Tensor, largest: float, size: int) -> str:
+    if got.abs().max() <= RTOL * largest:
+        return "is zero"
+    ratio = ((got * want).sum() / (want * want).sum()).item()
+    if abs(ratio - 1) > 1e-6 and (got - ratio * want).abs().max() <= 1e-9 * largest:
+        return _factor(ratio, size)
+    wrong = (got - want).abs() > RTOL * largest + FLOOR
+    at = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"is wrong in {int(wrong.sum())} of {wrong.numel()} entries, first at {list(at)}: "
+        f"{got[at].item():.6g}, it should be {want[at].item():.6g}"
+    )
+
+
+def _factor(ratio: float, size: int) -> str:
+    if abs(ratio + 1) < 1e-9:
+        return "has the wrong sign"
+    if ratio > 1:
+        reason = (
+            ": summed, and not divided"
+            if size > 1 and abs(ratio - size) < 1e-9
+            else ": summed twice, or divided by too little"
+        )
+        return f"is exactly {ratio:.6g} times too large{reason}"
+    if size > 1 and abs(ratio * size - 1) < 1e-9:
+        return f"is exactly {size} times too small: divided where a sum was due, or one rank's part alone"
+    return (
+        f"is exactly {1 / ratio:.6g} times too small"
+        if ratio > 0
+        else f"is {ratio:.6g} times what it should be"
+    )
+
+
+def _place(where: Tensor) -> list[int]:
+    return where.nonzero()[0].tolist()
+
+
+def parts(total: float, size: int) -> str | None:
+    """A sum to which rank r gave 10**r: whose part is missing, or came more than once; None where all came once."""
+    right = sum(10**r for r in range(size))
+    if total == right:
+        return None
+    if abs(total * size - right) < size:
+        return "it is the mean, not the sum"
+    digits = [int(total) // 10**r % 10 for r in range(size)]
+    missing = [r for r, n in enumerate(digits) if n == 0]
+    twice = [r for r, n in enumerate(digits) if n > 1]
+    said = []
+    if missing:
+        said.append(f"the part of {_names(missing)} is missing")
+    if twice:
+        said.append(f"the part of {_names(twice)} was added more than once")
+    return " and ".join(said) or f"it is {total}, which no sum of parts makes"
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def wrong_bytes(sent: int, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
+    """None where the ledger has what the formula says."""
+    if sent == formula:
+        return None
+    return f"rank {rank}: with {size} ranks and {of} it sent {sent} bytes; {name} sends {formula:g}"
+
+
+def first(found: Iterable[str | None]) -> str | None:
+    """The first that something is wrong with. Give a list where every call must be made on every rank."""
+    return next((words for words in found if words is not None), None)
+
+
+def generator(*key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(key) % 2**31)

@@ -1,0 +1,366 @@
+"""The library is held to the specifications of the ground floor; wrong answers, the usual ones, are told apart."""
+
+import dataclasses
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from minipar.comm.autograd import _Conjugate
+from minipar.schedules import gpipe
+from minipar.simple import autograd, collectives, fsdp, mesh, moe, pipeline, vocab, zero
+from minipar.simple import ring_attention as ring
+from minipar.spec import SPECIFICATIONS
+from tests.spec.library import LIBRARY, SPECS, collective
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_library_meets_its_specification_on_one_to_four_ranks(name):
+    report = SPECS[name].check(LIBRARY[name])
+    assert report.ok, str(report)
+
+
+WITHOUT_A_FORMULA = {  # the other algorithms: the same results, other bytes
+    "all_reduce": ("halving_doubling", "tree", "native", "auto"),
+    "reduce_scatter": ("halving_doubling", "native", "auto"),
+    "all_gather": ("halving_doubling", "native", "auto"),
+    "broadcast": ("native", "auto"),
+    "all_to_all": ("native", "auto"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [(name, a) for name, algorithms in WITHOUT_A_FORMULA.items() for a in algorithms]
+)
+def test_every_algorithm_meets_the_specification_but_for_the_bytes(name, algorithm):
+    stages = [stage.name for stage in SPECIFICATIONS[name].stages if stage.name != "bytes"]
+    report = SPECIFICATIONS[name].check(collective(name, algorithm), stages)
+    assert report.ok, str(report)
+
+
+# Wrong answers ------------------------------------------------------------------------------------------------------
+
+
+def a_step_too_few(comm, x):
+    p, r = comm.size, comm.rank
+    chunks = [chunk.clone() for chunk in collectives.cut(x, p)]
+    for step in range(1, p - 1):
+        like = chunks[(r - step - 1) % p]
+        like += comm.exchange(chunks[(r - step) % p], (r + 1) % p, like.shape, x.dtype, (r - 1) % p)
+    return chunks[r]
+
+
+def from_the_wrong_neighbour(comm, chunk):
+    p, r = comm.size, comm.rank
+    chunks = [chunk] * p
+    for step in range(p - 1):  # sends to the right, and waits for the right
+        chunks[(r - step - 1) % p] = comm.exchange(
+            chunks[(r - step) % p], (r + 1) % p, chunk.shape, chunk.dtype, (r + 1) % p
+        )
+    return torch.cat(chunks)
+
+
+def in_another_order(comm, chunk):
+    chunks = collectives.all_gather(comm, chunk).chunk(comm.size) if len(chunk) else [chunk]
+    return torch.cat(tuple(reversed(chunks)))
+
+
+def in_place(comm, x):
+    return x.copy_(collectives.all_reduce(comm, x))
+
+
+def added_twice(comm, x):
+    return collectives.all_reduce(comm, x) + (x if comm.rank else 0)
+
+
+def everybodys_and_added(comm, x):
+    return comm.all_gather(x.contiguous()[None]).sum(0)
+
+
+def rounded_apart(comm, x):
+    y = collectives.all_reduce(comm, x)
+    return y if x.dtype != torch.float32 else y * (1 + comm.rank * 1e-6)
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.comm.all_reduce_(dy), None
+
+
+def conjugates(**replaced):
+    right = {
+        name: getattr(autograd, name) for name in ("copy", "all_reduce", "gather_tokens", "scatter_tokens")
+    }
+    return SimpleNamespace(**{**right, **replaced})
+
+
+def copy_without_a_sum(comm, x):
+    return x.view_as(x)
+
+
+def all_reduce_that_sums_back(comm, x):
+    return _Conjugate.apply(x, comm.all_reduce, comm.all_reduce)
+
+
+class Wrapped(nn.Module):
+    """Data parallelism by a hook on every parameter, as tutorials have it."""
+
+    def __init__(self, module, comm, bucket_mb=25.0, hook=None, broadcast=True):
+        super().__init__()
+        self.module = module
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if broadcast:
+                tensor.data.copy_(comm.broadcast(tensor.data))
+        for p in module.parameters():
+            p.register_post_accumulate_grad_hook(partial(hook, comm))
+
+    def forward(self, x):
+        return self.module(x)
+
+
+def waits_in_its_hook(comm, p):
+    p.grad = comm.all_reduce(p.grad, "mean", async_op=True).wait()
+
+
+def never_divides(comm, p):
+    p.grad = comm.all_reduce(p.grad)
+
+
+def divides_twice(comm, p):
+    p.grad = comm.all_reduce(p.grad, "mean") / comm.size
+
+
+def reduces_a_copy(comm, p):
+    comm.all_reduce_(p.grad.clone(), "mean")
+
+
+class KeepsTheState(zero.Zero1):
+    """Every rank updates everything: right, and no memory is saved."""
+
+    def __init__(self, params, optimizer_cls, comm, **options):
+        super().__init__(params, optimizer_cls, comm, **options)
+        self.whole = optimizer_cls(self.params, **options)
+
+    def step(self):
+        for p in self.params:
+            p.grad = self.comm.all_reduce(p.grad, "mean")
+        self.whole.step()
+
+
+class ForgetsToAccumulate(zero.Zero2):
+    def _cut(self, p):
+        self.gradients.pop(p, None)
+        super()._cut(p)
+
+
+class KeepsUnits(fsdp.FSDP):
+    def __init__(self, *args):
+        super().__init__(*args)
+        for unit in self.units:
+            unit.free = lambda: None
+            unit.gather()
+
+
+class FrozenInTime(fsdp.FSDP):
+    """A unit that was gathered once is not gathered again: the parameters of before the step."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        for unit in self.units:
+            unit.free = lambda: None
+            unit.gather()
+            unit.gather = lambda: None
+
+
+def mlp_without_copy(comm, x, gate, up, down):
+    hidden = torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())
+    return autograd.all_reduce(comm, hidden @ down.t())
+
+
+def mlp_summed_back(comm, x, gate, up, down):
+    x = autograd.copy(comm, x)
+    hidden = torch.nn.functional.silu(x @ gate.t()) * (x @ up.t())
+    return all_reduce_that_sums_back(comm, hidden @ down.t())
+
+
+def mlp_with_two_copies(comm, x, gate, up, down):
+    hidden = torch.nn.functional.silu(autograd.copy(comm, x) @ gate.t()) * (autograd.copy(comm, x) @ up.t())
+    return autograd.all_reduce(comm, hidden @ down.t())
+
+
+def block_without_the_norms_sum(comm, x, norm, gate, up, down):
+    h = torch.nn.functional.rms_norm(x, (x.shape[-1],), norm, 1e-5)
+    h = autograd.gather_tokens(comm, h)
+    hidden = torch.nn.functional.silu(h @ gate.t()) * (h @ up.t())
+    return x + autograd.scatter_tokens(comm, hidden @ down.t())
+
+
+def embedding_of_clamped_tokens(comm, tokens, w):
+    local = (tokens - comm.rank * len(w)).clamp(0, len(w) - 1)  # and no zeros for others' tokens
+    return autograd.all_reduce(comm, torch.nn.functional.embedding(local, w))
+
+
+def loss_with_the_ranks_own_maximum(comm, logits, targets):
+    class Own:
+        size, rank = comm.size, comm.rank
+
+        @staticmethod
+        def all_reduce(x, op="sum"):
+            return x if op == "max" else comm.all_reduce(x)
+
+    return vocab.cross_entropy(Own, logits, targets)
+
+
+def pipeline_that_does_not_divide(comm, module, loss_fn, *rest):
+    m = rest[2]
+    return pipeline.gpipe(comm, module, lambda y, t: m * loss_fn(y, t), *rest)
+
+
+def pipeline_backwards_in_reverse(comm, module, loss_fn, *rest):
+    stage = pipeline.Stage(comm, module, loss_fn, *rest)
+    for k in range(rest[2]):
+        stage.forward(k)
+    for k in reversed(range(rest[2])):
+        stage.backward(k)
+    return stage.end()
+
+
+def switch_with_capacity_of_the_batch(comm, x, *rest):
+    B, T, D = x.shape
+    y, balance, z, dropped = moe.switch(comm, x.reshape(1, B * T, D), *rest)
+    return y.view(B, T, D), balance, z, dropped
+
+
+def switch_without_its_probability(comm, x, router, *rest):
+    y, *losses = moe.switch(comm, x, router, *rest)
+    return y / (x @ router.t()).softmax(-1).amax(-1, keepdim=True), *losses
+
+
+def attention_to_its_own_keys(comm, q, k, v, causal=True):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def attention_masked_as_if_each_piece_were_first(comm, q, k, v, causal=True):
+    class There:
+        size, rank, exchange = comm.size, comm.rank, comm.exchange
+
+    places = ring._scores
+
+    def scores(comm, q, k, source, causal):
+        return places(SimpleNamespace(rank=0), q, k, 0, causal)
+
+    ring._scores = scores
+    try:
+        return ring.ring_attention(There, q, k, v, causal)
+    finally:
+        ring._scores = places
+
+
+def tp_slowest(*axes, **sizes):
+    swapped = {"pp": "tp", "dp": "cp", "cp": "dp", "tp": "pp"}
+    return mesh.groups(*(swapped[a] for a in axes), **{swapped[a]: n for a, n in sizes.items()})
+
+
+def all_forwards_as_1f1b(p, m):
+    return gpipe(p, m)
+
+
+def gpipe_without_the_last(p, m):
+    right = gpipe(p, m)
+    return dataclasses.replace(right, actions=tuple(a[:-1] for a in right.actions))
+
+
+def raises(comm, x):
+    return {}["chunk"]
+
+
+WRONG = [
+    ("reduce_scatter", a_step_too_few, "small", "the part of rank [01] is missing"),
+    (
+        "reduce_scatter",
+        raises,
+        "runs",
+        r"rank \d raised KeyError: 'chunk' \(test_specifications.py, line \d+\)",
+    ),
+    ("reduce_scatter", lambda comm, x: None, "runs", "it returned a NoneType, not a tensor"),
+    ("all_gather", from_the_wrong_neighbour, "runs", "deadlock: rank 0 waits to send 48 bytes to rank 1"),
+    ("all_gather", in_another_order, "small", "entry 0 on rank 0 of 2 is rank 1's; it should be rank 0's"),
+    ("all_reduce", in_place, "drawn", "is the input itself"),
+    ("all_reduce", lambda comm, x: x, "small", "the part of rank 1 is missing"),
+    ("all_reduce", added_twice, "small", "the part of rank 1 was added more than once"),
+    ("all_reduce", lambda comm, x: comm.all_reduce(x) / comm.size, "small", "it is the mean, not the sum"),
+    ("all_reduce", everybodys_and_added, "bytes", "bytes; a ring sends"),
+    ("all_reduce", rounded_apart, "order", "differs from rank 0's in rounding"),
+    ("broadcast", lambda comm, x, root: comm.broadcast(x, 0), "small", "is rank 0's; it should be rank 1's"),
+    ("all_to_all", lambda comm, x, send, recv: x, "small", "the result has shape"),
+    ("conjugates", conjugates(copy=copy_without_a_sum), "small", "the gradient through copy"),
+    (
+        "conjugates",
+        conjugates(copy=lambda comm, x: _InPlace.apply(x, comm)),
+        "small",
+        "wrote to the gradient it was given",
+    ),
+    (
+        "conjugates",
+        conjugates(all_reduce=all_reduce_that_sums_back),
+        "small",
+        "the gradient through all_reduce",
+    ),
+    ("ddp", partial(Wrapped, hook=waits_in_its_hook), "order", "waits before the last gradient"),
+    (
+        "ddp",
+        partial(Wrapped, hook=never_divides),
+        "small",
+        "exactly 2 times too large: summed, and not divided",
+    ),
+    ("ddp", partial(Wrapped, hook=divides_twice), "small", "exactly 2 times too small: divided"),
+    ("ddp", partial(Wrapped, hook=reduces_a_copy), "small", "on 2 ranks: rank 0: the gradient of last.bias"),
+    ("ddp", partial(Wrapped, hook=waits_in_its_hook, broadcast=False), "small", "the gradient of last"),
+    ("zero1", KeepsTheState, "memory", "something is not cut"),
+    ("zero2", zero.Zero1, "memory", "something is not cut"),
+    ("zero2", ForgetsToAccumulate, "drawn", "after two backwards and a step"),
+    ("fsdp", KeepsUnits, "memory", "bytes are held between steps"),
+    ("fsdp", FrozenInTime, "drawn", "the output of step 1"),
+    ("mlp", mlp_without_copy, "small", "the gradient of x"),
+    ("mlp", mlp_summed_back, "small", "exactly 2 times too large"),
+    ("mlp", mlp_with_two_copies, "bytes", "one sum forward and one backward"),
+    ("sequence_parallel", block_without_the_norms_sum, "small", "the gradient of the norm's weight"),
+    ("vocab_embedding", embedding_of_clamped_tokens, "small", "the rows looked up"),
+    ("vocab_loss", loss_with_the_ranks_own_maximum, "small", "the loss of logits"),
+    ("pipeline_gpipe", pipeline_that_does_not_divide, "small", "exactly 2 times too large"),
+    ("pipeline_gpipe", pipeline_backwards_in_reverse, "drawn", "add microbatches in their order"),
+    ("pipeline_one_f_one_b", pipeline.gpipe, "small", "microbatches are alive at once; this order needs"),
+    (
+        "switch",
+        switch_with_capacity_of_the_batch,
+        "drawn",
+        "tokens are dropped; with capacity_factor|the output",
+    ),
+    ("switch", switch_without_its_probability, "runs", "the output"),
+    ("ring_attention", attention_to_its_own_keys, "small", "the full attention of its queries"),
+    ("ring_attention", attention_masked_as_if_each_piece_were_first, "small", "the causal attention"),
+    ("ulysses_attention", ring.ring_attention, "bytes", "all-to-all"),
+    ("schedule_1f1b", all_forwards_as_1f1b, "small", "microbatches alive; this order needs"),
+    ("schedule_gpipe", gpipe_without_the_last, "runs", "with p=1, m=1: .*B"),
+    ("schedule_zb_h1", gpipe, "small", "a rank takes 12; this order takes 10"),
+    ("mesh", tp_slowest, "small", r"rank 0 is with \[0, 2\]; it should be with \[0, 1\]"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "stage", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None)
+)
+def test_the_usual_mistake_is_found_where_it_is_best_understood(name, wrong, stage, words):
+    report = SPECIFICATIONS[name].check(wrong)
+    assert not report.ok
+    assert report.first_wrong.stage in stage.split("|"), str(report)
+    assert re.search(words, report.first_wrong.words), str(report)
