@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,66 +14,100 @@ from minipar.spec.words import differs, first, generator, parts, wrong_bytes
 SHAPES = [(1,), (4,), (12, 2), (7,), (5, 3), (2,), (0,), (24,), (3, 0), (1, 4)]
 
 
-class Call(NamedTuple):
-    """One call: its collective, what rank r brings, and what rank r must get back, from all ranks' inputs."""
+@dataclass(frozen=True)
+class Call:
+    """One call: its collective, what each rank brings, and what each must get back, from all ranks' inputs.
+
+    sizes   None: cut as torch.chunk cuts. reduce_scatter, all_gather: one per rank. all_to_all: a row of them per rank
+    """
 
     collective: str
     shape: tuple[int, ...]
-    root: int = 0
     dtype: torch.dtype = torch.float64
+    op: str = "sum"
+    root: int = 0
+    sizes: list | None = None
+    seed: int = 0
 
     def arguments(self, size: int, rank: int) -> tuple:
+        """What an implementation is given besides its Comm and x."""
         if self.collective == "broadcast":
-            return (self.root % size,)
-        return tuple(self._sizes(size, rank)) if self.collective == "all_to_all" else ()
+            return (self.root,)
+        if self.collective != "all_to_all":
+            return ()
+        return self.send_sizes(size, rank), [self.send_sizes(size, source)[rank] for source in range(size)]
+
+    def send_sizes(self, size: int, rank: int) -> list[int]:
+        """How `rank` cuts its input of an all-to-all."""
+        return self.sizes[rank] if self.sizes else chunk_sizes(self.shape[0], size)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """Small whole numbers, so that sums are exact in any order."""
-        draw = generator(size, *self.shape, self.root)
-        shapes = [self._shape_of(size, rank) for rank in range(size)]
-        return [torch.randint(-4, 5, shape, generator=draw).to(self.dtype) for shape in shapes]
+        """What each rank brings: small whole numbers, so that sums are exact in every dtype and order."""
+        draw = generator(size, *self.shape, self.root, self.seed)
+        low, high = (0, 2) if self.dtype == torch.bool else (-4, 5)
+        shapes = [self._input_shape(rank) for rank in range(size)]
+        return [torch.randint(low, high, shape, generator=draw).to(self.dtype) for shape in shapes]
 
-    def result(self, xs: list[Tensor], rank: int) -> Tensor:
+    def result(self, xs: list[Tensor], rank: int) -> Tensor | None:
+        """What `rank` must get back."""
         size = len(xs)
         match self.collective:
             case "all_reduce":
-                return sum(xs)
+                return self._reduced(xs)
+            case "reduce":
+                return self._reduced(xs) if rank == self.root else None
             case "reduce_scatter":
-                return sum(xs).split(chunk_sizes(len(xs[0]), size))[rank]
+                return self._reduced(xs).split(self.sizes or chunk_sizes(len(xs[0]), size))[rank]
             case "all_gather":
                 return torch.cat(xs)
             case "broadcast":
-                return xs[self.root % size]
-        sent = [self._sizes(size, source)[0] for source in range(size)]
-        return torch.cat([x.split(sizes)[rank] for x, sizes in zip(xs, sent)])
+                return xs[self.root]
+        return torch.cat([x.split(self.send_sizes(size, source))[rank] for source, x in enumerate(xs)])
 
     def sent_bytes(self, size: int, rank: int) -> int:
-        """What a ring, a tree or a pairwise exchange sends from this rank."""
-        length, row = self.shape[0], torch.Size(self.shape[1:]).numel() * self.dtype.itemsize
-        elems = length * torch.Size(self.shape[1:]).numel()
-        sizes, right = chunk_sizes(length, size), (rank + 1) % size
+        """What this rank sends in a ring, a tree or a pairwise exchange: all chunks but one or two, or x to each child."""
+        length, elems, right = self.shape[0], torch.Size(self.shape).numel(), (rank + 1) % size
+        row, chunks = torch.Size(self.shape[1:]).numel(), chunk_sizes(length, size)
         match self.collective:
             case "all_reduce":  # of the flattened vector; all of it twice, less two chunks
                 flat = chunk_sizes(elems, size)
-                return (2 * elems - flat[rank] - flat[right]) * self.dtype.itemsize if size > 1 else 0
+                sent = 2 * elems - flat[rank] - flat[right] if size > 1 else 0
             case "reduce_scatter":
-                return (length - sizes[rank]) * row
+                sent = elems - chunks[rank] * row
             case "all_gather":
-                return (size - 1) * length * row
+                sent = (size - 1) * elems
             case "broadcast":
-                return _tree_children(size, (rank - self.root) % size) * length * row
-        send, _ = self._sizes(size, rank)
-        return (sum(send) - send[rank]) * row
+                sent = _tree_children(size, (rank - self.root) % size) * elems
+            case _:
+                sizes = self.send_sizes(size, rank)
+                sent = (sum(sizes) - sizes[rank]) * row
+        return sent * self.dtype.itemsize
 
-    def _shape_of(self, size: int, rank: int) -> tuple[int, ...]:
-        if self.collective == "all_to_all":
-            return (sum(self._sizes(size, rank)[0]), *self.shape[1:])
-        return self.shape
+    def _input_shape(self, rank: int) -> tuple[int, ...]:
+        if self.sizes is None or self.collective == "reduce_scatter":
+            return self.shape
+        sizes = self.sizes[rank]
+        return (sizes if self.collective == "all_gather" else sum(sizes), *self.shape[1:])
 
-    def _sizes(self, size: int, rank: int) -> tuple[list[int], list[int]]:
-        """Rows from rank r to rank s: (r + 2 s + rows) mod 4, none among them."""
-        rows = lambda r, s: (r + 2 * s + self.shape[0]) % 4  # noqa: E731
-        return [rows(rank, s) for s in range(size)], [rows(s, rank) for s in range(size)]
+    def _reduced(self, xs: list[Tensor]) -> Tensor:
+        stacked = torch.stack(xs)
+        if self.op in ("sum", "mean"):
+            wide = torch.float64 if self.dtype.is_floating_point else None
+            total = stacked.sum(0, dtype=wide).to(self.dtype)
+            return total / len(xs) if self.op == "mean" else total
+        return stacked.amax(0) if self.op == "max" else stacked.amin(0)
+
+
+def calls_of(collective: str, size: int) -> list[Call]:
+    """Calls for `size` ranks: lengths that divide and that do not, shorter than the ranks are many, and none at all."""
+    calls = [Call(collective, shape, root=i % size) for i, shape in enumerate(SHAPES)]
+    if collective != "all_to_all":
+        return calls
+    # From rank r to rank s: (r + 2 s + length) mod 4 rows, none among them.
+    return [
+        replace(c, sizes=[[(r + 2 * s + c.shape[0]) % 4 for s in range(size)] for r in range(size)])
+        for c in calls
+    ]
 
 
 def _tree_children(size: int, place: int) -> int:
@@ -83,12 +117,12 @@ def _tree_children(size: int, place: int) -> int:
     return sum(place + (lowest >> i) < size for i in range(1, lowest.bit_length()))
 
 
-def wrong(world, implementation, calls: list[Call]) -> str | None:
-    """The first of these calls whose result is wrong here, in words."""
-    return first([_wrong_in(world, implementation, call) for call in calls])
+def _right(world, implementation, collective: str) -> str | None:
+    return first([wrong(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
-def _wrong_in(world, implementation, call: Call) -> str | None:
+def wrong(world, implementation, call: Call) -> str | None:
+    """What is wrong with implementation(comm, x, *arguments) in this call here, in words; None where nothing is."""
     xs = call.inputs(world.size)
     x = xs[world.rank].clone()
     got = implementation(world, x, *call.arguments(world.size, world.rank))
@@ -97,7 +131,7 @@ def _wrong_in(world, implementation, call: Call) -> str | None:
         return words
     if not torch.equal(x, xs[world.rank]):
         return f"rank {world.rank}: the input {list(x.shape)} was written to"
-    if got.numel() and got.data_ptr() == x.data_ptr():
+    if got is not None and got.numel() and got.data_ptr() == x.data_ptr():
         return (
             f"rank {world.rank}: the result for {list(x.shape)} is the input itself, not a tensor of its own"
         )
@@ -116,7 +150,7 @@ def _whose_part(world, implementation, collective: str) -> str | None:
                     number = c if collective == "all_reduce" else world.rank
                     return f"rank {world.rank}: chunk {number} on rank {world.rank} of {p}: {words}"
         return None
-    call = Call(collective, (2,), root=1)
+    call = next(call for call in calls_of(collective, p) if call.root == 1 and call.shape == SHAPES[1])
     xs = [torch.full(x.shape, 10**r, dtype=torch.int64) for r, x in enumerate(call.inputs(p))]
     got = implementation(world, xs[world.rank], *call.arguments(p, world.rank))
     want = call.result(xs, world.rank)
@@ -131,7 +165,7 @@ def _whose_part(world, implementation, collective: str) -> str | None:
 
 
 def _runs(world, implementation, collective: str) -> str | None:
-    call = Call(collective, (2 * world.size,))
+    call = calls_of(collective, world.size)[1]
     x = call.inputs(world.size)[world.rank]
     got = implementation(world, x, *call.arguments(world.size, world.rank))
     return (
@@ -141,11 +175,11 @@ def _runs(world, implementation, collective: str) -> str | None:
     )
 
 
-def _bytes(world, implementation, calls: list[Call]) -> str | None:
-    return first([_wrong_bytes_in(world, implementation, call) for call in calls])
+def _bytes(world, implementation, collective: str) -> str | None:
+    return first([_wrong_bytes(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
-def _wrong_bytes_in(world, implementation, call: Call) -> str | None:
+def _wrong_bytes(world, implementation, call: Call) -> str | None:
     x = call.inputs(world.size)[world.rank]
     world.traffic.reset()
     implementation(world, x, *call.arguments(world.size, world.rank))
@@ -173,14 +207,11 @@ SENDERS = {
 
 
 def specification(name: str, signature: str, says: str) -> Specification:
-    calls = [Call(name, shape, root) for root, shape in enumerate(SHAPES)]
-    if name == "all_gather":
-        calls = [call for call in calls if call.shape[0]]
     stages = [
         Stage("runs", lambda f: on_ranks(_runs, f, name, sizes=(2, 3, 1))),
         Stage("small", lambda f: on_ranks(_whose_part, f, name, sizes=(2, 3))),
-        Stage("drawn", lambda f: on_ranks(wrong, f, calls)),
-        Stage("bytes", lambda f: on_ranks(_bytes, f, calls, sizes=(3, 4))),
+        Stage("drawn", lambda f: on_ranks(_right, f, name)),
+        Stage("bytes", lambda f: on_ranks(_bytes, f, name, sizes=(3, 4))),
     ]
     if name == "all_reduce":
         stages.append(Stage("order", lambda f: on_ranks(_same_bits, f, sizes=(3, 4))))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil, log2, prod
 
 from minipar.chunks import chunk_sizes
-from tests.comm.cases import Case, send_sizes
+from tests.comm.cases import Case
 
 
 def messages(case: Case, rank: int, size: int) -> list[int]:
@@ -156,13 +157,13 @@ def tree_reduce(case, rank, size):
 
 def tree_all_reduce(case, rank, size):
     """Up to rank 0, and down again."""
-    at_0 = case._replace(root=0)
+    at_0 = replace(case, root=0)
     return tree_reduce(at_0, rank, size) + tree_broadcast(at_0, rank, size)
 
 
 def pairwise_all_to_all(case, rank, size):
     """Every chunk but the one that stays."""
-    sizes = send_sizes(case, rank, size)
+    sizes = case.send_sizes(size, rank)
     return [sizes[c] * _row(case) for c in _all_but(size, rank)]
 
 
@@ -178,7 +179,7 @@ def hierarchical_all_reduce(case, rank, size):
 def native(case, rank, size):
     """Its payload, booked as one message."""
     own = _sizes(case, size)[rank] if case.collective == "all_gather" else _elems(case)
-    return [own if case.collective != "all_to_all" else sum(send_sizes(case, rank, size)) * _row(case)]
+    return [own if case.collective != "all_to_all" else sum(case.send_sizes(size, rank)) * _row(case)]
 
 
 FORMULAS = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.comm import halving_doubling, hierarchical, reduction, ring, tree
 from minipar.comm.collectives import choose
-from tests.comm.cases import NAMES, Case, cases, failures
+from tests.comm.cases import NAMES, case, cases, failures
 from tests.strategies import seeds
 
 
@@ -28,13 +28,13 @@ def test_every_algorithm_gives_the_result_computed_in_one_process(data):
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
 def test_no_collective_and_algorithm_is_left_out(size):
     rows = [0, 1, size, 5 * size + 1]
-    run_cases(size, [Case(*name, (n, 2), torch.float64, root=size - 1) for name in NAMES for n in rows])
+    run_cases(size, [case(*name, (n, 2), torch.float64, root=size - 1) for name in NAMES for n in rows])
 
 
 def test_chunks_longer_than_a_segment_arrive_whole():
     rows = 3 * (reduction.SEGMENT_BYTES // 4) + 5
     names = [("all_reduce", "ring"), ("all_reduce", "doubling"), ("reduce_scatter", "ring")]
-    run_cases(2, [Case(*name, (rows,), torch.float32) for name in names])
+    run_cases(2, [case(*name, (rows,), torch.float32) for name in names])
 
 
 @given(st.integers(2, 8), st.integers(0, 40), seeds)

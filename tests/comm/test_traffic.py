@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.comm import Traffic
-from tests.comm.cases import Case, cases, failures
+from tests.comm.cases import case, cases, failures
 from tests.comm.sent import FORMULAS, messages
 
 NAMES = list(FORMULAS)
@@ -16,16 +16,16 @@ NAMES = list(FORMULAS)
 def booked(world, drawn):
     """What this rank's ledger says of each case: bytes, messages, and the kinds they were sent as."""
     said = []
-    for case in drawn:
+    for one in drawn:
         world.traffic.reset()
-        assert not failures(world, [case])
+        assert not failures(world, [one])
         ledger = world.traffic
         said.append((ledger.sent_bytes, ledger.messages, dict(ledger.by_kind)))
     return said
 
 
-def kind(case):
-    return "native" if case.algorithm == "native" else case.collective
+def kind(one):
+    return "native" if one.algorithm == "native" else one.collective
 
 
 @settings(max_examples=40)
@@ -34,13 +34,13 @@ def test_every_algorithm_sends_what_its_docstring_says(data):
     size = data.draw(st.integers(1, 8))
     drawn = data.draw(st.lists(cases(size, NAMES), min_size=12, max_size=20))
     for rank, said in enumerate(minipar.run(booked, drawn, world_size=size, timeout_s=10)):
-        for case, (sent_bytes, count, by_kind) in zip(drawn, said):
-            want = messages(case, rank, size)
-            assert sent_bytes == sum(want) == sum(by_kind.values()), (rank, case)
-            if case.algorithm != "native":
-                assert count == len(want), (rank, case)
-            if case.algorithm != "hierarchical":
-                assert set(by_kind) <= {kind(case)}, (rank, case)
+        for one, (sent_bytes, count, by_kind) in zip(drawn, said):
+            want = messages(one, rank, size)
+            assert sent_bytes == sum(want) == sum(by_kind.values()), (rank, one)
+            if one.algorithm != "native":
+                assert count == len(want), (rank, one)
+            if one.algorithm != "hierarchical":
+                assert set(by_kind) <= {kind(one)}, (rank, one)
 
 
 def test_two_levels_are_booked_as_the_three_collectives_they_are():
@@ -145,7 +145,7 @@ def test_a_ledger_says_what_it_holds():
 
 def test_a_wrong_formula_would_be_noticed():
     """The check above goes red where a rank sends one chunk more than its share, as a naive ring all-gather does."""
-    case = Case("all_gather", "ring", (5,), torch.float32)
+    gathered = case("all_gather", "ring", (5,), torch.float32)
 
     def naive(world):
         world.traffic.reset()
@@ -157,4 +157,4 @@ def test_a_wrong_formula_would_be_noticed():
         return world.traffic.sent_bytes
 
     for rank, sent in enumerate(minipar.run(naive, world_size=3, timeout_s=10)):
-        assert sent != sum(messages(case, rank, 3))
+        assert sent != sum(messages(gathered, rank, 3))
