@@ -1,7 +1,17 @@
-"""Side by side with torch's own, as ratios: `python -m benchmarks [name ...]`, or `minipar bench`.
+"""Times against torch's own implementations, as ratios: `python -m benchmarks [name ...]`, or `minipar bench`.
 
-harness.py      two contenders in one run, and the table
-collectives.py  and the rest: each a module with `rows(quick)`, and its title as docstring
+harness.py          time two implementations in turn in one run; print the table
+collectives.py      collectives against gloo's
+data_parallel.py    DDP steps against torch's
+zero.py             ZeRO-1 and FSDP steps against torch's
+tensor_parallel.py  tensor parallelism against DTensor
+pipeline.py         pipelines against torch.distributed.pipelining, and against the simulator
+expert.py           mixtures of experts against loops, torch's all-to-all and a dense model
+context.py          ring attention against an all-gather and fused attention
+mesh.py             two mesh axes at once against torch's, and the cost of checkpoints
+__main__.py         the command
+
+Each benchmark is a module with `rows(quick)`; the first line of its docstring is the title of its table.
 """
 
 from __future__ import annotations
@@ -29,7 +39,7 @@ NAMES = tuple(
 
 
 def run(names=None, quick: bool = False) -> None:
-    """Print the tables of these modules, or of all. Raises ValueError for a name that is none of theirs."""
+    """Print the tables of the named benchmarks, or of all. Raises ValueError for an unknown name."""
     for name in names or NAMES:
         if name not in NAMES:
             raise ValueError(f"names={name!r} is no benchmark; use {one_of(NAMES)}")

@@ -18,7 +18,7 @@ SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """All-reduce by size on 2 and 4 ranks; then the others, for information."""
+    """All-reduce by size on 2 and 4 ranks; the other collectives for information, without a bar."""
     sizes = [4 * KB, 256 * KB, 4 * MB] if quick else SIZES
     return [row_ for p in (2, 4) for row_ in [*_all_reduce(p, sizes, quick), *_others(p, quick)]]
 
@@ -29,7 +29,7 @@ def _all_reduce(p: int, sizes: list[int], quick: bool):
 
 
 def _bar(p: int, num_bytes: int) -> float:
-    """Up to 256 KB it is latency that counts, from 4 MB on bandwidth, of which at least 0.95 is asked."""
+    """The largest ratio allowed: for latency up to 256 KB; from 4 MB on for bandwidth, at least 0.95 of gloo's."""
     if num_bytes <= 256 * KB:
         return 1.0 if p == 2 else 1.4
     return 1 / 0.85 if num_bytes < 4 * MB else 1 / 0.95
@@ -70,7 +70,7 @@ def _race_others(world, quick: bool):
 
 
 def _effort(num_bytes: int, quick: bool) -> tuple[int, int]:
-    """Rounds, and calls in each: the shorter the call, the more of them."""
+    """(rounds, calls per round): more of both for small messages."""
     rounds = 31 if num_bytes <= MB else 15
     return (rounds // 4 if quick else rounds), max(1, min(20, MB // num_bytes))
 
@@ -79,13 +79,13 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes // MB} MB" if num_bytes >= MB else f"{num_bytes // KB} KB"
 
 
-# For whoever wants the curve itself ------------------------------------------------------------------------------
+# Times over sizes, and their cost model ----------------------------------------------------------------------------
 
 
 def measure(
     world_size: int, algorithm: str, sizes, rounds: int = 9, collective: str = "all_reduce"
 ) -> dict[int, float]:
-    """Seconds of a collective of so many bytes: num_bytes -> the median over rounds of the slowest rank's time."""
+    """Time a collective at each size: num_bytes -> seconds, the median over rounds of the slowest rank's time."""
     by_rank = minipar.run(_measure, collective, algorithm, list(sizes), rounds, world_size=world_size)
     return {n: statistics.median(map(max, zip(*times))) for n, times in zip(sizes, zip(*by_rank))}
 
@@ -100,9 +100,10 @@ def _measure(world, collective: str, algorithm: str, sizes: list[int], rounds: i
 
 
 def line(seconds: dict[int, float]) -> tuple[float, float]:
-    """Intercept (seconds) and slope (seconds per byte) of time over size, at the least sum of squared relative errors.
+    """Fit time over size by least squares of relative errors: (intercept in seconds, slope in seconds per byte).
 
-    Divided by an algorithm's number of steps and by its share of the bytes they are alpha and beta of its cost formula.
+    The intercept divided by an algorithm's number of steps is alpha of its cost formula, the slope divided by its share
+    of the bytes is beta.
     """
     n, t = np.array(list(seconds.items()), dtype=float).T
     (alpha_s, beta_s), *_ = np.linalg.lstsq(np.stack([1 / t, n / t], axis=1), np.ones_like(t), rcond=None)

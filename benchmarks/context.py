@@ -16,11 +16,11 @@ from minipar.live_bytes import LiveBytes
 from minipar.model import flash_attention, plain_attention
 from minipar.model.flash import AttentionKernel
 
-HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64  # four queries to a key, as in Llama 3
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64  # four query heads per key/value head, as in Llama 3
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Forward and backward of one attention, float32, one thread a rank."""
+    """Forward and backward of one attention, float32, one thread per rank."""
     rounds, tokens = (3, 2048) if quick else (9, 4096)
     found = []
     for p in (2, 4):
@@ -34,7 +34,7 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def _race_ring(world, tokens: int, causal: bool, rounds: int):
-    """Zigzag where it is causal, as one would; the gathered keys are sliced to what this rank's queries see at most."""
+    """Race the ring (zigzag where causal) against gathered keys, of which only those are used that a local query sees."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(world.rank)
     own = tokens // world.size
@@ -63,7 +63,7 @@ def _race_ring(world, tokens: int, causal: bool, rounds: int):
 
 
 class _Gather(torch.autograd.Function):
-    """gloo's own all-gather, and its reduce-scatter for the gradients: [2, B, H, N/P, d] -> [2, B, H, N, d]."""
+    """gloo's all-gather, and its reduce-scatter for the gradients: [2, B, H, N/P, d] -> [2, B, H, N, d]."""
 
     @staticmethod
     def forward(ctx, kv, world):
@@ -83,7 +83,7 @@ def _balance_row(rounds: int) -> Row:
 
 
 def _race_layouts(world, rounds: int, whole_block_s: float = 0.05):
-    """A rank sleeps as long as its block would take: 4 ranks compute at once on a machine of 2 cores."""
+    """Emulate compute: a rank sleeps as long as its block would take, so 4 ranks compute at once on 2 cores."""
     q, k, v = (torch.randn(1, 1, 128, 4) for _ in range(3))
 
     def emulate(out, lse, q, k, v, mask):
@@ -120,7 +120,7 @@ def _race_flash(world, tokens: int, rounds: int):
 
 
 def _long_row() -> Row:
-    """32k tokens, 8 heads, on 4 ranks; beside it the most memory that all processes together have had."""
+    """Time 32k tokens and 8 heads on 4 ranks, and add up the peak memory of the processes."""
     minipar.shutdown()
     seconds, resident, counted = zip(*minipar.run(_long, 1 << 15, world_size=4, timeout_s=300))
     note = (

@@ -20,7 +20,7 @@ MODELS = {
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """~2 M and ~20 M parameters on 2 and 4 ranks; 2 samples of 64 tokens a rank, so that communication counts."""
+    """~2 M and ~20 M parameters on 2 and 4 ranks; 2 samples of 64 tokens per rank, so that communication matters."""
     rounds = 5 if quick else 15
     return [
         row(

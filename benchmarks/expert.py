@@ -21,7 +21,7 @@ NUM_EXPERTS, NUM_TOKENS, DIM, HIDDEN, TOP_K = 8, 4096, 128, 176, 2
 
 
 def rows(quick: bool = False):
-    """Grouped against masked experts; our all-to-all against torch's; the overlap; and what training shows."""
+    """Grouped against masked experts, our all-to-all against torch's, the shared expert's overlap, and short trainings."""
     rounds = 5 if quick else 21
     for dim, hidden, top_k in ((64, 88, 2), (DIM, HIDDEN, TOP_K), (DIM, 2 * HIDDEN, 1)):
         times = minipar.run(_race_masks, rounds, dim, hidden, top_k, world_size=1)
@@ -63,11 +63,11 @@ def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
     return race(world, grouped, masked, rounds)
 
 
-# Rows between ranks -------------------------------------------------------------------------------------------------
+# All-to-all of rows ------------------------------------------------------------------------------------------------
 
 
 def _race_exchange(world, rounds: int, tokens: int):
-    """As many rows as `tokens` tokens of this rank send at top-2 with capacity_factor 1."""
+    """Exchange as many rows as `tokens` tokens per rank send at top-2 with capacity_factor 1."""
     torch.set_num_threads(1)
     n = tokens * TOP_K // world.size
     sizes = [[n] * world.size] * world.size
@@ -102,7 +102,7 @@ UNBALANCED = dict(EXPERTS, balance_coef=0.0)
 
 
 def train(options: dict, steps: int, batch_size: int = 8, lr: float = 2e-3, seed: int = 0):
-    """The losses of a run on the demo's text, the first mixture's metrics, and the seconds of a step."""
+    """Train on the default text; return the losses, the first MoE layer's metrics, and the median seconds per step."""
     config, text = ModelConfig(**options), load_text(None)
     model = Transformer(config, seed)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.1)
@@ -123,7 +123,7 @@ def train(options: dict, steps: int, batch_size: int = 8, lr: float = 2e-3, seed
 
 
 def _trained(steps: int):
-    """Loss and drops as means over the last 20 steps."""
+    """Train with and without a balance loss, and a dense model; losses and drop rates are means of the last 20 steps."""
     torch.set_num_threads(1)
     dense, balanced, unbalanced = (train(options, steps) for options in (DENSE, EXPERTS, UNBALANCED))
     for name, run in (("with", balanced), ("without", unbalanced)):

@@ -1,4 +1,4 @@
-"""Ours against theirs: both in the same processes, in turn, so that a busy machine slows both."""
+"""Ours against theirs: timed in turn, in the same processes, so that a busy machine slows both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One line of a table. `ratio` is ours / theirs, so below 1 is faster; `bar` is what it may be at most."""
+    """One line of a table. `ratio` is ours / theirs, so below 1 ours is faster; `bar` is the largest ratio allowed."""
 
     name: str
     ours_s: float
@@ -20,9 +20,9 @@ class Row(NamedTuple):
 
 
 def race(world, ours: Callable, theirs: Callable, rounds: int, calls: int = 1) -> list[tuple[float, float]]:
-    """This rank's seconds a call of both, round by round, after a first call of each that does not count.
+    """Time both functions: this rank's seconds per call of (ours, theirs) in each round, after one untimed call of each.
 
-    All ranks start together. Who goes first alternates, for a rank that was preempted in one is late for the next.
+    All ranks start together. The order alternates, since a rank that was preempted in one is late for the next.
     """
     contenders = (ours, theirs)
     for function in contenders:
@@ -45,9 +45,9 @@ def seconds_a_call(world, function: Callable, calls: int = 1) -> float:
 
 
 def row(name: str, times_by_rank, bar: float | None = None, note: str = "") -> Row:
-    """What `race` returned on every rank, as a line: a round takes as long as on its slowest rank.
+    """Make a line of the table from what `race` returned on every rank: a round takes as long as on its slowest rank.
 
-    The ratio is the median of the rounds' ratios; half of the rounds lie between the two figures beside it.
+    The ratio is the median of the rounds' ratios; the note begins with their quartiles.
     """
     rounds = [tuple(map(max, zip(*ranks))) for ranks in zip(*times_by_rank)]
     ratios = sorted(ours / theirs for ours, theirs in rounds)

@@ -1,4 +1,4 @@
-"""Two axes at once against the same composed from torch's own, and what an asynchronous checkpoint costs."""
+"""Two mesh axes at once against the same composed of torch's own, and the cost of an asynchronous checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MICROBATCHES, EVERY = 4, 10  # of the pipeline; steps between checkpoints
 def rows(quick: bool = False) -> list[Row]:
     """A whole training step, AdamW included, on four ranks; then ten steps with a checkpoint and without."""
     rounds = 3 if quick else 11
-    minipar.shutdown()  # a device mesh wants a world of exactly four processes
+    minipar.shutdown()  # a device mesh needs a world of exactly four processes
     found = [
         row("dp 2 x tp 2 step", minipar.run(_race_dp_tp, rounds, world_size=4), 1.0, "fully_shard + DTensor"),
         row("dp 2 x pp 2 step", minipar.run(_race_dp_pp, rounds, world_size=4), 1.0, "DDP + pipelining"),
@@ -65,7 +65,7 @@ def _race_alike(world, ours, others, rounds: int):
 
 
 def _ours(world, **changes):
-    """(a training step that returns this rank's part of the loss, this state's batch)"""
+    """(a training step that returns this rank's part of the loss, this rank's batch)"""
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, bucket_mb=25.0, **changes)
     mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
@@ -78,7 +78,7 @@ def _ours(world, **changes):
         state.updates.zero_grad()
         loss = state.pipeline.step(inputs, targets, count=batch[1].numel())
         state.updates.step()
-        return 0.0 if loss is None else loss.detach() / config.tp  # its tp ranks have the same
+        return 0.0 if loss is None else loss.detach() / config.tp  # all tp ranks have the same loss
 
     return step, (inputs, targets)
 
@@ -125,7 +125,7 @@ def _cross_entropy(logits, targets):
 
 
 def _race_checkpoint(world, folder: Path, rounds: int):
-    """A save begun and ten steps while it goes on, until it is there; against ten steps."""
+    """Race ten steps with a save in the background, until it is finished, against ten steps alone."""
     torch.set_num_threads(1)
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, dp=world.size, zero=1)
     state = parallelize(config, Mesh(world, dp=world.size), world.device)

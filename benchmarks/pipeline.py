@@ -1,4 +1,4 @@
-"""Pipelines against torch.distributed.pipelining, and as they ran against what the simulator predicts."""
+"""Pipelines against torch.distributed.pipelining, and measured timelines against the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ SEVERAL_STAGES = {
     "zb-v": theirs.ScheduleZBVZeroBubble,
     "dualpipe-v": theirs.ScheduleDualPipeV,
 }
-UNIT_S = 0.03  # of emulated compute: what F, I and W of a rank's whole stage take each
+UNIT_S = 0.03  # of emulated compute, for each of F, I and W of all of a rank's stages
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Whole steps against torch's on 2 and 4 ranks; then sleeping ranks against the simulator."""
+    """Whole steps against torch's on 2 and 4 ranks; then runs of ranks that sleep against the simulator."""
     found = []
     for p in (2, 4):
-        minipar.shutdown()  # torch's stages want a world of exactly p processes
+        minipar.shutdown()  # torch's stages need a world of exactly p processes
         for name in (*SINGLE_STAGE, *SEVERAL_STAGES):
             schedule = make_schedule(name, p, MICROBATCHES)
             times = minipar.run(_race_steps, schedule, 5 if quick else 12, world_size=p)
@@ -77,7 +77,7 @@ def _ours(world, schedule: Schedule, batch):
 
 
 def _theirs(world, schedule: Schedule, batch):
-    """The same modules; where a backward is split, with torch's linear layers, at which theirs can split it."""
+    """torch's pipeline of the same modules; where backwards are split, with nn.Linear layers, which torch can split."""
     modules = _modules(world, schedule)
     if any(action.op == "W" for actions in schedule.actions for action in actions):
         modules = [_with_torch_layers(module) for module in modules]
@@ -124,12 +124,12 @@ def _clear_and_run(modules, step) -> None:
 
 
 def _costs(schedule: Schedule) -> Costs:
-    """The chunks of a rank share its time."""
+    """Costs per stage: the stages of a rank share UNIT_S equally."""
     return Costs(*[UNIT_S * schedule.num_ranks / schedule.num_stages] * 3)
 
 
 def _emulated(name: str, runs: int) -> Timeline:
-    """The best of several runs on four ranks that sleep: whatever disturbs a run makes its bubble larger."""
+    """The run with the smallest bubble, of several on four ranks that sleep: a disturbance can only make it larger."""
     schedule = make_schedule(name, 4, MICROBATCHES)
     timelines = [
         measured(schedule, minipar.run(emulate, schedule, _costs(schedule), world_size=4))
@@ -139,7 +139,7 @@ def _emulated(name: str, runs: int) -> Timeline:
 
 
 def _beside_predicted(timeline: Timeline) -> Row:
-    """The time taken, against that of the measured work with the predicted bubble."""
+    """Compare the time taken with the time of the same work at the predicted bubble."""
     predicted = simulate(timeline.schedule, _costs(timeline.schedule)).bubble_over_total
     took_s, right_s = timeline.longest_own_span, timeline.ideal / (1 - predicted)
     note = f"bubble {timeline.bubble_over_total:.1%}, predicted {predicted:.1%}"

@@ -36,7 +36,7 @@ def rows(quick: bool = False) -> list[Row]:
     models = {"0.9 M": (SMALL, 8, 128)} if quick else {"0.9 M": (SMALL, 8, 128), "7 M": (MEDIUM, 4, 256)}
     found = []
     for p in (2, 4):
-        minipar.shutdown()  # a device mesh wants a world of exactly p processes
+        minipar.shutdown()  # a device mesh needs a world of exactly p processes
         for name, (config, batch, tokens) in models.items():
             for sequence_parallel in (False, True):
                 times = minipar.run(
@@ -63,7 +63,7 @@ def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_pa
 
 
 def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: int):
-    """Sequence parallelism with its communication in pieces ("ours") and whole ("theirs")."""
+    """Race sequence parallelism with chunked communication ("ours") against unchunked ("theirs")."""
     torch.set_num_threads(1)
     data = torch.randint(config.vocab_size, (2, batch, tokens))
     chunked, whole = (tensor_parallel(Transformer(config), world, True, chunked=c) for c in (True, False))
@@ -73,7 +73,7 @@ def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: i
 
 
 def _step(model: nn.Module, data: torch.Tensor, context) -> torch.Tensor:
-    """A plain SGD step, so that the optimizer is not what is measured."""
+    """Run one step with plain SGD, so that the optimizer adds little to the time."""
     with context():
         loss = model.loss(*data)
         loss.backward()
@@ -85,7 +85,7 @@ def _step(model: nn.Module, data: torch.Tensor, context) -> torch.Tensor:
 
 
 def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Module:
-    """The same model, cut by torch over a device mesh of one dim: its plan for a Llama, layer by layer."""
+    """Cut the model by torch's `parallelize_module` over a one-dim device mesh, with torch's plan for a Llama."""
     warnings.filterwarnings("ignore", module="torch.distributed")
     size = device_mesh.size()
     for parent in list(model.modules()):

@@ -25,11 +25,11 @@ CONFIG = ModelConfig(dim=512, num_layers=6, num_heads=8)  # about 20 million par
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Adam at ~20 M parameters, one thread a rank, 2 samples of 64 tokens each, so that communication counts."""
+    """Adam at ~20 M parameters, one thread per rank, 2 samples of 64 tokens each, so that communication matters."""
     rounds = 3 if quick else 11
     found = []
     for p in (2, 4):
-        minipar.shutdown()  # fully_shard wants its ranks to be all there are
+        minipar.shutdown()  # fully_shard needs a world of exactly its ranks
         times = minipar.run(_race_zero, rounds, world_size=p)
         found.append(row(f"ZeRO-1 step, {p} ranks", times, 1.0, "against ZeroRedundancyOptimizer"))
         found.append(_fsdp_row(p, rounds))
@@ -65,7 +65,7 @@ def _fsdp_row(p: int, rounds: int) -> Row:
 
 
 def _race_fsdp(world, rounds: int):
-    """Times, then the most bytes a step of each had at once: shards, optimizer state and all."""
+    """Times, then the peak bytes of a step of each, shards and optimizer state included."""
     mesh = init_device_mesh("cpu", (world.size,))
     ours, theirs = _fsdp_step(world), _torch_fsdp_step(world, mesh)
     times = race(world, ours, theirs, rounds)
@@ -91,7 +91,7 @@ def _peak(step) -> int:
 
 
 def _prefetch_row(p: int, rounds: int) -> Row:
-    """Units that sleep as a GPU would compute: ranks that share two cores cannot compute and communicate at once."""
+    """Race prefetch against none, on units that sleep: ranks sharing two cores cannot compute and communicate at once."""
     results = minipar.run(_race_prefetch, rounds, world_size=p)
     hidden = [sum(fractions) / p for fractions in zip(*(fractions for _, fractions in results))]
     note = f"emulated compute; communication hidden {hidden[0]:.0%} against {hidden[1]:.0%}"
@@ -116,7 +116,7 @@ def _emulated_step(world, prefetch: bool):
 
 
 class _Sleeping(torch.nn.Module):
-    """Eight megabytes of parameters, and the time that a product with them takes; the product itself is left out."""
+    """A unit of eight megabytes of parameters that sleeps instead of computing a product with them."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ class _Sleep(torch.autograd.Function):
 
 
 def _hidden(world, step) -> float:
-    """Of the seconds in which this rank communicated, the part in which it also computed."""
+    """Run a step; return the fraction of its communication time in which this rank also computed."""
     world.trace = trace = Trace()
     with trace.span("compute", "step"):
         step()
@@ -162,9 +162,9 @@ def _stepper(world, model, optimizer):
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes after any operation, of all storages that operations made or were given, as large as they then were.
+    """The largest total, after any operation, of the current sizes of all storages that operations made or received.
 
-    Both sides give memory back by `resize_(0)`, which `LiveBytes` would not see.
+    Both sides free memory by `resize_(0)`, which `LiveBytes` would not see.
     """
 
     def __init__(self):

@@ -1,22 +1,33 @@
 """minipar: distributed training, every piece written by hand and proved equal to one process.
 
-One model, one seed, one batch: every mesh gives the same numbers. In reading order:
+For the same model, seed and batch, every mesh computes the same numbers. In reading order:
 
-errors, chunks, trace, live_bytes   how a request is refused; how a length is cut; what a rank did and when
-schedules                           pipelines as data; imports no torch
-comm                                Comm: ranks, messages, collectives
-mesh                                ranks and axes; the part of a tensor that a local tensor holds
-runtime                             ranks as processes, here or under torchrun
-model                               the Transformer, written for one process: the oracle of every test
-data_parallel                       DDP, ZeRO-1, ZeRO-2, FSDP
-tensor_parallel                     matrices cut over ranks, and sequences between them
-pipeline                            one executor for every schedule
-expert                              mixtures of experts spread over ranks
-context                             attention over tokens that other ranks hold
-train, cli                          the main job: any mesh, and the proof
+simple           every idea once, in its smallest form
+errors           error messages for invalid requests; RankError for a failed rank
+chunks           chunk sizes, as torch.chunk cuts
+trace            spans of compute, communicate and wait time
+live_bytes       live and peak tensor bytes on a CPU
+options          fields of a configuration with their help, and type checks
+schedules        pipeline schedules as data; imports no torch
+cost             memory, traffic and time by formula: no modules yet
+comm             Comm: ranks, messages, collectives
+mesh             ranks and axes; placements, the part of a global tensor that a rank holds
+runtime          ranks as processes, in a local pool or under torchrun
+model            the Transformer for one process: the reference of every test
+data_parallel    DDP, ZeRO-1, ZeRO-2, FSDP
+tensor_parallel  sharded matrices, and sequence parallelism between them
+pipeline         one executor for every schedule
+expert           expert parallelism for mixtures of experts
+context          attention over a sequence split across ranks
+spec             specifications that check an implementation: ours, or a learner's
+train            training on any mesh, checked against one process
+flags            configurations as command-line flags
+report           progress bar, figures and summary of a run
+cli              the `minipar` command
+__main__         `python -m minipar`
 
-The names a program needs most are here: `minipar.run`, `minipar.Mesh`, `minipar.DDP` and so on. Each is imported when it
-is asked for, so `import minipar` imports no torch.
+The names most programs need are exported here: `minipar.run`, `minipar.Mesh`, `minipar.DDP` and so on. Each is imported
+on first use, so `import minipar` does not import torch.
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""How `length` items are cut among ranks: as torch.chunk cuts, everywhere. Imports no torch."""
+"""Chunk sizes along a tensor dim, cut as torch.chunk cuts throughout the library. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import accumulate
 
 
 def chunk_sizes(length: int, count: int) -> list[int]:
-    """`length` cut as torch.chunk cuts it, with empty chunks where it would return fewer: 5 by 4 -> 2, 2, 1, 0."""
+    """Return `count` chunk sizes: torch.chunk's, then zeros where it returns fewer chunks. 5 by 4 -> 2, 2, 1, 0."""
     size = -(-length // count)
     return [max(0, min(size, length - i * size)) for i in range(count)]
 
 
 def bounds(sizes: Sequence[int]) -> list[int]:
-    """Start of each chunk, and the end of the last: 2, 2, 1 -> 0, 2, 4, 5."""
+    """Return the start of each chunk and the end of the last: 2, 2, 1 -> 0, 2, 4, 5."""
     return [0, *accumulate(sizes)]
 
 
 def check_sizes(sizes: Sequence[int] | None, length: int, count: int, what: str, dim: int = 0) -> list[int]:
-    """The given sizes, or torch.chunk's, after checking that they cut `length` into `count` parts."""
+    """Return `sizes` as ints, or torch.chunk's if None. Raises ValueError unless they cut `length` into `count` parts."""
     if sizes is None:
         return chunk_sizes(length, count)
     sizes = [int(s) for s in sizes]

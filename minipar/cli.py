@@ -1,6 +1,6 @@
-"""The `minipar` command. Whatever is slow to import is imported by the command that needs it, when it runs."""
+"""The `minipar` command. Slow imports are made inside the command that needs them, so that `--help` is fast."""
 
-# No postponed annotations: tyro reads them, and some are of types made here.
+# No `from __future__ import annotations`: tyro evaluates the annotations, and some name local variables.
 
 import sys
 from functools import partial
@@ -23,7 +23,7 @@ DESCRIPTION = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Exit 0 when done, 2 with one line for a bad request, 1 where a rank failed, 130 after Ctrl-C."""
+    """Run the command. Exits 0 when done, 1 if a rank failed, 2 with a one-line message on a bad request, 130 on Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         parse(argv, _commands(settings_of(argv)), DESCRIPTION)()
@@ -51,8 +51,8 @@ def _commands(settings: dict) -> dict:
     }
 
 
-# A command is a function that tyro calls with what it parsed and that returns what to do: a bad request is then found
-# outside tyro, which would put it in a box.
+# tyro calls a command with the parsed arguments, and the command returns a callable that does the work. Bad requests are
+# then found outside tyro, which would print them in a box.
 
 
 def _train_command(settings: dict):
@@ -62,11 +62,11 @@ def _train_command(settings: dict):
         flags: Annotated[type(flags), tyro.conf.arg(name="")] = flags,
         config: Path | None = None,
     ):
-        """Train a byte-level model on text, on local ranks or as one of torchrun's, and compare with one process.
+        """Train a byte-level model on text, on local ranks or under torchrun, and compare its first steps with one process.
 
         Args:
-            flags: the run.
-            config: a TOML file of these settings; flags win over it. Every run leaves its own, as config.toml.
+            flags: the settings of the run.
+            config: a TOML file with these settings; flags override it. Every run writes its own, as config.toml.
         """
         return partial(_train, flags)
 
@@ -92,13 +92,13 @@ def _verify_command(settings: dict):
         world_size: int = 8,
         config: Path | None = None,
     ):
-        """Run a mesh and one process from one seed, and compare every tensor. Exits 1 where they differ.
+        """Train on a mesh and in one process from the same seed, and compare every tensor. Exits 1 if any differ.
 
         Args:
-            flags: the run; small, in float64, unless told otherwise.
-            all: sweep every legal mesh, ZeRO stage and schedule instead of the one given.
-            world_size: how many ranks the swept meshes have.
-            config: a TOML file of these settings; flags win over it.
+            flags: the settings of the run; by default a small model in float64.
+            all: verify every valid mesh, ZeRO stage and schedule instead of the one given.
+            world_size: number of ranks of each mesh that --all verifies.
+            config: a TOML file with these settings; flags override it.
         """
         return partial(_sweep, flags, world_size) if all else partial(_verify, flags)
 
@@ -145,14 +145,14 @@ def generate_command(
     tp: int = 1,
     pp: int = 1,
 ):
-    """Let a trained model write: from the newest whole checkpoint of a run, on any tp x pp local ranks.
+    """Generate text from the newest complete checkpoint of a run, on tp x pp local ranks.
 
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
-        prompt: what it goes on from.
-        tokens: how many bytes it writes.
-        temperature: 0 takes the likeliest byte each time; above, bytes are drawn.
-        seed: of the drawing.
+        prompt: the text to continue.
+        tokens: number of bytes to generate.
+        temperature: 0 takes the most likely byte each time; above 0, bytes are sampled.
+        seed: seed of the sampling.
         tp: tensor-parallel ranks.
         pp: pipeline ranks.
     """
@@ -168,12 +168,12 @@ def _generate(run: Path, prompt: str, *args, **kwargs) -> None:
 def export_command(
     run: tyro.conf.Positional[Path], out: Path, layout: Literal["minipar", "llama"] = "minipar"
 ):
-    """Write a trained model, from the newest whole checkpoint of a run, as safetensors with every weight whole.
+    """Export the newest complete checkpoint of a run as safetensors, with every weight unsharded.
 
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
-        out: minipar: the file to write. llama: the folder.
-        layout: names of the weights: minipar's, or Hugging Face's Llama with its config.json.
+        out: the file to write (layout minipar), or the folder (layout llama).
+        layout: names of the weights: minipar's, or those of Hugging Face's Llama, with a config.json.
     """
     return partial(_export, run, out, layout)
 
@@ -204,19 +204,19 @@ def timeline_command(
     draw: bool = True,
     out: Path = Path("runs/timeline"),
 ):
-    """Print pipeline schedules as grids, and draw them on one time axis as PNG and SVG.
+    """Print pipeline schedules as grids, and draw them on a common time axis as PNG and SVG.
 
     Args:
-        schedule: one or several.
-        stages: pipeline ranks; where a schedule gives a rank several chunks, each is a part of the rank's stage.
-        microbatches: microbatches a step.
+        schedule: one or more schedules.
+        stages: pipeline ranks; a schedule with several chunks per rank divides each rank's stage evenly among them.
+        microbatches: microbatches per step.
         chunks: chunks per rank, for breadth-first and interleaved (2 if not given).
-        costs: seconds of F, I and W of a rank's whole stage for one microbatch; its chunks share it evenly.
-        comm: latency of a message between ranks.
-        memory_limit: live activations zb-auto may hold on a rank (twice the stages if not given).
-        measure: run each as well, on local ranks that sleep as long as an action costs, and draw that below.
-        draw: write the pictures too; without, the grids alone.
-        out: where to draw; a name without .png, .svg or .pdf gives a PNG and an SVG.
+        costs: seconds of F (forward), I (input gradient) and W (weight gradient) of a rank's stage per microbatch.
+        comm: seconds of latency of a message between ranks.
+        memory_limit: live activations that zb-auto may hold per rank (twice the stages if not given).
+        measure: also run each schedule, on local ranks that sleep for each action's cost, and draw the measured times.
+        draw: draw the pictures; otherwise only print the grids.
+        out: the picture file; a name without .png, .svg or .pdf gives a PNG and an SVG.
     """
     options = dict(chunks=chunks, costs=costs, comm=comm, memory_limit=memory_limit)
     return partial(_timeline, schedule, stages, microbatches, measure, out if draw else None, options)
@@ -231,17 +231,17 @@ def _timeline(
 
 
 def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):
-    """Time minipar against torch's own implementations, in the same run, and print the ratios as tables.
+    """Time minipar against torch's own implementations in the same run, and print tables of the ratios.
 
     Args:
-        names: which tables; none given: all.
-        quick: fewer repetitions and sizes.
+        names: the tables to print; all if none are given.
+        quick: use fewer repetitions and sizes.
     """
     return partial(_bench, names, quick)
 
 
 def _bench(names: tuple[str, ...], quick: bool) -> None:
-    sys.path.insert(0, str(Path.cwd()))  # where a console script does not look
+    sys.path.insert(0, str(Path.cwd()))  # not on the path of a console script
     try:
         import benchmarks
     except ImportError:

@@ -1,4 +1,4 @@
-"""How minipar refuses a request, and how it reports that a rank failed."""
+"""Checks of arguments with one-line error messages, and RankError for a failed rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def require_positive(**sizes) -> None:
 
 
 def one_of(choices, near=None) -> str:
-    """`a`, `a or b`, `a, b or c`: the end of a sentence that says what would work; with `near`, which was meant."""
+    """List valid choices for an error message: `a`, `a or b`, `a, b or c`; with `near`, also suggest the closest one."""
     words = [str(c) for c in choices]
     listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
     found = [] if near is None else difflib.get_close_matches(str(near), words, 1)
@@ -32,12 +32,12 @@ def one_of(choices, near=None) -> str:
 
 
 class RankError(RuntimeError):
-    """A rank failed: which one, with its traceback, and what the other ranks were waiting for.
+    """A rank failed: which one, its traceback, and the state of the other ranks.
 
     rank              the first rank that failed
     remote_traceback  its traceback as text, or how its process ended
-    waiting           for each other rank, what it was doing at that moment
-    returned          what those ranks returned that had ended well by then
+    waiting           rank -> what it was doing at that moment, for other ranks
+    returned          rank -> result, for the ranks that had already returned
     """
 
     def __init__(

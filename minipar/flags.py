@@ -1,4 +1,4 @@
-"""A configuration as flags: its options in their groups, of classes that take any values, for tyro; and back."""
+"""Convert a configuration to flags: dataclasses for tyro, one per group of options, without checks; and back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADINGS = {
 
 
 def settings_of(argv: list[str]) -> dict:
-    """The settings in the file of `--config`: defaults, for the flags beside it."""
+    """Return the settings in the file given by `--config`: the defaults of the other flags."""
     from minipar.train.toml_config import read_settings
 
     for i, word in enumerate(argv):
@@ -37,10 +37,10 @@ def settings_of(argv: list[str]) -> dict:
 
 
 def flags_of(config, settings: dict):
-    """The configuration's options as a tree of dataclasses, one per heading of `--help`, with `settings` as defaults."""
+    """Return the options as a tree of dataclasses, one per heading of `--help`; `settings` override `config`."""
     given = {name: value for name, value in settings.items() if not isinstance(value, dict)}
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    # What was derived from other fields is derived again from what they become.
+    # A field whose None was replaced by a value derived from other fields is None again: flags may change those fields.
     for f in dataclasses.fields(config):
         if f.default is None and dataclasses.replace(config, **{f.name: None}) == config:
             values[f.name] = None
@@ -71,7 +71,7 @@ def _group(name: str, inside: list[dataclasses.Field], hints: dict, values: dict
 
 
 def _dataclass(name: str, members: list, doc: str):
-    """An instance, with these values, of a frozen dataclass of these (name, type, value)."""
+    """Make a frozen dataclass with these (name, type, value) fields, and return its instance."""
     named = [(n, hint, dataclasses.field(default=value)) for n, hint, value in members]
     made = dataclasses.make_dataclass(name, named, frozen=True)
     made.__doc__ = doc
@@ -79,7 +79,7 @@ def _dataclass(name: str, members: list, doc: str):
 
 
 def config_of(flags, cls):
-    """The configuration of these flags. Raises ValueError for one that cannot be."""
+    """Return the configuration that these flags describe. Raises ValueError where it is invalid."""
     return cls(**_values(flags, get_type_hints(cls)))
 
 
@@ -96,11 +96,11 @@ def _values(flags, hints: dict) -> dict:
     return values
 
 
-# The line itself ---------------------------------------------------------------------------------------------
+# The command line --------------------------------------------------------------------------------------------
 
 
 def parse(argv: list[str], commands: dict, description: str):
-    """What to do. Raises ValueError, of one line, for what tyro would refuse in a box."""
+    """Return the callable that runs the command. Raises ValueError of one line, where tyro would print a box."""
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         near = difflib.get_close_matches(argv[0], commands, 1)
         meant = f"; did you mean {near[0]}?" if near else f"; use {', '.join(commands)}"
@@ -118,8 +118,8 @@ def parse(argv: list[str], commands: dict, description: str):
 
 
 def _one_line(box: str, argv: list[str]) -> str:
-    """tyro's error without its frame: the first paragraph, and the flag that may have been meant."""
-    framed = "╭" in box  # with its title in the frame; else the title is a paragraph of its own
+    """Reduce tyro's boxed error to one line: its first paragraph, and the flag tyro suggests."""
+    framed = "╭" in box  # the box holds the title; otherwise the title is the first paragraph
     lines = [line.strip("│ ") for line in box.splitlines() if line and line[0] not in "╭╰"]
     paragraphs = [
         list(group)

@@ -1,11 +1,12 @@
-"""How many bytes of tensors are alive, and how many were at the worst moment: counted, on a machine that has no counter.
+"""Current and peak bytes of live tensors, counted by storage: for CPUs, whose allocator keeps no such count.
 
     with LiveBytes() as memory:
         model.loss(tokens, targets).backward()
     memory.peak
 
-Counts every storage that an operation makes while it is on, in this thread and in autograd's, once however many tensors
-share it, from its making to its end. What existed before is not counted; neither is what a kernel keeps to itself.
+Counts every storage that an operation allocates inside the context, in this thread and in autograd's, from its
+allocation until it is freed; once, however many tensors share it. Storages that existed before, and memory that a kernel
+allocates internally, are not counted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """A context in which `now` and `peak` are the bytes of the storages made in it."""
+    """Context manager that counts the bytes of the storages allocated inside it: `now` are alive, `peak` is the maximum."""
 
     def __init__(self):
         super().__init__()

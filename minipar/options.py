@@ -1,4 +1,4 @@
-"""Options of a configuration: each field with its help and its group, said once, for `--help`, pydoc and TOML alike."""
+"""Configuration fields declared once, with help and group, for `--help`, pydoc and TOML; and checks of their types."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from minipar.errors import one_of
 
 
 def option(default: Any, help: str, group: str = ""):
-    """A field of a configuration. `group`: the heading of `--help` under which its flag stands."""
+    """Declare a configuration field. `group`: the heading of `--help` under which its flag is listed."""
     return field(default=default, metadata={"help": help, "group": group})
 
 
 def documented(cls: type) -> type:
-    """Add the table of options to the class's docstring."""
+    """Append the table of options to the class's docstring."""
     lines = [f"    {f.name:22}{f.metadata['help']}" for f in fields(cls) if f.metadata.get("help")]
     cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n" + "\n".join(lines) + "\n"
     return cls
 
 
 def check_types(config) -> None:
-    """Raise ValueError, naming the field, where a value is not of its field's type, or not one of its choices.
+    """Raise ValueError, naming the field, where a value does not have its field's type or is not one of its choices.
 
-    A whole number will do for a float, numpy's as well as Python's; nan will do for nothing.
+    A float field also accepts a Python or numpy integer; no field accepts nan or infinity.
     """
     for name, hint in get_type_hints(type(config)).items():
         if any(f.name == name for f in fields(config)):
@@ -67,7 +67,7 @@ def _called(kind) -> str:
 
 
 def normalised(config) -> None:
-    """Give every field the plain Python type of its annotation: a path for a string, an int for numpy's."""
+    """Convert every field in place to the Python type of its annotation: str to Path, numpy integer to int or float."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)

@@ -1,14 +1,14 @@
-"""What the command line shows of a run: its progress, its pictures, and how it went."""
+"""Command-line output of a training run: progress bar, figures, and a summary."""
 
 from __future__ import annotations
 
 from minipar.trace import find_straggler
 
-SLOW = 1.5  # times the median rank's computing: from here on a rank is worth a word
+SLOW = 1.5  # report a rank that computes this many times as long as the median rank
 
 
 class Progress:
-    """A bar for the steps, then one for the steps that are run again. Only rank 0 of torchrun draws."""
+    """A progress bar for training, then one for the reference run in one process. Under torchrun only rank 0 draws."""
 
     def __init__(self, config):
         self._totals = {"train": config.steps, "verify": min(config.verify_steps, config.steps)}
@@ -34,7 +34,7 @@ class Progress:
 
 
 def present(result) -> None:
-    """Draw the run's pictures, and say what happened and where to look."""
+    """Draw the run's figures, and print a summary and where its files are."""
     from visualize.trace import draw_trace
     from visualize.training import draw_training
 

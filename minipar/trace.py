@@ -1,4 +1,4 @@
-"""What a rank did and when: spans of compute, communicate and wait, and the picture format Perfetto opens.
+"""Spans of compute, communicate and wait time on a rank, and their export as a file that Perfetto opens.
 
     trace = Trace()
     world.trace = trace                      # every Comm made from `world` records into it
@@ -6,7 +6,7 @@
         ...
     write_chrome_trace("trace.json", {rank: trace.spans})
 
-Times are seconds of the machine's monotonic clock, the same clock in every process of one machine.
+Times are seconds of the monotonic clock, which all processes of one machine share.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Span(NamedTuple):
     name: str
     start_s: float
     end_s: float
-    lane: str = "main"  # what ran it: the rank's own thread, or the stream of one Comm
+    lane: str = "main"  # the rank's main thread, or the stream of one Comm
 
 
 class Trace:
-    """The spans of one rank, in the order they ended. Recording one costs about a microsecond."""
+    """The spans of one rank, in the order in which they ended. Recording a span costs about a microsecond."""
 
     def __init__(self):
         self.spans: list[Span] = []
@@ -51,19 +51,19 @@ class Trace:
 
 
 def span(trace: Trace | None, kind: Kind, name: str):
-    """`trace.span(...)`, or nothing at all where nobody is recording."""
+    """Return `trace.span(kind, name)`, or a context that does nothing if `trace` is None."""
     return nullcontext() if trace is None else trace.span(kind, name)
 
 
 def busy_s(spans, kind: Kind) -> float:
-    """Seconds covered by at least one span of this kind."""
+    """Return the seconds covered by at least one span of this kind."""
     return _length(_union(spans, kind))
 
 
 def overlap_fraction(spans) -> float:
-    """Of the seconds in which this rank communicated, the part in which it also computed: 0 nothing hidden, 1 all of it.
+    """Return the fraction of communication time during which the rank also computed: 0 nothing hidden, 1 all of it.
 
-    A lane does one thing at a time: what it communicates or waits inside one of its own compute spans is not computing.
+    A lane does one thing at a time: communicate and wait spans inside a compute span of the same lane are subtracted.
     """
     communicate = _union(spans, "communicate")
     computing = _merge(chain.from_iterable(_computing(spans)))
@@ -72,7 +72,7 @@ def overlap_fraction(spans) -> float:
 
 
 def _computing(spans) -> Iterator[list[tuple[float, float]]]:
-    """When each lane computed, and did not communicate or wait inside it."""
+    """Yield, for each lane, the intervals of its compute spans less those of its communicate and wait spans."""
     for lane in {s.lane for s in spans}:
         own = [s for s in spans if s.lane == lane]
         yield _both(_union(own, "compute"), _gaps(_union(own, "communicate", "wait")))
@@ -86,9 +86,9 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(spans_by_rank: dict[int, list[Span]]) -> Straggler | None:
-    """Whom do the others wait for? None where fewer than two ranks recorded anything.
+    """Return the rank that computed longest, or None where fewer than two ranks recorded anything.
 
-    A rank that is slow is seen by its own computing: in its communication and waiting the others' time shows.
+    Only compute time is compared: a rank's communicate and wait spans also contain time spent waiting for other ranks.
     """
     computed = {
         rank: sum(_length(c) for c in _computing(spans)) for rank, spans in spans_by_rank.items() if spans
@@ -117,13 +117,13 @@ def _merge(intervals) -> list[tuple[float, float]]:
 
 
 def _gaps(intervals) -> list[tuple[float, float]]:
-    """All of time but these."""
+    """Return the complement of these intervals, from -inf to inf."""
     edges = [-math.inf, *(t for interval in intervals for t in interval), math.inf]
     return list(zip(edges[::2], edges[1::2]))
 
 
 def _both(a, b) -> list[tuple[float, float]]:
-    """What is in a and in b."""
+    """Return the intersection of a and b."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
@@ -141,7 +141,7 @@ def _length(intervals) -> float:
 
 
 def chrome_events(spans_by_rank: dict[int, list[Span]]) -> list[dict]:
-    """The spans as Chrome trace events: a process a rank, a thread a lane, microseconds from the first span."""
+    """Convert spans to Chrome trace events: one process per rank, one thread per lane, microseconds from the first span."""
     starts = [s.start_s for spans in spans_by_rank.values() for s in spans]
     origin_s = min(starts, default=0.0)
     events = []

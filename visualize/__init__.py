@@ -1,12 +1,16 @@
-"""Pictures of schedules, timelines, collectives and losses.
+"""Pictures of runs, collectives, layouts and schedules. In reading order:
 
-style.py             the colours and axes they share
+style.py             the colours, axes and file writing that all pictures share
 trace.py             what each rank did and when
-memory.py            what a rank holds, by what it is for
-training.py          the loss of a run, and a reference's
-collectives.py       the ring step by step, and the time collectives take
-ring_animation.py    the ring in motion
-pipeline.py          a pipeline's timelines, simulated or measured, as PNG and SVG
-pipeline_text.py     the same as a grid of text
-pipeline_command.py  what `minipar timeline` does
+memory.py            what a rank holds, by kind
+training.py          the loss of a run, and of a reference
+collectives.py       a ring all-reduce step by step, and the time that all-reduces take
+ring_animation.py    a ring all-reduce as an animation
+tensor_parallel.py   what a rank holds at each point of a layer, and what each cut of a matrix costs
+context.py           which rank computes which attention scores, and its share of the work
+expert.py            tokens kept and dropped by experts, and the experts' loads
+pipeline_text.py     a pipeline's timeline as a grid of text
+pipeline.py          the same, simulated or measured, as PNG and SVG
+pipeline_command.py  the work of `minipar timeline`
+verify.py            the sweep of `minipar verify --all`
 """

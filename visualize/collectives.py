@@ -1,4 +1,4 @@
-"""Pictures of collectives: which sums travel around a ring, step by step, and how long each algorithm takes."""
+"""Pictures of collectives: the partial sums that a ring sends, step by step, and how long each algorithm takes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from visualize.style import (
     write,
 )
 
-State = tuple[
-    tuple[frozenset[int], ...], ...
-]  # [rank][chunk]: whose contributions this rank's copy of it sums
+# [rank][chunk]: the ranks whose contributions are summed in this rank's copy of the chunk.
+State = tuple[tuple[frozenset[int], ...], ...]
 
 
 class Step(NamedTuple):
-    """One step of a ring all-reduce: rank r sends chunk sends[r] to its right; and what each rank holds after it."""
+    """One step of a ring all-reduce: rank r sends chunk sends[r] to its right neighbour; `after` is the state then."""
 
     phase: str  # "reduce-scatter" or "all-gather"
     sends: tuple[int, ...]
@@ -46,8 +45,8 @@ def ring_start(p: int) -> State:
 def ring_steps(p: int) -> Iterator[Step]:
     """The 2(p-1) steps of a ring all-reduce over p ranks, as `minipar.comm.ring` takes them.
 
-    In step s = 1, 2, ... rank r sends chunk r - s (mod p); what arrives is added to the own part in the first p-1
-    steps, and replaces it afterwards.
+    In step s = 1, 2, ... rank r sends chunk r - s (mod p). The receiver adds the chunk to its own copy in the first p-1
+    steps, and replaces its copy with it afterwards.
     """
     held = ring_start(p)
     for step in range(1, 2 * p - 1):
@@ -64,10 +63,10 @@ def ring_steps(p: int) -> Iterator[Step]:
 
 
 def draw_ring(p: int, path: str | Path) -> Path:
-    """Write small multiples of a ring all-reduce over p ranks, a panel a step; the file written.
+    """Write small multiples of a ring all-reduce over p ranks, one panel per step; return the path.
 
     A row is a rank, a box one chunk of its vector, and the colours in it the ranks whose contributions it sums. A
-    heavy frame marks what has just arrived, a whole box the complete sum.
+    heavy frame marks the chunk just received, a fully coloured box the complete sum.
     """
     check_ring(p)
     steps = list(ring_steps(p))
@@ -100,7 +99,7 @@ def _draw_state(axes: Axes, state: State, sends: Sequence[int] | None) -> None:
 def draw_chunk(
     axes: Axes, x: float, y: float, width: float, height: float, summed, p: int, heavy=False
 ) -> None:
-    """A box with a stripe in the colour of each rank in the sum."""
+    """Draw a chunk as a box with a stripe in the colour of each rank in its sum."""
     stripe = width / p
     for rank in range(p):
         colour = RANKS[rank % len(RANKS)] if rank in summed else "white"
@@ -133,11 +132,11 @@ def draw_alpha_beta(
     path: str | Path,
     num_ranks: int | None = None,
 ) -> Path:
-    """Write measured times of all-reduce algorithms over the vector's bytes, with the cost model through them.
+    """Plot measured times of all-reduce algorithms over the vector's bytes, and the cost model's; return the path.
 
-    points     algorithm -> (bytes of the vector, seconds) as measured: dots
-    fits       algorithm -> seconds of a number of bytes, by its alpha-beta formula: lines
-    num_ranks  draws a second panel: bus bandwidth, 2(p-1)/p bytes / seconds
+    points     algorithm -> measured (bytes of the vector, seconds): dots
+    fits       algorithm -> function from bytes to seconds, by its alpha-beta formula: lines
+    num_ranks  if given, adds a second panel: bus bandwidth, 2(p-1)/p bytes / seconds
     """
     figure = new_figure(11.0 if num_ranks else 6.5, 4.2)
     panels = figure.subplots(1, 2 if num_ranks else 1, squeeze=False)[0]

@@ -1,4 +1,4 @@
-"""Pictures of a sequence split over ranks: who computes which scores, and how long that takes each of them."""
+"""Pictures of a sequence split over ranks: which rank computes which scores, and how much work each rank has."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SEEN_BY_NOBODY = "#ffffff"
 
 
 def draw_balance(path: str | Path, size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Path:
-    """Write `balance_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `balance_figure` to a .png, .svg or .pdf; return the path."""
     return write(balance_figure(size, layouts), path)
 
 
 def balance_figure(size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Figure:
-    """For each layout, the causal matrix of scores coloured by the rank that computes it, and each rank's work in it.
+    """For each layout, draw the causal score matrix, coloured by the rank that computes a score, and each rank's work.
 
-    Below, a bar is a rank and its pieces are the steps of the ring, coloured by whose keys it then has; the unit is a
-    whole block of N/P queries by N/P keys. The attention takes as long as the longest bar.
+    Below the matrix, a bar is a rank and its pieces are the steps of the ring, coloured by the rank whose keys are used
+    in that step; the unit is a whole block of N/P queries by N/P keys. The attention takes as long as the longest bar.
     """
     if not 1 <= size <= len(RANKS):
         raise ValueError(f"size={size} ranks have no colours of their own; use 1 to {len(RANKS)}")
@@ -48,7 +48,7 @@ def balance_figure(size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Figure:
 
 
 def work_in_blocks(size: int, layout: str, tokens: int = 512) -> list[list[float]]:
-    """[rank][step]: the scores computed in that step of the ring, in whole blocks of `tokens` by `tokens`."""
+    """[rank][step]: the scores computed in that step of the ring, as a number of blocks of `tokens` by `tokens`."""
     N = size * tokens
     runs = [local_runs(N, r, size, layout) for r in range(size)]
     return [

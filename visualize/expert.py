@@ -1,4 +1,4 @@
-"""Pictures of a mixture of experts: who finds room in a queue, and how evenly the experts are used as training goes on."""
+"""Pictures of a mixture of experts: tokens kept and dropped under a capacity, and the experts' loads during training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from visualize.style import (
 
 
 def draw_queues(expert, kept, capacity: int, path: str | Path, **options) -> Path:
-    """Write `queue_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `queue_figure` to a .png, .svg or .pdf; return the path."""
     return write(queue_figure(expert, kept, capacity, **options), path)
 
 
@@ -37,10 +37,10 @@ def queue_figure(
     num_experts: int | None = None,
     title: str = "",
 ) -> Figure:
-    """The experts' queues of one routing group: a row an expert, a box a token, in the order in which they came.
+    """Draw the experts' queues of one routing group: one row per expert, one box per token, in the order of the tokens.
 
-    expert, kept  [T][k]: each token's choices, and whether there was room
-    capacity      how many boxes a row has room for; what did not fit stands to the right of the line, hatched
+    expert, kept  [T][k]: each token's choices, and whether each was kept
+    capacity      number of tokens an expert keeps; dropped tokens are drawn to the right of the line, hatched
     """
     num_experts = num_experts or max(max(row) for row in expert) + 1
     figure = new_figure(9.0, 0.6 + 0.45 * num_experts)
@@ -74,15 +74,15 @@ def _box(axes: Axes, place: float, row: int, text: str, colour: str | None) -> N
 
 
 def draw_loads(runs: Mapping[str, Sequence], path: str | Path, aim: float = 0.02) -> Path:
-    """Write `load_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `load_figure` to a .png, .svg or .pdf; return the path."""
     return write(load_figure(runs, aim), path)
 
 
 def load_figure(runs: Mapping[str, Sequence], aim: float = 0.02) -> Figure:
-    """For each run, above: the experts' shares of all choices over steps; below: the share of choices dropped.
+    """Draw, for each run, the experts' shares of all choices over steps and, below, the fraction of choices dropped.
 
-    runs  by name, the `MoEMetrics` of one layer, step after step
-    aim   where a dotted line is drawn among the drops
+    runs  name -> the `MoEMetrics` of one layer, one per step
+    aim   the target fraction of dropped choices, drawn as a dotted line
     """
     if not runs or not all(len(steps) for steps in runs.values()):
         raise ValueError("no metrics to draw; give at least one run with one step")
@@ -102,7 +102,7 @@ def _draw_shares(axes: Axes, steps: Sequence) -> None:
     num_experts = len(shares[0])
     colours = [RANKS[e % len(RANKS)] for e in range(num_experts)]
     axes.stackplot(range(len(steps)), list(zip(*shares)), colors=colours, edgecolor="white", linewidth=0.3)
-    for e in range(1, num_experts):  # where the borders would be if all had the same
+    for e in range(1, num_experts):  # where the borders would be under an even load
         axes.axhline(e / num_experts, color=INK, linewidth=0.5, linestyle=(0, (1, 3)))
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])

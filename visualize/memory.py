@@ -1,4 +1,4 @@
-"""A picture of what a rank holds between two steps: parameters, gradients, optimizer state, and what the formula says."""
+"""A picture of a rank's memory between two steps: parameters, gradients, optimizer state, and their total by formula."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILION)
 
 
 class Bar(NamedTuple):
-    """What one way to train holds on a rank.
+    """The bytes that a rank holds under one way of training.
 
-    held     bytes by what they are for, measured, from the bottom up
-    formula  bytes there should be in all, or None where nobody says
+    held     measured bytes by kind, from the bottom up
+    formula  expected total bytes, or None
     """
 
     name: str
@@ -41,12 +41,12 @@ class Bar(NamedTuple):
 
 
 def draw_memory(bars: Sequence[Bar], path: str | Path) -> Path:
-    """Write `memory_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `memory_figure` to a .png, .svg or .pdf; return the path."""
     return write(memory_figure(bars), path)
 
 
 def memory_figure(bars: Sequence[Bar]) -> Figure:
-    """A stacked bar for each `Bar` or tuple like it, its total above it, and a line where the formula is."""
+    """Draw a stacked bar per `Bar` (or equal tuple), with its total above it and a line at the formula's value."""
     bars = [Bar(*bar) for bar in bars]
     kinds = list(dict.fromkeys(kind for bar in bars for kind in bar.held))
     if not kinds or len(kinds) > len(COLOURS):

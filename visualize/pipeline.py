@@ -1,4 +1,4 @@
-"""Pictures of pipelines: who computes what when, what is bubble, and how many activations are alive."""
+"""Pictures of pipelines: what each rank computes when, its bubble, and how many activations it holds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from matplotlib.patches import Patch
 from minipar.schedules import Action, Costs, Timeline, simulate
 from visualize.pipeline_text import chunk_of, headline
 
-# Fill, text, height, name. Okabe and Ito's hues, which every kind of colour vision tells apart. Lightness falls
-# from F to W and W is lower, so that a grey printer tells them apart as well; only bubble is hatched.
+# Fill, text colour, height, name. Okabe and Ito's hues, distinct in every kind of colour vision. Lightness differs too,
+# and W's boxes are lower, so that the operations differ in a grey print as well; only bubble is hatched.
 STYLE = {
     "F": ("#aedcf4", "black", 0.92, "F  forward"),
     "B": ("#d55e00", "white", 0.92, "B  backward"),
@@ -32,16 +32,16 @@ def draw_timeline(
     titles: Sequence[str] | None = None,
     dpi: int = 150,
 ) -> list[Path]:
-    """Write `timeline_figure` to `path`; the files written.
+    """Write `timeline_figure` to `path`; return the files written.
 
-    path    its suffix decides the format: .png, .svg or .pdf; without one of these, a PNG and an SVG
+    path    its suffix decides the format: .png, .svg or .pdf; without one of these, a PNG and an SVG are written
     """
     figure, path = timeline_figure(timelines, titles), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.suffix in (".png", ".svg", ".pdf")
     files = [path] if whole else [Path(f"{path}.png"), Path(f"{path}.svg")]
     for file in files:
-        # Without date and random names the same timeline gives the same file.
+        # Without a date and random ids, the same timeline gives the same file.
         with matplotlib.rc_context({"svg.hashsalt": "minipar"}):
             figure.savefig(file, dpi=dpi, metadata={"Date": None} if file.suffix == ".svg" else None)
     return files
@@ -50,20 +50,20 @@ def draw_timeline(
 def draw_beside_predicted(
     measured: Timeline, path: str | Path, costs: Costs | None = None, dpi: int = 150
 ) -> list[Path]:
-    """Write a run's timeline below the simulated one, on one axis; `costs` default to the run's own means."""
+    """Write a run's timeline below the simulated one, on one time axis; `costs` default to the run's mean costs."""
     predicted = simulate(measured.schedule, costs or measured.costs)
     titles = [f"predicted   {headline(predicted)}", f"measured   {headline(measured)}"]
     return draw_timeline([predicted, measured], path, titles, dpi)
 
 
 def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:
-    """Timelines below one another on one time axis, each with its ranks' live activations below it.
+    """Draw timelines below one another on one time axis, each with its ranks' live activations below it.
 
-    Simulated and measured ones alike: all that is drawn is in `Timeline.spans`. Hatched is bubble: what is idle
-    in as much time around each rank's own span as the longest own span takes, so that the hatched part is exactly
-    `bubble_over_total`. What stays white is free for the steps before and after.
+    Simulated and measured timelines are drawn equally, from `Timeline.spans`. Bubble is hatched: each rank's idle time
+    within a window as long as the longest own span of any rank (`bubble_gaps`), so that the hatched fraction of the
+    windows is exactly `bubble_over_total`. White time is free for the steps before and after.
 
-    titles  what to put above each timeline in place of the schedule's name and figures
+    titles  a title for each timeline, instead of the schedule's name and figures
     """
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not timelines:
@@ -84,10 +84,10 @@ def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[s
 
 
 def bubble_gaps(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """For each rank, the (start, end) of the gaps that are bubble: together `bubble_over_total` of its time.
+    """For each rank, the (start, end) of its gaps that are bubble: together `bubble_over_total` of all ranks' windows.
 
-    Its time is as long as the longest own span of any rank, and starts with its own first action, or as much
-    earlier as lets it end by the makespan.
+    A rank's window is as long as the longest own span of any rank. It starts with the rank's first action, or earlier
+    where it would otherwise end after the makespan.
     """
     length, latest = (
         timeline.longest_own_span,
@@ -129,7 +129,7 @@ def _kind(timeline: Timeline, action: Action) -> tuple[str, int]:
 
 
 def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, duration: float) -> None:
-    """The microbatch, as large as fits its box, or not at all."""
+    """Write the microbatch's number as large as its box allows, or not at all where that is too small to read."""
     start, end = timeline.spans[action]
     number = str(action.microbatch)
     room_points = (end - start) / duration * WIDTH_INCHES * 72 * 0.9
@@ -141,7 +141,7 @@ def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, dur
 
 
 def _draw_live(axes: Axes, timeline: Timeline, duration: float) -> None:
-    """A step curve a rank, all to one scale, with its peak beside it."""
+    """Draw one step curve of live activations per rank, all on one scale, each with its peak beside it."""
     origin, most = _origin(timeline), max(timeline.peak_live, default=1) or 1
     for rank, peak in enumerate(timeline.peak_live):
         changes = [(0.0, 0), *((time - origin, count) for time, count in timeline.live(rank)), (duration, 0)]

@@ -1,4 +1,4 @@
-"""The work of `minipar timeline`: the grid in the terminal, the picture on disk. Imports what draws and what runs late."""
+"""The work of `minipar timeline`: grids in the terminal, a picture on disk. Imports torch and matplotlib only if used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minipar.schedules import Costs, Timeline, make_schedule, simulate
 from minipar.schedules.registry import LOOPED, chunks_per_rank
 from visualize.pipeline_text import grid_text, headline
 
-MEASURED_S = 1.0  # how long a simulated step may take when it is run
+MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
 
 
 def timeline(
@@ -22,10 +22,10 @@ def timeline(
     measure: bool = False,
     out: Path | None = Path("runs/timeline"),
 ) -> None:
-    """Print schedules as grids and, unless `out` is None, draw them there; arguments as in `minipar timeline --help`."""
+    """Print schedules as grids and, unless `out` is None, draw them to it; arguments as in `minipar timeline --help`."""
     timelines: list[tuple[str, Timeline]] = []
     for name in schedules:
-        # Beside a schedule that has a choice of chunks, one that has none is drawn as it is.
+        # `chunks` is for the looped schedules; the others drawn beside them keep their own number of chunks.
         concerned = name in LOOPED or not any(other in LOOPED for other in schedules)
         v = chunks_per_rank(name, chunks if concerned else None)
         chunk_costs = Costs(*(cost / max(v, 1) for cost in costs), comm)
@@ -45,7 +45,7 @@ def timeline(
 
 
 def _run(simulated: Timeline) -> Timeline:
-    """The timeline of a real run, its seconds in the units of the simulated one. Messages take what they take."""
+    """Run the schedule on ranks that sleep; return its timeline in the simulation's units. Messages take real time."""
     from minipar.pipeline import measured
     from minipar.pipeline.emulate import emulate
     from minipar.runtime.launch import run

@@ -1,4 +1,4 @@
-"""A pipeline's timeline as text: the classic grid, a row a rank and a column a unit of time."""
+"""A pipeline's timeline as text: the classic grid, one row per rank and one column per unit of time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ MOST_COLUMNS = 400
 
 
 def grid_text(timeline: Timeline) -> str:
-    """One row a rank, "F3" where it runs the forward of microbatch 3, "·" where it is idle; then the figures.
+    """The headline, then one row per rank: "F3" is the forward of microbatch 3, "·" is idle; at the end peak activations.
 
-    A column is the shortest action, or 1/400 of the whole where that is longer; an action of several columns
-    shows dashes after its name. Where a rank holds several stages, a, b, ... is the first, second, ... of them.
+    A column is as long as the shortest action, or 1/400 of the makespan where that is longer; an action of several
+    columns shows dashes after its name. Where a rank holds several stages, a, b, ... name its first, second, ... stage.
     """
     start, unit = _origin(timeline), _unit(timeline)
     columns = _column(timeline.makespan / unit)
@@ -28,7 +28,7 @@ def grid_text(timeline: Timeline) -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """The schedule's name and its figures, each with its convention."""
+    """The schedule's name, sizes and makespan, and its bubble in both conventions."""
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
     own_span = f" (longest own span {timeline.longest_own_span:.4g})" if shorter else ""
@@ -40,7 +40,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def chunk_of(timeline: Timeline, action: Action) -> int:
-    """Whether `action` is on the first (0), second (1), ... of its rank's stages."""
+    """The index (0, 1, ...) of the action's stage among the stages of its rank."""
     schedule = timeline.schedule
     return schedule.stages_of(schedule.stage_rank[action.stage]).index(action.stage)
 
@@ -62,4 +62,4 @@ def _unit(timeline: Timeline) -> float:
 
 
 def _column(units: float) -> int:
-    return int(units + 0.5)  # halves always up: an action of one unit then never rounds to none
+    return int(units + 0.5)  # rounds halves up: an action of one unit always has a column

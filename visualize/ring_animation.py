@@ -1,4 +1,4 @@
-"""A ring all-reduce in motion: ranks on a circle, each chunk travelling to the right neighbour."""
+"""A ring all-reduce as an animation: ranks on a circle, each sending chunks to its right neighbour."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from matplotlib.patches import Rectangle
 from visualize.collectives import Step, check_ring, draw_chunk, ring_start, ring_steps
 from visualize.style import FAINT, LARGE, SMALL
 
-REST, END = 2, 8  # frames in which what arrived can be read, after a step and at the end
-WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # of a chunk, and from one to the next
+REST, END = 2, 8  # frames without motion, after each step and at the end
+WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # of a chunk's box; PITCH from one chunk to the next
 
 
 def animate_ring(p: int, path: str | Path, frames_per_step: int = 5) -> Path:
-    """Write an animated GIF of a ring all-reduce over p ranks; the file written.
+    """Write an animated GIF of a ring all-reduce over p ranks; return the path.
 
     Colours as in `visualize.collectives.draw_ring`.
     """
@@ -43,7 +43,7 @@ def animate_ring(p: int, path: str | Path, frames_per_step: int = 5) -> Path:
 
 
 def _draw_circle(axes: Axes, state, step: Step | None, progress: float) -> None:
-    """The ranks and what they hold; what they send is at `progress` 0 ... 1 on its way to the right neighbour."""
+    """Draw the ranks and their chunks; a chunk being sent is `progress` (0 to 1) of the way to the right neighbour."""
     axes.clear()
     axes.axis("off")
     axes.set(xlim=(-1.6, 1.6), ylim=(1.6, -1.6), aspect="equal")

@@ -1,4 +1,4 @@
-"""What the pictures share: colours that all kinds of colour vision tell apart, quiet axes, and how a file is written."""
+"""The style that all pictures share: colours distinct in every kind of colour vision, plain axes, and file writing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's hues; RANKS are in an order in which neighbours differ in lightness too.
+# Okabe and Ito's hues. RANKS orders them so that consecutive colours differ in lightness too.
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VERMILION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#9a9a9a"
 RANKS = (SKY, VERMILION, YELLOW, BLUE, PURPLE, GREEN, ORANGE, GREY)
@@ -17,12 +17,12 @@ SMALL, NORMAL, LARGE = 7.5, 9.0, 11.0  # font sizes
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """A figure outside pyplot's list of open ones, so that drawing leaves no state behind."""
+    """A figure outside pyplot's list of open figures, so that drawing changes no global state."""
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
 def quiet(axes: Axes, grid: str | None = None) -> None:
-    """No box, small ticks, and at most a faint grid along one axis ("x", "y" or "both")."""
+    """Style the axes: no box, small ticks, and at most a faint grid along "x", "y" or "both"."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
     axes.tick_params(labelsize=SMALL, color=GREY, length=3)
@@ -32,7 +32,7 @@ def quiet(axes: Axes, grid: str | None = None) -> None:
 
 
 def write(figure: Figure, path: str | Path) -> Path:
-    """Write the figure in the format its suffix names (.png, .svg, .pdf), without a date."""
+    """Write the figure in the format that the suffix names (.png, .svg, .pdf), without a date; return the path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

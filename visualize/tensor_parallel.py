@@ -1,4 +1,4 @@
-"""Pictures of tensor parallelism: what a rank holds at each point of a layer, and what the ways to cut a matrix cost."""
+"""Pictures of tensor parallelism: what a rank holds at each point of a layer, and what each cut of a matrix costs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from visualize.style import (
 
 
 class Point(NamedTuple):
-    """A point of a layer: the activation there, and what ranks say to one another to get there.
+    """A point of a layer: how the activation is split there, and the collectives just before it.
 
-    holds  "whole", "features", "tokens", or "term": a whole tensor that is one term of a sum
+    holds  "whole"; "features" or "tokens": this rank's part of them; "term": a partial sum, of the whole shape
     """
 
     name: str
@@ -62,10 +62,10 @@ def layer_points(sequence_parallel: bool) -> list[Point]:
 
 
 def draw_layer(tp: int, path: str | Path, sequence_parallel: bool = False) -> Path:
-    """Write what each of tp ranks holds at each point of a layer, and where they communicate; the file written.
+    """Draw what each of tp ranks holds at each point of a layer, and where they communicate; return the path.
 
-    Each box is the activation, tokens down and features across; coloured is the part the rank holds. Hatched is a
-    term: all of the tensor, but only this rank's part of the sum.
+    Each box is the activation, tokens down and features across; the part that the rank holds is coloured. A hatched box
+    is a partial sum: the whole shape, but only this rank's term.
     """
     points = layer_points(sequence_parallel)
     figure = new_figure(1.05 * len(points) + 0.8, 0.72 * tp + 1.5)
@@ -102,7 +102,7 @@ def _draw_part(axes: Axes, column: int, rank: int, holds: str, tp: int) -> None:
 
 
 def _draw_collectives(axes: Axes, column: int, tp: int, point: Point) -> None:
-    """What is said just before this point: forward on the way in, backward on the way out."""
+    """Draw the collectives just before this point, the forward's and the backward's, below the column."""
     middle = column - 0.1
     if point.forward or point.backward:
         axes.plot([middle, middle], [-0.05, tp], color=INK, linewidth=0.9, linestyle=":")
@@ -123,7 +123,7 @@ def _draw_collectives(axes: Axes, column: int, tp: int, point: Point) -> None:
 
 
 def draw_layouts(m: int, d: int, f: int, path: str | Path, powers: Sequence[int] = range(1, 5)) -> Path:
-    """Write what an MLP D -> F -> D of M rows sends and holds per rank, cut in 1, 2 and 3 dims, over 4^n and 8^n ranks."""
+    """Plot what an MLP D -> F -> D of M rows sends and holds per rank, cut in 1, 2 and 3 dims, over 4^n and 8^n ranks."""
     squares, cubes = [4**n for n in powers], [8**n for n in powers if 8**n <= 4 ** max(powers)]
     lines = {
         "1D": (squares, (layouts.column, layouts.row), VERMILION),
@@ -158,7 +158,7 @@ def _deep(t: int, m: int, d_in: int, d_out: int) -> layouts.Cost:
 
 
 def draw_kept(parts: dict[str, dict[str, float]], path: str | Path) -> Path:
-    """Write stacked bars: for each way to run a layer, the bytes it keeps a rank, by what they are for."""
+    """Draw stacked bars: for each way to run a layer, the bytes of activations kept per rank, by kind."""
     kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     figure = new_figure(1.3 * len(parts) + 2.2, 3.0)
     axes = figure.subplots()

@@ -28,28 +28,24 @@ from visualize.style import (
 
 FORWARD, BACKWARD = "#aedcf4", VERMILION  # as in the pictures of pipelines
 COMPUTE = {"forward": FORWARD, "backward": BACKWARD, "optimizer": PURPLE}
-PIPELINE = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward",
-    "W": "backward",
-}  # its actions: "B of microbatch 0 ..."
+# The first word of a pipeline action's span ("B of microbatch 0 ...") -> kind of compute.
+PIPELINE = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 WIDTH_INCHES, LANE_INCHES, GAP_INCHES = 13.0, 0.3, 0.14
 
 
 def draw_trace(
     spans_by_rank: Mapping[int, Sequence[Span]], path: str | Path, title: str | None = None
 ) -> Path:
-    """Write `trace_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `trace_figure` to a .png, .svg or .pdf; return the path."""
     return write(trace_figure(spans_by_rank, title), path)
 
 
 def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None = None) -> Figure:
-    """The spans of each rank on one time axis, in milliseconds from the first.
+    """Draw the spans of each rank on one time axis, in milliseconds from the first.
 
-    A rank is a band: its own thread's lane on top (what it computes by name, synchronous communication, waiting), and
-    below it a lane for each Comm that worked beside it. At the right, the part of its communication that was hidden
-    behind computing.
+    Each rank is a band: on top the lane of its own thread (compute by name, synchronous communication, waiting), below it
+    one lane per Comm that ran asynchronously. At the right, the fraction of its communication that was hidden behind
+    compute.
 
     Raises ValueError where there is nothing to draw.
     """
@@ -90,7 +86,7 @@ def _lanes(spans: Sequence[Span]) -> list[str]:
 
 
 def _draw_lane(axes: Axes, spans: Sequence[Span], top: float, origin_s: float, length_ms: float) -> None:
-    """Longer spans first, so that what they enclose is drawn over them."""
+    """Draw longer spans first, so that the spans they enclose are drawn over them."""
     for s in sorted(spans, key=lambda s: s.start_s - s.end_s):
         start, end = (s.start_s - origin_s) * 1e3, (s.end_s - origin_s) * 1e3
         if s.kind == "wait":
@@ -104,7 +100,7 @@ def _draw_lane(axes: Axes, spans: Sequence[Span], top: float, origin_s: float, l
 
 
 def _write_name(axes: Axes, s: Span, start: float, end: float, top: float, length_ms: float) -> None:
-    """In the part that nothing is drawn over, if it fits."""
+    """Write the span's name between `start` and `end`, the part that no other span covers, if it fits."""
     name, points = s.name.split()[0], (end - start) / length_ms * WIDTH_INCHES * 0.85 * 72
     if points > 0.62 * SMALL * len(name) + 4:
         style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(_colour(s)))
@@ -116,7 +112,7 @@ def _colour(s: Span) -> str:
 
 
 def _what(s: Span) -> str:
-    """The kind of computing a span is, where it is an action of a pipeline."""
+    """The kind of compute of a pipeline's action; any other span's name."""
     first = s.name.split()[0]
     return PIPELINE.get(first, s.name)
 

@@ -1,4 +1,4 @@
-"""A picture of a training run: loss, learning rate and throughput, and how close a reference came."""
+"""A picture of a training run: loss, learning rate and throughput, and the losses of reference runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from visualize.style import (
 def draw_training(
     metrics: Sequence[Mapping], path: str | Path, reference: Mapping[str, Sequence[float]] | None = None
 ) -> Path:
-    """Write `training_figure` to a .png, .svg or .pdf; the file written."""
+    """Write `training_figure` to a .png, .svg or .pdf; return the path."""
     return write(training_figure(metrics, reference), path)
 
 
 def training_figure(
     metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]] | None = None
 ) -> Figure:
-    """The loss over steps and, below it, tokens a second and the learning rate.
+    """Draw the loss over steps and, below it, tokens per second and the learning rate.
 
-    metrics    a mapping a step, with `step` and `loss`, and where known `tokens_per_s`, `lr`, `eval_loss`
-    reference  other runs by name, as their losses from the first step on: drawn as rings around ours
+    metrics    one mapping per step, with `step` and `loss`, and where known `tokens_per_s`, `lr`, `eval_loss`
+    reference  name -> losses of another run from the first step on: drawn as circles around this run's
     """
     if not metrics:
         raise ValueError("no metrics to draw; give those of at least one step")

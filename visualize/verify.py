@@ -1,4 +1,4 @@
-"""The sweep of `minipar verify --all` as a picture and as a table: every mesh against every ZeRO stage and schedule."""
+"""The sweep of `minipar verify --all` as a picture and as a table: rows are meshes, columns schedules and ZeRO stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_PIPELINE = "no pipeline"
 
 
 def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
-    """A cell a run: blue where every tensor is one process's, with the exponent of the largest relative difference."""
+    """Draw one cell per run: blue where every tensor equals one process's, with the exponent of the largest difference."""
     meshes, variants, cells = _grid(results)
     figure = new_figure(2.2 + 0.3 * len(variants), 1.6 + 0.3 * len(meshes))
     axes = figure.subplots()
@@ -48,7 +48,7 @@ def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
 
 
 def sweep_markdown(results: Sequence[Verification]) -> str:
-    """The same as a Markdown table."""
+    """Format the sweep as a Markdown table."""
     meshes, variants, cells = _grid(results)
     lines = ["| mesh | " + " | ".join(variants) + " |", "|---" * (len(variants) + 1) + "|"]
     for mesh in meshes:
@@ -82,7 +82,7 @@ def _cell(column: int, row: int, colour: str):
 
 
 def _exponent(difference: float) -> str:
-    """Of ten, for a narrow cell; an exact zero has none."""
+    """The power of ten of a difference, to fit a narrow cell; "=" where it is zero."""
     if not math.isfinite(difference):
         return "inf"
     return "=" if difference == 0 else str(math.floor(math.log10(difference)))

@@ -1,4 +1,4 @@
-"""A world on a process group that somebody else initialised."""
+"""A transport on a process group that the caller has initialised."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch.distributed as dist
 from minipar.comm.grouped import Grouped
 from minipar.comm.transport import Tagged, Transport
 
-# How many worlds this process has made on each process group: part of their tags, so that their messages never meet.
+# Number of worlds made on each process group in this process. It is part of every tag, so that two worlds on one group
+# never receive each other's messages.
 _worlds_made: Counter[str] = Counter()
 
 
 def adopt(group, timeout_s: float, node_size: int | None = None) -> Transport:
-    """The transport of a new world on `group` (None: the default group). All its ranks make their worlds in one order."""
+    """Make the transport of a new world on `group` (None: the default group). All ranks must do so in the same order."""
     group = dist.group.WORLD if group is None else group
     nccl = "nccl" in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

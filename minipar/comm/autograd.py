@@ -1,4 +1,4 @@
-"""Collectives one can differentiate through. They come in conjugate pairs: the backward of one is the other.
+"""Differentiable collectives, in conjugate pairs: the backward of each is the other of its pair.
 
 `simple/autograd.py`, plus any dim, uneven chunks, send and receive, second derivatives.
 
@@ -8,14 +8,14 @@
     gather          chunks -> the whole           backward: this rank's chunk
     all_gather      chunks -> the whole           backward: reduce-scatter
     reduce_scatter  x -> this rank's chunk of the sum   backward: all-gather
-    all_to_all      chunks transposed             backward: all-to-all, the other way
+    all_to_all      chunks transposed             backward: all-to-all with the sizes swapped
     send / recv     to a rank, from a rank        backward: recv / send
 
-`gather` and `all_gather` compute the same. They differ in who uses the result: after `gather` every rank computes the
-same thing from it, so each rank's gradient is already whole and its own chunk is taken; after `all_gather` ranks compute
-different things, and their gradients are summed. Taking the wrong one of the two is off by a factor of p.
-Each is an adjoint: <y, A x> = <A^T y, x>, summed over ranks. A `grad_output` is never written to. Since a backward is
-itself one of these operators, second derivatives (create_graph=True) are right too.
+`gather` and `all_gather` have the same forward and differ in how the result is used. After `gather` every rank computes
+the same from it, so every rank has the full gradient, and the backward takes this rank's chunk. After `all_gather` the
+ranks compute different things, so the backward sums their gradients. Confusing the two is off by a factor of p.
+Each backward is the adjoint: <y, A x> = <A^T y, x>, summed over ranks. A `grad_output` is never written to. Every
+backward is itself one of these operators, so second derivatives (create_graph=True) are right too.
 Source: Megatron-LM, arXiv:1909.08053, section 3 (f and g); arXiv:2205.05198, section 4.2.2 (g and g-bar).
 """
 
@@ -45,50 +45,50 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 
 def _along(dim: int, collective):
-    """The collective, which acts on dim 0, along another dim."""
+    """Make `collective`, which acts on dim 0, act on `dim`."""
     if dim == 0:
         return collective
     return lambda x: collective(x.transpose(0, dim).contiguous()).transpose(0, dim).contiguous()
 
 
 def copy(comm, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
-    """x, the same on every rank, about to be used differently on each. Backward sums: one all-reduce."""
+    """Return x, equal on all ranks, which each rank uses differently. Backward: the sum over ranks, one all-reduce."""
     return _Conjugate.apply(x, _same, lambda g: comm.all_reduce(g, algorithm=algorithm))
 
 
 def all_reduce(comm, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
-    """The sum over ranks, from which every rank computes the same. Backward: the gradient as it is."""
+    """Return the sum over ranks of x, which all ranks use in the same way. Backward: identity."""
     return _Conjugate.apply(x, lambda t: comm.all_reduce(t, algorithm=algorithm), _same)
 
 
 def split(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
-    """This rank's chunk of x, the same on every rank. Backward: all-gather of the chunks' gradients."""
+    """Return this rank's chunk of x, where x is equal on all ranks. Backward: all-gather of the chunks' gradients."""
     sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
     return _Conjugate.apply(x, _chunk(comm, dim, sizes), _along(dim, lambda g: comm.all_gather(g, sizes)))
 
 
 def gather(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
-    """The chunks of all ranks, from which every rank computes the same. Backward: this rank's chunk of the gradient."""
+    """All-gather the chunks; all ranks use the result in the same way. Backward: this rank's chunk of the gradient."""
     sizes = [x.shape[dim]] * comm.size if sizes is None else sizes
     return _Conjugate.apply(x, _along(dim, lambda t: comm.all_gather(t, sizes)), _chunk(comm, dim, sizes))
 
 
 def all_gather(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
-    """The chunks of all ranks, which each rank uses differently. Backward: reduce-scatter."""
+    """All-gather the chunks; each rank uses the result differently. Backward: reduce-scatter."""
     sizes = [x.shape[dim]] * comm.size if sizes is None else sizes
     there, back = lambda t: comm.all_gather(t, sizes), lambda g: comm.reduce_scatter(g, sizes=sizes)
     return _Conjugate.apply(x, _along(dim, there), _along(dim, back))
 
 
 def reduce_scatter(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
-    """This rank's chunk of the sum over ranks. Backward: all-gather."""
+    """Return this rank's chunk of the sum over ranks of x. Backward: all-gather."""
     sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
     there, back = lambda t: comm.reduce_scatter(t, sizes=sizes), lambda g: comm.all_gather(g, sizes)
     return _Conjugate.apply(x, _along(dim, there), _along(dim, back))
 
 
 def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch.Tensor:
-    """Chunk s to rank s, along dim 0. Backward: the same with the sizes exchanged."""
+    """Send chunk s of x, along dim 0, to rank s. Backward: all-to-all with send_sizes and recv_sizes swapped."""
     send_sizes = check_sizes(send_sizes, x.shape[0], comm.size, "send_sizes")
     recv_sizes = [send_sizes[comm.rank]] * comm.size if recv_sizes is None else recv_sizes
     return _Conjugate.apply(
@@ -99,12 +99,12 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
 
 
 def send(comm, x: torch.Tensor, to: int) -> torch.Tensor:
-    """Send x to rank `to`. Returns an empty tensor to call backward from, which receives the gradient of x there."""
+    """Send x to rank `to`. Returns an empty tensor: calling backward from it receives the gradient of x from `to`."""
     return _Conjugate.apply(x, lambda t: _sent(comm, t, to), lambda _: comm.recv(x.shape, x.dtype, to))
 
 
 def recv(comm, shape, dtype: torch.dtype, source: int) -> torch.Tensor:
-    """Receive a tensor from rank `source`. Backward sends its gradient there."""
+    """Receive a tensor from rank `source`. Backward sends its gradient to `source`."""
     start = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
     return _Conjugate.apply(
         start, lambda _: comm.recv(shape, dtype, source), lambda g: _sent(comm, g.contiguous(), source)

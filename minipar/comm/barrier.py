@@ -1,4 +1,4 @@
-"""The dissemination barrier: in step s everybody tells the rank 2^s further on that it has come this far."""
+"""The dissemination barrier: in step s = 0, 1, ... each rank signals the rank 2^s places after it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def disseminate(comm) -> None:
-    """Return when every rank has called this: ceil(log2 p) steps of one byte."""
+    """Return once every rank has called this. Sends one byte in each of ceil(log2 p) steps."""
     token, distance = torch.zeros(1, dtype=torch.uint8, device=comm.device), 1
     while distance < comm.size:
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size

@@ -1,4 +1,4 @@
-"""Which algorithms there are for each collective, and which one "auto" takes."""
+"""The table of algorithms of each collective, and the choice that "auto" makes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ALGORITHMS = {
     "all_to_all": {"pairwise": pairwise.all_to_all},
 }
 
-# Where fewer steps, or fewer additions, stop being worth more bytes; of the whole vector. Measured with gloo on loopback by
-# `minipar bench collectives`.
+# Sizes of the whole vector above which fewer steps, or fewer additions, no longer make up for sending more bytes. Measured
+# with gloo on loopback by `minipar bench collectives`.
 SHORT_BYTES, LONG_BYTES = 1 << 20, 32 << 20
 
 
 def choose(collective: str, comm_size: int, num_bytes: int) -> str:
-    """The algorithm of "auto": a function of nothing but what is equal on every rank."""
+    """Return the algorithm that "auto" stands for. Its arguments are equal on all ranks, so all ranks choose the same."""
     power_of_two = comm_size & (comm_size - 1) == 0
     if collective == "all_reduce":
         if num_bytes < (SHORT_BYTES if comm_size > 2 else LONG_BYTES // 4):
@@ -47,24 +47,24 @@ def choose(collective: str, comm_size: int, num_bytes: int) -> str:
 
 
 def require_algorithm(name: str) -> None:
-    """Raise ValueError for a name that no collective knows."""
+    """Raise ValueError unless some collective has an algorithm of this name."""
     known = {name for algorithms in ALGORITHMS.values() for name in algorithms} | {"native", "auto"}
     if name not in known:
         raise ValueError(f"algorithm={name!r} is unknown; use {one_of(sorted(known))}")
 
 
 def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes=None):
-    """The function (x, **arguments) that computes this collective on `comm`."""
+    """Return the function (x, **arguments) that computes this collective on `comm`."""
     known = ALGORITHMS[collective]
     if algorithm == "auto" and comm.preferred in (*known, "native"):
         algorithm = comm.preferred
     if algorithm == "auto":
         num_bytes = x.nbytes
-        if collective == "all_gather":  # of the result: one rank's input may be empty where another's is not
+        if collective == "all_gather":  # size of the result: inputs may differ in size between ranks
             num_bytes = sum(ring.gathered_sizes(comm, x, sizes)) * x.shape[1:].numel() * x.itemsize
         algorithm = choose(collective, comm.size, num_bytes)
     if algorithm == "native":
-        comm.process_group()  # made in the caller's thread, so in the same order on every rank
+        comm.process_group()  # created in the caller's thread, hence in the same order on every rank
         return partial(native, comm, collective)
     if algorithm not in known:
         raise ValueError(
@@ -74,7 +74,7 @@ def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes
 
 
 def checked_out(out: torch.Tensor, x: torch.Tensor, length: int) -> torch.Tensor:
-    """`out`, fit to be written to; ValueError where the result would not fit."""
+    """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and `length` rows of x's shape."""
     shape = (length, *x.shape[1:])
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Comm: my rank, the size of the group, how to send to and receive from the others, and the collectives.
+"""Comm: a rank's membership in a group of ranks, with point-to-point messages and collectives as methods.
 
-Everything above talks through `send`, `recv` and `exchange`; the collectives in `ring.py`, `tree.py` and the others are
-built from these three.
+The collectives in `ring.py`, `tree.py` and the other modules are built from three methods: `send`, `recv` and
+`exchange`.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from minipar.trace import Trace
 
 
 class Comm:
-    """One rank's membership in a group of ranks: a value to pass, never a global. A Comm is a stream: see `stream.py`.
+    """One rank's membership in a group of ranks, passed explicitly. Its operations run in call order: see `stream.py`.
 
-    rank, size   my place in this group, 0 <= rank < size
+    rank, size   this rank's place in the group, 0 <= rank < size
     ranks        the members as world ranks, in this group's order
-    device       where the tensors to communicate live
-    traffic      what this rank has sent through this Comm and its subgroups
-    trace        None, or the Trace into which every operation of this world is recorded
-    timeout_s    how long one wait may take before it is an error
+    device       device of the tensors to communicate
+    traffic      bytes and messages this rank has sent through this Comm and its subgroups
+    trace        None, or the Trace that records every operation of this world
+    timeout_s    seconds a single wait may take before it raises
 
-    Every collective is pure (its input is not written to) and the same call on every rank of the Comm.
+    All ranks of the Comm must call its collectives in the same order. None writes to its input, except `all_reduce_`.
 
     algorithm    a name of `collectives.ALGORITHMS`, "native" for torch's own, or "auto"
-    async_op     return a handle at once, whose `wait()` gives the result; the input must not change before that
+    async_op     return a handle at once, whose `wait()` returns the result; x must not change before that
 
-    Gather and scatter act on dim 0. Costs are in the modules of the algorithms.
+    Gather and scatter act on dim 0. The modules of the algorithms state their costs.
     """
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...], name: str, parent: Comm | None = None):
@@ -50,9 +50,9 @@ class Comm:
 
     @classmethod
     def from_process_group(cls, group=None, timeout_s: float = 60.0, node_size: int | None = None) -> Comm:
-        """A world on a process group somebody else initialised (None: the default one).
+        """Make a world on a process group that the caller has initialised (None: the default group).
 
-        Two worlds of one group are apart; all ranks make them in one order.
+        Two worlds on one group never receive each other's messages. All ranks must make them in the same order.
         """
         transport = adopt(group, timeout_s, node_size)
         return cls(transport, transport.ranks, "world")
@@ -71,15 +71,15 @@ class Comm:
 
     @property
     def node_size(self) -> int | None:
-        """Ranks of this group per node, if known, uniform, and more than one node of more than one rank; else None."""
+        """Ranks of this group per node; None if unknown, unequal, not contiguous, one per node, or all on one."""
         return self._transport.ranks_per_node(self.ranks)
 
     def subgroup(self, ranks, name: str) -> Comm:
-        """The Comm of `ranks` (ranks of this Comm, in the order given), of which I must be one.
+        """Make the Comm of `ranks` (ranks of this Comm, in the order given), which must include this rank.
 
-        On gloo this sends nothing and costs microseconds. On NCCL it makes a process group, so the members of
-        overlapping subgroups must make them in one order: `Mesh` does. Two subgroups of the same ranks and name are one
-        stream; what runs at the same time needs names of its own.
+        On gloo this sends nothing and takes microseconds. On NCCL it creates a process group, so ranks that share several
+        subgroups must make them in the same order; `Mesh` does. Subgroups with the same ranks and name share one stream:
+        operations that run at the same time need subgroups of different names.
         """
         ranks = tuple(ranks)
         if self.rank not in ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)):
@@ -91,33 +91,33 @@ class Comm:
         return comm
 
     def using(self, algorithm: str) -> Comm:
-        """This same Comm, with "auto" standing for `algorithm` in every collective that has it; "auto" undoes it."""
+        """Return this Comm with `algorithm` as the meaning of "auto" in every collective that has it; "auto" resets it."""
         require_algorithm(algorithm)
         other = copy.copy(self)
         other.preferred = None if algorithm == "auto" else algorithm
         return other
 
     def process_group(self):
-        """The torch process group of exactly these ranks, in this order; the first call makes it, on all of them."""
+        """Return the torch process group of these ranks, in this order. The first call creates it and is collective."""
         return self._transport.process_group(self._channel.key)
 
     def report(self, value) -> None:
-        """Hand a value to the `on_report` of the caller of `run`; elsewhere it is dropped."""
+        """Pass a value to the `on_report` callback of `minipar.run`; outside a local pool, do nothing."""
         if self._transport.report is not None:
             self._transport.report(value)
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str = "received") -> torch.Tensor:
-        """Memory for the collective under way, kept from call to call; for each use its own."""
+        """Return scratch memory for the running collective, one buffer for each `use`, reused by later calls."""
         return self._channel.scratch(num_elems, dtype, use)
 
     # Collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
-        """The sum (mean, max, min) over ranks of x, on every rank."""
+        """Return the sum (mean, max or min) over ranks of x, on every rank."""
         return self._collective("all_reduce", algorithm, async_op, x, op=op)
 
     def all_reduce_(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
-        """The same, written into x, which must be contiguous."""
+        """All-reduce in place: the result is written into x, which must be contiguous."""
         if not x.is_contiguous():
             raise ValueError(
                 f"all_reduce_ needs a contiguous tensor, not strides {x.stride()} for shape {tuple(x.shape)}"
@@ -125,49 +125,51 @@ class Comm:
         return self._collective("all_reduce", algorithm, async_op, x, op=op, out=x.detach())
 
     def reduce(self, x, root: int = 0, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
-        """The sum over ranks of x on rank `root`; None elsewhere."""
+        """Return the sum over ranks of x on rank `root`, None on the other ranks."""
         check_root(self, root)
         return self._collective("reduce", algorithm, async_op, x, root=root, op=op)
 
     def reduce_scatter(
         self, x, op: str = "sum", sizes=None, algorithm: str = "auto", async_op: bool = False, out=None
     ):
-        """This rank's chunk, along dim 0, of the sum over ranks of x. `sizes`: every rank's, else as torch.chunk cuts.
+        """Return this rank's chunk, along dim 0, of the sum over ranks of x.
 
-        `out`, contiguous, is where to put it, if not into a new tensor: that chunk of x itself will do.
+        sizes   chunk length of each rank; None: as torch.chunk cuts
+        out     None, or a contiguous tensor for the result; it may be this rank's chunk of x
         """
         if out is not None:
             out = checked_out(out, x, check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank])
         return self._collective("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes, out=out)
 
     def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False, out=None):
-        """All ranks' x along dim 0. `sizes`: every rank's length, where they differ.
+        """Concatenate all ranks' x along dim 0.
 
-        `out`, contiguous, is where to put it, if not into a new tensor; x may be this rank's chunk of it.
+        sizes   length of each rank's x; None: all equal
+        out     None, or a contiguous tensor for the result; x may be this rank's chunk of it
         """
         if out is not None:
             out = checked_out(out, x, sum(gathered_sizes(self, x, sizes)))
         return self._collective("all_gather", algorithm, async_op, x, sizes=sizes, out=out)
 
     def broadcast(self, x, root: int = 0, algorithm: str = "auto", async_op: bool = False):
-        """Rank `root`'s x; the others' has the same shape and dtype and is not read."""
+        """Return rank `root`'s x. The other ranks pass an x of the same shape and dtype, which is not read."""
         check_root(self, root)
         return self._collective("broadcast", algorithm, async_op, x, root=root)
 
     def all_to_all(self, x, send_sizes=None, recv_sizes=None, algorithm="auto", async_op: bool = False):
-        """Chunk s of x, along dim 0, goes to rank s; chunk s of the result came from rank s."""
+        """Send chunk s of x, along dim 0, to rank s; chunk s of the result is received from rank s."""
         sizes = {"send_sizes": send_sizes, "recv_sizes": recv_sizes}
         return self._collective("all_to_all", algorithm, async_op, x, **sizes)
 
     def custom(self, kind: str, operation, async_op: bool = False):
-        """A collective of the caller's own: `operation()`, made of sends, receives and exchanges on this Comm.
+        """Run `operation()`, made of sends, receives and exchanges on this Comm, as one collective, and return its result.
 
-        It is one operation of the stream, booked and traced under `kind`; its return value is the result.
+        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`.
         """
         return self._run(kind, kind, operation, async_op)
 
     def barrier(self) -> None:
-        """Return when every rank has called it: ceil(log p) steps of one byte (the dissemination barrier)."""
+        """Return once every rank has called this: ceil(log2 p) steps of one byte (the dissemination barrier)."""
         self._run("barrier", "barrier", partial(disseminate, self), async_op=False)
 
     def _collective(self, kind: str, algorithm: str, async_op: bool, x: torch.Tensor, **kwargs):
@@ -180,7 +182,7 @@ class Comm:
         return self._run(kind, signature, partial(function, x, **kwargs), async_op)
 
     def _run(self, kind: str, signature: str, operation, async_op: bool):
-        """Run a collective on the stream; inside another one of this Comm it is a part of that."""
+        """Run a collective on the stream, or directly where another collective of this Comm calls it."""
         if self._channel.stream.inside():
             return operation()
         return self._on_stream(kind, partial(self._as_kind, kind, signature, operation), async_op)
@@ -203,29 +205,29 @@ class Comm:
     # Point to point --------------------------------------------------------------------------------------------
 
     def send(self, x: torch.Tensor, to: int, async_op: bool = False):
-        """Send x to rank `to`, which must receive the same shape and dtype. Returns when x may be changed again.
+        """Send x to rank `to`, which must receive the same shape and dtype. Returns once x may be changed.
 
-        With async_op returns a handle at once; x must not change before its `wait()`. An empty tensor is not sent.
+        With async_op it returns a handle at once, and x must not change before its `wait()`. An empty tensor is not sent.
         """
         return self._point_to_point("send", x, to, None, None, async_op)
 
     def recv(self, shape, dtype: torch.dtype, source: int, async_op: bool = False):
-        """Receive a tensor of this shape and dtype from rank `source`; with async_op, a handle whose `wait()` gives it."""
+        """Return a tensor of this shape and dtype received from rank `source`; with async_op, a handle for it."""
         out = torch.empty(shape, dtype=dtype, device=self.device)
         return self._point_to_point("recv", None, None, out, source, async_op)
 
     def exchange(self, x, to: int | None, shape, dtype, source: int | None, out=None, async_op: bool = False):
         """Send x to rank `to` and receive a tensor from rank `source`, as one operation that cannot deadlock.
 
-        Either of `to` and `source` may be None (at the end of a line), and both may be this rank itself (a copy, no
-        message). `out` is where to receive, if not into a new tensor. Returns the received tensor, or None.
+        `to` or `source` may be None (at the end of a line), and both may be this rank (a copy, no message). `out`: None,
+        or the tensor to receive into. Returns the received tensor, or None.
         """
         if source is not None and out is None:
             out = torch.empty(shape, dtype=dtype, device=self.device)
         return self._point_to_point("exchange", x, to, out, source, async_op)
 
     def _point_to_point(self, kind: str, x, to, out, source, async_op: bool):
-        # Every step of a collective comes through here, just after a copy has emptied the caches: so it is kept short.
+        # Kept short: every step of a collective runs this, right after a copy that has emptied the CPU caches.
         if not (to is None or 0 <= to < self.size) or not (source is None or 0 <= source < self.size):
             raise ValueError(f"{kind} between ranks {to} and {source} of {self._channel.key}: its ranks are 0 to "
                              f"{self.size - 1}")  # fmt: skip

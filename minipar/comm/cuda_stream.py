@@ -8,7 +8,7 @@ import torch
 
 
 class CudaStream:
-    """The interface of `ThreadStream`; nothing here makes the host wait."""
+    """A stream with the interface of `ThreadStream`. No method blocks the host."""
 
     def __init__(self, name: str, device: torch.device):
         self.name = name
@@ -36,7 +36,7 @@ class CudaStream:
 
 
 class CudaHandle:
-    """`wait()` makes the current stream wait for the operation; the host goes on."""
+    """Handle of an operation: `wait()` returns its result and makes the current stream, not the host, wait for it."""
 
     def __init__(self, event, result):
         self._event = event

@@ -1,7 +1,7 @@
-"""Failures between ranks, explained from every rank's message counts: pure functions, no communication.
+"""Explanations of failures from every rank's message counts: pure functions, no communication.
 
-A rank's counts say how many messages it has posted to and from every other, and which it waits for. Put together they
-prove a deadlock before its deadline, and show a message that nobody received.
+A rank's counts say how many messages it has posted to and from every other rank, and which message it waits for. The
+counts of all ranks prove a deadlock before the deadline passes, and show messages that were never received.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from minipar.comm.messages import Message, MessageCounts
 
 
 class Surplus(NamedTuple):
-    """Messages one rank posted and the other side did not: the rank, and the sentence that says so."""
+    """Messages that `rank` posted and its peer did not match, described in a sentence."""
 
     rank: int
     sentence: str
 
 
 def surplus(counts: dict[int, MessageCounts]) -> list[Surplus]:
-    """Messages sent and never received, and receives posted in vain: one per pair of ranks, none if all is well."""
+    """List sends never received, and receives that no send matches: one entry per pair of ranks, channel and lane."""
     found = []
     for rank, own in sorted(counts.items()):
         for (channel, lane, to), (sent, _, label) in own.sent.items():
@@ -40,10 +40,10 @@ def surplus(counts: dict[int, MessageCounts]) -> list[Surplus]:
 def deadlock(
     counts: dict[int, MessageCounts], blocked: set[int], finished: set[int]
 ) -> dict[int, str] | None:
-    """Why no rank can go on, as a sentence for each blocked one; None while one of them still might.
+    """Return, for each blocked rank, a sentence on why it can never proceed; None while any rank still may.
 
-    Ranks neither blocked nor finished are at work, so there is no deadlock. A wait is hopeless if the other side has
-    not posted its half (and cannot, being blocked or finished itself), or has posted another length, dtype or operation.
+    A rank that is neither blocked nor finished is running, so there is no deadlock. A wait is hopeless if the peer has not
+    posted the matching message (and cannot, being blocked or finished), or posted another length, dtype or operation.
     """
     if not blocked or set(counts) - blocked - finished:
         return None

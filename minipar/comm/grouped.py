@@ -1,6 +1,6 @@
-"""The transport of NCCL: a send and a receive in one group call, matched by their order alone, on a CUDA stream.
+"""The NCCL transport: an exchange is one group call of a send and a receive, matched by order alone, on a CUDA stream.
 
-Each Comm has a process group of its own, so all its ranks must make their Comms in one order: `Mesh` does.
+Each Comm has its own process group, so all ranks must make their Comms in the same order; `Mesh` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minipar.comm.transport import PendingMessages, Transport
 
 
 class Grouped(Transport):
-    """Messages of NCCL on the current CUDA stream. An empty tensor is not sent."""
+    """Transport that posts messages through NCCL on the current CUDA stream. An empty tensor is not sent."""
 
     def make_stream(self, name: str) -> CudaStream:
         return CudaStream(name, self.device)

@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: partners at distance p/2, p/4, ... 1, so log p steps instead of p-1.
+"""Recursive halving and doubling: exchanges with partners at distance p/2, p/4, ..., 1, so log p steps instead of p-1.
 
 Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.2-4.5), p a power of two, n bytes:
 
@@ -7,11 +7,12 @@ Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.2-4.5), p a power of two, n 
     all_reduce by both (Rabenseifner) 2 log p alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
     all_reduce by doubling alone      log p (alpha + n beta + n gamma): fewest steps, but every step sends all of x
 
-Where p is not a power of two, the ranks past the largest one below it, q, first hand their x to rank r-q and get the
-result from it: one more step in and one out, with n bytes in it for the ranks concerned. The q others are the core.
+Where p is not a power of two, let q be the largest power of two below p. Ranks below q are the core. Every rank r >= q
+first sends its x to core rank r-q (fold in), and receives its result from that rank at the end (fold out): two more
+steps, of at most n bytes each.
 
-What a rank sends, exactly, of x cut into q chunks as torch.chunk cuts: halving sends all but its own chunk; doubling the
-aligned block of 1, 2, 4, ... q/2 chunks in which its own lies.
+Let x be cut into q chunks as torch.chunk cuts. In the halving, a core rank sends every chunk but its own. In the
+doubling, it sends the aligned blocks of 1, 2, 4, ..., q/2 chunks that contain its own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from minipar.comm.ring import gathered_sizes
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
     """Rabenseifner: recursive halving to reduce-scatter, recursive doubling to all-gather. Same bits on all ranks.
 
-    Sends 2(p-1)/p of x where p is a power of two that divides its length. Elsewhere the halving and the doubling above;
-    a rank past the core sends x instead, and the rank it folds into the result as well.
+    Sends 2(p-1)/p of x where p is a power of two that divides its length. Otherwise a core rank sends as stated above,
+    plus the result if another rank folded into it; a rank outside the core sends only x.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     target, reduction = out.view(-1), find_reduction(op, x.dtype)
@@ -47,10 +48,10 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
 def all_reduce_by_doubling(
     comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Every step exchange all of x with a partner twice as far away: the fewest steps there are, for short vectors.
+    """All-reduce in log p steps, each an exchange of all partial sums with a partner: fewest steps, for short vectors.
 
-    Sends log2(p) times x where p is a power of two; else floor(log2 p) times on the core ranks, and once more on those
-    that fold in (their x) and on those that fold out (the result).
+    Sends log2(p) times x where p is a power of two. Otherwise a core rank sends floor(log2 p) times x, plus the result
+    if another rank folded into it; a rank outside the core sends x once.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     target, reduction = out.view(-1), find_reduction(op, x.dtype)
@@ -70,10 +71,10 @@ def all_reduce_by_doubling(
 def reduce_scatter(
     comm, x: torch.Tensor, op: str = "sum", sizes=None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rank r's chunk of the sum, x [N, ...] -> [sizes[r], ...]: each step send the half the partner's side will own.
+    """Return this rank's chunk of the sum, x [N, ...] -> [sizes[r], ...]: each step sends the half that the partner keeps.
 
-    Sends all of x but this rank's chunk where p is a power of two. Elsewhere core rank r also reduces chunk r+q, for
-    the rank that folded its x into it, and sends it on. `out`, where to put it, may be that chunk of x itself.
+    Sends all of x but this rank's chunk where p is a power of two. Otherwise core rank r also reduces chunk r+q for rank
+    r+q, and sends it there at the end. `out`, if given, receives the result; it may be this rank's chunk of x.
     """
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
     reduction, core = find_reduction(op, x.dtype), _core(comm.size)
@@ -94,10 +95,10 @@ def reduce_scatter(
 
 
 def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Every rank's x along dim 0: each step exchange all one has, so that what one has doubles.
+    """Concatenate every rank's x along dim 0: each step exchanges all chunks gathered so far, which doubles their number.
 
-    Sends p-1 chunks where p is a power of two and all are alike. Elsewhere a rank past q first hands its chunk to rank
-    r-q, which carries both and sends it the whole at the end. `out`, where to put it, may have x in its place already.
+    Sends p-1 chunks where p is a power of two and all are equal. Otherwise a rank r >= q first sends its chunk to rank
+    r-q, which gathers with both and sends it the result. `out`, if given, receives the result; x may already be in it.
     """
     sizes = gathered_sizes(comm, x, sizes)
     core, row_elems = _core(comm.size), x.shape[1:].numel()
@@ -139,17 +140,17 @@ def _distances(p: int) -> list[int]:
 
 
 def _carried(p: int) -> list[int]:
-    """All chunks in the order in which the core ranks carry them: 0, q, 1, q+1, ..."""
+    """List all chunks in the order of the core ranks that hold them: 0, q, 1, q+1, ... Core rank r holds r and r+q."""
     return [c for r in range(_core(p)) for c in range(r, p, _core(p))]
 
 
 def _core_edges(p: int, lengths) -> list[int]:
-    """Where what each core rank carries begins in the chunks of that order."""
+    """Return the edges between the core ranks' elements, with the chunks in the order of `_carried`."""
     return bounds([sum(lengths[r :: _core(p)]) for r in range(_core(p))])
 
 
 def _halve(comm, flat: torch.Tensor, edges, reduction) -> None:
-    """Reduce-scatter among the core ranks: afterwards chunk `rank` of flat is the sum. The others are half summed."""
+    """Reduce-scatter in place among the core ranks: chunk `rank` of flat becomes the sum; the others hold partial sums."""
     low, high = 0, len(edges) - 1  # the chunks still to be summed here
     for distance in _distances(comm.size):
         partner, middle = comm.rank ^ distance, low + distance
@@ -162,7 +163,7 @@ def _halve(comm, flat: torch.Tensor, edges, reduction) -> None:
 
 
 def _double(comm, flat: torch.Tensor, edges) -> None:
-    """All-gather among the core ranks, each beginning with chunk `rank` of flat: the halving, run backwards."""
+    """All-gather in place among the core ranks, each starting with chunk `rank` of flat: the steps of `_halve` reversed."""
     for distance in reversed(_distances(comm.size)):
         partner = comm.rank ^ distance
         have = comm.rank // distance * distance
@@ -177,9 +178,9 @@ def _between(flat: torch.Tensor, edges, first: int, last: int) -> torch.Tensor:
 
 
 def _fold_in(comm, x: torch.Tensor, reduction) -> torch.Tensor | None:
-    """Ranks past the power of two hand x to a core rank and return None; core ranks return what they now have.
+    """Send x to a core rank and return None if outside the core, else return x combined with the x received, if any.
 
-    The result is a tensor that may be written to, except where nothing was folded into it.
+    A core rank into which no rank folds returns x itself, which must not be written to.
     """
     core = _core(comm.size)
     if comm.rank >= core:

@@ -1,9 +1,14 @@
-"""Two levels: what can stay inside a node does, and only 1/g of the vector crosses between nodes.
+"""Hierarchical all-reduce: inside each node, then across nodes, so that each rank sends only 1/g of the vector outside.
 
-With k nodes of g ranks, n bytes: inside the node a reduce-scatter, (g-1)/g n; across nodes an all-reduce of the own
-chunk, 2 (k-1)/k n/g; inside again an all-gather, (g-1)/g n. Every rank sends 2(kg-1)/(kg) n in all, as in a flat ring,
-but of that only 2 (k-1)/k n/g over the slow link, where each node's neighbour in a flat ring sends 2(kg-1)/(kg) n.
-Where the sizes do not divide, each of the three sends what `ring.py` says; they are booked as the three they are.
+With k nodes of g ranks and n bytes, each rank sends:
+
+    reduce-scatter inside the node            (g-1)/g n
+    all-reduce of its chunk across nodes      2 (k-1)/k n/g
+    all-gather inside the node                (g-1)/g n
+
+That is 2(kg-1)/(kg) n in all, as in a flat ring, but only 2 (k-1)/k n/g of it over the slow link between nodes. In a
+flat ring, the rank at the edge of each node sends all its 2(kg-1)/(kg) n over that link. Where g or k does not divide
+the length, each of the three sends what `ring.py` states. Traffic counts the three under their own kinds.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ from minipar.errors import divisors, require_divides
 def all_reduce(
     comm, x: torch.Tensor, op: str = "sum", out=None, node_size: int | None = None
 ) -> torch.Tensor:
-    """All-reduce over nodes of `node_size` neighbouring ranks (by default as the launcher knows them, else near sqrt(p)).
+    """All-reduce over nodes of `node_size` consecutive ranks.
+
+    node_size   None: as known from the launcher, else, with p ranks, the largest divisor of p up to sqrt(p)
 
     Raises ValueError where node_size does not divide the number of ranks.
     """
@@ -37,7 +44,7 @@ def all_reduce(
 
 
 def _levels(comm, node_size: int | None):
-    """The Comm inside my node, and the one of the ranks at my place in every node."""
+    """Return the Comm of this rank's node, and the Comm of the ranks with this local rank in every node."""
     g = node_size or comm.node_size or _near_square_root(comm.size)
     require_divides("node_size", g, "the number of ranks", comm.size)
     node, place = divmod(comm.rank, g)

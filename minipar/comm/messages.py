@@ -1,4 +1,4 @@
-"""Messages: how one is named, the channel it belongs to, and the ledger of bytes sent."""
+"""Messages between ranks, the channels they belong to, and the count of bytes sent."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 
 class PeerLost(RuntimeError):
-    """The other end of a message is gone; the reason is on that rank."""
+    """The peer of a message is gone; that rank has the reason."""
 
 
 class Traffic:
-    """The ledger of one Comm and every subgroup made from it: what this rank has handed to the transport.
+    """Bytes and messages that this rank has sent through one Comm and all its subgroups.
 
-    sent_bytes   payload bytes (received bytes are the other rank's sent ones)
-    messages     how many sends carried them; an empty tensor is not a message
+    sent_bytes   payload bytes (received bytes are counted by the rank that sent them)
+    messages     number of sends; an empty tensor is not sent
     by_kind      bytes by the operation that sent them: "all_reduce", "send", "exchange", ..., "native"
 
-    Booked where a message is posted, never computed from a formula: so a test can hold it against one.
+    Counted when a message is posted, never computed from a formula, so that a test can compare the count with a formula.
     """
 
     def __init__(self, parent: Traffic | None = None):
         self._parent = parent
-        self._lock = threading.Lock()  # streams of several subgroups book on the same parent
+        self._lock = threading.Lock()  # the streams of several subgroups update the same parent
         self.reset()
 
     def reset(self) -> None:
@@ -46,7 +46,7 @@ class Traffic:
 
 
 class Message(NamedTuple):
-    """One message between two ranks, as its sender or its receiver sees it."""
+    """One message between two ranks, from the side of its sender or its receiver."""
 
     verb: str  # "send" or "receive"
     peer: int  # world rank
@@ -54,7 +54,7 @@ class Message(NamedTuple):
     lane: str  # "p2p" or "collective"
     number: int  # counted per peer, channel, lane and direction
     num_bytes: int
-    label: str = ""  # "float32", or of a collective "all_reduce sum float32"
+    label: str = ""  # "float32"; in a collective "all_reduce sum float32"
 
     def __str__(self):
         preposition = "to" if self.verb == "send" else "from"
@@ -64,7 +64,7 @@ class Message(NamedTuple):
 
 
 class MessageCounts(NamedTuple):
-    """What a rank waits for, and (channel, lane, peer) -> (messages posted, bytes of the last, label of the last)."""
+    """A rank's pending waits, and (channel, lane, peer) -> (messages posted, bytes of the last, label of the last)."""
 
     waiting: list[object]
     sent: dict[tuple, tuple[int, int, str]]
@@ -72,7 +72,7 @@ class MessageCounts(NamedTuple):
 
 
 class ChannelId(NamedTuple):
-    """The members as world ranks, and the name they gave their group."""
+    """Identity of a channel: its name, and its members as world ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -85,12 +85,12 @@ class Channel:
     """The state shared by all Comms with the same ranks and name: a stream, message counters, scratch memory.
 
     peers   the members as ranks of the transport's process group
-    digest  of the run's number, the name and the ranks: what every tag of this channel begins from
+    digest  CRC-32 of the run's number, the name and the ranks, from which every tag of this channel is computed
     """
 
     def __init__(self, key: ChannelId, peers: tuple[int, ...], digest: int, stream, device: torch.device):
         self.key, self.peers, self.digest, self.stream = key, peers, digest, stream
-        self.kind: str | None = None  # the collective under way, and its kind with its reduction
+        self.kind: str | None = None  # the running collective; signature adds its reduction
         self.signature = ""
         self.sent: dict[tuple[int, str], tuple[int, int, str]] = {}  # (peer, lane) -> count, bytes, label
         self.received: dict[tuple[int, str], tuple[int, int, str]] = {}
@@ -99,7 +99,7 @@ class Channel:
         self._scratch: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # use -> memory, the part last used
 
     def label(self, dtype: torch.dtype) -> tuple[str, bytes]:
-        """How a message of the operation under way is named; as bytes, for its tag."""
+        """Return the label of the running operation's messages, also as bytes for their tags."""
         key = (self.signature, dtype)
         if key not in self._labels:
             name = f"{self.signature} {str(dtype).removeprefix('torch.')}".strip()
@@ -107,7 +107,7 @@ class Channel:
         return self._labels[key]
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> torch.Tensor:
-        """Memory kept between collectives: the first touch of fresh pages costs as much as the copy into them."""
+        """Return memory kept between collectives: the first touch of new pages costs as much as the copy into them."""
         memory, view = self._scratch.get(use, (None, None))
         if view is not None and view.numel() == num_elems and view.dtype == dtype:
             return view

@@ -1,6 +1,6 @@
-"""torch's own collectives on the ranks of a Comm: what the hand-written ones are measured against, and process groups.
+"""torch's own collectives on the ranks of a Comm, as the baseline of the hand-written ones; and named process groups.
 
-This file, the transports and `runtime/` are the only ones that call torch.distributed.
+Only this file, `adopt.py`, the transports and `runtime/` use torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from minipar.comm.pairwise import all_to_all_sizes
 from minipar.comm.reduction import find_reduction
 from minipar.comm.ring import gathered_sizes
 
-# their names from torch 2.13 on, which warns of the old ones
+# the new names since torch 2.13, which warns of the old ones
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def native(comm, collective: str, x: torch.Tensor, **kwargs):
-    """torch's collective of this name. Books the payload, x, once, under the kind "native"."""
+    """Run torch's collective of this name. Traffic counts the bytes of x once, under the kind "native"."""
     comm.traffic.book("native", x.nbytes)
     x, group = x.detach().contiguous(), comm.process_group()
-    # Its own collectives take no deadline, only their group does.
+    # torch's collectives take no timeout of their own, only their process group does.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=comm.timeout_s), group)
     return NATIVE[collective](comm, group, x, **kwargs)
 
@@ -49,7 +49,7 @@ def _broadcast(comm, group, x, root):
 
 def _reduce_scatter(comm, group, x, op, sizes, out=None):
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
-    padded = torch.cat([_pad(chunk, max(sizes)) for chunk in x.split(sizes)])  # it takes equal ones only
+    padded = torch.cat([_pad(chunk, max(sizes)) for chunk in x.split(sizes)])  # torch takes equal chunks only
     padded_own = x.new_empty((max(sizes), *x.shape[1:]))
     reduce_scatter_single(padded_own, padded, _native_op(op, x), group)
     own = padded_own[: sizes[comm.rank]]
@@ -94,10 +94,10 @@ def _pad(x: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def named_group(ranks: list[int], name: str, timeout_s: float) -> dist.ProcessGroup:
-    """A process group whose members find each other by its name.
+    """Create a process group whose members find each other by its name.
 
-    dist.new_group counts instead: how many groups a process has made so far. That hangs where a member has made more
-    than another, as ranks of a pool that serves worlds of several sizes have.
+    dist.new_group instead matches members by the number of groups each process has created so far. It hangs where these
+    numbers differ, as in a pool that serves worlds of several sizes.
     """
     c10d = dist.distributed_c10d
     group, _ = c10d._new_process_group_helper(

@@ -1,4 +1,4 @@
-"""Any Python values between ranks: pickled, as bytes."""
+"""Gather arbitrary Python values from all ranks, pickled as bytes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import torch
 
 
 def all_gather_objects(comm, value) -> list:
-    """Every rank's value, in rank order, on every rank. Sends (p-1) times its pickle, and 8 bytes for its length."""
+    """Return every rank's value, in rank order, on every rank.
+
+    Over all ranks, each pickle and its length of 8 bytes are sent p-1 times.
+    """
     data = _as_bytes(comm, value)
     sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
     return [_from_bytes(part) for part in comm.all_gather(data, sizes).split(sizes)]
 
 
 def gather_objects(comm, value, root: int = 0) -> list | None:
-    """Every rank's value, in rank order, on the root; None elsewhere. Each other rank sends its pickle once."""
+    """Return every rank's value, in rank order, on the root; None elsewhere.
+
+    After an all-gather of the lengths, every rank but the root sends its pickle once.
+    """
     data = _as_bytes(comm, value)
     sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
     if comm.rank != root:

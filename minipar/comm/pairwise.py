@@ -1,8 +1,9 @@
-"""Pairwise all-to-all: in step s exchange with the ranks s away, so every pair meets once and no link is shared.
+"""Pairwise all-to-all: in step s each rank sends to the rank s after it and receives from the rank s before it.
 
-`simple/collectives.py`, plus all exchanges under way at once.
+`simple/collectives.py`, plus all exchanges in flight at once.
 
-Cost: (p-1) alpha + (p-1)/p n beta for n bytes in x, the local chunk among them (Thakur et al. 2005, section 4.6).
+In a step, each rank sends to one rank and receives from one rank only, so no link is shared. Cost for n bytes in x,
+the local chunk included: (p-1) alpha + (p-1)/p n beta (Thakur et al. 2005, section 4.6).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from minipar.chunks import bounds, check_sizes
 
 
 def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch.Tensor:
-    """Rank r's chunk s goes to rank s, which puts it at place r: a transposition of chunks, along dim 0.
+    """Transpose the chunks along dim 0: rank r's chunk s becomes chunk r on rank s.
 
-    x     [sum(send_sizes), ...]   chunk s for rank s; by default cut as torch.chunk cuts, alike on all ranks
+    x     [sum(send_sizes), ...]   chunk s for rank s; by default cut as torch.chunk cuts, equally on all ranks
     out   [sum(recv_sizes), ...]   chunk s from rank s
 
-    Sends x but the chunk that stays: (p-1)/p of it where all chunks are alike.
-    Raises ValueError where the sizes do not cut x, or the chunk that stays differs from itself.
+    Sends x less its local chunk (the one for this rank): (p-1)/p of x where all chunks are equal.
+    Raises ValueError where the sizes do not cut x, or give the local chunk two different sizes.
     """
     p, rank = comm.size, comm.rank
     send_sizes, recv_sizes = all_to_all_sizes(comm, x, send_sizes, recv_sizes)
@@ -31,14 +32,14 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
         target, chunk = out[to[source] : to[source + 1]], x[from_[dest] : from_[dest + 1]]
         posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
     out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
-    # All are under way at once: nobody waits for a neighbour that is late in an earlier step.
+    # All exchanges are in flight at once: a peer that is late in one step does not delay the other steps.
     for exchange in posted:
         exchange.wait()
     return out
 
 
 def all_to_all_sizes(comm, x: torch.Tensor, send_sizes, recv_sizes) -> tuple[list[int], list[int]]:
-    """Both lists of sizes, checked; where only one is given the exchange is taken to be alike on all ranks."""
+    """Return both lists of sizes, checked; without recv_sizes, every rank is assumed to have these send_sizes."""
     send_sizes = check_sizes(send_sizes, x.shape[0], comm.size, "send_sizes")
     if recv_sizes is None:
         recv_sizes = [send_sizes[comm.rank]] * comm.size

@@ -1,4 +1,4 @@
-"""The step of which every reduction is made: send a chunk, receive another, add one's own to it."""
+"""Reduction operators, and the step that every reduction repeats: send a chunk, receive another, add the local one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 
 from minipar.errors import one_of
 
-# A received segment should still be in the cache when it is added; shorter ones would cost more in Python than they save.
+# A received segment should still be in the cache when it is added; shorter segments cost more in Python than they save.
 SEGMENT_BYTES = 4 << 20
 
 
 class Reduction(NamedTuple):
-    """combine(a, b, out=...) joins two contributions; `divide`: by the number of ranks at the end."""
+    """A reduction. combine(a, b, out=...) reduces two tensors; `divide`: divide the result by the number of ranks."""
 
     combine: Callable
     native: str  # torch.distributed's name for it
@@ -30,7 +30,7 @@ REDUCTIONS = {
 
 
 def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
-    """The Reduction of this name. Raises ValueError for an unknown one, and for a mean of whole numbers."""
+    """Return the Reduction of this name. Raises ValueError for an unknown name, and for a mean of integers."""
     if op not in REDUCTIONS:
         raise ValueError(f"op={op!r} is not a reduction; use {one_of(REDUCTIONS)}")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
@@ -43,8 +43,8 @@ def exchange_and_add(
 ) -> torch.Tensor:
     """Send `send_chunk` to rank `to`; out = mine + what rank `source` sends, flat tensors of one length. Returns out.
 
-    Both travel in messages of at most SEGMENT_BYTES, one after the other. `out` may be `mine` or `send_chunk` itself: a
-    segment is overwritten only after it has been read and sent.
+    Both chunks are sent in segments, messages of at most SEGMENT_BYTES, one after the other. `out` may be `mine` or
+    `send_chunk` itself: a segment is overwritten only after it has been read and sent.
     """
     length = max(1, SEGMENT_BYTES // send_chunk.element_size())
     longest = max(send_chunk.numel(), mine.numel())

@@ -1,8 +1,8 @@
-"""Ring collectives: everybody sends to the right and receives from the left, one chunk a step.
+"""Ring collectives: each rank sends to its right neighbour and receives from its left one, one chunk per step.
 
-`simple/collectives.py`, plus other sizes per rank, any reduction, messages in segments, results in given memory.
+`simple/collectives.py`, plus uneven chunk sizes, any reduction, messages in segments, results in given memory.
 
-The bandwidth-optimal family: no rank sends a byte more than it must. Latency grows with the number of ranks.
+The three below are bandwidth-optimal: no algorithm sends fewer bytes per rank. Their latency is proportional to p.
 
 Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byte beta, seconds to add a byte gamma
 (Thakur, Rabenseifner, Gropp 2005, sections 4.1-4.5):
@@ -11,7 +11,7 @@ Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byt
     all_gather       (p-1) alpha + (p-1)/p n beta
     all_reduce      2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-A chunk that will be added to travels in segments, each a message (`reduction.py`); a complete one as one message.
+A partial sum is sent in segments, each one message (`reduction.py`); a complete chunk is sent as one message.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from minipar.comm.reduction import exchange_and_add, find_reduction
 def reduce_scatter(
     comm, x: torch.Tensor, op: str = "sum", sizes=None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rank r's chunk of the sum over ranks of x: x [N, ...] -> [sizes[r], ...], cut along dim 0.
+    """Return this rank's chunk of the sum over ranks of x: x [N, ...] -> [sizes[r], ...], cut along dim 0.
 
-    Chunk c starts at rank c+1 and travels once around, growing by one contribution a step, until it ends at rank c.
-    Sends all of x but this rank's own chunk: (p-1)/p of it where p divides N. The additions of chunk c run in the order
-    c+1, c+2, ..., c. `out`, where to put it, may be that chunk of x itself.
+    The partial sum of chunk c starts at rank c+1 and is passed around the ring; each rank adds its part, rank c last. So
+    chunk c is summed in the order of ranks c+1, c+2, ..., c. Sends all of x but this rank's own chunk: (p-1)/p of it
+    where p divides N. `out`, if given, receives the result; it may be this rank's chunk of x.
     """
     p, rank = comm.size, comm.rank
     sizes = check_sizes(sizes, x.shape[0], p, "sizes")
@@ -37,7 +37,7 @@ def reduce_scatter(
     parts = _chunks(_flat(x), _edges(sizes, x))
     if p == 1:
         _copy_unless_alias(x, out.view(-1))
-    # One buffer for the partial sums: when the next one is written there, the last one has left.
+    # One buffer serves all partial sums: a partial sum has been sent before the next one is written.
     buffer = comm.scratch(max(part.numel() for part in parts), x.dtype, "partial sum")
     outputs = [buffer[: part.numel()] for part in parts]
     outputs[rank] = out.view(-1)
@@ -46,10 +46,10 @@ def reduce_scatter(
 
 
 def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Every rank's x, concatenated along dim 0: x [sizes[r], ...] -> [sum(sizes), ...]; without `sizes`, all are alike.
+    """Concatenate every rank's x along dim 0: x [sizes[r], ...] -> [sum(sizes), ...]; without `sizes`, all are equal.
 
-    In each step pass on the chunk received in the one before. Sends every chunk but the right neighbour's: (p-1)/p of
-    the result where all are alike. `out`, where to put it, may have x in its place already: then nothing is copied.
+    Each step passes on the chunk received in the step before. Sends every chunk but the right neighbour's: (p-1)/p of the
+    result where all are equal. `out`, if given, receives the result; if x already is its chunk of `out`, nothing is copied.
     """
     p, sizes = comm.size, gathered_sizes(comm, x, sizes)
     out = x.new_empty((sum(sizes), *x.shape[1:])) if out is None else out
@@ -60,10 +60,10 @@ def all_gather(comm, x: torch.Tensor, sizes=None, out: torch.Tensor | None = Non
 
 
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum over ranks of x, on every rank: a reduce-scatter, then an all-gather. Bitwise the same on all ranks.
+    """Return the sum over ranks of x on every rank, bitwise equal: a reduce-scatter, then an all-gather.
 
     Sends 2(p-1)/p of x where p divides its length; else all of it twice, less chunk r and chunk r+1 (mod p), cut as
-    torch.chunk cuts. `out` may be x itself: then it is in place.
+    torch.chunk cuts. `out`, if given, receives the result; it may be x itself.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     flat, target, p = _flat(x), out.view(-1), comm.size
@@ -77,10 +77,10 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
 
 
 def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """The root's x on every rank, for long vectors: scatter from the root, then a ring all-gather (van de Geijn).
+    """Return the root's x on every rank, for long vectors: scatter from the root, then a ring all-gather (van de Geijn).
 
-    2(p-1) alpha + 2 (p-1)/p n beta: twice the least number of bytes, but log p / 2 times less than a tree. The root sends
-    all but its own chunk, one by one; then every rank all but its right neighbour's.
+    Costs 2(p-1) alpha + 2 (p-1)/p n beta: twice the least number of bytes, but log p / 2 times fewer than a tree. The
+    root sends all chunks but its own; then every rank sends all chunks but its right neighbour's.
     """
     p, out = comm.size, torch.empty_like(x, memory_format=torch.contiguous_format)
     chunks = _chunks(out.view(-1), bounds(chunk_sizes(x.numel(), p)))
@@ -96,9 +96,10 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor | None:
-    """The sum over ranks of x on the root, None elsewhere: a reduce-scatter, then the chunks go to the root.
+    """Return the sum over ranks of x on the root, None elsewhere: a reduce-scatter, then every rank sends it its chunk.
 
-    2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma; a rank sends x but its own chunk, then that chunk.
+    Costs 2(p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma. Each rank sends all chunks of x but its own, then its chunk
+    of the sum.
     """
     flat = _flat(x)
     sizes = chunk_sizes(flat.numel(), comm.size)
@@ -118,12 +119,12 @@ def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tenso
 # Around the ring ------------------------------------------------------------------------------------------------
 #
 # In step s = 1, 2, ... rank r sends chunk r-s and receives chunk r-s-1 (mod p). In the first p-1 steps it adds its own
-# part to the received chunk, so that chunk r ends here, complete: the reduce-scatter. In the next p-1 steps complete
-# chunks are passed on: the all-gather. An all-reduce is both, without a pause between them.
+# part to the received chunk, so that rank r ends with the complete chunk r: the reduce-scatter. In the next p-1 steps
+# complete chunks are passed on: the all-gather. An all-reduce runs both in one loop.
 
 
 def _ring_steps(comm, steps: range, parts, outputs, reduction=None) -> None:
-    """Run ring steps. parts[c] is this rank's part of chunk c; outputs[c], which may alias it, receives the sum."""
+    """Run ring steps. parts[c] is this rank's part of chunk c; outputs[c], which may alias it, receives the chunk."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in steps:
@@ -141,7 +142,7 @@ def _chunks(flat: torch.Tensor, edges) -> list[torch.Tensor]:
 
 
 def _copy_unless_alias(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy x into `out`, unless it is that memory."""
+    """Copy x into `out`, unless both are the same memory."""
     if x.data_ptr() != out.data_ptr():
         out.copy_(_flat(x))
 
@@ -155,7 +156,7 @@ def _edges(sizes, x: torch.Tensor) -> list[int]:
 
 
 def gathered_sizes(comm, x: torch.Tensor, sizes) -> list[int]:
-    """The length along dim 0 of each rank's input to an all-gather."""
+    """Return the length along dim 0 of each rank's input to an all-gather. Raises ValueError where x disagrees."""
     sizes = [x.shape[0]] * comm.size if sizes is None else [int(s) for s in sizes]
     if len(sizes) != comm.size or sizes[comm.rank] != x.shape[0]:
         raise ValueError(

@@ -1,8 +1,8 @@
-"""A Comm is a stream: its operations run one after another, in the order in which they were called.
+"""The stream of a Comm: runs its operations one after another, in the order in which they were called.
 
-On a CPU the stream is a thread, started by the first asynchronous operation; a synchronous operation on an idle stream
-runs in the caller's own thread. On CUDA it is a CUDA stream (cuda_stream.py), and waiting makes the current stream wait,
-not the host. This is NCCL's model, so a program that is correct here is correct there.
+On CPU the stream is a thread, started by the first asynchronous operation; a synchronous operation on an idle stream runs
+in the calling thread. On CUDA it is a CUDA stream (cuda_stream.py), and waiting makes the current stream wait, not the
+host. This is NCCL's model, so a program that is correct on CPU is correct with NCCL.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from collections.abc import Callable
 
 import torch
 
-Waits = dict[
-    int, object
-]  # thread -> the message or operation it waits for: how a blocked rank explains itself
+# thread -> the message or operation it waits for, for the explanation of a blocked rank
+Waits = dict[int, object]
 
 
 class Handle:
-    """The promise of an asynchronous operation: `wait()` returns its result, or raises its exception."""
+    """Handle of an asynchronous operation: `wait()` returns its result, or raises its exception."""
 
     def __init__(self, name: str = "operation", waits: Waits | None = None, on_wait: Callable | None = None):
         self.finished = threading.Event()
@@ -54,7 +53,7 @@ class Handle:
 
 
 class StreamThread(threading.Thread):
-    """Takes (handle, operation) pairs from a queue until it finds None."""
+    """A thread that runs (handle, operation) pairs from a queue until it receives None."""
 
     def __init__(self, name: str):
         super().__init__(name=name, daemon=True)
@@ -64,25 +63,26 @@ class StreamThread(threading.Thread):
         while (item := self.operations.get()) is not None:
             handle, operation = item
             handle.run(operation)
-            del item, handle, operation  # keep nothing alive while waiting for the next
+            del item, handle, operation  # or their tensors stay alive until the next operation
 
 
 class ThreadStream:
-    """Operations in call order. `run` waits for the result, `submit` returns a Handle.
+    """A CPU stream, which runs operations in call order. `run` waits for the result, `submit` returns a Handle.
 
-    A stream belongs to the thread that used it first. Two threads calling in an order that differs between ranks would
-    receive each other's messages, so a second thread is refused; autograd's threads and streams act for their caller.
+    A stream belongs to the first thread that uses it; calls from a second thread raise RuntimeError. If two threads called
+    in an order that differs between ranks, they would receive each other's messages. Threads of autograd and of other
+    streams are allowed: they act for the thread that called them.
     """
 
     def __init__(self, name: str, waits: Waits | None = None):
         self.name, self._waits = name, waits
         self._owner: int | None = None
-        self._inline: int | None = None  # the thread that is inside an operation by itself
+        self._inline: int | None = None  # the calling thread, while it runs an operation itself
         self._thread: StreamThread | None = None
-        self._last: threading.Event | None = None  # not its handle, which would keep its result alive
+        self._last: threading.Event | None = None  # not the handle, which would keep the result alive
 
     def inside(self) -> bool:
-        """Is the calling thread inside an operation of this stream?"""
+        """Return whether the calling thread is inside an operation of this stream."""
         me = threading.get_ident()
         return me == self._inline or (self._thread is not None and me == self._thread.ident)
 
@@ -125,12 +125,12 @@ class ThreadStream:
 
 
 def acts_for_another() -> bool:
-    """Is this thread autograd's, in somebody else's backward, or a stream's?"""
+    """Return whether this thread is running a backward for autograd, or is the thread of a stream."""
     return isinstance(threading.current_thread(), StreamThread) or torch._C._current_graph_task_id() != -1
 
 
 def recorded(trace, name: str, operation: Callable):
-    """Run the operation, and record when in the trace, on the lane of this thread."""
+    """Run the operation, and record its span in the trace, on the lane of this thread."""
     thread = threading.current_thread()
     with trace.span("communicate", name, "main" if thread is threading.main_thread() else thread.name):
         return operation()

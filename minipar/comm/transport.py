@@ -1,7 +1,7 @@
-"""The transport under every Comm: it hands messages over, waits for them with a deadline, and keeps the ledger of bytes.
+"""The transport under every Comm: posts messages, waits for them with a deadline, and counts the bytes sent.
 
-There are two, with one contract: `Tagged`, for gloo, which matches messages by pair of ranks and tag, posted from any
-thread; and `Grouped` (grouped.py), for NCCL, which matches them by their order alone.
+There are two implementations of one interface: `Tagged` for gloo, which matches messages by pair of ranks and tag and
+may post them from any thread; and `Grouped` (grouped.py) for NCCL, which matches them by order alone.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from minipar.trace import Trace
 
 
 class Transport:
-    """One process's end of the world, shared by all its Comms.
+    """One process's endpoint in a world, shared by all its Comms.
 
-    group      the torch process group underneath, `ranks` its members as world ranks, `rank` this one of them
-    timeout_s  how long one wait may take
-    run        number of the run of a local pool: part of every tag, so that runs never meet
+    group      the torch process group that carries the messages
+    ranks      the members of `group` as world ranks
+    rank       this process's world rank
+    timeout_s  seconds a single wait may take
+    run        number of the run or world, part of every tag, so that no run receives messages of another
     node_size  ranks per machine, where the launcher knows it
-    report     None, or a function that hands a value to the caller of `run`
-    groups     (name, ranks) -> process group, for native collectives and the grouped transport
-    namespace  what the names of these groups begin with
+    report     None, or a function that passes a value to the caller of `run`
+    groups     (name, ranks) -> process group, for native collectives and the NCCL transport
+    namespace  prefix of the names of these groups
     """
 
     def __init__(self, group, ranks: tuple[int, ...], rank: int, device: torch.device, timeout_s: float, *,
@@ -54,7 +56,7 @@ class Transport:
         return self.channels[key]
 
     def ranks_per_node(self, ranks: tuple[int, ...]) -> int | None:
-        """How many of these ranks each node has, if known, uniform, in blocks, and there are two levels; else None."""
+        """Return the number of `ranks` per node; None if unknown, unequal, not contiguous, one per node, or all on one."""
         if self.node_size is None:
             return None
         nodes = [r // self.node_size for r in ranks]
@@ -63,7 +65,7 @@ class Transport:
         return g if nodes == blocks and 1 < g < len(ranks) else None
 
     def process_group(self, key: ChannelId):
-        """The torch process group of exactly these ranks, in this order; the first call makes it, on all of them."""
+        """Return the torch process group of these ranks, in this order. The first call creates it and is collective."""
         if key.ranks == self.ranks:
             return self.group
         if key not in self.groups:
@@ -71,7 +73,7 @@ class Transport:
         return self.groups[key]
 
     def release_groups(self) -> None:
-        """Destroy the process groups before the interpreter ends, or a thread that frees a tensor aborts the process."""
+        """Release the process groups before the interpreter ends, or a thread that frees a tensor aborts the process."""
         self.group = None
         self.groups.clear()
 
@@ -89,7 +91,7 @@ class Transport:
             self.waits.pop(thread, None)
 
     def counts(self) -> MessageCounts:
-        """Everything sent, received and waited for here: enough to explain a failure from all ranks' counts."""
+        """Return what this rank has posted and what it waits for. All ranks' counts together explain a failure."""
         counts = MessageCounts(list(self.waits.values()), {}, {})
         for channel in list(self.channels.values()):
             for table, posted in ((counts.sent, channel.sent), (counts.received, channel.received)):
@@ -97,26 +99,26 @@ class Transport:
                     table[channel.key, lane, peer] = last
         return counts
 
-    # The contract: what a transport implements --------------------------------------------------------------------
+    # The interface that a transport implements --------------------------------------------------------------------
 
     def make_stream(self, name: str):
-        """The stream of a new channel."""
+        """Return the stream of a new channel."""
         raise NotImplementedError
 
     def open(self, channel: Channel) -> None:
-        """A Comm was made on this channel, by all its ranks."""
+        """Prepare a channel; called by all its ranks when they make a Comm on it."""
 
     def post(self, channel: Channel, kind: str, x, to, out, source, traffic: Traffic) -> PendingMessages:
-        """Hand over a send of x to rank `to` and a receive into `out` from rank `source`; either may be None."""
+        """Post a send of x to rank `to` and a receive into `out` from rank `source`; `to` or `source` may be None."""
         raise NotImplementedError
 
 
 class PendingMessages:
-    """Messages handed to the transport: `wait()` returns what was received, when all have arrived or left."""
+    """Posted messages: `wait()` returns the received tensor once all of them have been sent and received."""
 
     def __init__(self, transport: Transport, works: Sequence[tuple], out: torch.Tensor | None):
         self._transport = transport
-        self._works = works  # (work, message, tensor): the tensor must live until its message has left
+        self._works = works  # (work, message, tensor): keeps the tensor alive until its message is sent
         self._out = out
 
     def wait(self) -> torch.Tensor | None:
@@ -127,20 +129,20 @@ class PendingMessages:
 
 
 class Tagged(Transport):
-    """Messages of gloo. The tag is a digest of run, name, ranks, operation, dtype, number and length of the message.
+    """The gloo transport. A message's tag is a digest of its run, name, ranks, operation, dtype, number and length.
 
-    So a message can only be received as what it was sent as. One of another length is never delivered (it would abort
-    the process), and one left over from an earlier run is never found.
+    So a receive only matches a send of the same operation, dtype and length. A message of another length is never delivered
+    (gloo would abort the process), nor is a message left over from an earlier run.
     """
 
     def make_stream(self, name: str) -> ThreadStream:
         return ThreadStream(name, self.waits)
 
     def post(self, channel: Channel, kind: str, x, to, out, source, traffic: Traffic) -> PendingMessages:
-        """The send first: gloo then writes the message from its own thread, once the peer is ready for it.
+        """Post the send before the receive: gloo then writes the message from its own thread, once the peer is ready.
 
-        A receive posted first has the peer's message arrive while this thread is writing its own on the same
-        connection, for which gloo's thread then polls in vain.
+        With the receive posted first, the peer's message could arrive while this thread writes its own on the same
+        connection, and gloo's thread would poll that connection in vain.
         """
         works = []
         if to is not None and x.numel():
@@ -152,7 +154,7 @@ class Tagged(Transport):
         return PendingMessages(self, works, out)
 
     def _hand_over(self, channel: Channel, verb: str, x: torch.Tensor, peer: int) -> tuple:
-        # A collective on the stream's thread and a message posted beside it are counted apart.
+        # Messages of collectives and point-to-point messages are numbered separately: both may be pending at once.
         lane = "p2p" if channel.kind is None else "collective"
         posted, transport = (
             (channel.sent, self.group.send) if verb == "send" else (channel.received, self.group.recv)
@@ -168,6 +170,6 @@ class Tagged(Transport):
         tag = zlib.crc32(b"%s %d %d" % (label_bytes, number, num_bytes), channel.digest) >> 1  # 31 bits
         try:
             work = transport([x], channel.peers[peer], tag)
-        except RuntimeError as error:  # a connection that is known to be broken
+        except RuntimeError as error:  # gloo already knows that the connection is broken
             raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
         return work, message, x

@@ -1,6 +1,6 @@
-"""Binomial trees: in each of log p steps the number of ranks that have the data doubles (or halves, towards the root).
+"""Binomial trees: in each of log p steps of a broadcast, the number of ranks that have the data doubles.
 
-`simple/collectives.py`, plus the tree upwards, which reduces.
+`simple/collectives.py`, plus reduce, the same tree from the leaves to the root, and all-reduce.
 
 Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
 
@@ -8,7 +8,7 @@ Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
     reduce      ceil(log p) (alpha + n beta + n gamma)
     all_reduce  both, one after the other
 
-Few steps, but every one carries the whole vector: for short ones.
+Few steps, but each sends the whole vector: for short vectors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minipar.comm.reduction import find_reduction
 
 
 def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
-    """The root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
+    """Return the root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if comm.rank == root:
         out.copy_(x)
@@ -28,14 +28,14 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
 
 
 def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor | None:
-    """The sum over ranks of x on the root, None elsewhere. Every rank but the root sends x once."""
+    """Return the sum over ranks of x on the root, None elsewhere. Every rank but the root sends x once."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _reduce_into(comm, x, out, root, find_reduction(op, x.dtype))
     return out if comm.rank == root else None
 
 
 def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
-    """Reduce to rank 0, then broadcast from it: p-1 times x sent up, p-1 times down, over all ranks."""
+    """Reduce to rank 0, then broadcast from it. All ranks together send x p-1 times in each half."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     _reduce_into(comm, x, out, 0, find_reduction(op, x.dtype))
     _broadcast_in(comm, out, 0)
@@ -43,7 +43,10 @@ def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None 
 
 
 def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
-    """Rank `place` (counted from the root) hears from the place with its lowest set bit cleared, then tells the rest."""
+    """Receive from the parent, then send to the children. A place is a rank counted from the root, mod p.
+
+    The parent of a place is that place with its lowest set bit cleared.
+    """
     p = comm.size
     place = (comm.rank - root) % p
     distance = 1
@@ -58,7 +61,7 @@ def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
 
 
 def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, reduction) -> None:
-    """The same tree upwards: add what the places below hand in, then hand the sum to the place above."""
+    """Add the sums received from the children, nearest first, then send the total to the parent, as in `_broadcast_in`."""
     p = comm.size
     place = (comm.rank - root) % p
     sums, distance = x.detach(), 1

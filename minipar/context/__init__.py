@@ -1,12 +1,13 @@
 """Context parallelism: one sequence split over ranks, because its activations do not fit on one. In reading order:
 
-layout.py          which tokens a rank holds: contiguous, zigzag, striped
+token_layout.py    layouts: the tokens that each rank holds, contiguous, zigzag or striped
+limits.py          sequence lengths and models that can be split over cp ranks
 documents.py       several documents in one sample
-all_gather.py      every rank collects all keys and values
-ring.py           keys and values travel around a ring
-ulysses.py         all tokens of a part of the heads, by all-to-all
-usp.py             Ulysses inside nodes, the ring across them
-apply.py           the model with one of these in place of its attention's core
+all_gather.py      every rank all-gathers keys and values
+attention_ring.py  keys and values are sent around a ring
+ulysses.py         each rank gets all tokens of some heads, by all-to-all
+usp.py             Ulysses inside nodes, ring attention across nodes
+split_sequence.py  `context_parallel`: the model with one of these as its attention's core
 """
 
 import lazy_loader

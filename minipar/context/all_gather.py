@@ -1,11 +1,11 @@
-"""Context parallelism by all-gather: every rank collects all keys and values, and attends with its own queries.
+"""Context parallelism by all-gather: every rank all-gathers keys and values, and attends with its own queries.
 
-Simpler than a ring, and no worse in bytes; but nothing hides the first gather, and a rank holds the keys and values of
-the whole sequence. Taking `heads_at_once` key/value heads at a time bounds that, and hides every gather but the first
-behind the heads before. Keys and values are kept by their owners only and gathered again for the backward, whose
-gradients a reduce-scatter takes home.
+Simpler than a ring, and sends no more bytes; but no computation overlaps the first all-gather, and each rank holds the keys
+and values of the whole sequence. Gathering `heads_at_once` key/value heads at a time bounds this memory, and overlaps
+every all-gather but the first with the attention of the heads before. Each rank saves only its own keys and values:
+backward gathers them again, and reduce-scatters their gradients.
 
-    forward    2 N h_kv (P-1)/P elements sent by a rank        h_kv = kv heads * head_dim, for each sample
+    forward    2 N h_kv (P-1)/P elements sent per rank         h_kv = kv heads * head_dim, for each sample
     backward   4 N h_kv (P-1)/P                                the gradients in float32 or wider
 
 Source: Llama 3, arXiv:2407.21783, section 3.3.2.
@@ -39,10 +39,10 @@ def all_gather_attention(
     impl: str = "auto",
     heads_at_once: int | None = None,
 ) -> Tensor:
-    """This rank's part of the attention of a split sequence; arguments as in `ring_attention`.
+    """Compute this rank's part of attention over a split sequence; arguments as in `ring_attention`.
 
-    heads_at_once  how many key/value heads are gathered at a time; None: all. A rank then holds 2 * 2 * N * head_dim
-                   * heads_at_once elements of them for each sample: the present ones and the next
+    heads_at_once  key/value heads gathered at a time; None: all. For each sample a rank then holds 2 * 2 * N * head_dim
+                   * heads_at_once elements: the keys and values of the current heads and of the next ones
 
     Raises ValueError where heads_at_once does not divide the key/value heads.
     """
@@ -50,7 +50,7 @@ def all_gather_attention(
     require_divides("heads_at_once", heads_at_once or k.shape[1], "key/value heads", k.shape[1])
     length, p = q.shape[2] * comm.size, comm.size
     keys = tuple(run for r in range(p) for run in local_runs(length, r, p, layout))
-    # A zigzag is put in order: fewer, larger parts of it are seen.
+    # Zigzag keys are sorted into sequence order: the mask then has fewer, larger regions.
     runs, keys = (keys, (TokenRun(0, length),)) if layout == "zigzag" else (None, keys)
     mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
     gathered = Gathered(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
@@ -58,7 +58,11 @@ def all_gather_attention(
 
 
 class Gathered(NamedTuple):
-    """How keys and values are collected: where they are put in order, the runs in which they come."""
+    """The all-gather of keys and values, and the reduce-scatter of their gradients, by chunks of heads.
+
+    mask  between this rank's queries and the gathered keys
+    runs  None, or the token runs in gathered order: keys are then sorted into sequence order
+    """
 
     comm: object
     mask: Mask
@@ -67,30 +71,30 @@ class Gathered(NamedTuple):
     heads_at_once: int
 
     def chunks(self, k: Tensor, v: Tensor) -> list[Tensor]:
-        """[2, B, heads_at_once, N/P, head_dim] each."""
+        """Split k and v by heads into chunks of [2, B, heads_at_once, N/P, head_dim]."""
         return list(torch.stack((k, v)).split(self.heads_at_once, dim=2))
 
     def start(self, kv: Tensor):
         return self.comm.all_gather(kv[None], async_op=True)
 
     def whole(self, handle) -> Tensor:
-        """[P, 2, B, heads, N/P, head_dim] as gathered -> [2, B, heads, N, head_dim]"""
+        """Wait for gathered chunks [P, 2, B, heads, N/P, head_dim] and join them: [2, B, heads, N, head_dim]."""
         kv = handle.wait().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         return kv if self.runs is None else kv.index_select(3, self._arrived().argsort().to(kv.device))
 
     def start_home(self, dkv: Tensor):
-        """Sum the gradients of all ranks, each owner's at the owner."""
+        """Start to reduce-scatter the gradients of keys and values: each rank receives the sum for its own tokens."""
         if self.runs is not None:
             dkv = dkv.index_select(3, self._arrived().to(dkv.device))
         parts = dkv.unflatten(3, (self.comm.size, -1)).permute(3, 0, 1, 2, 4, 5)
         return self.comm.reduce_scatter(parts.contiguous(), async_op=True)
 
     def _arrived(self) -> Tensor:
-        """The index in the sequence of each token, as they are gathered."""
+        """Return the sequence index of each token, in gathered order."""
         return indices(self.runs)
 
     def query_heads(self, x: Tensor, chunk: int, num_kv_heads: int) -> Tensor:
-        """A view of the heads of x [B, H, ...] that use this chunk of the key/value heads."""
+        """Return a view of the heads of x [B, H, ...] that read this chunk of the key/value heads."""
         heads = x.shape[1] // num_kv_heads * self.heads_at_once
         return x[:, chunk * heads : (chunk + 1) * heads]
 

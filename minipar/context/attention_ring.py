@@ -1,19 +1,20 @@
-"""Ring attention: keys and values travel around the ring while each rank attends to the ones it has.
+"""Ring attention: blocks of keys and values are sent around a ring while each rank attends to the block that it holds.
 
-`simple/ring_attention.py`, plus communication behind compute, kernels and tiles, zigzag and striped layouts, documents.
+`simple/ring_attention.py`, plus communication overlapped with compute, kernels and tiles, zigzag and striped layouts,
+documents.
 
-Every rank keeps its queries. In step s rank r holds the keys and values of rank r - s; it merges them into its result by
-their log-sum-exps (`minipar.model.lse_merge`) while they are already on their way to rank r + 1. No rank ever holds more
-than two blocks of keys and values.
+Every rank keeps its queries. In step s rank r holds the keys and values of rank r - s: it sends them to rank r + 1 while it
+attends to them and merges the result by log-sum-exp (`minipar.model.lse_merge`). Besides its own keys and values, a rank
+never holds more than two blocks.
 
-Backward they travel once more. The gradient of a block follows it around: each rank adds its part, and after the
-last rank it is sent home, where the owner's own part waits for it. So it moves P - 1 times, as in a reduce-scatter.
+Backward sends the blocks around once more. The gradient of a block follows it: each rank adds its part, and the last rank
+sends the sum to the block's owner, which adds its own part. So it is sent P - 1 times, as in a reduce-scatter.
 
-    forward    2 N h_kv (P-1)/P elements sent by a rank        h_kv = kv heads * head_dim, for each sample
+    forward    2 N h_kv (P-1)/P elements sent per rank         h_kv = kv heads * head_dim, for each sample
     backward   4 N h_kv (P-1)/P                                the gradients in float32 or wider
 
-A block of which nothing is seen is passed on without being computed. Works wherever the layout has put the tokens: what is
-seen is decided by their places in the whole sequence.
+A block that is wholly masked is sent on, and nothing is computed on it. Any layout works: the mask follows from the
+tokens' indices in the whole sequence.
 
 Source: arXiv:2310.01889, section 3 and appendix A.
 """
@@ -46,15 +47,16 @@ def ring_attention(
     seq_len: int | None = None,
     impl: str | AttentionKernel = "auto",
 ) -> Tensor:
-    """This rank's part of the attention of a sequence whose tokens are split over `comm`.
+    """Compute this rank's part of attention over a sequence whose tokens are split over `comm`.
 
-    q, out     [B, H, N/P, head_dim]      this rank's tokens, as `layout` has it: see `layout.py`
+    q, out     [B, H, N/P, head_dim]      this rank's tokens, in the order of `layout`: see `token_layout.py`
     k, v       [B, H/g, N/P, head_dim]
-    positions  None, or of the documents' tokens here, [N/P] or [B, N/P]
-    seq_len    where the sequence is padded, its length without: keys beyond are not seen
-    impl       what computes a block, as in `flash_attention`; or a AttentionKernel of one's own
+    positions  None, or the position of each of this rank's tokens in its document, [N/P] or [B, N/P]
+    seq_len    None, or the length of the sequence without its padding: later keys are masked
+    impl       what computes a block, as in `flash_attention`; or an AttentionKernel
 
-    Sends and receives B times what is said above, whatever the mask. Keeps q, k, v, out and a number a query.
+    Sends and receives B times the elements given at the top of this file, whatever the mask. Saves q, k, v, out and one
+    log-sum-exp per query and head.
     Raises ValueError where shapes do not fit, or N/P is not what the layout cuts.
     """
     check_shapes(q, k, v)
@@ -68,18 +70,18 @@ def ring_attention(
 
 
 class Ring(NamedTuple):
-    """The ranks, what this rank's queries see of each rank's keys, and what computes a block."""
+    """The Comm of the ring, the mask between this rank's queries and each rank's keys, and the kernel for one block."""
 
     comm: object
     mask_of: Callable[[int], Mask]
     kernel: AttentionKernel
 
     def source(self, step: int) -> int:
-        """Whose keys are here in this step."""
+        """Return the rank whose keys and values this rank holds in this step."""
         return (self.comm.rank - step) % self.comm.size
 
     def pass_on(self, x: Tensor, kind: str = "ring_attention"):
-        """Send x to the right and receive as much from the left, meanwhile; a handle whose `wait()` gives that."""
+        """Start to send x to the right and receive as much from the left; return a handle whose `wait()` returns that."""
         comm = self.comm
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         exchange = partial(comm.exchange, x, right, x.shape, x.dtype, left, out=torch.empty_like(x))
@@ -90,7 +92,7 @@ class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, ring):
         out, lse = no_keys(q)
-        kv = torch.stack((k, v))  # one message a step
+        kv = torch.stack((k, v))  # one message per step
         for step in range(ring.comm.size):
             arriving = ring.pass_on(kv) if step < ring.comm.size - 1 else None
             with span(ring.comm.trace, "compute", "forward"):
@@ -116,7 +118,7 @@ class _RingAttention(Function):
                 ring.kernel.attend_backward_(dq, *dkv, q, *kv, out, lse, dout, mask)
             if step == 0:
                 own = dkv
-            else:  # what the ranks before have found for this block comes after it, and goes on with it
+            else:  # add the earlier ranks' dK and dV of this block, then pass the sum on
                 dkv = dkv if grads_arriving is None else dkv.add_(grads_arriving.wait())
                 grads_arriving = ring.pass_on(dkv, "ring_attention_gradients")
             kv = arriving.wait() if arriving else None

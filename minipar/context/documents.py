@@ -1,8 +1,8 @@
-"""Several documents in one sample, one after another, none of which reads or predicts another.
+"""Several documents packed into one sample, none of which attends to or predicts another.
 
-A token's position says all there is to know: it counts from 0 in every document, so its document started at its index
-less its position, and the next token's position is 0 where a document ends. Positions are split over ranks like tokens,
-and every mask is made from them (`minipar.model.mask`).
+The tokens' positions are enough to tell the documents apart: they count from 0 in every document, so a token's document
+starts at its index minus its position, and ends where the next token's position is 0. Positions are split over ranks like
+tokens, and every mask is made from them (`minipar.model.mask`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def document_positions(lengths: Sequence[int]) -> Tensor:
 
 
 def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
-    """What each token should predict: the next one, or nothing where its document ends.
+    """Return each token's target: the next token, or IGNORED where its document ends.
 
     tokens, positions, targets  [..., T]
     """
@@ -41,9 +41,9 @@ def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
-    """Fill samples of `seq_len` tokens with documents, in order; one that does not fit goes on in the next sample.
+    """Fill samples of `seq_len` tokens with documents, in order; a document that does not fit continues in the next sample.
 
-    What goes on is a document of its own there. The last sample is filled up with tokens 0, which predict nothing.
+    Its continuation counts as a document of its own. The last sample is padded with tokens 0, whose targets are IGNORED.
     """
     tokens = torch.cat(list(documents))
     missing = -len(tokens) % seq_len

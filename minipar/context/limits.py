@@ -1,4 +1,4 @@
-"""The sequences and models that can be split over ranks, from their sizes alone. Imports no torch."""
+"""The sequence lengths and models that context parallelism can split, from their sizes alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
 def multiple_of(size: int, layout: str, ulysses_size: int = 1) -> int:
-    """What the length of a sequence must be a multiple of."""
+    """Return the number that must divide the length of a sequence."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use {one_of(LAYOUTS)}")
-    # zigzag cuts a group's tokens in two; where an even number of ranks share them nothing more is asked
+    # zigzag gives each group of ulysses_size ranks two pieces; where that is even, multiples of `size` already allow it
     return 2 * size if layout == "zigzag" and ulysses_size % 2 else size
 
 
 def padded_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> int:
-    """The least length from seq_len on that the layout cuts."""
+    """Return seq_len rounded up to a length that the layout can split."""
     multiple = multiple_of(size, layout, ulysses_size)
     return -(-seq_len // multiple) * multiple
 
 
 def check_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> None:
-    """Raise ValueError unless the layout cuts a sequence of this length."""
+    """Raise ValueError unless the layout can split a sequence of this length."""
     padded = padded_length(seq_len, size, layout, ulysses_size)
     if padded != seq_len:
         raise ValueError(
@@ -35,7 +35,7 @@ def check_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) ->
 
 
 def check_heads(num_heads: int, size: int, pad: bool = False) -> None:
-    """Raise ValueError where Ulysses cannot cut so many heads over so many ranks."""
+    """Raise ValueError where Ulysses cannot split num_heads over `size` ranks."""
     if num_heads % size and not pad:
         padded = -(-num_heads // size) * size
         raise ValueError(
@@ -54,16 +54,16 @@ def check_context_parallel(
     tp: int = 1,
     **options,
 ) -> None:
-    """Raise ValueError where such a model cannot be split so, saying what would work; no ranks are needed.
+    """Raise ValueError, saying what would work, where a model of this config cannot be split this way; needs no ranks.
 
-    seq_len  of the samples; None: not known yet
+    seq_len  tokens per sample; None: not known yet
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is unknown; use {one_of(ATTENTIONS)}")
     if attention != "usp" and ulysses_size != 1:
         raise ValueError(f"ulysses_size={ulysses_size} is for attention='usp', not {attention!r}")
     require_divides("ulysses_size", ulysses_size, "cp", cp)
-    check_length(0, cp, layout)  # is there such a layout?
+    check_length(0, cp, layout)  # raises if there is no such layout
     if attention in ("ulysses", "usp"):
         over = cp if attention == "ulysses" else ulysses_size
         check_heads(config.num_heads // tp, over, options.get("pad", False))
@@ -91,7 +91,7 @@ def _check_groups(config: ModelConfig, cp: int, seq_len: int | None, layout: str
 
 
 def token_positions(seq_len: int, rank: int, size: int, layout: str, ulysses_size: int = 1) -> list[int]:
-    """`token_layout.local_positions` as a list."""
+    """Return `token_layout.local_positions` as a list, without torch."""
     group, groups = rank // ulysses_size, size // ulysses_size
     own = seq_len // groups
     if layout == "contiguous":

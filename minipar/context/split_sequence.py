@@ -1,10 +1,10 @@
-"""The recipe: a model whose sequences are split over ranks.
+"""Context parallelism of the whole model: each rank runs it on its own tokens of every sequence.
 
-Everything but attention treats tokens one by one, so only attention's `core` is replaced; and a token's position, by
-which its queries and keys are turned, is its place in the whole sequence, so each rank says which tokens it has.
+Everything but attention acts on each token separately, so only attention's `core` is replaced. RoPE rotates queries and
+keys by a token's index in the whole sequence, so the model's default positions become the indices of this rank's tokens.
 
-The gradient of every parameter is then a sum over the ranks, each with its own tokens: data parallelism sums it, over
-dp x cp, as it sums over samples.
+Each rank computes its own tokens' part of every gradient: data parallelism sums the parts over dp x cp, as it does for
+samples.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ def context_parallel(
     ulysses_size: int = 1,
     **options,
 ) -> Transformer:
-    """Let the model, or a stage of it, cut over tp or not, take this rank's tokens of each sample; returns the model.
+    """Make the model, or a pipeline stage of it, take this rank's tokens of each sample, in place; returns the model.
 
+    model         with or without tensor parallelism
     comm          the cp ranks; each calls this with the same model
-    layout        which tokens a rank has: see `layout.py`. Without positions given, the model takes those of the layout
-    attention     "ring", "ulysses", "all_gather", or "usp": Ulysses over groups of `ulysses_size`, a ring over these
+    layout        which tokens a rank has: see `token_layout.py`. If the caller gives no positions, the layout's are used
+    attention     "ring", "ulysses", "all_gather", or "usp": Ulysses inside groups of `ulysses_size`, a ring across them
     impl          what computes a block, as in `flash_attention`
-    options       further ones of that attention: `heads_at_once` of all_gather, `pad` of ulysses and usp
+    options       of that attention: `heads_at_once` of all_gather, `pad` of ulysses and usp
 
-    Feed it `local_batch(...)` with the whole batch's `count`. A tied, frozen or absent parameter is as it was; there is
-    nothing to place, for no parameter is cut.
-    Raises ValueError where the heads cannot be cut so, or a routing group is longer than a rank's piece.
+    Call `model.loss` with `local_batch(...)` and the whole batch's `count`. No parameter is split, so placements, and tied
+    and frozen parameters, are unchanged.
+    Raises ValueError where ulysses_size does not divide cp, the heads cannot be split, or the layout would split routing
+    groups: here if the whole sequence is one group, otherwise in the model's forward.
     """
     check_context_parallel(model.config, comm.size, None, layout, attention, ulysses_size, **options)
     core = _core(comm, layout, attention, impl, ulysses_size, options)
@@ -65,7 +67,7 @@ def _core(comm, layout: str, attention: str, impl: str, ulysses_size: int, optio
 
 @dataclass(frozen=True)
 class LocalPositions:
-    """The positions of this rank's tokens, where the caller does not say and samples hold one document."""
+    """Default positions: the indices of this rank's tokens in the whole sequence, for samples of one document."""
 
     config: ModelConfig
     rank: int

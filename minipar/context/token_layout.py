@@ -1,11 +1,11 @@
-"""Which tokens of a sequence each rank holds.
+"""Layouts: the tokens of a sequence that each rank holds.
 
     contiguous   rank r has the r-th of P pieces
     zigzag       rank r has the r-th of 2P pieces from the start and the r-th from the end
     striped      rank r has tokens r, r + P, r + 2P, ...
 
-Under a causal mask late tokens see more keys than early ones: contiguous gives rank r all the work of r blocks and a
-half, zigzag and striped give everybody the same (zigzag exactly; striped up to a diagonal).
+Under a causal mask late tokens see more keys than early ones: contiguous gives rank r the work of r + 1/2 blocks; zigzag
+and striped give every rank the same work (zigzag exactly; striped up to a diagonal).
 
 Sources: zigzag: Llama 3, arXiv:2407.21783, section 3.3.2; striped: arXiv:2311.09431.
 """
@@ -24,9 +24,9 @@ from minipar.model.mask import Mask, TokenRun, indices
 
 
 def local_runs(seq_len: int, rank: int, size: int, layout: str = "zigzag") -> tuple[TokenRun, ...]:
-    """The tokens of `rank`, in the order in which it holds them.
+    """Return the tokens of `rank`, in the order in which it holds them.
 
-    Raises ValueError where the layout is unknown or does not cut seq_len, saying what to pad to.
+    Raises ValueError where the layout is unknown or cannot split seq_len, saying what to pad to.
     """
     check_length(seq_len, size, layout)
     own = seq_len // size
@@ -41,10 +41,10 @@ def local_runs(seq_len: int, rank: int, size: int, layout: str = "zigzag") -> tu
 def local_positions(
     seq_len: int, rank: int, size: int, layout: str = "zigzag", ulysses_size: int = 1
 ) -> Tensor:
-    """The indices in the sequence of the tokens of `rank`: int64 [seq_len / size].
+    """Return the sequence indices of the tokens of `rank`: int64 [seq_len / size].
 
-    ulysses_size  above 1: neighbouring ranks in groups of this size share what one rank of `layout` over the groups
-                  would hold, each a contiguous piece of it (see `usp.py`)
+    ulysses_size  above 1: `layout` splits the sequence over groups of this many neighbouring ranks, and each rank of a
+                  group holds a contiguous piece of the group's tokens (see `usp.py`)
     """
     if ulysses_size == 1:
         return indices(local_runs(seq_len, rank, size, layout))
@@ -54,27 +54,27 @@ def local_positions(
 
 
 def order_of_gathered(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> Tensor:
-    """The index of each token of all ranks' tokens put one rank after another: int64 [seq_len]."""
+    """Return the sequence indices of all ranks' tokens, concatenated in rank order: int64 [seq_len]."""
     return torch.cat([local_positions(seq_len, r, size, layout, ulysses_size) for r in range(size)])
 
 
 def take_local(
     x: Tensor, rank: int, size: int, layout: str = "zigzag", dim: int = 1, ulysses_size: int = 1
 ) -> Tensor:
-    """The tokens of `rank` from a whole sequence along `dim`."""
+    """Return the tokens of `rank` of a whole sequence along `dim`."""
     positions = local_positions(x.shape[dim], rank, size, layout, ulysses_size)
     return x.index_select(dim, positions.to(x.device))
 
 
 def join_local(parts: list[Tensor], layout: str = "zigzag", dim: int = 1, ulysses_size: int = 1) -> Tensor:
-    """The whole sequence from all ranks' tokens, in rank order: the inverse of `take_local`."""
+    """Join the tokens of all ranks, given in rank order, into the whole sequence: the inverse of `take_local`."""
     gathered = torch.cat(parts, dim)
     order = order_of_gathered(gathered.shape[dim], len(parts), layout, ulysses_size)
     return gathered.index_select(dim, order.argsort().to(gathered.device))
 
 
 class LocalBatch(NamedTuple):
-    """This rank's tokens [B, T/P], their targets [B, T/P], and their positions [T/P] or, of documents, [B, T/P]."""
+    """This rank's tokens [B, T/P], their targets [B, T/P], and their positions [T/P] or, with documents, [B, T/P]."""
 
     tokens: Tensor
     targets: Tensor
@@ -91,14 +91,14 @@ def local_batch(
     pad: bool = False,
     ulysses_size: int = 1,
 ) -> LocalBatch:
-    """What `rank` is given of a batch: hand it to `model.loss(tokens, targets, positions, count=...)`.
+    """Return the part of a batch for `rank`: the arguments of `model.loss(tokens, targets, positions, count=...)`.
 
     tokens, targets  [B, T]             the whole batch, on every rank
-    positions        [T] or [B, T]      of documents; default 0 ... T-1
-    pad              lengthen to what the layout needs: padding comes last, so no real token sees it, and its targets
-                     are ignored. It is a document of its own
+    positions        [T] or [B, T]      each token's position in its document; default 0 ... T-1
+    pad              pad to a length that the layout can split: the padding comes last, so under a causal mask no other
+                     token sees it, and its targets are ignored. Where positions are given, it is a document of its own
 
-    `count` is that of the whole `targets`: ranks' losses and gradients then sum to those of one process.
+    `count` is the number of counted targets in the whole batch: ranks' losses and gradients then sum to one process's.
     """
     missing = padded_length(tokens.shape[1], size, layout, ulysses_size) - tokens.shape[1] if pad else 0
     if positions is None:
@@ -111,7 +111,7 @@ def local_batch(
 
 
 def causal_work(seq_len: int, rank: int, size: int, layout: str) -> int:
-    """How many scores `rank` computes of a causal attention: pairs of one of its queries and a key it sees.
+    """Return the number of scores that `rank` computes in causal attention: pairs of one of its queries and a key it sees.
 
     contiguous   n (r n) + n (n+1) / 2                with n = T/P
     zigzag       n/2 ((2P-1) n/2 + n/2 + 1)           the same for every rank: a P-th of T (T+1) / 2

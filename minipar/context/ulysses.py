@@ -1,17 +1,17 @@
-"""Ulysses: for the attention alone, exchange a part of the tokens with all heads for all tokens of a part of the heads.
+"""Ulysses: for attention only, ranks exchange all heads of some tokens for all tokens of some heads.
 
 `simple/ulysses.py`, plus grouped queries, heads that P does not divide, other layouts, documents.
 
     [B, H, N/P, d]   -- all-to-all ->   [B, H/P, N, d]   -- attention of one process ->   -- all-to-all back ->
 
-One all-to-all carries queries, keys and values together. Attention itself needs no communication and every rank does
-the same work, whatever the mask; but heads must go round. Where there are fewer key/value heads than ranks, ranks
-whose queries share one get it each.
+One all-to-all sends queries, keys and values together. Attention itself needs no communication and every rank does
+the same work, whatever the mask; but P must divide the heads, or the last ranks get fewer (`pad`). Where there are fewer
+key/value heads than ranks, each of them is sent to all ranks whose queries read it.
 
-Sent by a rank, for N tokens, h = heads * head_dim and h_kv likewise, for each sample:
+Sent per rank, for N tokens, h = heads * head_dim and h_kv = kv heads * head_dim, for each sample:
 
     forward    (2 h + 2 h_kv) N (P-1)/P^2 elements: 4 N h (P-1)/P^2 without grouped queries.     backward   the same
-    where P is above the number of key/value heads, the 2 h_kv grow by P / kv heads
+    where P exceeds the number of key/value heads, the term 2 h_kv is multiplied by P / kv heads
 
 Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 """
@@ -43,12 +43,12 @@ def ulysses_attention(
     impl: str = "auto",
     pad: bool = False,
 ) -> Tensor:
-    """This rank's part of the attention of a split sequence; arguments as in `ring_attention`.
+    """Compute this rank's part of attention over a split sequence; arguments as in `ring_attention`.
 
-    pad  where P does not divide the heads, cut them as if there were more: the last ranks have fewer, or none. The
-         padding is neither sent nor computed
+    pad  where P does not divide the heads, split them as if padded to a multiple of P: the last ranks have fewer heads,
+         or none. The padding is neither sent nor computed
 
-    Documents add 8 B N (P-1)/P bytes: every rank needs all positions.
+    Documents send 8 B N (P-1)/P bytes more, forward: every rank gathers all positions.
     Raises ValueError where shapes do not fit, or P does not divide the heads and pad=False.
     """
 
@@ -63,9 +63,10 @@ def ulysses_attention(
 
 
 def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None = None, pad: bool = False):
-    """Call attend(q, k, v, positions) on all the tokens of a part of the heads, and give back a part of the tokens.
+    """Call attend(q, k, v, positions) on all tokens of this rank's heads; return all heads of this rank's tokens.
 
-    order  where it is not that of the ranks: the index of each token of the ranks' tokens one after another
+    order  None, or the sequence index of each token of all ranks, concatenated in rank order: attend then gets the tokens
+           in sequence order
     """
     check_shapes(q, k, v)
     check_heads(q.shape[1], comm.size, pad)
@@ -78,7 +79,7 @@ def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None =
 
 
 class HeadCut(NamedTuple):
-    """Which heads each rank gets: neighbouring queries, and the key/value heads that these read."""
+    """The heads of each rank: consecutive query heads, and the key/value heads that these read."""
 
     num_heads: int
     num_kv_heads: int
@@ -93,11 +94,11 @@ class HeadCut(NamedTuple):
         return slice(queries.start // group, -(-queries.stop // group)) if _length(queries) else slice(0, 0)
 
     def parts(self, rank: int) -> list[int]:
-        """How many heads of q, k and v it gets."""
+        """Return the number of heads of q, of k and of v that `rank` gets."""
         return [_length(self.queries(rank)), *2 * [_length(self.keys(rank))]]
 
     def key_of_each_query(self, rank: int) -> list[int] | None:
-        """Where its queries do not share its keys evenly: which of them each reads."""
+        """Return, per query head of `rank`, which of its key/value heads it reads; None where they share these evenly."""
         queries, keys = self.queries(rank), self.keys(rank)
         group = self.num_heads // self.num_kv_heads
         reads = [head // group - keys.start for head in range(queries.start, queries.stop)]

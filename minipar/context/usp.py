@@ -1,13 +1,13 @@
-"""Both at once (USP): Ulysses inside a node, where an all-to-all is cheap, and the ring across nodes, where it is not.
+"""USP: Ulysses inside a node, where an all-to-all is cheap, and ring attention across nodes, where it is not.
 
-P = R * U ranks; neighbouring ranks form R groups of U. A group holds what one rank of a ring of R would hold, each
-member a contiguous piece of it. The all-to-all inside the group gives each member all of the group's tokens for H/U of the
-heads, which go around a ring of the R members with the same heads.
+P = R * U ranks: neighbouring ranks form R groups of U. A group holds the tokens that one rank of a ring of R would hold,
+each rank a contiguous piece of them. The all-to-all inside the group gives each rank all of the group's tokens for H/U of
+the heads; ring attention then runs over the R ranks, one of each group, that have the same heads.
 
-Heads bound U alone, so there can be more ranks than heads; the ring's messages, made of a U-th of the heads each,
-shrink by U at the cost of the all-to-alls within nodes.
+The number of heads limits only U, so there can be more ranks than heads. Each ring sends 1/U of the heads, so ring traffic
+shrinks by U, at the cost of the all-to-alls inside nodes.
 
-    forward    Ulysses over U with N/R tokens, and a ring over R with h_kv/U: see there
+    forward    sends what Ulysses sends over U ranks with N/R tokens, and what a ring sends over R ranks with h_kv/U
 
 Source: arXiv:2405.07719, section 3.
 """
@@ -34,10 +34,10 @@ def usp_attention(
     impl: str = "auto",
     pad: bool = False,
 ) -> Tensor:
-    """This rank's part of the attention of a split sequence; arguments as in `ring_attention` and `ulysses_attention`.
+    """Compute this rank's part of attention over a split sequence; arguments as in `ring_attention`, `ulysses_attention`.
 
     ulysses_comm  the U ranks of this rank's group
-    ring_comm     the R ranks with this rank's place in their groups, in the order of the groups
+    ring_comm     the R ranks with the same index in their groups as this rank, in the order of the groups
 
     The tokens of each rank are `local_positions(N, rank, R * U, layout, ulysses_size=U)`.
     """
@@ -49,9 +49,9 @@ def usp_attention(
 
 
 def split_comm(comm, ulysses_size: int):
-    """(ring_comm, ulysses_comm): groups of `ulysses_size` neighbouring ranks.
+    """Return (ring_comm, ulysses_comm) for groups of `ulysses_size` neighbouring ranks.
 
-    Raises ValueError where ulysses_size does not divide the ranks.
+    Raises ValueError where ulysses_size does not divide the number of ranks.
     """
     require_divides("ulysses_size", ulysses_size, "cp", comm.size)
     first = comm.rank - comm.rank % ulysses_size

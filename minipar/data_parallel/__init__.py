@@ -1,22 +1,24 @@
-"""Data parallelism: every rank has the model and a part of the batch. In reading order:
+"""Data parallelism: every rank has the model, or its shard of it, and a part of the batch. In reading order:
 
-buckets.py      parameters grouped into flat buffers, in the order in which their gradients become ready
-ddp.py          the same gradients on every rank, reduced while the backward is still running
-shard.py        a bucket of which each rank owns a chunk
-update.py       the optimizer of one chunk
-zero.py         ZeRO-1 and ZeRO-2: the optimizer's state is cut, then the gradients
-state.py        a cut optimizer's state in and out, whole
-per_element.py  which optimizers may be cut
-lamb.py         one that may not, unless its ranks talk
-fsdp.py         ZeRO-3, or FSDP: the parameters are cut too, and whole only while their unit runs
-backward.py     its half that autograd calls
-unit.py         which modules are units, and which unit has which parameter
-flat.py         a unit's parameters as one flat buffer, gathered and freed
-whole.py        from whole parameters to shards and back
-guard.py        a freed parameter, which says so when it is used
-usage.py        which parameters did any rank use
-offload.py      states in the host's memory, or on disk
-precision.py    the scale of a loss whose gradients are fp16
+buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
+gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO
+ddp.py                     DDP: every rank has a replica, and gradients are all-reduced
+sharded_bucket.py          a bucket of which each rank owns a chunk
+offload.py                 memory for shards and optimizer state: the device's, the host's, or files on disk
+shard_optimizer.py         the optimizer of one chunk
+elementwise_optimizers.py  the optimizers that may update a shard of a parameter
+lamb.py                    one that needs norms of whole parameters, and all-reduces them
+unused_parameters.py       the parameters that any rank used
+optimizer_state.py         a sharded optimizer's state gathered, and loaded from the gathered form
+zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
+freed_parameter.py         the error on using a parameter whose unit is resharded
+flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
+flat_gradients.py          their gradients, reduced to shards
+fsdp_unit.py               FSDP's units: which module is one, which parameters it has, and their order
+fsdp_full_state.py         FSDP's shards made from full parameters, and gathered again
+fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
+updates.py                 one interface to the optimizer, for every stage
+loss_scaler.py             dynamic loss scaling, for gradients in fp16
 """
 
 import lazy_loader

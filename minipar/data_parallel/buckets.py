@@ -1,8 +1,8 @@
-"""Gradients travel in buckets: one all-reduce per parameter wastes latency, one for all of them leaves nothing to overlap.
+"""Buckets of gradients: an all-reduce per parameter wastes latency, and one all-reduce for all cannot overlap the backward.
 
-A bucket is one flat buffer with a view for every parameter in it; the views become the parameters' gradients, so
-reducing the buffer reduces them all. Buckets hold the parameters in reverse order of registration, which is about the
-order in which a backward finishes their gradients. The first bucket is small, so that communication begins early.
+A bucket is one flat buffer with a view for every parameter in it. The views become the parameters' gradients, so
+reducing the buffer reduces them all. Parameters fill buckets in reverse order of registration, which is roughly the
+order in which a backward computes their gradients. The first bucket is small, so that communication begins early.
 Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT_BYTES = 64  # of every view and chunk: a cache line, and what vector loads like
+ALIGNMENT_BYTES = 64  # of every view and chunk: a cache line, and enough for vector loads
 
 
 class Bucket:
     """Parameters of one dtype that one Comm reduces together.
 
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
-            flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are alike and aligned
+            flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
-    flags   for each of `flagged`: did any rank compute a gradient? Empty in all but the last bucket
+    flags   for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient. Empty in other buckets
     """
 
     def __init__(self, params: list[nn.Parameter], comm, flagged: list[nn.Parameter] = ()):
@@ -39,7 +39,7 @@ class Bucket:
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> None:
-        """Make the parameter's gradient the view in this bucket, keeping its value; without one, zeros stand in."""
+        """Copy the parameter's gradient into its view and make the view its `.grad`. Without a gradient, zero the view."""
         view = self.views[param]
         if param.grad is None:
             view.zero_()
@@ -54,9 +54,10 @@ def make_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> list[Bucket]:
-    """Buckets of at most `bucket_bytes` (a larger parameter has one to itself), in the order to reduce them.
+    """Group parameters into buckets of at most `bucket_bytes`, in the order to reduce them.
 
-    A bucket has one dtype and one Comm; parameters of different ones fill buckets side by side.
+    A parameter larger than that has its own bucket. A bucket has one Comm, dtype and device; each combination of these
+    fills buckets of its own.
     """
     filling: dict[tuple, list[nn.Parameter]] = {}  # (comm, dtype) -> the bucket being filled
     groups: dict[tuple, list[nn.Parameter]] = {}
@@ -90,13 +91,16 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def part_in_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
-    """Start and end, in a flattened tensor that lies at `start` of a flat buffer, of its part in the range `chunk`."""
+    """Return (start, end) of the elements of a flattened tensor that lie in `chunk`.
+
+    The tensor begins at `start` of a flat buffer; `chunk` is a (start, end) of that buffer.
+    """
     low, high = (min(max(edge - start, 0), num_elems) for edge in chunk)
     return low, high
 
 
 def slice_of_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> slice:
-    """The same part, counted from where the chunk begins; empty where they do not meet."""
+    """Return the same part as a slice of the chunk; empty where the tensor and the chunk do not overlap."""
     low, high = part_in_chunk(start, num_elems, chunk)
     at = start + low - chunk[0] if high > low else 0
     return slice(at, at + high - low)

@@ -1,6 +1,6 @@
 """DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running.
 
-`simple/ddp.py`, plus buckets by dtype and Comm, unused parameters, frozen and tied ones, buffers.
+`simple/ddp.py`, plus buckets by dtype and Comm, unused and frozen parameters, no_sync, and recovery from exceptions.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from minipar.mesh import place_whole, placement_of, set_placement
 
 
 class DDP(nn.Module):
-    """The module, with gradients that are the mean (or the sum) over ranks by the time `backward()` returns.
+    """A wrapped module whose gradients are the mean (or the sum) over ranks by the time `backward()` returns.
 
     module      any module; its parameters and buffers become rank 0's
-    comm        the ranks that have a copy, or a function from parameter to Comm (experts are copied on fewer ranks)
-    bucket_mb   how many megabytes (of 2**20 bytes) are reduced at once; the first time, `first_bucket_mb` at most
+    comm        the ranks that hold a replica, or a function from parameter to Comm (experts have fewer replicas)
+    bucket_mb   the most megabytes (of 2**20 bytes) in a bucket; in the first one, `first_bucket_mb` if that is less
     reduce      "mean", as torch's DDP: for a loss that is a mean over this rank's samples.
                 "sum": for a loss already divided by the global number of tokens
     algorithm   of the all-reduce
 
     forward     the module's
-    backward    grad = 1/p * sum over ranks of grad, launched bucket by bucket, waited for at the very end
+    backward    grad = 1/p * sum over ranks of grad; bucket by bucket, waited for at the very end
 
-    A parameter that no rank used keeps the gradient it had (None after zero_grad); one that some ranks used counts as
-    zero on the others. Gradients are views of the buckets. Accumulate under `no_sync()`: a gradient left from an earlier
-    synchronised backward would be reduced a second time.
+    A parameter that no rank used keeps the gradient that `zero_grad` gave it, None or zero. A parameter that only some
+    ranks used counts as zero on the other ranks. Gradients are views of the buckets. Accumulate under `no_sync()`: a
+    gradient that an earlier backward has already reduced would be reduced again.
 
     Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, one flag per parameter in the last
     bucket (the usage bitmap), rounded up to 64p bytes.
-    Raises ValueError for a bad argument; RuntimeError where a gradient arrives after its bucket has left.
+    Raises ValueError for a bad argument; RuntimeError where a gradient changes after its bucket was reduced.
     Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
     """
 
@@ -75,11 +75,11 @@ class DDP(nn.Module):
         return tree_map_only(Tensor, lambda x: arm_on_backward(x, end) if x.requires_grad else x, outputs)
 
     def no_sync(self):
-        """A context whose backwards only accumulate; the next one outside reduces the sum."""
+        """A context whose backwards only accumulate; the next backward outside reduces the sum."""
         return self.reducer.no_sync()
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that no backward outside no_sync has computed."""
+        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         self.reducer.synchronize()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -90,7 +90,7 @@ class DDP(nn.Module):
         self._handles.append(reduce(bucket.flat, self.reduce, algorithm=self.algorithm, async_op=True))
 
     def _finish(self) -> None:
-        """Wait for the sums. A parameter that another rank used has a gradient here too."""
+        """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()

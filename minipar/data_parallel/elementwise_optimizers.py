@@ -1,4 +1,4 @@
-"""Which optimizers may be handed a part of a parameter: those that update every element from that element alone."""
+"""The optimizers that may update a shard of a parameter: those that update each element from that element alone."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PER_ELEMENT = [
     "RMSprop",
     "Rprop",
     "ASGD",
-]  # of torch.optim; Adafactor, Muon, LBFGS and SparseAdam are not
+]  # of torch.optim; not per element: Adafactor, Muon, LBFGS, SparseAdam
 
 
 def require_per_element(optimizer_cls, vouched_for: bool) -> None:
-    """Raise ValueError for a class that may not be cut, unless it says itself that it adds its norms up over ranks.
+    """Raise ValueError unless the class updates per element, is vouched for, or sums its norms over shards itself.
 
-    LAMB divides a parameter's step by that parameter's norm; of a part of it, the norm is another one. It must sum the
-    squares over the ranks that have the other parts, as `Lamb` does. Adafactor and Muon use a matrix's rows and columns.
+    LAMB rescales a parameter's step by the parameter's norm, and a shard has another norm: the squares must be summed
+    over the ranks with the other shards, as `Lamb` does. Adafactor and Muon use whole rows and columns of a matrix.
     """
     known = {getattr(torch.optim, name) for name in PER_ELEMENT}
     if optimizer_cls in known or vouched_for or getattr(optimizer_cls, "sums_over_shards", False):

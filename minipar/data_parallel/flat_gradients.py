@@ -1,9 +1,9 @@
-"""The gradients of one flat buffer: whole ones as autograd computes them, reduced to this rank's shard.
+"""The reduction of one flat buffer's gradients, from the full gradients that autograd computes to this rank's shards.
 
-add       a whole gradient arrives, and waits for the others of its unit
-reduce    the reduce-scatter of all of them is started: REDUCING
-advance   it is waited for, which frees the whole gradients; over replicas an all-reduce of the shard follows
-write     the sum becomes the `.grad` of the shards
+add       keep a full gradient until its unit's backward ends
+reduce    start one reduce-scatter of all of them
+advance   wait for it, which frees the full gradients, and start the all-reduce of the chunk over replicas, if any
+write     add the result to the `.grad` of the shards
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from minipar.data_parallel.unused_parameters import used_anywhere
 
 
 class FlatGradients:
-    """
-    flat     the parameters these are the gradients of
-    pending  parameter -> its whole gradient in reduce_dtype, not yet reduced
+    """The gradients of one `FlatParameters`, and their reduction under way.
+
+    flat     the parameters
+    pending  parameter -> its full gradient in reduce_dtype, not yet reduced
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """
@@ -28,18 +29,18 @@ class FlatGradients:
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
         self._reducing = None  # the handle of the collective under way
-        self._replicas_left: list = []  # to sum over after it
+        self._replicas_left: list = []  # the Comms to all-reduce over after it
 
     @torch.no_grad()
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Add a whole gradient, which this takes over, to those that wait."""
+        """Add a full gradient to the pending ones. Its memory may be kept and changed in place."""
         gradient = gradient.to(self.reduce_dtype)
         before = self.pending.get(param)
         self.pending[param] = gradient if before is None else before.add_(gradient)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start to reduce the pending gradients; a missing one counts as zero. Sends (p-1)/p n elements."""
+        """Start to reduce the pending gradients; a missing gradient counts as zero. Sends (p-1)/p n elements."""
         flat = self.flat
         if not flat.trained:
             return
@@ -56,7 +57,7 @@ class FlatGradients:
             self._reducing = scatter(gradients, self.op, algorithm=flat.algorithm, async_op=True)
 
     def advance(self) -> bool:
-        """Wait for the collective under way, and start the next one. Returns whether there is one."""
+        """Wait for the collective under way, and start the next one. Return whether there was a next one."""
         if self._reducing is None:
             return False
         chunk, self._reducing = self._reducing.wait(), None
@@ -81,7 +82,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def write(self, used: set[nn.Parameter]) -> None:
-        """Add the sums to the shards' `.grad`; a parameter that no rank used gets none."""
+        """Add the reduced gradients to the shards' `.grad`, except for parameters that no rank used."""
         flat = self.flat
         assert self._reducing is None
         assert flat.state is not State.UNSHARDED
@@ -93,16 +94,16 @@ class FlatGradients:
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def discard(self) -> None:
-        """After an error: drop gradients that were not reduced, and sums that were not written."""
+        """After an error, drop gradients that were not reduced, and reduced ones that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()
         self.flat.forget_shard_grads()
 
 
 class UnitReducer:
-    """The gradients of all units: each unit's are reduced when its backward has ended, the rest at the end of the whole.
+    """The gradient reduction of all units: each unit's after its backward, the rest at the end of the whole backward.
 
-    units         of FSDP, outer ones first
+    units         FSDP's units, outer ones first
     gradients_of  parameter -> the FlatGradients it belongs to
     used          parameters with a gradient on this rank since the last reduction
     """
@@ -122,7 +123,7 @@ class UnitReducer:
         self.gradients_of[param].add(param, gradient)
 
     def reduce(self, unit) -> None:
-        """Start to reduce a unit's gradients. No more than two units' whole gradients are alive."""
+        """Wait for the previous unit's reduce-scatter, then start this unit's: at most two units have full gradients."""
         if self._reducing is not None:
             self._reducing.advance_reduction()
         unit.reduce()
@@ -130,7 +131,7 @@ class UnitReducer:
         self._reduced.append(unit)
 
     def finish(self) -> None:
-        """Reduce what is left, wait for everything, and give the shards their gradients."""
+        """Reduce the remaining gradients, wait for all reductions, and write the shards' `.grad`."""
         for unit in reversed(self.units):
             if unit not in self._reduced or any(gradients.pending for gradients in unit.gradients):
                 self.reduce(unit)
@@ -141,7 +142,7 @@ class UnitReducer:
         self.used.clear()
 
     def _used_anywhere(self) -> set[nn.Parameter]:
-        """By any rank of the Comm a parameter is cut over, then of those that hold replicas of its chunk."""
+        """Return the parameters used by any rank: of the Comm that shards them, then of the Comms of their replicas."""
         used, comms = self.used, {}
         for param, gradients in self.gradients_of.items():
             flat = gradients.flat
@@ -152,7 +153,7 @@ class UnitReducer:
         return set(used)
 
     def discard(self) -> None:
-        """After an error: drop what has been computed and not handed out."""
+        """After an error, drop all gradients that have not been written to the shards."""
         for gradients in self.gradients:
             gradients.discard()
         self.used.clear()

@@ -1,14 +1,14 @@
-"""A flat buffer of parameters, sharded at rest and all-gathered in use. Three states, and the four ways between them:
+"""A flat buffer of parameters, sharded at rest and all-gathered for use. It has three states and four transitions:
 
     SHARDED      param.data is this rank's part of the parameter: a range of it, flat, perhaps empty; `full` has no memory
     UNSHARDING   the same, but `full` has memory, which an all-gather is filling or has filled
-    UNSHARDED    param.data is the whole parameter, a view of `full`: nothing is copied out
+    UNSHARDED    param.data is the full parameter, as a view of `full`: no copy is made
 
     SHARDED --unshard--> UNSHARDING --use_unsharded--> UNSHARDED --use_sharded--> UNSHARDING --reshard--> SHARDED
 
-Autograd may have saved a view of `full` (a transpose, say) in place of the parameter. So the buffer stays the same object
-for good, and only its memory comes and goes: `storage.resize_(0)` and back. Refilled through `full` itself, it looks to
-autograd's version counters like the parameter it saved.
+Autograd may have saved a view of `full` (a transpose, say) for the backward. So `full` is never replaced: resharding frees
+its memory with `storage.resize_(0)`, and unsharding allocates it again. The all-gather writes through `full`, not through
+the parameters, so their version counters do not change and autograd accepts the refilled memory.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class State(Enum):
 class FlatParameters:
     """Parameters of one dtype and one Comm, all trained or all frozen.
 
-    state     see above
+    state     see the head of this file
     shard     [n/p] in the parameters' dtype: this rank's chunk, the master copy
-    full      [n] in the compute dtype; without memory while SHARDED
-    comm      the ranks that have the other chunks; None: nothing is cut, `whole` is True and shard is [n]
-    replicas  Comms over which the same chunk is held: its gradient is summed over one after the other
+    full      [n] in the compute dtype; its memory is freed while SHARDED
+    comm      the ranks that have the other chunks. None: not sharded, so `whole` is True, and `full` is `shard`, [n]
+    replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
     """
 
     def __init__(
@@ -67,28 +67,28 @@ class FlatParameters:
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype if compute_dtype and not self.whole else self.dtype
-        self._gathering = None  # the handle of an all-gather
-        self._shard_grads: dict[nn.Parameter, Tensor] = {}  # while their parameters are unsharded
+        self._gathering = None  # the handle of the all-gather under way
+        self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
 
     # Layout -----------------------------------------------------------------------------------------------------
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """Start and end of this rank's part in the flattened parameter."""
+        """Return (start, end) of this rank's part in the flattened parameter."""
         return part_in_chunk(self.starts[param], self.num_elems[param], self.range)
 
     def of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
-        """The parameter's elements in a buffer [n]."""
+        """Return the parameter's elements in a flat buffer [n]."""
         return flat[self.starts[param] : self.starts[param] + self.num_elems[param]]
 
     def of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
-        """This rank's part of the parameter in a chunk [n/p]."""
+        """Return this rank's part of the parameter in a chunk [n/p]."""
         return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
 
-    # Made of full parameters ------------------------------------------------------------------------------------
+    # Sharding full parameters ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def cut(self, value_of: Callable[[nn.Parameter], Tensor], axis: str, broadcast: bool) -> None:
-        """Take this rank's chunk of the parameters' values, or with `broadcast` of rank 0's values."""
+        """Make `shard` this rank's chunk of the parameters' values: its own values or, with `broadcast`, rank 0's."""
         if broadcast:
             shard = self._chunk_of_rank0(value_of)
         else:
@@ -144,7 +144,7 @@ class FlatParameters:
         self.state = State.UNSHARDING
 
     def use_unsharded(self) -> None:
-        """UNSHARDING -> UNSHARDED: wait for the all-gather; the parameters are views of `full`."""
+        """UNSHARDING -> UNSHARDED: wait for the all-gather, and make the parameters views of `full`."""
         self._wait()
         if self.state is State.UNSHARDED:
             return
@@ -157,7 +157,7 @@ class FlatParameters:
             param.data = view
 
     def use_sharded(self, guarded: bool = False) -> None:
-        """UNSHARDED -> UNSHARDING: the parameters are shards again. `guarded`: computing with one is an error."""
+        """UNSHARDED -> UNSHARDING: make the parameters shards again. `guarded`: make it an error to compute with them."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED if self.whole else State.UNSHARDING
             for param, view in self.shard_views.items():
@@ -171,7 +171,7 @@ class FlatParameters:
 
     def reshard(self, guarded: bool = False) -> None:
         """Any state -> SHARDED: free the memory of `full`."""
-        self._wait()  # the stream may still be writing there
+        self._wait()  # the all-gather may still be writing to `full`
         self.use_sharded(guarded)
         if self.state is State.UNSHARDING:
             self.full.untyped_storage().resize_(0)
@@ -182,10 +182,10 @@ class FlatParameters:
             self._gathering.wait()
             self._gathering = None
 
-    # What must hold -------------------------------------------------------------------------------------------------
+    # Invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RuntimeError where a parameter's storage has been replaced, or a frozen one is trained now."""
+        """Raise RuntimeError where a parameter's storage was replaced, or a frozen parameter is trained now."""
         views = self.full_views if self.state is State.UNSHARDED else self.shard_views
         for param, view in views.items():
             if _memory_of(param) != _memory_of(view):
@@ -199,24 +199,24 @@ class FlatParameters:
                 )
 
     def forget_shard_grads(self) -> None:
-        """Drop gradients that were set aside while parameters were unsharded: the caller could not zero them."""
+        """Drop shard gradients set aside while their parameters are unsharded: `zero_grad` cannot reach them."""
         self._shard_grads.clear()
 
 
 def _memory_of(x: Tensor) -> tuple:
-    """Where a tensor's memory is, also an empty tensor's."""
+    """Return what identifies a tensor's memory; `data_ptr()` does not for an empty tensor."""
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype
 
 
 def _materialise(param: nn.Parameter, value: Tensor) -> None:
-    """Give a meta parameter a value; `.data` refuses another kind of tensor."""
+    """Give a meta parameter a value. Assigning `.data` is refused where the device differs."""
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)
 
 
 def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:
-    """Starts of parameters of these sizes in a flat buffer for so many ranks, and its length."""
+    """Return the start of each parameter, given their sizes, in a flat buffer for `num_ranks` ranks, and its length."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

@@ -1,4 +1,4 @@
-"""A parameter that must not be used now: while the model runs, this rank has only a part of it."""
+"""An error on using a parameter while its unit is resharded, when this rank has only a part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class FreedParameter(nn.Parameter):
-    """What a parameter's class is while its unit is freed: computing with it raises; looking at it does not."""
+    """The class of a parameter while its unit is resharded: computing with it raises, inspecting it does not."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -25,7 +25,7 @@ LOOKING = ("__get__", "__set__", "size", "dim", "numel", "data_ptr", "is_floatin
 
 
 def guard(param: nn.Parameter, name: str, unit: str) -> None:
-    """Make using the parameter an error that names it and its unit."""
+    """Make it an error to compute with the parameter. The error names the parameter and its unit."""
     if param.__class__ is nn.Parameter:
         param.freed = (name, unit)
         param.__class__ = FreedParameter

@@ -1,4 +1,4 @@
-"""FSDP, or ZeRO-3: parameters are cut too, and a unit of them is whole only while it runs.
+"""FSDP, or ZeRO-3: parameters are sharded too, and each unit's are unsharded only while the unit runs.
 
 `simple/fsdp.py`, plus units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
 precision, no_sync, recomputation, and recovery from exceptions.
@@ -6,7 +6,7 @@ precision, no_sync, recomputation, and recovery from exceptions.
 
 from __future__ import annotations
 
-# longer than 250 lines because the hooks of a unit's forward and of its backward are read beside each other
+# longer than 250 lines because the hooks of a unit's forward and of its backward are read together
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
@@ -29,31 +29,33 @@ from minipar.model.overrides import GRADIENT_RECEIVER
 
 
 class FSDP(nn.Module):
-    """The module, each of p ranks keeping a p-th part of every parameter, of its gradient and so of optimizer state.
+    """A wrapped module that is sharded: each of p ranks holds 1/p of its parameters, gradients and optimizer state.
 
-    module        changed in place; rank 0's parameters and buffers are everybody's. May be on the meta device: see `init`
-    comm          the ranks to cut over, or a function from parameter to Comm
-    units         a module class, a tuple of them or a predicate: each match is gathered and freed as one; None: all of it
-    shard_rest    parameters outside units form a unit, the root. False: they stay whole, their gradients are averaged
-    reshard_after_forward   free a unit after its forward, and gather it again for the backward. False: keep it
-    compute_dtype floating point parameters are cast to it before they are gathered, and inputs of units too
-    reduce_dtype  of the reduction; default: the parameters'
+    module        changed in place; every rank gets rank 0's parameters and buffers. May be on the meta device: see `init`
+    comm          the ranks to shard over, or a function from parameter to Comm
+    units         a module class, a tuple of them or a predicate: each match is a unit. None: the whole module is one
+    shard_rest    parameters outside units form a unit, the root. False: they are replicated, their gradients all-reduced
+    reshard_after_forward   reshard a unit after its forward, unshard it again for the backward. False: keep it unsharded
+    compute_dtype sharded parameters are cast to it before the all-gather; so are floating point inputs of units
+    reduce_dtype  of the gradient reduction; default: the parameters'
     reduce        "mean" or "sum" over the ranks, as in DDP
-    prefetch      gather the next unit while this one computes
-    replicas      ranks that have the same shard, as a Comm or a function: hybrid sharding
+    prefetch      all-gather the next unit while this one computes
+    replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
     init          (canonical name, shape) -> value, for a module on the meta device
-    offload       "disk": shards live in files in `folder`
+    offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
 
-    forward       w = all_gather(shard)                              unit by unit, before it runs
+    forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
-    Make the optimizer of `parameters()` after this: they are now flat shards, gradients too. Every rank must run the same
-    units in the same order. The unit whose forward ends last is kept for the backward, which begins with it.
+    Wrap first, then make the optimizer from `parameters()`: these are now flat shards, and so are their gradients. All
+    ranks must run the same units in the same order. The unit whose forward ends last stays unsharded for its backward,
+    which comes first.
 
-    Sends per step (p-1)/p of: every unit twice in compute_dtype (less the last one, once), trained ones in reduce_dtype,
-    each parameter rounded up to 64 elements and each unit to 64p; and ring fashion one byte a parameter. 3P against DDP's
-    2P elements. Holds shards and at most three gathered units: the root, the running one and the next.
-    Raises ValueError for a bad argument; RuntimeError where a freed parameter is used or a storage has been replaced.
+    Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
+    once in reduce_dtype to reduce-scatter its gradients if it is trained. Each parameter is rounded up to 64 elements and
+    each unit to 64p. Also sends an all-reduce of one byte per parameter. In all 3P elements, where DDP sends 2P.
+    Holds the shards and at most three unsharded units: the root, the running one and the next.
+    Raises ValueError for a bad argument; RuntimeError where a resharded parameter is used or a storage was replaced.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -98,7 +100,7 @@ class FSDP(nn.Module):
         self.reducer = UnitReducer(self.units, algorithm)
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
-        self._depth = 0  # of units inside units, while the module runs
+        self._depth = 0  # how many nested units are in their forward
         self._end = BackwardEnd(self._finish)
         self._begin_backward()
         self._hook()
@@ -116,16 +118,16 @@ class FSDP(nn.Module):
 
     # A forward --------------------------------------------------------------------------------------------------
     #
-    # before a unit   unshard it; start to gather the next; reshard the one before
-    # after it        reshard it, but not before another unit begins
+    # before a unit   reshard the previous one; unshard this one; prefetch the next
+    # after a unit    mark it to be resharded when another unit begins
 
     def _run(self, unit: Unit, forward, *args, **kwargs):
-        """The forward of a unit's module, between its two hooks."""
+        """Run the forward of a unit's module, with a hook before and a hook after it."""
         args, kwargs = self._before_forward(unit, args, kwargs)
         try:
             outputs = forward(*args, **kwargs)
         except BaseException:
-            if not in_backward():  # there, recomputation ends early by raising
+            if not in_backward():  # in a backward, recomputation stops early by raising
                 self._reset()
             raise
         self._after_forward(unit, outputs)
@@ -160,9 +162,10 @@ class FSDP(nn.Module):
                 self._end_forward()
 
     def _watch_inputs(self, unit: Unit, args, kwargs):
-        """Call `_after_backward` when the gradients of all inputs are there: the unit's parameters are done with then."""
-        # Views, so that this unit is freed before the one whose output this was unshards its own and the next one's; and
-        # because the gradient of a leaf is there as soon as it is computed, maybe before that of a parameter.
+        """Call `_after_backward` when all inputs have gradients: the unit then no longer needs its parameters."""
+        # Watch views, not the inputs themselves: then this unit is resharded before the unit that computed the input is
+        # unsharded and prefetches another. A leaf's hook, unlike a view's, may also run before a parameter's gradient is
+        # computed.
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         if watched:
@@ -173,7 +176,7 @@ class FSDP(nn.Module):
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _begin_forward(self) -> None:
-        """Nothing gathered earlier is trusted: an optimizer may have stepped since."""
+        """Reshard what is still unsharded: an optimizer may have stepped since. See `no_sync` for the exception."""
         self.order.begin()
         for flat in self.flats:
             flat.check()
@@ -183,7 +186,7 @@ class FSDP(nn.Module):
                 flat.use_sharded(guarded=flat.state is State.SHARDED)
 
     def _end_forward(self) -> None:
-        """Until the backward parameters are shards, though some may still be gathered."""
+        """Make all parameters shards until the backward; with gradients enabled, gathered buffers keep their memory."""
         self.order.end()
         for unit in self.units:
             if torch.is_grad_enabled():
@@ -193,10 +196,10 @@ class FSDP(nn.Module):
 
     # A backward -------------------------------------------------------------------------------------------------
     #
-    # before a unit   the same, in reverse order          its outputs have a gradient
-    # a gradient      waits for the others of its unit
-    # after a unit    reshard it; reduce its gradients    all its inputs have theirs
-    # at the end      reduce what is left; shards get their gradients
+    # when any output of a unit has its gradient     as before its forward, with the units in reverse order
+    # when a parameter has its gradient              keep it until its unit's backward ends
+    # when all inputs of a unit have their gradients reshard the unit; start to reduce its gradients
+    # when the backward ends                         reduce the remaining gradients; write the shards' `.grad`
 
     def _begin_backward(self) -> None:
         self._end.disarm()
@@ -227,7 +230,7 @@ class FSDP(nn.Module):
         self.reducer.take(param, gradient)
 
     def _finish(self) -> None:
-        """The backward is over: reduce what is left, reshard everything, and give the shards their gradients."""
+        """At the end of a backward, reshard every unit, reduce the remaining gradients, and write the shards' `.grad`."""
         if not self._synchronised:
             for unit in self.units:
                 unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
@@ -240,14 +243,14 @@ class FSDP(nn.Module):
         self._begin_backward()
 
     def _reset(self) -> None:
-        """After an exception: everything sharded, nothing half done."""
+        """After an exception, reshard every unit and forget the unfinished forward or backward."""
         self._depth, self.order.delayed = 0, None
         for unit in self.units:
             unit.reshard()
         self._begin_backward()
 
     def _abandon_backward(self) -> None:
-        """An exception ended the last backward before its end: what it had computed is dropped."""
+        """Drop the gradients of a backward that an exception ended, and reset."""
         self.reducer.discard()
         self._reset()
 
@@ -255,9 +258,9 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self):
-        """Backwards inside only accumulate full gradients; the next one outside, or `synchronize`, reduces the sum.
+        """A context whose backwards accumulate full gradients; the next one outside, or `synchronize`, reduces the sum.
 
-        They also keep gathered what `reshard_after_forward=False` keeps: units are then gathered once, not per backward.
+        With `reshard_after_forward=False`, units also stay unsharded inside: one all-gather, not one per backward.
         """
         before, self._synchronised = self._synchronised, False
         try:
@@ -266,20 +269,20 @@ class FSDP(nn.Module):
             self._synchronised = before
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that were not computed by a backward outside no_sync."""
+        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         before, self._synchronised = self._synchronised, True
         self._begin_backward()
         self._finish()
         self._synchronised = before
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
+        """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)
 
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take this rank's part of everything. ValueError names what is missing, unexpected or misshapen."""
+        """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
         full_state.load_full_state_dict(self, state)
 
     def summon_full_parameters(self, writeback: bool = True):
-        """A context in which parameters are whole, in their own dtype; what is written to them there stays."""
+        """A context in which parameters are unsharded, in their own dtype; with `writeback`, changes to them are kept."""
         return full_state.summon(self, writeback)

@@ -1,4 +1,4 @@
-"""From whole parameters to shards and back: where shards come from, and how to see the whole again, unit by unit."""
+"""From full parameters to shards and back: FSDP's first shards, its full state dict, and all its parameters unsharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minipar.mesh import placement_of
 
 
 def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
-    """Cut parameters that exist, rank 0's; or those on the meta device, whose values `init` makes one by one."""
+    """Shard rank 0's parameters or, where they are on the meta device, the values that `init` makes one by one."""
     if not any(p.is_meta for p in flat.params):
         flat.cut(lambda param: param.detach(), axis, broadcast=True)
         return
@@ -33,7 +33,7 @@ def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
 
 @torch.no_grad()
 def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
-    """Rank 0's are everybody's: over the ranks that cut, then over those with the same part."""
+    """Broadcast rank 0's buffers over the ranks that shard, then over the replicas."""
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
@@ -45,7 +45,7 @@ def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -
 
 
 def gathered(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
-    """The whole parameters, in their own dtype, in fresh memory. (p-1)/p of them is sent."""
+    """Return the full parameters, in their own dtype. Those that are sharded are new tensors. Sends (p-1)/p n elements."""
     full = flat.shard.to(flat.device)
     if not flat.whole:
         full = flat.comm.all_gather(full)
@@ -54,7 +54,7 @@ def gathered(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
 
 @torch.no_grad()
 def full_state_dict(fsdp) -> dict[str, Tensor]:
-    """One unit at a time is whole on the device; the result, on the CPU, has everything. Tied names share memory."""
+    """Return the full state dict on the CPU, all-gathering one flat buffer at a time. Tied names share memory."""
     values = {}
     for flat in fsdp.flats:
         values.update({p: value.to("cpu", copy=True) for p, value in gathered(flat).items()})
@@ -99,7 +99,7 @@ def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> No
 
 @contextmanager
 def summon(fsdp, writeback: bool) -> Iterator[None]:
-    """All parameters whole at once: memory for the whole model. At the end each rank cuts out its part again."""
+    """Unshard all parameters at once, in memory for the whole model. On exit, copy this rank's part back if `writeback`."""
     with torch.no_grad():
         full = {p: value for flat in fsdp.flats for p, value in gathered(flat).items() if not flat.whole}
     gradients = {param: param.grad for param in full}

@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered when it runs and freed after; the order of units; parameters by unit."""
+"""FSDP's units, the modules whose parameters are unsharded together: their order, and which parameters each has."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 
 
 class Unit:
-    """The flat parameters of one module, those of units inside it left out, and their gradients.
+    """The flat parameters of one module, without those of units inside it, and their gradients.
 
-    active   how many of its calls are in the middle of their backward
+    active   how many calls of the module are in their backward
     """
 
     def __init__(self, name: str, module: nn.Module):
@@ -49,10 +49,10 @@ class Unit:
 
 
 class UnitOrder:
-    """The order of units, learnt from the last forward: gathers the next unit ahead, and reshards the last one late.
+    """The order of units, recorded in the last forward, by which to prefetch the next unit and delay resharding.
 
     reshard_after_forward, prefetch   as in FSDP
-    delayed                           the unit that ran last: resharded when another one begins
+    delayed                           the unit that ran last: resharded when another unit begins
     """
 
     def __init__(self, reshard_after_forward: bool, prefetch: bool):
@@ -63,7 +63,7 @@ class UnitOrder:
         self.begin()
 
     def begin(self) -> None:
-        """A forward of the whole module begins."""
+        """Begin a forward of the whole module."""
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
         self.delayed = None
@@ -76,11 +76,11 @@ class UnitOrder:
         self._ended = [*(u for u in self._ended if u is not unit), unit]
 
     def end(self) -> None:
-        """It has ended: the backward will run the units in the reverse order of their last ends."""
+        """End that forward: the backward will run the units in the reverse of the order in which their forwards ended."""
         self.forward_order, self.backward_order = tuple(self._begun), tuple(reversed(self._ended))
 
     def unshard(self, unit: Unit, backward: bool) -> None:
-        """Unshard this unit now; reshard the delayed one, and start to gather the next."""
+        """Reshard the delayed unit, unshard this one, and prefetch the next."""
         if self.delayed is not None and self.delayed is not unit:
             self.delayed.reshard(guarded=True)
         self.delayed = None
@@ -103,7 +103,7 @@ class UnitOrder:
 
 
 def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], bool]:
-    """(name, module) of the root and of every module that `units` matches, outer ones first; is the root a match?"""
+    """Return (name, module) of the root and of every match of `units`, outer ones first; and whether the root matches."""
     if units is None:
         return [("root", module)], True
     matches = units
@@ -122,13 +122,13 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
 
 
 def owners(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
-    """parameter -> number of the unit that has it: the innermost one around it.
+    """Map each parameter to the number of its unit: the innermost unit that contains it.
 
-    What is tied across units that are not inside one another belongs to the innermost unit around them all, so that it
-    is whole while either runs.
+    A parameter tied between units belongs to the innermost unit that contains all its uses, so that it is unsharded
+    while any of them runs.
     """
     inside = [set(map(id, m.modules())) for _, m in modules]
-    chains: dict[nn.Parameter, list[int]] = {}  # units around every place where the parameter is, outer first
+    chains: dict[nn.Parameter, list[int]] = {}  # the units that contain all its uses, outer first
     for module in modules[0][1].modules():
         around = [i for i, ids in enumerate(inside) if id(module) in ids]
         for param in module.parameters(recurse=False):
@@ -142,7 +142,7 @@ def per_parameter(comm) -> Callable[[Tensor], Comm | None]:
 
 
 def group_parameters(module, modules, comm_of, replicas_of, rest_is_whole) -> dict[tuple, list[nn.Parameter]]:
-    """(unit, comm or None if whole, Comms of replicas, ...) -> parameters that can share a flat buffer."""
+    """Group parameters that can share a flat buffer by (unit, comm or None if not sharded, Comms of replicas, ...)."""
     owner, groups = owners(modules), {}
     for param in module.parameters():
         comm, replicas = comm_of(param), replicas_of(param)

@@ -1,10 +1,10 @@
-"""The machine under DDP and ZeRO: gradients are reduced bucket by bucket while the backward is still running.
+"""The gradient reduction of DDP and ZeRO, bucket by bucket while the backward is still running.
 
-    a gradient is computed   it goes into its bucket; buckets that are full are launched, in their one order
-    the backward ends        the buckets that are left are launched, and all of them are waited for
+    a gradient is computed   it is copied into its bucket; full buckets are launched, in an order fixed in advance
+    the backward ends        the remaining buckets are launched, and all of them are waited for
 
-Launching in one order is what keeps ranks together: gradients may become ready in another order on another rank, and
-collectives that are called in different orders hang, or mix their buckets up.
+All ranks must launch in the same order. Gradients may become ready in different orders on different ranks, and
+collectives that ranks call in different orders hang, or mix up buckets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minipar.mesh import placement_of
 
 
 class BackwardEnd:
-    """Calls `finish` once at the end of the backward in which it was armed."""
+    """A callback to `finish`, made once at the end of the backward in which `arm` is called."""
 
     def __init__(self, finish: Callable[[], None]):
         self.armed = False
@@ -44,19 +44,18 @@ def in_backward() -> bool:
 
 
 class GradientReducer:
-    """Buckets, their order, launch, finish and no_sync; DDP and ZeRO say what a launch and a finish are.
+    """Reduce buckets in order during the backward; DDP and ZeRO supply `launch` and `finish`.
 
     buckets  in the order in which to reduce them, the same on every rank; each has `params` and `collect(param)`
-    launch   (bucket) -> starts its reduction; every gradient of it has been collected
-    finish   () -> waits for what was launched, and hands out the gradients
+    launch   (bucket): start its reduction; all its gradients have been collected
+    finish   (): wait for all launched reductions, and write the gradients
     """
 
     def __init__(self, buckets: Sequence, launch: Callable, finish: Callable[[], None]):
         self.buckets, self.launch, self.finish = buckets, launch, finish
         self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        self.used: set[nn.Parameter] = (
-            set()
-        )  # parameters with a gradient on this rank, until the caller clears it
+        # Parameters with a gradient on this rank, until the caller clears the set.
+        self.used: set[nn.Parameter] = set()
         self.synchronised = True
         self.end = BackwardEnd(self._end_of_backward)
         self.begin()
@@ -64,18 +63,18 @@ class GradientReducer:
             param.register_post_accumulate_grad_hook(self.on_gradient)
 
     def begin(self) -> None:
-        """Nothing has been launched."""
+        """Reset to the start of a backward: no bucket is launched, and all gradients are missing."""
         self.end.disarm()
         self._launched = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
     def recover(self) -> None:
-        """Before a forward: forget a backward that an exception ended."""
+        """Before a forward, reset if an exception ended the last backward."""
         if self.end.armed and not in_backward():
             self.begin()
 
     def on_gradient(self, param: nn.Parameter) -> None:
-        """`param.grad` is complete, as far as this backward goes. Raises RuntimeError where its bucket has left already."""
+        """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its bucket was launched."""
         bucket = self.bucket_of[param]
         if self.synchronised and param not in self._missing[bucket]:
             raise RuntimeError(
@@ -94,7 +93,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         for param in self._missing[bucket]:
-            if param.grad is not None:  # left by a backward under no_sync
+            if param.grad is not None:  # from a backward under no_sync
                 self.used.add(param)
             bucket.collect(param)
         self._launched += 1
@@ -108,7 +107,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self):
-        """Backwards inside only accumulate; the next one outside, or `synchronize`, reduces the sum."""
+        """A context whose backwards only accumulate; the next one outside, or `synchronize`, reduces the sum."""
         before, self.synchronised = self.synchronised, False
         try:
             yield
@@ -116,13 +115,13 @@ class GradientReducer:
             self.synchronised = before
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that no backward outside no_sync has computed."""
+        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         self.begin()
         self._end_of_backward()
 
 
 def arm_on_backward(output: Tensor, end: BackwardEnd) -> Tensor:
-    """The output, whose backward arms `end`: so a rank on which no parameter gets a gradient still takes part."""
+    """Return the output; its backward arms `end`, so that a rank takes part even if no parameter there gets a gradient."""
     return _ArmOnBackward.apply(output, end)
 
 

@@ -1,4 +1,4 @@
-"""LAMB: an optimizer that looks at whole parameters, and what that takes when each rank has a part of them."""
+"""LAMB, an optimizer that needs norms of whole parameters: these are all-reduced where each rank has a shard."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam whose step, per parameter, is rescaled to the length of the parameter.
+    """Adam with each parameter's step rescaled to the norm of the parameter.
 
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2
-    u = m' / (sqrt(v') + eps) + weight_decay w         m', v' without the bias towards zero
+    u = m' / (sqrt(v') + eps) + weight_decay w         m', v' with bias correction
     w = w - lr |w| / |u| u                             the ratio is 1 where either norm is 0
 
-    The two norms are of the whole parameter. Where a rank has a part of it, `comm` is the ranks with the other parts:
-    the squares are summed over them, 16 bytes a parameter in one all-reduce a step (of float64). Leave that out and the
-    result is a different optimizer on every number of ranks.
+    The two norms are of the whole parameter. Where a rank has a shard of it, `comm` is the ranks with the other shards:
+    the squares are summed over them in one all-reduce per step, of 16 bytes (two float64) per parameter. Without that
+    sum, the result would depend on the number of ranks.
     Source: arXiv:1904.00962, algorithm 2.
     """
 
-    sums_over_shards = True  # ZeroOptimizer gives `comm` to a class that says so
+    sums_over_shards = True  # ZeroOptimizer passes `comm` to a class with this attribute
 
     def __init__(
         self, params, lr: float = 1e-3, betas=(0.9, 0.999), eps: float = 1e-6, weight_decay=0.0, comm=None

@@ -1,4 +1,4 @@
-"""The scale of a loss whose gradients are fp16, whose smallest normal number is 6e-5: too large for many gradients."""
+"""Dynamic loss scaling for fp16 gradients: many are below 6e-5, the smallest normal number of fp16."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from minipar.data_parallel.updates import Updates, updates_of
 
 
 class DynamicLossScaler:
-    """Multiplies the loss by a scale, divides gradients by it, and finds the largest scale at which none overflows.
+    """A scale that multiplies the loss and divides the gradients, kept about as large as it can be without overflow.
 
-    comm       all ranks that have a part of any parameter: each sees its own shards only, and all must skip together
+    comm       all ranks that hold a part of any parameter: each sees only its own gradients, and all must skip together
     scale_now  starts at `initial`
-    interval   after so many steps in a row without an overflow the scale grows by `growth`; an overflow backs it off
+    interval   after so many steps in a row without overflow, the scale is multiplied by `growth`; at an overflow, by
+               `backoff`
 
     backward   scaler.scale(loss).backward()
-    step       grad = grad / scale, if all of them are finite on every rank;   or else nothing but a smaller scale
+    step       grad = grad / scale, then the optimizer's step, if all gradients are finite on every rank; else no step
 
-    Powers of two change no digits of a number that stays normal. Sends an all-reduce of 4 bytes a step.
+    Scaling by a power of two changes no digit of a number that stays normal. Sends an all-reduce of 4 bytes per step.
     Source: Mixed Precision Training, arXiv:1710.03740, section 3.2.
     """
 
@@ -44,7 +45,7 @@ class DynamicLossScaler:
         return loss * self.scale_now
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step with gradients that are divided by the scale, unless one of them overflowed. Returns whether it stepped."""
+        """Step with gradients divided by the scale, unless a gradient overflowed on any rank. Return whether it stepped."""
         updates = updates_of(optimizer)
         stepped = not self._overflowed(updates)
         if stepped:

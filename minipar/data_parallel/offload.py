@@ -1,8 +1,8 @@
-"""Memory for what is only needed once a step: the device's own, the host's, or a file's pages.
+"""Memory for tensors that are only needed once per step: the device's own, the host's, or a file's pages.
 
-    Ordinary  where the parameters are
-    Host      pinned memory of the CPU, where the optimizer then also runs (ZeRO-Offload)
-    Disk      memory-mapped files: the pages of a chunk are asked for before it is updated and given back after
+    Memory    ordinary memory, on the parameters' device
+    Host      pinned CPU memory; the optimizer then also runs on the CPU (ZeRO-Offload)
+    Disk      memory-mapped files; the pages of a chunk are fetched before the chunk is updated and released after
 
 Source: ZeRO-Offload, arXiv:2101.06840, section 4; the idea of ZeRO-Infinity, arXiv:2104.07857, section 5.
 """
@@ -20,19 +20,19 @@ from minipar.errors import one_of
 
 
 class Memory:
-    """Ordinary memory. `device` is where `copy_of` puts things, None for where they were."""
+    """Ordinary memory. `device` is the device of the copies that `copy_of` makes; None: the original's."""
 
     device: torch.device | None = None
-    keeps_state = False  # is state the optimizer makes by itself to be moved here?
+    keeps_state = False  # must state that the optimizer makes in ordinary memory be moved here?
 
     def copy_of(self, x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         return x.detach().to(dtype, copy=True)
 
     def fetch(self, tensors: Iterable[Tensor]) -> None:
-        """These are about to be used."""
+        """Announce that these tensors will be used soon."""
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        """These will not be used for a while."""
+        """Announce that these tensors will not be used for a while."""
 
 
 class Host(Memory):
@@ -46,9 +46,9 @@ class Host(Memory):
 
 
 class Disk(Memory):
-    """Files in `folder`, mapped into memory; they have no names and are gone when the process is.
+    """Files in `folder`, mapped into memory; they have no names, and are deleted when the process ends.
 
-    A released page is not resident. The kernel writes it out when it likes, and reads it back when it is touched.
+    A released page is not resident. The kernel writes it to the file at any time, and reads it back on access.
     """
 
     device = torch.device("cpu")
@@ -75,7 +75,7 @@ class Disk(Memory):
         self._advise(tensors, "MADV_WILLNEED")
 
     def release(self, tensors: Iterable[Tensor]) -> None:
-        self._advise(tensors, "MADV_DONTNEED")  # of a shared mapping: what was written stays in the file
+        self._advise(tensors, "MADV_DONTNEED")  # the mapping is shared: data written to it stays in the file
 
     def _advise(self, tensors: Iterable[Tensor], advice: str) -> None:
         for tensor in tensors:

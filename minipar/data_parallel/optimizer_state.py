@@ -1,4 +1,4 @@
-"""The state of a cut optimizer in and out as if it had never been cut: what torch's own optimizer would have."""
+"""A sharded optimizer's state, gathered into the state that torch's own optimizer would have, and loaded from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MASTER = "master"  # the key of the optimizer's own copy of a parameter, where i
 
 
 def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
-    """{"state": {number of the parameter: {key: value}}, "param_groups": [...]}, as torch.optim.Optimizer.state_dict.
+    """Return {"state": {parameter number: {key: value}}, "param_groups": [...]}, as torch.optim.Optimizer.state_dict.
 
-    Every rank gets all of it, on the CPU. All-gathers each bucket once per key: K (p-1)/p P elements for K states.
+    Every rank gets the whole state, on the CPU. Sends one all-gather per bucket and key: K (p-1)/p P elements for K keys.
     """
     numbers = _numbers(groups)
     state: dict[int, dict] = {}
@@ -35,7 +35,7 @@ def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
 
 
 def _keys(chunk: ChunkOptimizer) -> list[str]:
-    """The states with an entry per element. All ranks have the same, for a parameter with no part here is updated too."""
+    """Return the keys of states with an entry per element: the same on all ranks, since empty shards are updated too."""
     keys = [MASTER] if chunk.separate else []
     for master in chunk.masters.values():
         for key, value in chunk.optimizer.state.get(master, {}).items():
@@ -45,7 +45,7 @@ def _keys(chunk: ChunkOptimizer) -> list[str]:
 
 
 def _gathered(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """(parameter, that state of the whole of it)"""
+    """Yield (parameter, its full state `key`)."""
     bucket = chunk.bucket
     values = {
         param: master if key == MASTER else chunk.optimizer.state.get(master, {}).get(key)
@@ -63,9 +63,10 @@ def _gathered(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, T
 
 @torch.no_grad()
 def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full: dict) -> None:
-    """Take over a state made by `full_state_dict`, on any number of ranks, or by torch's own optimizer. Sends nothing.
+    """Load this rank's part of a state made by `full_state_dict`, on any number of ranks, or by torch's own optimizer.
 
-    Raises ValueError, naming the parameter, where groups, parameters or shapes differ.
+    Sends nothing.
+    Raises ValueError where groups or parameters differ, or a shape does (naming the parameter).
     """
     _check(groups, full)
     numbers = _numbers(groups)

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from minipar.data_parallel.offload import Memory
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 
-ONE_NUMBER = ("step", "eta", "mu", "mu_product")  # what torch's optimizers keep as tensors without dims
+ONE_NUMBER = ("step", "eta", "mu", "mu_product")  # states that torch's optimizers keep as 0-dim tensors
 
 
 class ChunkOptimizer:
     """Master copy and optimizer state of a bucket's own chunk.
 
-    chunk      [n/p] the bucket's own chunk, or, `separate`, a copy of it in another dtype or memory
+    chunk      [n/p] the bucket's own chunk or, where `separate`, a copy of it in another dtype or memory
     masters    parameter -> its part of `chunk`
-    optimizer  over `masters`, with the options of the parameters' groups
+    optimizer  `optimizer_cls` over `masters`, with the options of the parameters' groups
 
     step       master = optimizer(master, gradient / scale);   shard = master
     """
@@ -26,7 +26,7 @@ class ChunkOptimizer:
         self.separate = dtype != bucket.own.dtype or memory.device not in (None, bucket.own.device)
         self.chunk = memory.copy_of(bucket.own, dtype, "master") if self.separate else bucket.own
         self.masters = {p: bucket.of_chunk(p, self.chunk.detach()).requires_grad_() for p in bucket.params}
-        self._groups, inner = [], []  # which of the caller's groups each of the optimizer's is
+        self._groups, inner = [], []  # _groups: for each of the optimizer's groups, the index of the caller's
         for i, group in enumerate(groups):
             masters = [self.masters[p] for p in group["params"] if p in self.masters]
             if masters:
@@ -34,7 +34,7 @@ class ChunkOptimizer:
                 inner.append({**_options(group), "params": masters})
         comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
         self.optimizer = optimizer_cls(inner, **comm)
-        self._kept_states: dict[str, Tensor] = {}  # key -> that state of the whole chunk, in `memory`
+        self._kept_states: dict[str, Tensor] = {}  # key -> the state `key` of the whole chunk, in `memory`
 
     @torch.no_grad()
     def step(self, groups: list[dict], grad_scale: float = 1.0) -> None:
@@ -56,7 +56,7 @@ class ChunkOptimizer:
         self.memory.fetch([self.chunk, *self._kept_states.values()])
 
     def store(self) -> None:
-        """Put away what the optimizer keeps: its state, made by it in ordinary memory, moves to `memory` the first time."""
+        """Release the chunk and its states; a state that the optimizer has just made is moved to `memory` first."""
         if not self.memory.keeps_state:
             return
         for param, master in self.masters.items():
@@ -79,5 +79,5 @@ def _options(group: dict) -> dict:
 
 
 def is_of_element(key: str, value, param: Tensor) -> bool:
-    """Is it a state with an entry per element, not one number for all of them, such as the count of steps?"""
+    """Return whether a state has an entry per element, unlike one number for all elements, such as the step count."""
     return isinstance(value, Tensor) and value.shape == param.shape and key not in ONE_NUMBER

@@ -1,11 +1,11 @@
-"""A bucket whose parameters are cut like its gradients: rank r owns chunk r of p.
+"""A bucket whose parameters are sharded as its gradients are: rank r owns chunk r of p.
 
-    flat        | w1 ............ | w2 ... | w3 ........ | padding |        parameters, and gradients alike
+    flat        | w1 ............ | w2 ... | w3 ........ | padding |        the same layout for parameters and gradients
     chunks      | rank 0        | rank 1        | rank 2           |
     shards of rank 1            | w1| w2 ... | w3 |                 a parameter is cut wherever a chunk ends
 
-The chunks are those of a ring all-reduce, and the first half of that, a reduce-scatter, leaves rank r with the sum of
-chunk r. So who owns a chunk adds it up in the order in which an all-reduce would have: the same bits.
+The chunks are those of a ring all-reduce, whose first half is a reduce-scatter: after it, rank r has the sum of chunk r.
+So each chunk is summed in the order in which DDP's all-reduce would sum it: the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class ShardedBucket:
     bucket      the gradients; see buckets.py
     flat        [n] the parameters, laid out as the gradients are; `param.data` are views of it
     own         this rank's chunk of `flat`, [n/p]
-    shards      parameter -> its part of `own`, maybe empty: a leaf tensor with a Placement and, once reduced, a `.grad`
+    shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
     gradient    [n/p] the reduced gradient of `own`, or None
-    keep_full   stage 1: the flat gradients stay, and `gradient` is a chunk of them. Stage 2: they are freed once reduced
+    keep_full   stage 1: the flat gradients are kept, `gradient` is a chunk of them. Stage 2: they are freed once reduced
     """
 
     def __init__(self, bucket: Bucket, keep_full: bool, reduce_dtype: torch.dtype, axis: str):
@@ -48,18 +48,18 @@ class ShardedBucket:
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Move the parameters, rank 0's values of them, into the flat buffer."""
+        """Move the parameters into the flat buffer, with rank 0's values."""
         for param, view in self.views.items():
             view.copy_(param)
             param.data = view
         self.flat.copy_(self.comm.broadcast(self.flat))
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
-        """Start and end of this rank's part in the flattened parameter."""
+        """Return (start, end) of this rank's part in the flattened parameter."""
         return part_in_chunk(self.starts[param], param.numel(), self.range)
 
     def of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
-        """The parameter's part of a chunk [n/p], flat."""
+        """Return the parameter's part of a chunk [n/p], flat."""
         return chunk[slice_of_chunk(self.starts[param], param.numel(), self.range)]
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
@@ -70,7 +70,7 @@ class ShardedBucket:
         return shard
 
     def check(self) -> None:
-        """Raise where a parameter no longer lives in the flat buffer, so that updating that would not update it."""
+        """Raise RuntimeError where a parameter is no longer a view of `flat`: a step would not update it."""
         for param, view in self.views.items():
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
@@ -82,15 +82,15 @@ class ShardedBucket:
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> None:
-        """Put the parameter's gradient into the flat ones; without one, zeros."""
+        """Copy the parameter's gradient into the flat gradients; without a gradient, copy zeros."""
         self._allocate()
-        if self.gradient is not None:  # of an earlier backward: what is coming is to be added to it
+        if self.gradient is not None:  # from an earlier backward: this backward's is to be added to it
             self._kept = self.gradient.clone() if self.keep_full else self.gradient
             self.gradient = None
         self.bucket.collect(param)
 
     def reduce(self, op: str, algorithm: str) -> Callable[[], None]:
-        """Start the reduce-scatter of the collected gradients. Returns what waits for it and keeps the result."""
+        """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result."""
         flat = self.bucket.flat
         in_place = self.keep_full and flat.dtype == self.reduce_dtype
         handle = self.comm.reduce_scatter(

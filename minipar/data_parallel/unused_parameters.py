@@ -1,4 +1,4 @@
-"""Which parameters did any rank use? What no rank used has no gradient; what some used counts as zero on the others."""
+"""The parameters that any rank used: only these get gradients, to which ranks that did not use them contribute zeros."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 def used_anywhere(
     comm_of: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
 ) -> set[nn.Parameter]:
-    """The parameters used on any of the ranks of their Comm. All of these know it afterwards.
+    """Return, on every rank, the parameters used on any rank of their Comm.
 
-    Sends, per Comm, an all-reduce of one byte a parameter, rounded up to a multiple of p: 2(p-1)/p of that by ring.
+    Sends, per Comm, an all-reduce of one byte per parameter, rounded up to a multiple of p: 2(p-1)/p of that by ring.
     """
     used_here, groups = set(used_here), {}
     for param, comm in comm_of.items():

@@ -1,6 +1,6 @@
-"""One face for every ZeRO stage: what the trainer, the loss scaler and checkpoints need of an optimizer.
+"""One interface for every ZeRO stage: what the trainer, the loss scaler and checkpoints need of an optimizer.
 
-`ZeroOptimizer` has it itself; a torch optimizer over DDP's or FSDP's parameters gets it by `WrapperUpdates`, since there
+`ZeroOptimizer` implements it. `WrapperUpdates` implements it for a torch optimizer over DDP's or FSDP's parameters, where
 the wrapper around the model, not the optimizer, reduces the gradients.
 """
 
@@ -15,14 +15,15 @@ from torch import Tensor
 
 
 class Updates(Protocol):
-    """
+    """The optimizer interface.
+
     param_groups   options, the learning rate among them
     tensors        the tensors this rank updates: each with its Placement and, after a backward, its `.grad`
-    states()       each of them, or its master copy, with its optimizer state
-    no_sync()      a context whose backwards accumulate where the optimizer reduces gradients
-    synchronize()  reduce what they accumulated
-    reduce_rest()  the same, unless a backward has done it
-    step()         update; gradients are divided by `grad_scale` first
+    states()       pairs of a tensor, or its master copy, and its optimizer state
+    no_sync()      a context whose backwards only accumulate, if it is the optimizer that reduces gradients
+    synchronize()  reduce the accumulated gradients
+    reduce_rest()  the same, unless a backward has reduced them already
+    step()         divide the gradients by `grad_scale`, and update
     """
 
     param_groups: list[dict]
@@ -44,7 +45,7 @@ class Updates(Protocol):
 
 
 class WrapperUpdates:
-    """`Updates` of a torch optimizer whose gradients are reduced by DDP or FSDP, or by nobody."""
+    """`Updates` of a torch optimizer whose gradients are reduced by DDP or FSDP, or not at all."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -64,10 +65,10 @@ class WrapperUpdates:
         return nullcontext()
 
     def synchronize(self) -> None:
-        """Nothing: the wrapper has done it."""
+        """Do nothing: the wrapper around the model has reduced them."""
 
     def reduce_rest(self) -> None:
-        """Nothing: the wrapper has done it."""
+        """Do nothing: the wrapper around the model has reduced them."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -81,5 +82,5 @@ class WrapperUpdates:
 
 
 def updates_of(optimizer: torch.optim.Optimizer) -> Updates:
-    """The optimizer itself where it offers `Updates`, else in a `WrapperUpdates`."""
+    """Return the optimizer itself where it implements `Updates`, else a `WrapperUpdates` of it."""
     return optimizer if hasattr(optimizer, "states") else WrapperUpdates(optimizer)

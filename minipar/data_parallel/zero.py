@@ -1,7 +1,7 @@
-"""ZeRO-1 and ZeRO-2: the optimizer's state, then the gradients too, cut over the ranks that DDP would give a copy each.
+"""ZeRO-1 and ZeRO-2: the optimizer's state, then the gradients too, are sharded over the ranks that are DDP's replicas.
 
-`simple/zero.py`, plus buckets reduced during the backward, any elementwise torch optimizer, parameter groups, master
-copies, offload, and state that moves between numbers of ranks.
+`simple/zero.py`, plus buckets reduced during the backward, unused parameters, parameter groups, master copies, LAMB,
+offload, and a state dict that can be loaded on another number of ranks.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from minipar.mesh import Placement, placement_of, set_placement
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """Shards the state of `optimizer_cls` over p ranks; replaces DDP, since it reduces the gradients itself.
+    """Shard the state of `optimizer_cls` over p ranks. Replaces DDP, since it reduces the gradients itself.
 
-    params         parameters, named ones, or parameter groups; their values become rank 0's
+    params         parameters, (name, parameter) pairs, or parameter groups; every rank gets rank 0's values
     optimizer_cls  any per-element torch optimizer, or `Lamb`; `kwargs` are its arguments
-    comm           the ranks that have a copy, or a function from parameter to Comm
-    stage          1: optimizer state is cut. 2: gradients too, each bucket freed when it has been reduced
+    comm           the ranks that hold a replica, or a function from parameter to Comm
+    stage          1: optimizer state is sharded. 2: gradients too, each bucket freed when it has been reduced
     reduce         "mean", for a loss that is a mean over this rank's samples; "sum", for one divided by the global count
-    master_dtype   of the optimizer's own copy of the parameters, if not theirs: float32 under bf16 parameters
-    reduce_dtype   in which gradients are summed; default: master_dtype
-    offload        None, "cpu" or "disk": where master copy and state live between steps; `folder` for the files
-    per_element    True vouches for an optimizer class that is not known here
+    master_dtype   of master weights, if not the parameters' own dtype: float32 for bf16 parameters
+    reduce_dtype   of the gradient reduction; default: master_dtype
+    offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the files
+    per_element    True: accept an optimizer class that is not known to update each element from that element alone
 
-    backward       shard.grad = 1/p * sum over ranks of grad       reduce-scatter, bucket by bucket, while it runs
+    backward       shard.grad = 1/p * sum over ranks of grad       reduce-scatter, bucket by bucket, during the backward
     step           shard = optimizer_cls(shard, shard.grad)        then all-gather, while the next bucket is updated
 
-    Gradients belong to `shards`: a leaf tensor per parameter, with its Placement and, after a backward, its `.grad` (None
-    where no rank used the parameter). `param.grad` is None then. Under `no_sync()` they gather in `param.grad` instead.
-    Parameters in the order of registration fill DDP's own buckets, so sums are DDP's bit for bit; groups that order them
-    otherwise fill other buckets, cut in other places, and at 3 or more ranks sums differ in rounding.
+    After a backward, gradients are in `shards`, a leaf tensor with a Placement per parameter: `shard.grad` (None where no
+    rank used the parameter). `param.grad` is then None. Under `no_sync()` they accumulate in `param.grad` instead.
+    Parameters in the order of registration fill the same buckets as in DDP, so the sums are bitwise DDP's. Parameters
+    that groups put in another order fill other buckets with other chunks: on 3 or more ranks, rounding differs.
 
-    Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype) and, ring
-    fashion, one byte a parameter: the same as DDP, 2P elements. Holds, in mixed precision with Adam, 4 + 12/p bytes a
-    parameter in stage 1, 2 + 14/p in stage 2. Backwards outside no_sync add up in the shards: M of them send (M+1)P and
-    keep stage 2's memory; under no_sync all but the last send nothing and keep full gradients, 2P in all.
-    Raises ValueError for a bad argument, RuntimeError where a parameter's storage has been replaced.
+    Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
+    all-reduce of one byte per parameter. In all 2P elements, as DDP. Holds, in mixed precision with Adam, 4 + 12/p bytes
+    per parameter in stage 1, and 2 + 14/p in stage 2. Backwards outside no_sync accumulate in the shards: M of them send
+    (M+1)P elements, and the memory of stage 2 stays as above. Under no_sync, all but the last send nothing, so that M
+    backwards send 2P, but full gradients are held.
+    Raises ValueError for a bad argument, RuntimeError where a parameter's storage was replaced.
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7.
     """
 
@@ -99,7 +100,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's part of each trained parameter, in the order of the parameters; what a gradient norm is taken of."""
+        """This rank's part of each trained parameter, in the order of the parameters: take gradient norms of these."""
         params = [p for group in self.param_groups for p in group["params"]]
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
@@ -110,7 +111,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self.shards
 
     def states(self) -> Iterator[tuple[Tensor, dict]]:
-        """Each shard, or its master copy, with its optimizer state: to be read, or replaced by tensors of its shape."""
+        """Yield each shard, or its master copy, and its optimizer state, to be read or replaced by tensors of its shape."""
         for chunk in self._chunks:
             for param, master in chunk.masters.items():
                 set_placement(master, placement_of(chunk.bucket.shards[param]))
@@ -119,16 +120,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # Gradients ------------------------------------------------------------------------------------------------
 
     def no_sync(self):
-        """A context whose backwards only accumulate, in full; the next one outside, or `step`, reduces the sum."""
+        """A context whose backwards only accumulate full gradients; the next one outside, or `step`, reduces the sum."""
         self._unreduced = True
         return self.reducer.no_sync()
 
     def synchronize(self) -> None:
-        """Reduce what has been accumulated, now: for gradients that no backward outside no_sync has computed."""
+        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         self.reducer.synchronize()
 
     def reduce_rest(self) -> None:
-        """Reduce what no backward has reduced since the last `no_sync` or `zero_grad`."""
+        """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`."""
         if self._unreduced:
             self.synchronize()
 
@@ -144,12 +145,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 shard.grad.zero_()
 
     def _launch(self, bucket: ShardedBucket) -> None:
-        if self.stage == 2 and len(self._waits) > 1:  # two buckets of full gradients are alive: no more
+        # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
+        if self.stage == 2 and len(self._waits) > 1:
             self._waits.pop(0)()
         self._waits.append(bucket.reduce(self.reduce, self.algorithm))
 
     def _finish(self) -> None:
-        """Wait for the sums, and give the shards their gradients."""
+        """Wait for the reduce-scatters, and set the shards' `.grad`."""
         used = self.reducer.used = used_anywhere(self._comm_of, self.reducer.used, self.algorithm)
         waits, self._waits = self._waits, []
         for wait in waits:
@@ -163,7 +165,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None, grad_scale: float = 1.0):
-        """Update the own chunk of every bucket, and gather the others'. Gradients are divided by `grad_scale` first."""
+        """Update this rank's chunk of every bucket, with gradients divided by `grad_scale`, and all-gather the chunks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -184,15 +186,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return loss
 
     def full_state_dict(self) -> dict:
-        """What `optimizer_cls` on one process would have, on every rank; a master copy under the key "master"."""
+        """Return the state dict that `optimizer_cls` on one process would have, on every rank, plus "master" weights."""
         return full_state_dict(self._chunks, self.param_groups)
 
     def load_full_state_dict(self, full: dict) -> None:
-        """Take over a full state, from any number of ranks or from `optimizer_cls` itself. Load the parameters first."""
+        """Load a full state, made on any number of ranks or by `optimizer_cls` itself. Load the parameters first."""
         load_full_state_dict(self._chunks, self.param_groups, full)
 
     def state_dict(self) -> dict:
-        """This rank's part alone: of use to the same rank of the same number of ranks."""
+        """Return this rank's part only, to be loaded by the same rank of the same number of ranks."""
         return {"chunks": [chunk.optimizer.state_dict() for chunk in self._chunks]}
 
     def load_state_dict(self, state: dict) -> None:
@@ -202,7 +204,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 def _place(groups: list[dict]) -> None:
-    """Give parameters without a placement one: by the name in their group, if the caller gave names, else by number."""
+    """Give each parameter without a Placement one, under its name in its group or, where it has none, its number."""
     number = 0
     for group in groups:
         names = group.get("param_names") or [f"parameter {number + i}" for i in range(len(group["params"]))]

@@ -1,9 +1,9 @@
-"""Expert parallelism: the model's mixture of experts with its experts spread over ranks.
+"""Expert parallelism: the model's mixture of experts with its experts sharded over ranks. In reading order:
 
-moe.py        SwitchMoE that takes a Comm
-apply.py      the recipe: which parameters are cut, whose gradients are summed where
-dispatch.py   rows travel to their experts and back
-exchange.py   the all-to-all, while something else is computed; in one level or in two
+overlapped_all_to_all.py  an all-to-all that overlaps computation; in one level or in two
+dispatch.py               dispatch rows to the ranks of their experts, and combine: send the results back
+spread_experts.py         `expert_parallel`: shards the model's experts; which gradients are summed over which ranks
+switch_moe.py             `SwitchMoE`, a mixture of experts that takes a Comm
 """
 
 import lazy_loader

@@ -1,10 +1,10 @@
-"""An all-to-all that is begun in one place of the program and finished in another, in one level or in two.
+"""An all-to-all that one call starts and another finishes, so that it overlaps computation; in one level or in two.
 
     one level    every rank sends to every other: p - 1 messages of n/p
-    two levels   inside a node of g ranks, to the one that stands where the row's target stands in its node; then across
-                 nodes, what g ranks have for one, together: g - 1 messages of n/g and p/g - 1 of g n/p
+    two levels   inside a node of g ranks, to the rank with the target's local rank; then across nodes, the node's rows for
+                 each target in one message: g - 1 messages of n/g and p/g - 1 of g n/p
 
-Two levels send up to twice the bytes, but only 1/g of the messages cross the slow link, each g times as long.
+Two levels send up to twice the bytes, but only 1/g of the messages cross the slow link, each g times as large.
 Source of two levels: Tutel, arXiv:2206.03382 (2DH all-to-all).
 """
 
@@ -22,7 +22,7 @@ Sizes = Sequence[Sequence[int]]
 
 
 class Route:
-    """Which way rows take between the ranks of `comm`: straight, or by two levels where there is a `node_size`.
+    """An all-to-all over the ranks of `comm`: in one level, or in two where `node_size` is given.
 
     Raises ValueError where node_size does not divide the number of ranks.
     """
@@ -39,9 +39,9 @@ class Route:
             )
 
     def begin(self, x: Tensor, sizes: Sizes, async_op: bool):
-        """Send rows, sorted by target rank; the result, or a handle, has those received, sorted by source rank.
+        """Send rows, sorted by target rank; return the received rows, sorted by source rank, or a handle for them.
 
-        sizes [p][p]: how many rows each rank sends to each. Of two levels the first is over when this returns.
+        sizes [p][p]: rows from each source rank to each target rank. Of two levels, only the second is asynchronous.
         """
         if self.node_size is None:
             received = [row[self.comm.rank] for row in sizes]
@@ -49,7 +49,7 @@ class Route:
         return self._begin_across(self._send_inside(x, sizes), sizes, async_op)
 
     def _send_inside(self, x: Tensor, sizes: Sizes) -> Tensor:
-        """To the rank at place j of this node all rows for place j of any node; received rows are sorted by node."""
+        """Send rows for local rank j of any node to local rank j of this node; return received rows by target node."""
         g, nodes = self.node_size, range(0, self.comm.size, self.node_size)
         by_place = [[sizes[self.comm.rank][n + j] for j in range(g)] for n in nodes]
         received = [[sizes[self.node * g + i][n + self.place] for n in nodes] for i in range(g)]
@@ -66,10 +66,10 @@ class Route:
 
 
 class Exchange:
-    """One all-to-all under way: forward by `depart` and `arrive`, and backward the other way about.
+    """One differentiable all-to-all in two halves: `depart` starts it, `arrive` waits for it.
 
-    What is computed between `depart` and `arrive` overlaps it, and so does its backward, for backward walks from
-    `arrive` to `depart`.
+    Computation between the two calls overlaps the all-to-all. Its backward likewise: autograd runs the backward of
+    `arrive`, which starts the all-to-all of the gradients, before the backward of `depart`, which waits for it.
     """
 
     def __init__(self, route: Route, sizes: Sizes, overlap: bool):
@@ -77,11 +77,11 @@ class Exchange:
         self._pending = None
 
     def depart(self, x: Tensor) -> Tensor:
-        """Begin to send x. The result is good for `arrive` alone."""
+        """Start to send x. Pass the result to `arrive`, and use it for nothing else."""
         return _Depart.apply(x, self)
 
     def arrive(self, left: Tensor) -> Tensor:
-        """What this rank received."""
+        """Wait for the all-to-all and return the rows that this rank received."""
         return _Arrive.apply(left, self)
 
     def begin(self, x: Tensor, sizes: Sizes) -> None:
@@ -113,11 +113,12 @@ class _Arrive(Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.exchange.begin(grad, list(zip(*ctx.exchange.sizes)))
-        return grad.new_zeros(()).expand(ctx.shape), None  # `_Depart` has the real one
+        # A placeholder of the right shape: `_Depart.backward` returns the gradient itself.
+        return grad.new_zeros(()).expand(ctx.shape), None
 
 
 def regroup(rows: Tensor, sizes: Sizes) -> Tensor:
-    """Rows in segments ordered (i, j), of sizes[i][j], reordered to (j, i). Its inverse is itself with sizes transposed."""
+    """Reorder segments of sizes[i][j] rows from order (i, j) to (j, i). The inverse is the same with sizes transposed."""
     width = len(sizes[0])
     if len(sizes) == 1 or width == 1:
         return rows

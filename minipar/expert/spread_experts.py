@@ -1,10 +1,10 @@
-"""The recipe of expert parallelism.
+"""Expert parallelism of the whole model: which parameters are sharded, and over which ranks gradients are summed.
 
-    experts.gate, up, down   [E, ...] -> [E/ep, ...]    each rank has its own; their gradients need no more of ep
+    experts.gate, up, down   [E, ...] -> [E/ep, ...]    each rank has its own; gradients are not summed over ep
     router, shared expert    whole on every rank
 
-An expert meets the tokens of all ep ranks, so its gradient is a sum over them already: it is summed further over edp
-alone, the ranks with a copy of it, and never divided by ep. All else is summed over dp x cp.
+An expert receives the tokens of all ep ranks, so its gradient already is a sum over them: it is summed only over edp, the
+replicas of the expert, and never divided by ep. All other gradients are summed over dp x cp.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def expert_parallel(
     node_size: int | None = None,
     algorithm: str = "auto",
 ) -> nn.Module:
-    """Spread the experts of every mixture inside over `comm`, in place; returns the model.
+    """Shard the experts of every mixture in the model over `comm`, in place; returns the model.
 
     comm       the ep ranks, each with its own tokens; each calls this with the same model
-    overlap    let rows travel while a shared expert computes; None: where there is one
-    node_size  exchange inside nodes of this many neighbouring ranks first, then across: see `exchange.py`
+    overlap    dispatch rows while the shared expert computes; None: in mixtures that have a shared expert
+    node_size  None, or the ranks per node of a two-level all-to-all: see `overlapped_all_to_all.py`
     algorithm  of the all-to-all
 
-    Before or after `tensor_parallel`, before `DDP`, `FSDP` and optimizers. A stage without mixtures stays as it is.
-    Sends per mixture what `AllToAll` says. Raises ValueError where ep does not divide num_experts, before anything is
-    changed, or node_size does not divide ep.
+    Call it before or after `tensor_parallel`, but before `DDP`, `FSDP` and optimizers. A stage without mixtures is
+    unchanged. Sends, per mixture, what `AllToAll` sends. Raises ValueError where ep does not divide num_experts or experts
+    are already sharded, before anything is changed; or where node_size does not divide ep.
     """
     layers = list(mixtures(model))
     for _, moe in layers:
@@ -55,7 +55,7 @@ def expert_parallel(
 
 
 def spread_experts(moe: MoE, comm, name: str) -> None:
-    """Keep this rank's experts of one mixture, whose canonical name is `name`, and place all its parameters."""
+    """Keep this rank's experts of one mixture, whose canonical name is `name`; give all its parameters placements."""
     place_whole(moe, f"{name}." if name else "")
     for own_name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, own_name, _own_experts(parameter, comm))
@@ -70,11 +70,14 @@ def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
 
 
 def is_expert(parameter: nn.Parameter) -> bool:
-    """Is this a weight of experts, of which each ep rank has its own? A buffer, which has no placement, is not."""
+    """Return whether this is a weight of experts, sharded over ep. A buffer, which has no placement, is not."""
     placement = getattr(parameter, "placement", None)
     return placement is not None and placement.expert
 
 
 def gradient_comm(mesh) -> Callable[[nn.Parameter], object]:
-    """Over which ranks each parameter's gradient is summed: a `comm` for DDP, ZeroOptimizer and FSDP (reduce="sum")."""
+    """Return a function from a parameter to the Comm over which its gradient is summed.
+
+    Pass it as `comm` to DDP, ZeroOptimizer and FSDP, with reduce="sum".
+    """
     return lambda parameter: mesh.comm("edp") if is_expert(parameter) else mesh.comm("dp", "cp")

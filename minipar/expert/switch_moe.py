@@ -9,8 +9,8 @@ from minipar.model import moe
 class SwitchMoE(moe.MoE):
     """The model's `MoE`; with `comm`, each of its ep ranks has num_experts / ep of the experts.
 
-    Each rank gives its own tokens, [B, T, D], any number of samples, and gets their results; routing groups are runs of
-    positions of one sample, so results do not depend on ep. Every rank of `comm` must call, one without tokens too.
+    Each rank passes its own tokens, [B, T, D], any number of samples, and gets their results; routing groups are runs of
+    positions of one sample, so results do not depend on ep. Every rank of `comm` must call it, even without tokens.
     With or without `comm`, experts start from the same weights.
     Raises ValueError where ep does not divide num_experts.
     """

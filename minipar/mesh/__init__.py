@@ -1,10 +1,10 @@
-"""Ranks in a mesh, and the parts of tensors that they hold. In reading order:
+"""The mesh of ranks, and placements: the part of a global tensor that each rank holds. In reading order:
 
 mesh.py        rank <-> coordinates, and one Comm per axis
-nodes.py       which axes cross from machine to machine
-placement.py   Placement: the part of a global tensor that a local tensor holds
-assemble.py    a global tensor from its parts
-regions.py     axis-aligned regions of a tensor, of which every part is made
+nodes.py       axes whose groups span several nodes
+regions.py     Box and Piece: axis-aligned regions of a tensor
+placement.py   Placement: the part of a global tensor that a local tensor holds, as pieces
+assemble.py    gather: a global tensor from its parts
 """
 
 import lazy_loader

@@ -1,4 +1,4 @@
-"""A global tensor from the parts that ranks hold of it."""
+"""Assemble a global tensor from the parts that ranks hold."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from minipar.mesh.placement import Placement
 
 @torch.no_grad()
 def gather(parts: Iterable[tuple[Placement, torch.Tensor]], check_replicas: bool = True) -> torch.Tensor:
-    """The global tensor from (placement, local tensor) pairs, in any order.
+    """Assemble the global tensor from (placement, local tensor) pairs, in any order.
 
-    Copies of one part (the first is used) must be bitwise equal, unless check_replicas is False; other parts
-    must not overlap, and together they must cover the tensor. Allocates the tensor and one byte per element.
+    Replicas of a part (the first is used) must be bitwise equal, unless check_replicas is False. Different parts must not
+    overlap, and together they must cover the tensor. Allocates the tensor and one byte per element.
 
-    Raises ValueError, with the name: parts of several tensors, a gap, an overlap, copies that differ.
+    Raises ValueError, with the tensor's name, for parts of several tensors, a gap, an overlap, or replicas that differ.
     """
     parts = list(parts)
     if not parts:
@@ -52,6 +52,6 @@ def _write_once(placement: Placement, full: torch.Tensor, written: torch.Tensor,
 
 
 def _bitwise_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal as bytes, so that nan equals nan."""
+    """Compare as bytes, so that nan equals nan."""
     a, b = (x.contiguous().view(-1).view(torch.uint8) for x in (a, b))
     return torch.equal(a, b)

@@ -1,19 +1,19 @@
-"""A mesh: which rank stands where, and who its neighbours are along each axis.
+"""Mesh: the coordinates of every rank, and its group along each axis.
 
 `simple/mesh.py`, plus expert parallelism inside dp x cp, and any size without a table of ranks.
 
     rank = ((pp * DP + dp) * CP + cp) * TP + tp          pp slowest, tp fastest
 
-tp is fastest because its messages are on the critical path of every layer, so its ranks should be neighbours
-in one machine; pp is slowest because it sends least.
+tp is fastest because its messages are on the critical path of every layer, so its ranks should be on one
+node; pp is slowest because it sends least.
 
-Experts take their ranks from dp x cp: with i = dp * CP + cp, a rank has ep = i % EP and edp = i // EP. An ep
-group is EP neighbouring values of i with the same pp and tp, and holds every expert once; an edp group holds
-the replicas of one expert. So there are two grids over the same ranks, (pp, dp, cp, tp) and (pp, edp, ep,
-tp), and a group may mix axes of one grid, not of both.
+Expert parallelism subdivides dp x cp: with i = dp * CP + cp, a rank has ep = i % EP and edp = i // EP. An ep
+group is EP consecutive values of i with the same pp and tp, and holds every expert once; an edp group holds
+the replicas of the same experts. So there are two grids over the same ranks: (pp, dp, cp, tp) and
+(pp, edp, ep, tp). A group may combine axes of one grid, not of both.
 
-Every axis is a size and a stride: coordinate = rank // stride % size, rank = sum of coordinate * stride. No
-table of ranks is ever made, so a mesh of any size costs nothing to build.
+Every axis has a size and a stride: coordinate = rank // stride % size, rank = sum of coordinate * stride. No
+table of ranks is built, so arithmetic on a mesh of any size is cheap.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minipar.errors import one_of, require_divides, require_positive
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "tp")
 
-# What strategies ask for: made with the mesh, in one order on every rank, since on NCCL another order hangs.
+# The groups that parallel strategies use, created with the mesh: NCCL hangs unless all ranks create them in one order.
 _GROUPS = (
     ("pp",),
     ("dp",),
@@ -36,13 +36,13 @@ _GROUPS = (
     ("ep",),
     ("edp",),
     ("dp", "cp"),  # ranks with the same dense parameters: their gradients are summed
-    ("pp", "tp"),  # ranks that together hold one copy of the dense parameters
+    ("pp", "tp"),  # ranks that together hold one replica of the dense parameters
     ("pp", "dp", "cp", "tp"),  # all
 )
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in both grids."""
+    """The coordinates of a rank in both grids."""
 
     pp: int
     dp: int
@@ -53,11 +53,11 @@ class Coordinates(NamedTuple):
 
 
 class Mesh:
-    """The world's ranks laid out along pp, dp, cp and tp; ep inside dp x cp.
+    """The world's ranks arranged along pp, dp, cp and tp, with ep inside dp x cp.
 
-    world        a Comm, or the number of ranks for arithmetic alone
+    world        a Comm, or the number of ranks, for arithmetic without communication
     sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
-    coordinates  this rank's (needs a Comm)
+    coordinates  of this rank (needs a Comm)
 
     Raises ValueError where a size is not a positive int, pp*dp*cp*tp is not the world's size, or ep does not
     divide dp*cp.
@@ -80,7 +80,7 @@ class Mesh:
         return "Mesh(" + ", ".join(f"{a}={self.sizes[a]}" for a in (*DENSE, "ep")) + ")"
 
     def stride(self, axis: str) -> int:
-        """How far apart neighbours along this axis are, in ranks."""
+        """Return the distance, in ranks, between neighbours along this axis."""
         return self._strides[axis]
 
     @property
@@ -95,9 +95,9 @@ class Mesh:
         return Coordinates(*(rank // self._strides[a] % self.sizes[a] for a in Coordinates._fields))
 
     def rank_of(self, **coordinates: int) -> int:
-        """The rank at the given coordinates; what is not given is 0. Inverse of coordinates_of.
+        """Return the rank at the given coordinates; those not given are 0. Inverse of coordinates_of.
 
-        Give dp and cp, or edp and ep; all of them together where they agree.
+        Give dp and cp, or edp and ep, or all four if they agree. Raises ValueError where they disagree.
         """
         _require_known(coordinates)
         for axis, at in coordinates.items():
@@ -112,21 +112,20 @@ class Mesh:
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks, ascending, that differ from `rank` along no axis but these, named in any order."""
+        """Return, ascending, the ranks with `rank`'s coordinates on all axes of the grid but these (in any order)."""
         coordinates = self.coordinates_of(rank)
         ranks = [rank]
-        for axis in _canonical(axes):  # slowest first, so what is appended stays ascending
+        for axis in _canonical(axes):  # slowest first, so that the ranks stay ascending
             size, stride = self.sizes[axis], self._strides[axis]
             first = getattr(coordinates, axis) * stride
             ranks = [r - first + i * stride for r in ranks for i in range(size)]
         return tuple(ranks)
 
     def comm(self, *axes: str):
-        """The Comm of this rank's group along these axes, named in any order; the same object each time.
+        """Return the Comm of this rank's group along these axes (in any order); the same object each time.
 
-        Those that strategies need exist from the start. Another product is made when first asked for: free on
-        gloo, but on NCCL making a group is itself a collective, which all its ranks must enter in the same
-        order.
+        The groups of _GROUPS are created with the mesh. Any other group is created on first use. On gloo this is
+        free; on NCCL creating a group is a collective, which all its ranks must enter in the same order.
         """
         world, axes = self._require_comm(), _canonical(axes)
         if axes not in self._comms:
@@ -142,7 +141,7 @@ class Mesh:
 
 
 def _canonical(axes: Iterable[str]) -> tuple[str, ...]:
-    """The axes in the order of their grid, slowest first."""
+    """Return the axes in the order of their grid, slowest first."""
     _require_known(axes)
     for grid in (DENSE, EXPERT):
         if set(axes) <= set(grid):
@@ -160,7 +159,7 @@ def _require_product(world_size: int, sizes: dict[str, int]) -> None:
     product = prod(sizes.values())
     if product == world_size:
         return
-    # One axis may be at fault: which, put right, would fill the world?
+    # Suggest each axis whose size alone could be changed to fill the world.
     others = {axis: product // size for axis, size in sizes.items()}
     fits = [f"{axis}={world_size // n}" for axis, n in others.items() if world_size % n == 0]
     raise ValueError(

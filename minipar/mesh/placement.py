@@ -1,14 +1,14 @@
-"""A placement says what a local tensor is a part of; whoever needs to know reads it here and nowhere else.
+"""Placement: the part of a global tensor that a local tensor holds. It is recorded here and nowhere else.
 
     global tensor   split, shard ->   block         flatten_range ->   range of the flattened block
     [F, D]                            [F/tp, D]                        [F/tp * D / dp]
 
-A tensor-parallel weight is a block; a ZeRO shard of it is a range of that block. Each transformation composes
-its cut onto the placement it finds, so initialisation, gradient norm, checkpoints and verification need not
-know which transformations there were.
+A tensor-parallel weight is a block; a ZeRO shard of it is a range of that flattened block. Each transformation
+(tensor parallelism, ZeRO, ...) adds its own cut to the existing placement, so initialisation, gradient norm,
+checkpoints and verification work for any combination of transformations.
 
-Every placement comes down to a few boxes of the global tensor (`pieces`). Slicing, writing back, gathering
-and overlapping are loops over them.
+Every placement is a few boxes of the global tensor (`pieces`). Slicing, writing back, gathering and
+overlapping are loops over them.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from minipar.mesh.regions import Box, Piece, boxes_of_range
 class Placement:
     """The part of a global tensor that a local tensor holds.
 
-    name           canonical: what the one-process model calls it
-    global_shape   of the one-process tensor
+    name           canonical: the tensor's name in the one-process model
+    global_shape   shape of the tensor in the one-process model
     start, length  the block held, per dim
     flat           None, or (start, stop): the range of the flattened block held; the local tensor has one dim
-    replicated     mesh axes along which other ranks hold this same part, or only some of them do (a key/value
-                   head that 2 of 4 ranks share): `part` tells which
+    replicated     mesh axes along which all or some other ranks hold the same part (a key/value head may be
+                   shared by only 2 of 4 ranks): ranks with equal `part` are replicas
     tied_to        None, or the canonical name of the parameter that this one is a copy of
-    expert         is it a weight of experts, of which each ep rank has its own?
+    expert         whether it is a weight of experts, which are sharded over ep
 
-    Raises ValueError, with the name, where a cut is outside what it cuts.
+    Raises ValueError, with the name, where a block or range is outside its tensor.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Placement:
 
     @classmethod
     def whole(cls, name: str, shape: Iterable[int], expert: bool = False) -> Placement:
-        """All of the tensor `name`: where every composition begins."""
+        """Make the placement of the whole tensor `name`, to which cuts are then applied."""
         shape = tuple(shape)
         return cls(name, shape, (0,) * len(shape), shape, expert=expert)
 
@@ -76,11 +76,11 @@ class Placement:
 
     @property
     def part(self) -> tuple[str, tuple[Box, ...]]:
-        """Which elements are held, however they were cut out: local tensors with equal parts are copies."""
+        """The elements held, independent of how they were cut: local tensors with equal parts are replicas."""
         return self.name, tuple(piece.box for piece in self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
-        """The part as boxes, in the local tensor's order: at most 2 * dims - 1, none if empty."""
+        """Yield the part as boxes, in the local tensor's order: at most 2 * dims - 1, none if empty."""
         if self.flat is None:
             if self.numel:
                 yield Piece(Box(self.start, self.length), None)
@@ -91,7 +91,7 @@ class Placement:
             offset += box.numel
 
     def split(self, dim: int, start: int, length: int) -> Placement:
-        """Keep [start, start + length) of the block's dim, counted from where the block begins."""
+        """Keep [start, start + length) of dim `dim`, relative to the start of the block."""
         dim = self._require_dim(dim)
         self._require_range(f"dim {dim}", start, start + length, self.length[dim])
         return replace(
@@ -101,14 +101,14 @@ class Placement:
         )
 
     def shard(self, dim: int, index: int, count: int) -> Placement:
-        """Keep chunk `index` of `count`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
+        """Keep chunk `index` of `count` along `dim`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
         if not 0 <= index < count:
             raise ValueError(f"{self.name}: index={index} is not one of {count} shards; use 0 to {count - 1}")
         sizes = chunk_sizes(self.length[self._require_dim(dim)], count)
         return self.split(dim, sum(sizes[:index]), sizes[index])
 
     def flatten_range(self, start: int, stop: int) -> Placement:
-        """Keep elements [start, stop) of the flattened local tensor; after this, only ranges can be cut."""
+        """Keep elements [start, stop) of the flattened local tensor. After this, only flatten_range can cut further."""
         self._require_range("the flattened local tensor", start, stop, self.numel)
         begin = self.flat[0] if self.flat else 0
         return replace(self, flat=(begin + start, begin + stop))
@@ -120,7 +120,7 @@ class Placement:
         return replace(self, tied_to=name)
 
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The local tensor: a view of the global one where it can be, else (a flat range) maybe a copy."""
+        """Return the local tensor: a view of the global one, except that a flat range may need a copy."""
         self._require_shape("global", full, self.global_shape)
         if self.flat is None:
             return Piece(Box(self.start, self.length), None).of_full(full)
@@ -129,7 +129,7 @@ class Placement:
 
     @torch.no_grad()
     def write_into(self, full: torch.Tensor, local: torch.Tensor) -> None:
-        """Put the local tensor where it belongs in the global one. Inverse of slice_of."""
+        """Copy the local tensor into its part of the global one. Inverse of slice_of."""
         self._require_shape("global", full, self.global_shape)
         self._require_shape("local", local, self.local_shape)
         for piece in self.pieces():
@@ -157,7 +157,7 @@ class Placement:
 
 
 def overlap(a: Placement, b: Placement) -> Iterator[tuple[Box, Piece, Piece]]:
-    """Yield (box, piece of a, piece of b) for each box of the global tensor that both hold.
+    """Yield (box, piece of a, piece of b) for each box of the global tensor that both placements hold.
 
     Resharding x into y is q.of_local(y, box).copy_(p.of_local(x, box)) for each box, p, q.
     """
@@ -177,8 +177,8 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 def set_placement(param: torch.Tensor, placement: Placement) -> None:
     """Store the placement on the parameter, as `param.placement`.
 
-    It stays through assignment to `param.data`, `module.to(...)` and pickling. It is lost where the Parameter
-    is replaced by another, which is what copy.deepcopy does too: set it again.
+    It survives assignment to `param.data`, `module.to(...)` and pickling. It is lost where the Parameter is
+    replaced by another one, which copy.deepcopy does too; then it must be set again.
 
     Raises ValueError where the parameter's shape is not the placement's local shape.
     """
@@ -187,7 +187,7 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
 
 
 def placement_of(param: torch.Tensor) -> Placement:
-    """The parameter's placement. Raises ValueError where it has none."""
+    """Return the parameter's placement. Raises ValueError where it has none."""
     placement = getattr(param, "placement", None)
     if placement is None:
         raise ValueError(
@@ -197,9 +197,10 @@ def placement_of(param: torch.Tensor) -> Placement:
 
 
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
-    """Give every parameter that has no placement yet that of a whole tensor, named as the module names it.
+    """Give every parameter without a placement that of a whole tensor, under its name in the module.
 
-    A module with `holds_experts` has experts; one with `tied_copies`, {own name: canonical name}, copies.
+    Parameters of submodules with `holds_experts` are marked as experts. `module.tied_copies`, {own name: canonical
+    name}, lists the tied copies.
     """
     tied = getattr(module, "tied_copies", {})
     experts = {p for m in module.modules() if getattr(m, "holds_experts", False) for p in m.parameters()}

@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned parts of a tensor, where a local tensor keeps them, how a flat range becomes boxes."""
+"""Axis-aligned boxes of a tensor, their location in a local tensor, and the boxes that make up a flat range."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Box(NamedTuple):
-    """The elements from `start`, `length` of them along each dim."""
+    """The region that begins at `start` and has `length` elements along each dim."""
 
     start: tuple[int, ...]
     length: tuple[int, ...]
@@ -23,42 +23,42 @@ class Box(NamedTuple):
         return Box(tuple(s + b for s, b in zip(self.start, by)), self.length)
 
     def index(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """What to index a tensor with whose first element stands at `origin`."""
+        """Return the slices that select this box from a tensor whose first element is at `origin`."""
         return tuple(slice(s - o, s - o + n) for s, o, n in zip(self.start, origin, self.length))
 
     def intersection(self, other: Box) -> Box:
-        """What both hold; of length 0 along the dims where they don't meet."""
+        """Return the common region, of length 0 along the dims where the boxes do not meet."""
         start = tuple(map(max, self.start, other.start))
         stop = (min(s + n, t + m) for s, n, t, m in zip(*self, *other))
         return Box(start, tuple(max(0, e - s) for s, e in zip(start, stop)))
 
 
 class Piece(NamedTuple):
-    """One box of the global tensor, and where the local tensor keeps it.
+    """One box of the global tensor, and its location in the local tensor.
 
     box     in the global tensor
-    offset  None where the local tensor is the box, else where the box begins in the flat local tensor
+    offset  None where the local tensor is the box, else the index at which the box begins in the flat local tensor
     """
 
     box: Box
     offset: int | None
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
-        """The box, a view of the global tensor."""
+        """Return the box as a view of the global tensor."""
         return full[self.box.index((0,) * full.dim())]
 
     def of_local(self, local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
-        """The box, or the given part of it, a view of the local tensor."""
+        """Return the piece, or the part of it inside `box`, as a view of the local tensor."""
         if self.offset is not None:
             local = local[self.offset : self.offset + self.box.numel].view(self.box.length)
         return local if box is None else local[box.index(self.box.start)]
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut the range [start, stop) of a flattened tensor into boxes of it, in order: at most 2 * dims - 1.
+    """Yield the boxes, in order, that make up the range [start, stop) of a flattened tensor: at most 2 * dims - 1.
 
-    A range is the end of one row, then whole rows, then the beginning of another. Each of the two ends is a
-    range of one row, and a row is a tensor of one dim less.
+    A range is the end of one row, then whole rows, then the beginning of another row. A row is a tensor of one dim
+    less, so the two partial rows are cut recursively.
     """
     if start == stop:
         return

@@ -1,30 +1,31 @@
-"""The model, written for one process: the oracle every strategy is compared with, and what each of them cuts.
+"""The model, written for one process: the reference that every strategy is compared with, and what each strategy shards.
 
-Reading order:
+In reading order:
 
-config.py       the sizes of a model
-linear.py       a linear layer whose weight gradient can wait
-norm.py         root-mean-square normalisation
-rope.py         positions, as rotations
-mask.py         who sees whom, as a range of keys for each query
-merge.py        attention over parts of the keys, joined by their log-sum-exps
-flash.py        attention in tiles, without the matrix of scores
-fused.py        the same by torch's kernels, with the log-sum-exps
-attention.py    grouped-query attention; its core plain, fused and flash
-mlp.py          SwiGLU
-mixture.py      the options of a mixture of experts
-router.py       which tokens go to which experts
-groups.py       the neighbouring tokens that share the experts' room
-permute.py      bringing tokens to their experts' rows, and the results back
-experts.py      an MLP per expert, all in one go
-balance.py      losses that keep experts evenly used, and what is reported
-moe.py          a mixture of experts
-dropout.py      masks that depend on what is dropped, not on who drops it
-block.py        one layer
-init.py         initial weights, from the seed and a parameter's name
-transformer.py  the whole model, a stage of it, and the loss
-cache.py        keys and values kept from token to token
-generate.py     text from a model
+model_config.py       the sizes and switches of a model
+overrides.py          every point of the model that a parallelism strategy may override
+deferrable_linear.py  a linear layer whose weight gradient can be deferred
+norm.py               root-mean-square normalisation
+rope.py               rotary position embeddings
+mask.py               attention masks as a range of keys for each query
+lse_merge.py          merging attention over parts of the keys by their log-sum-exps
+flash.py              attention in tiles, without the score matrix
+fused.py              the same by torch's kernels
+attention.py          grouped-query attention, with a plain, a fused or a flash core
+mlp.py                SwiGLU
+moe_config.py         the options of a mixture of experts
+counter_dropout.py    dropout and random numbers that depend on global coordinates, not on ranks
+router.py             which tokens go to which experts
+groups.py             routing groups: consecutive tokens that share the experts' capacity
+permute.py            permuting tokens into their experts' rows, and combining the results
+grouped_mlp.py        an MLP per expert, in one grouped product
+aux_loss.py           losses that balance the experts' load, and routing metrics
+init.py               initial weights from the seed and a parameter's name
+moe.py                a mixture of experts
+block.py              one layer
+transformer.py        the whole model, a stage of it, and the loss
+cache.py              the key/value cache
+sampling.py           text generation
 """
 
 import lazy_loader

@@ -18,13 +18,13 @@ from minipar.model.rope import rotate, rotation
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, positions: Tensor | None = None
 ) -> Tensor:
-    """Attention as it is defined: out = softmax(q k^T / sqrt(head_dim)) v, written out.
+    """Compute attention by its definition: out = softmax(q k^T / sqrt(head_dim)) v.
 
     q, out     [B, H, T, head_dim]
-    k, v       [B, H/g, S, head_dim]    each serves g neighbouring query heads
-    positions  None, or [T] or [B, T]   each token's place in its document: it sees its own document only
+    k, v       [B, H/g, S, head_dim]    each head serves g consecutive query heads
+    causal     the queries are the last T of the S tokens: query i sees keys 0 ... S - T + i
+    positions  None, or [T] or [B, T]   each token's position in its document; a token sees only its own document
 
-    `causal`: queries are the last of the sequence whose keys are given: query i sees keys 0 ... S - T + i.
     Keeps B*H*T*S probabilities for the backward.
     """
     group = q.shape[1] // k.shape[1]
@@ -39,10 +39,10 @@ def plain_attention(
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, positions: Tensor | None = None
 ) -> Tensor:
-    """`plain_attention` by torch's fused kernels, which keep a number a query instead of the probabilities.
+    """Compute `plain_attention` by torch's fused kernels, which keep one number per query instead of the probabilities.
 
-    For documents they need the mask, T*S bytes, which `flash_attention` does not; and for several queries after other
-    keys, since what the kernels call causal has query i see keys 0 ... i. One query sees all keys.
+    The kernels need a dense mask of T*S bytes in two cases: for documents, where `flash_attention` needs none, and for
+    causal with 1 < T < S, since the kernels' own causal mask lets query i see keys 0 ... i. One query sees all keys.
     """
     grouped, (T, S) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
     if positions is None and (not causal or T == S or T == 1):
@@ -55,14 +55,14 @@ CORES = {"plain": plain_attention, "fused": fused_attention, "flash": flash_atte
 
 
 class Attention(nn.Module):
-    """Project to queries, keys and values, turn by position, mix tokens by `core`, project back.
+    """Self-attention: project to queries, keys and values, rotate by position, apply `core`, project back.
 
     x, y  [B, T, D]
     q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
 
-    `num_heads` and `num_kv_heads` are those that *this module* computes. `core` mixes tokens, on [B, heads, T, head_dim];
-    where samples hold documents it is given their positions. With a key/value cache, k and v have the earlier tokens' too.
-    Overridden: see `AttentionOverrides`.
+    `num_heads` and `num_kv_heads` count the heads that *this module* computes. `core` computes attention on
+    [B, heads, T, head_dim], and is given `positions` where samples hold documents. With a key/value cache, the k and v that
+    `core` gets include the earlier tokens'. Override points: `AttentionOverrides`.
     """
 
     def __init__(self, config: ModelConfig, device=None, dtype=None):

@@ -1,4 +1,4 @@
-"""Losses that keep experts evenly used, how they reach the gradients, and what is reported of a layer's routing."""
+"""Auxiliary losses that balance the experts' load, how they reach the gradients, and a layer's routing metrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def balance_losses(counts: Tensor, prob_sums: Tensor, tokens: Tensor, coef: float) -> Tensor:
-    """coef * E * sum over experts of f_e P_e, for each group; exactly `coef` where choices are even.
+    """Return coef * E * sum over experts of f_e P_e for each group; exactly `coef` where the load is even.
 
-    counts     [N, E]   choices of each expert, before any is dropped
+    counts     [N, E]   choices per expert, before any is dropped
     prob_sums  [N, E]   sum over the group's tokens of the router's probability
     tokens     [N]
 
@@ -26,10 +26,11 @@ def balance_losses(counts: Tensor, prob_sums: Tensor, tokens: Tensor, coef: floa
 
 
 def z_losses(logits: Tensor, real: Tensor, coef: float) -> Tensor:
-    """coef * mean over a group's tokens of logsumexp(logits)^2: keeps logits small, so rounding does not route.
+    """Return coef * mean over the tokens of logsumexp(logits)^2 for each group.
 
     logits  [N, g, E]    real  [N, g]: False for padding    returns  [N]
 
+    Keeps logits small, so that rounding errors do not decide the routing.
     Source: ST-MoE, arXiv:2202.08906, equation 5.
     """
     squares = logits.logsumexp(-1).square()
@@ -37,10 +38,10 @@ def z_losses(logits: Tensor, real: Tensor, coef: float) -> Tensor:
 
 
 def attach_aux_loss(y: Tensor, auxiliary: Tensor, scale: float = 1.0) -> Tensor:
-    """y as it is; its backward also starts the backward of `auxiliary`, as if scale * auxiliary were in the loss.
+    """Return y unchanged; its backward also runs the backward of `auxiliary`, as if scale * auxiliary were in the loss.
 
     A layer in the middle of a pipeline thus trains on its own auxiliary loss, although the loss is on another rank.
-    Source: the device is Megatron-LM's (MoEAuxLossAutoScaler).
+    Source: Megatron-LM's MoEAuxLossAutoScaler.
     """
     return _AttachAuxLoss.apply(y, auxiliary, scale)
 
@@ -58,12 +59,12 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class MoEMetrics:
-    """What a mixture of experts did with some tokens. Metrics of parts of a batch add up to the whole batch's.
+    """Routing metrics of a mixture of experts. Metrics of a batch's parts add up to the whole batch's.
 
-    balance_loss, z_loss  sums over the routing groups seen, divided by the number of groups in the whole batch
-    load                  [E] choices of each expert; kept_load [E] those it had room for
-    tokens                how many there were; unserved: how many of them reached no expert at all
-    entropy_sum           of the router's distribution, in nats, summed over tokens
+    balance_loss, z_loss  sums over these tokens' routing groups, divided by the number of groups in the whole batch
+    load                  [E] choices per expert; kept_load [E] those within its capacity
+    tokens                number of tokens; unserved: number of tokens without a kept choice
+    entropy_sum           entropy of the router's distribution, in nats, summed over tokens
     """
 
     balance_loss: Tensor
@@ -84,17 +85,17 @@ class MoEMetrics:
 
     @property
     def drop_rate(self) -> float:
-        """The part of all choices that was dropped."""
+        """The fraction of all choices that was dropped."""
         return float(self.dropped) / max(1, int(self.load.sum()))
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's load over the mean load: 1 where it is even, E where one has it all."""
+        """The busiest expert's load over the mean load: 1 for an even load, E where one expert has all of it."""
         return float(self.load.max()) * len(self.load) / max(1, int(self.load.sum()))
 
     @property
     def entropy(self) -> float:
-        """Nats a token: log E for a router that does not care, 0 for one that is certain."""
+        """The router's entropy in nats per token: log E for a uniform distribution, 0 for a certain choice."""
         return float(self.entropy_sum) / max(1, self.tokens)
 
     def detach(self) -> MoEMetrics:

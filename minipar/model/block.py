@@ -13,19 +13,19 @@ from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import BlockOverrides
 
-ATTENTION_SITE, MLP_SITE = 0, 1  # where in a layer a dropout mask is for
+ATTENTION_SITE, MLP_SITE = 0, 1  # which of a layer's two dropout masks
 
 
 class Block(nn.Module):
-    """Add what attention reads from the tokens so far, then what the MLP makes of each token.
+    """Pre-norm residual block: add attention over the tokens so far, then the MLP of each token.
 
     x, y       [B, T, D]
     positions  [T] or [B, T]    sample_ids  [B]
 
     h = x + dropout(attention(norm(x)))
-    y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses y carries
+    y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses are attached to y
 
-    `layer` is its canonical number in the whole model; with `seed` it keys the dropout masks.
+    `layer` is the block's number in the whole model; with `seed` it keys the dropout masks.
     """
 
     def __init__(self, config: ModelConfig, layer: int, seed: int, device=None, dtype=None):

@@ -1,17 +1,17 @@
-"""Keys and values kept from token to token, so that a model that writes reads each token once.
+"""Key/value cache: during generation a model reads each token once.
 
-Causal attention asks nothing of earlier tokens but their keys and values, which do not change when text is added. With
-them kept, the next token costs the layers' products for one token, and attention over the S tokens before it: linear in
-S, where reading the whole text again costs S times the products and S^2 of attention. What is kept, in elements, is
-2 * batch * num_kv_heads * head_dim a token and layer: grouped queries are there to make this small.
+Causal attention needs only the keys and values of earlier tokens, which do not change when text is appended. With
+these cached, the next token costs the layers' products for one token, and attention over the S tokens before it: linear
+in S, where reading the whole text again costs S times the products and S^2 of attention. The cache holds
+2 * batch * num_kv_heads * head_dim elements per token and layer; grouped queries make this small.
 
-Two things end that, and then the text is read anew for every token:
+In two cases nothing can be cached, and the text is read anew for every token:
 
-the window slides   A text longer than max_seq_len is read from its last max_seq_len tokens on, the first of them at
+the window slides   Of a text longer than max_seq_len, the model reads the last max_seq_len tokens, the first of them at
                     position 0. All positions change with every token, and so do all keys.
 experts are full    Where a mixture drops tokens (capacity_factor is a number), whether one is dropped can depend on
                     all tokens of its group, later ones too, and so can the keys of the layers above. Without a
-                    capacity each token is routed alone, and what it leaves can be kept.
+                    capacity each token is routed alone, and its keys and values can be cached.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from minipar.model.transformer import Transformer
 
 
 class KeyValues:
-    """The keys and values that one attention has computed so far, in the order of the tokens; room for `room` tokens.
+    """The keys and values that one attention has computed so far, in the order of the tokens; at most `room` tokens.
 
-    What heads they are of is the attention's affair: cut over tp, it keeps those it computes.
+    An attention that is sharded over tp caches the heads that it computes.
     """
 
     def __init__(self, room: int):
@@ -38,7 +38,7 @@ class KeyValues:
         self._values: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep those of the next T tokens, keys turned by their positions already; return those of all S tokens so far.
+        """Append the next T tokens' values and already rotated keys; return those of all S tokens so far.
 
         k, v    [B, H/g, T, head_dim]    returned [B, H/g, S, head_dim], views that are valid until the next call
         """
@@ -56,7 +56,7 @@ class KeyValues:
 
 
 class Cache:
-    """How much of a text a model, or a stage of it, has read, and what its attentions keep of that."""
+    """The number of tokens that a model, or a stage of it, has read, and the keys and values of its attentions."""
 
     def __init__(self, model: Transformer, layers: list[KeyValues]):
         self.max_seq_len, self.layers = model.config.max_seq_len, layers
@@ -64,13 +64,13 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """How many tokens have been read."""
+        """The number of tokens read so far."""
         return self.layers[0].length
 
     def unread(self, tokens: Tensor) -> Tensor:
-        """What the model has to be given to have read all of this text, which goes on from the text of the last call.
+        """Return the tokens that the model has yet to read of this text, which continues the text of the last call.
 
-        tokens  [B, S]    returned [B, T]: those that are new, or the whole window where nothing can be kept
+        tokens  [B, S]    returned [B, T]: the new tokens, or the whole window where nothing can be cached
         """
         if not self.keeps or tokens.shape[1] > self.max_seq_len:
             for layer in self.layers:
@@ -78,18 +78,18 @@ class Cache:
         return tokens[:, -self.max_seq_len :][:, self.length :]
 
     def positions(self, num_tokens: int, device) -> Tensor:
-        """Where the next tokens are, [num_tokens]."""
+        """Return the positions of the next tokens, [num_tokens]."""
         return torch.arange(self.length, self.length + num_tokens, device=device)
 
 
 @contextmanager
 def caching(model: nn.Module, room: int) -> Iterator[Cache]:
-    """While inside, the model keeps the keys and values of what it reads: call it with `cache.unread(tokens)`.
+    """Return a context in which the model caches keys and values: call the model on `cache.unread(tokens)`.
 
-    room  how many tokens to have room for; more than max_seq_len are never needed
+    room  the number of tokens to cache at most; more than max_seq_len are never needed
 
-    Every attention inside keeps 2 * B * (its key/value heads) * head_dim * room elements; afterwards nothing is left.
-    Raises ValueError for a model that reads a part of each sample, under context parallelism.
+    Every attention inside caches 2 * B * (its key/value heads) * head_dim * room elements, freed on exit.
+    Raises ValueError under context parallelism, where the model reads a part of each sample, and inside another `caching`.
     """
     transformer = next(m for m in model.modules() if isinstance(m, Transformer))
     if transformer.overrides.default_positions is not None:

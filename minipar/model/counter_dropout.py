@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of what is dropped, not of who drops it or when."""
+"""Dropout whose mask depends on each element's global coordinates, not on the rank or the order of computation."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def dropout(
     positions: Tensor,
     feature_offset: int = 0,
 ) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p, by counting instead of drawing.
+    """Zero each element with probability p and divide the others by 1 - p, by a counter-based mask.
 
     x, y        [B, T, D]
-    sample_ids  [B]            which sample of the step's batch each row is
-    positions   [T] or [B, T]  where in its sample each token is
-    feature_offset             the global number of x's first feature, where features are split over ranks
+    sample_ids  [B]            each row's number in the step's batch
+    positions   [T] or [B, T]  each token's position in its sample
+    feature_offset             the global index of x's first feature, where features are split over ranks
 
     y = x / (1 - p) where hash(seed, step, layer, site, sample, position, feature) >= p * 2^32, else 0
 
-    A rank that holds any part of the batch computes that part of the one mask; nothing is drawn and nothing
-    needs to be kept in step. Keeps the mask, 1 byte an element, for the backward.
+    A rank that holds any part of the batch computes that part of the same mask; there is no generator state to
+    synchronize. Keeps the mask, 1 byte per element, for the backward.
     Source: counter-based generators, Salmon et al., SC 2011; the mixer is MurmurHash3's 32-bit finaliser.
     """
     mask = keep_mask(x.shape[-1], p, (seed, step, layer, site), sample_ids, positions, feature_offset)
@@ -44,19 +44,19 @@ def keep_mask(
     positions: Tensor,
     feature_offset: int = 0,
 ) -> Tensor:
-    """The elements that stay, bool [B, T, D]; arguments as in `dropout`, key = (seed, step, layer, site)."""
+    """Return the mask of kept elements, bool [B, T, D]; arguments as in `dropout`, key = (seed, step, layer, site)."""
     return _hash(num_features, key, sample_ids, positions, feature_offset) >= round(p * 2**32)
 
 
 def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Numbers between 0 and 1, float64 [B, T, num_features], by the same counting; key = (seed, step, layer, site)."""
+    """Return numbers uniform in (0, 1), float64 [B, T, num_features], by the same hash; key = (seed, step, layer, site)."""
     return (_hash(num_features, key, sample_ids, positions) + 0.5) / 2**32
 
 
 def _hash(
     num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor, feature_offset: int = 0
 ) -> Tensor:
-    """A number of 32 bits for each element of [B, T, num_features]."""
+    """Return a 32-bit hash for each element of [B, T, num_features]."""
     state = 0
     for word in key:
         state = _absorb(_absorb(state, word & _LOW_32), word >> 32)
@@ -66,9 +66,10 @@ def _hash(
 
 
 def _absorb(state, word):
-    """Mix one more word into a 32-bit state: ints, or int64 tensors, whose products wrap and shifts are logical.
+    """Mix one more word into a 32-bit state; both are ints or int64 tensors.
 
-    The word is spread over all 32 bits before it meets the state, so that counters next to each other differ everywhere.
+    Products may wrap in int64, which leaves the low 32 bits right; shifts are logical, since no value is negative. The word
+    is spread over all 32 bits before the XOR with the state, so that consecutive counters differ in high bits too.
     """
     h = state ^ ((word + 1) * 0x9E3779B9 & _LOW_32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B & _LOW_32

@@ -1,9 +1,9 @@
-"""A linear layer whose weight gradient can wait.
+"""A linear layer whose weight gradient can be deferred.
 
-The backward of y = x w^T is two independent products: dx = dy w, which the layer below is waiting for, and
-dw = dy^T x, which nobody waits for until the optimizer steps. A pipeline that runs the second one later fills
-its idle time with it. One autograd function serves both cases, so a backward in two halves runs the same products
-as a whole one and gives the same bits.
+The backward of y = x w^T is two independent products: dx = dy w, which the backward of the layer below needs, and
+dw = dy^T x, which nothing needs until the optimizer steps. A pipeline can compute dw later, to fill its idle time. One
+autograd function serves both cases, so a backward in two halves (I, W) runs the same products as a whole one (B) and
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from minipar.model.overrides import GRADIENT_RECEIVER
 
 
 class WeightGradients:
-    """The weight-gradient products that backward has put off, in the order in which it met them.
+    """A queue of the weight-gradient products that the backward has deferred, in the order of that backward.
 
         queue = WeightGradients()
         defer_weight_gradients(model, queue)
         model.loss(tokens, targets).backward()     # input gradients only
-        later = queue.pop_all()                    # this microbatch's products, to be kept
-        for product in later: product()            # now the weights have their gradients
+        later = queue.pop_all()                    # this microbatch's products
+        for product in later: product()            # adds the weights' gradients
 
-    An entry is a function without arguments. It holds the layer's x and dy until it is dropped.
+    An entry is a function without arguments. It keeps the layer's x and dy in memory until the entry is deleted.
     """
 
     def __init__(self):
         self._products: list[Callable[[], None]] = []
-        self.anchor = torch.empty(0, requires_grad=True)  # makes an output part of a backward; see `linear`
+        self.anchor = torch.empty(0, requires_grad=True)  # makes an output require a gradient; see `linear`
 
     def put(self, product: Callable[[], None]) -> None:
         # backward may run on a thread of its own (CUDA); appending to a list is atomic
         self._products.append(product)
 
     def pop_all(self) -> list[Callable[[], None]]:
-        """Take every entry out of the queue."""
+        """Return all entries and empty the queue."""
         products, self._products = self._products, []
         return products
 
@@ -57,7 +57,7 @@ class WeightGradients:
 def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks.
 
-    A parameter with a gradient receiver (see `overrides.py`) is given its gradient through that.
+    A parameter with a gradient receiver (see `overrides.py`) gets the gradient through the receiver instead.
     """
     if (receive := getattr(parameter, GRADIENT_RECEIVER, None)) is not None:
         receive(gradient)
@@ -68,9 +68,9 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 class _Later(NamedTuple):
-    """A parameter whose gradient waits in a queue. Wrapped in this, autograd does not see it.
+    """A parameter whose gradient is deferred to `queue`, wrapped so that autograd does not see the parameter.
 
-    Otherwise autograd would call its hooks at the end of dx, with a gradient that is not there yet.
+    Otherwise autograd would run the parameter's hooks right after dx, before the gradient exists.
     """
 
     parameter: nn.Parameter
@@ -121,7 +121,7 @@ def _add_later(parameter: nn.Parameter, gradient: Callable[..., Tensor], *inputs
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, deferred: WeightGradients | None = None
 ) -> Tensor:
-    """Multiply by a weight, y = x w^T + b, leaving the weight's gradient to `deferred` where that is given.
+    """Multiply by a weight, y = x w^T + b; the gradients of w and b go to the queue `deferred` if it is given.
 
     x  [..., D]    w  [F, D]    b  [F]    y  [..., F]
 
@@ -129,23 +129,23 @@ def linear(
                dw = dy^T x        [F, D]     at once, or as an entry of `deferred`
                db = sum of dy     [F]        likewise
 
-    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x and w only,
-    x only where w is trained, w only where x needs a gradient. A frozen weight makes no entry; neither does
-    one that is not a leaf, as its gradient has to flow on. No hook of a parameter sees a deferred gradient.
+    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x only where w is
+    trained, and w only where x needs a gradient. A frozen weight makes no entry; neither does a weight that is not
+    a leaf, since autograd has to pass its gradient on. A deferred gradient runs none of the parameter's hooks.
     """
     if deferred is None:
         return _Linear.apply(x, weight, bias, None)
     weight, bias = (
         _Later(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p for p in (weight, bias)
     )
-    # y has to require a gradient even where x does not and autograd sees no parameter
+    # The anchor makes y require a gradient where x does not, since autograd sees no parameter.
     return _Linear.apply(x, weight, bias, None if x.requires_grad else deferred.anchor)
 
 
 class Linear(nn.Module):
-    """`linear` with its own weight [out_features, in_features] and, if asked for, bias; filled by `initialize`.
+    """A module around `linear`, with a weight [out_features, in_features] and an optional bias, filled by `initialize`.
 
-    `deferred` is read in forward: the backward of that forward puts its weight gradient there (None: does it at once).
+    The forward reads `deferred`; its backward puts the weight gradient into that queue (None: computes it at once).
     """
 
     deferred: WeightGradients | None = None
@@ -165,7 +165,7 @@ class Linear(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """`linear` with a weight handed over at each call: the embedding's, which so has one name and one owner."""
+    """An output head that gets the embedding's weight at each call, so that the weight has one name and one owner."""
 
     deferred: WeightGradients | None = None
 
@@ -174,9 +174,9 @@ class TiedHead(nn.Module):
 
 
 def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
-    """Send the weight gradients of every layer inside that can wait to `queue`; None ends it.
+    """Make every layer of `module` that can defer its weight gradients defer them to `queue`; None ends it.
 
-    A layer that can wait is one with an attribute `deferred`.
+    A layer that can defer them is one with an attribute `deferred`.
     """
     for layer in module.modules():
         if hasattr(layer, "deferred"):

@@ -1,18 +1,18 @@
-"""Flash attention: exact attention that never holds the matrix of scores, in plain torch.
+"""Flash attention: exact attention that never stores the score matrix, in plain torch.
 
-Scores are computed a tile at a time and forgotten. Forward, each tile of queries keeps a running maximum m, sum l and
-output o, corrected whenever the maximum grows (online softmax):
+Scores are computed one tile at a time and discarded. In the forward, each tile of queries keeps a running maximum m, sum l
+and output o, and rescales l and o whenever the maximum grows (online softmax):
 
     m' = max(m, max_j s_j)      l' = exp(m - m') l + sum_j exp(s_j - m')      o' = exp(m - m') o + sum_j exp(s_j - m') v_j
     at the end   out = o / l    lse = m + log l
 
-Backward the scores are computed again, and one number a query, lse, turns them into probabilities at once:
+In the backward, the scores are recomputed, and one number per query, lse, turns them directly into probabilities:
 
     P = exp(S - lse)     dv = P^T dout     dP = dout v^T     dS = P * (dP - delta)     dq = dS k     dk = dS^T q
-    delta = sum over features of dout * out, the sum over keys of P dP without its matrix; less dlse where lse is used
+    delta = sum over features of dout * out, which equals the sum over keys of P dP; minus dlse where lse has a gradient
 
-Keeps q, k, v, out and lse: linear in the length where the matrix is quadratic. Costs 2 matrix products forward and 5
-backward, against 2 and 4; tiles in which nothing is seen are not computed, so causal costs about half.
+Keeps q, k, v, out and lse: linear in the length, where the score matrix is quadratic. Costs 2 matrix products forward and
+5 backward, against 2 and 4 for plain attention; fully hidden tiles are skipped, so causal costs about half.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; arXiv:2205.14135.
 """
@@ -33,7 +33,7 @@ from minipar.model.lse_merge import merge_, no_keys
 from minipar.model.mask import Mask, whole_mask
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
-TILE_ELEMS = 1 << 18  # scores held at a time: they stay in a core's cache, and outweigh the cost of a call
+TILE_ELEMS = 1 << 18  # scores per tile: few enough for a core's cache, enough to outweigh a call's overhead
 SHORTEST_SIDE = 32  # of a tile, however many heads there are
 
 
@@ -47,17 +47,17 @@ def flash_attention(
     positions: Tensor | None = None,
     mask: Mask | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(head_dim)) v in memory linear in the length; with `return_lse`, and the log-sum-exps.
+    """Compute softmax(q k^T / sqrt(head_dim)) v in memory linear in the length; with `return_lse`, return lse too.
 
     q, out     [B, H, T, head_dim]
-    k, v       [B, H/g, S, head_dim]    each serves g neighbouring query heads
+    k, v       [B, H/g, S, head_dim]    each head serves g consecutive query heads
     lse        [B, H, T]                of the scaled scores, in float32 or wider; gradients flow through it too
-    positions  None, or [T] or [B, T]   each token's place in its document: it sees its own document only
-    mask       in place of `causal` and `positions`: what sees what, where q and k are parts of a sequence
-    impl       "tiled": this file. "fused": the same by torch's kernels. "auto": fused where there is a kernel for it
+    positions  None, or [T] or [B, T]   each token's position in its document; a token sees only its own document
+    mask       replaces `causal` and `positions` where q and k are parts of a sequence
+    impl       "tiled": this file. "fused": the same by torch's kernels. "auto": fused where a kernel supports it
 
-    A query that sees no key gives out = 0, lse = -inf, and no gradient.
-    Raises ValueError where shapes do not fit, or `fused` cannot do what is asked.
+    A query that sees no key gets out = 0 and lse = -inf, and passes no gradient on.
+    Raises ValueError where shapes do not fit, or where "fused" has no kernel for these inputs.
     """
     check_shapes(q, k, v)
     mask = mask or whole_mask(q.shape[2], k.shape[2], causal, positions)
@@ -66,14 +66,14 @@ def flash_attention(
 
 
 class AttentionKernel(NamedTuple):
-    """One way to compute attention over a block of keys, in two halves."""
+    """An implementation of attention over a block of keys: its forward and its backward."""
 
     attend_: Callable
     attend_backward_: Callable
 
 
 def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKernel:
-    """What `impl` stands for here; raises ValueError where there is no such thing. A AttentionKernel stands for itself."""
+    """Return the kernel named `impl`, or `impl` itself if it is one; raise ValueError where no kernel fits these inputs."""
     if isinstance(impl, AttentionKernel):
         return impl
     if impl not in IMPLEMENTATIONS:
@@ -107,13 +107,13 @@ class _Flash(Function):
         ]
         if dlse is None:
             ctx.kernel.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
-        else:  # of which a kernel does not know
+        else:  # fused kernels take no gradient of lse
             attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
 
 
 def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
-    """Take the keys of k into (out, lse), in place."""
+    """Merge attention over the keys of k into (out, lse), in place."""
     tile = _Tiling(q, k)
     all_q, all_k, all_v = tile.queries(q) * tile.scale, tile.keys(k), tile.keys(v)
     for rows, blocks in mask.tiles(tile.side):
@@ -124,7 +124,7 @@ def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tuple[Tensor, Tensor]:
-    """The online softmax: one tile of queries [G, R, head_dim] over its tiles of keys."""
+    """Run the online softmax of one tile of queries [G, g*R, head_dim] over its tiles of keys."""
     most = q.new_full((*q.shape[:2], 1), -torch.inf)
     total, out = torch.zeros_like(most), torch.zeros_like(q)
     for cols, hidden in blocks:
@@ -139,7 +139,7 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tupl
 
 
 def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
-    """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
+    """Add the gradients from this block of keys to dq, dk and dv; out and lse are those over all keys."""
     tile = _Tiling(q, k)
     all_q, all_dout, all_k, all_v = (
         tile.queries(q) * tile.scale,
@@ -162,7 +162,7 @@ def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tens
 
 
 def _backward_tile(dk, dv, q, dout, lse, delta, k, v, hidden, tile: _Tiling) -> Tensor:
-    """dq of one tile; its dk and dv are added to those given."""
+    """Return dq of one tile, before the factor tile.scale; add the tile's dk and dv to those given."""
     scores = tile.hide(torch.bmm(q, k.transpose(1, 2)), hidden)
     weights = scores.sub_(lse).exp_()
     dv.baddbmm_(weights.transpose(1, 2), dout)
@@ -172,9 +172,9 @@ def _backward_tile(dk, dv, q, dout, lse, delta, k, v, hidden, tile: _Tiling) -> 
 
 
 class _Tiling:
-    """How large a tile is, and how tensors are laid out for it: G = B*H/g matrices, g query heads in the rows of one.
+    """Tile size and tensor layout: a batch of G = B*H/g matrices, each with g query heads in its rows.
 
-    side  queries and keys of a tile, so that there are about TILE_ELEMS scores at a time
+    side  queries and keys per tile, so that a tile has about TILE_ELEMS scores
     """
 
     def __init__(self, q: Tensor, k: Tensor):
@@ -194,7 +194,7 @@ class _Tiling:
         return x.to(self.dtype).reshape(self.batch * self.num_kv_heads, *x.shape[2:])
 
     def hide(self, scores: Tensor, hidden: Tensor | None) -> Tensor:
-        """scores [G, g*R, C], in place -inf where hidden [R, C] or [B, 1, R, C]."""
+        """Set scores [G, g*R, C] to -inf where `hidden`, [R, C] or [B, 1, R, C], is True; in place."""
         if hidden is not None:
             shape = (self.batch, self.num_kv_heads * self.group, -1, scores.shape[-1])
             scores.view(shape).masked_fill_(hidden.to(scores.device), -torch.inf)
@@ -202,7 +202,7 @@ class _Tiling:
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise ValueError where q, k and v are not [B, H, T, head_dim], and k and v alike with heads that divide q's."""
+    """Raise ValueError unless q is [B, H, T, head_dim] and k and v are both [B, H/g, S, head_dim]."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
         raise ValueError(f"{shapes}: use q [B, H, T, head_dim], and k and v alike, [B, H/g, S, head_dim]")

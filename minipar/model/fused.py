@@ -1,7 +1,7 @@
-"""The two halves of flash attention by torch's fused kernels: the functions of `flash.py`, for masks without documents.
+"""Flash attention's forward and backward by torch's fused kernels: as in `flash.py`, for masks without documents.
 
-A kernel knows two masks, none and the lower triangle. What is seen of a sequence cut into runs comes down to a few
-rectangles and triangles (`Mask.parts`), so it is called on these, and its results are merged by their log-sum-exps.
+A kernel supports only two masks: none, and the lower triangle. Where a sequence is cut into runs, the visible scores form a
+few rectangles and triangles (`Mask.regions`). The kernel runs on each, and the results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _aten = torch.ops.aten
 
 
 def obstacle(q: Tensor, mask: Mask) -> str | None:
-    """Why this cannot be left to a kernel; None where it can."""
+    """Return why no kernel supports these inputs, or None where one does."""
     if mask.positions is not None:
         return "documents"
     if mask.causal and len({run.step for run in (*mask.queries, *mask.keys)}) > 1:
@@ -29,7 +29,7 @@ def obstacle(q: Tensor, mask: Mask) -> str | None:
 
 
 def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
-    """Take the keys of k into (out, lse), in place."""
+    """Merge attention over the keys of k into (out, lse), in place."""
     for part in mask.regions():
         heads = _Heads(q, k, part)
         part_out, part_lse = _kernel(heads.fold(q), heads.keys(k), heads.keys(v), part.triangle)
@@ -37,7 +37,7 @@ def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 
 
 def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
-    """Add the gradients of this block to dq, dk and dv; out and lse are those over all keys."""
+    """Add the gradients from this block of keys to dq, dk and dv; out and lse are those over all keys."""
     for part in mask.regions():
         heads = _Heads(q, k, part)
         folded = (
@@ -55,10 +55,10 @@ def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
 
 
 class _Heads:
-    """How a kernel that wants as many key as query heads is given fewer: [B, H/g, ...] keys for [B, H, ...] queries.
+    """Layout of [B, H/g, ...] keys and [B, H, ...] queries for a kernel that needs as many key heads as query heads.
 
-    rectangle  the g queries of one position are as good as g positions: fold them, [B, H/g, g * R, ...]
-    triangle   each position has a limit of its own: repeat the keys
+    rectangle  all queries see the same keys: fold the g query heads into the positions, [B, H/g, g * R, ...]
+    triangle   each position sees other keys: repeat the keys for each query head
     """
 
     def __init__(self, q: Tensor, k: Tensor, part: ScoreRegion):
@@ -66,7 +66,7 @@ class _Heads:
         self.folds = self.group > 1 and not part.triangle
 
     def place(self, x: Tensor) -> Tensor:
-        """The rows of x [B, H, T, ...], as a view that `unfold` has the shape of."""
+        """Return the region's rows of x [B, H, T, ...], a view in the shape that `unfold` returns."""
         rows = x[:, :, self.part.rows]
         return rows.unflatten(1, (-1, self.group)) if self.folds else rows
 
@@ -95,7 +95,7 @@ def _kernel_backward(dout, q, k, v, out, lse, triangle: bool):
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, triangle
         )
-    no_draw = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of a dropout that there is not
+    no_draw = torch.zeros((), dtype=torch.int64, device=q.device)  # unused dropout RNG state
     return _aten._scaled_dot_product_flash_attention_backward(
         dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, triangle, no_draw, no_draw
     )

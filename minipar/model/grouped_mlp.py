@@ -1,4 +1,4 @@
-"""Many SwiGLUs, each for its own run of rows: a grouped matrix product, forward and backward."""
+"""One SwiGLU per expert, each applied to its own run of rows: a grouped matrix product, forward and backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def apply_experts(
     counts: Sequence[int],
     deferred: WeightGradients | None = None,
 ) -> Tensor:
-    """Send each run of rows through its own SwiGLU: y_r = down_e (silu(gate_e x_r) * up_e x_r), for the expert e of row r.
+    """Apply to each run of rows its expert's SwiGLU: y_r = down_e (silu(gate_e x_r) * up_e x_r), for the expert e of row r.
 
     x         [R, D]      rows sorted by expert
     gate, up  [E, F, D]   down  [E, D, F]
@@ -34,7 +34,7 @@ def apply_experts(
 
     Costs 6 R D F flops forward and twice that backward: nothing is padded, and an expert without rows has a gradient of
     0. Keeps x, g and u, 2 R F elements besides x, where autograd would keep silu(g) and the product too.
-    Source: MegaBlocks, arXiv:2211.15841, with dense products in a loop for its block-sparse kernel.
+    Source: MegaBlocks, arXiv:2211.15841, with a loop of dense products in place of its block-sparse kernel.
     """
     weights = gate, up, down
     if deferred is None or not all(w.requires_grad and w.is_leaf for w in weights):
@@ -64,9 +64,8 @@ class _Experts(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         dweights = [torch.empty_like(w) for w in (gate, up, down)] if any(needed) else None
         pieces = []
-        for e, rows in _runs(
-            ctx.counts
-        ):  # all of one expert before the next: its rows are still in the cache
+        # Finish one expert before the next: its rows are still in the cache.
+        for e, rows in _runs(ctx.counts):
             dh = dy[rows] @ down[e]
             dg = torch.ops.aten.silu_backward(dh * u[rows], g[rows])
             du = dh.mul_(F.silu(g[rows]))
@@ -84,7 +83,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
-    """One expert's weight gradients, into dgate, dup, ddown."""
+    """Write one expert's weight gradients into dgate, dup and ddown."""
     torch.mm(dg.t(), x, out=dgate)
     torch.mm(du.t(), x, out=dup)
     torch.mm(dy.t(), F.silu(g).mul_(u), out=ddown)
@@ -92,7 +91,7 @@ def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
 
 @torch.no_grad()
 def _add_later(weights, shapes, pieces) -> None:
-    """`shapes` are those the weights had: by now FSDP may have left a shard of each."""
+    """Add the deferred gradients; `shapes` are the unsharded weights', since FSDP may have resharded them by now."""
     dweights = [w.new_empty(shape) for w, shape in zip(weights, shapes)]
     for e, piece in enumerate(pieces):
         _weight_products(*piece, *(dw[e] for dw in dweights))
@@ -101,7 +100,7 @@ def _add_later(weights, shapes, pieces) -> None:
 
 
 def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """Each expert and its rows."""
+    """Yield each expert and the slice of its rows."""
     start = 0
     for e, count in enumerate(counts):
         yield e, slice(start, start + count)
@@ -109,10 +108,10 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 class Experts(nn.Module):
-    """`apply_experts` with its own weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
+    """A module around `apply_experts`, with weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
 
     deferred: WeightGradients | None = None
-    holds_experts = True  # for placements
+    holds_experts = True  # read by `place_whole`, which marks these as expert parameters
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int, device=None, dtype=None):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Routing groups: neighbouring positions of one sequence that share the experts' room.
+"""Routing groups: consecutive positions of one sequence that share the experts' capacity.
 
-A group is a property of the model, never of who computes it. Were it "the tokens on this rank", as is often seen, another
-number of ranks would drop other tokens, and be another model.
+A group is a property of the model, never of the rank that computes it. If a group were "the tokens on this rank", as in
+many implementations, another number of ranks would drop other tokens, and the model would be another one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minipar.model.moe_config import cut_group
 
 
 class Groups(NamedTuple):
-    """The groups of [batch, tokens] in runs of `size`, the last of a sequence possibly short."""
+    """The routing groups of [batch, tokens]: runs of `size` tokens, the last run of a sequence possibly shorter."""
 
     batch: int
     tokens: int
@@ -31,34 +31,34 @@ class Groups(NamedTuple):
         return self.batch * self.per_sequence
 
     def split(self, x: Tensor, fill: float = 0) -> Tensor:
-        """[batch, tokens, ...] -> [number, size, ...], short groups filled up."""
+        """Reshape [batch, tokens, ...] -> [number, size, ...], with short groups padded by `fill`."""
         missing = self.per_sequence * self.size - self.tokens
         if missing:
             x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing), value=fill)
         return x.reshape(self.number, self.size, *x.shape[2:])
 
     def join(self, x: Tensor) -> Tensor:
-        """[number, size, ...] -> [batch * tokens, ...]: what `split` filled up is left out again."""
+        """Reshape [number, size, ...] -> [batch * tokens, ...], without the padding that `split` added."""
         x = x.reshape(self.batch, self.per_sequence * self.size, *x.shape[2:])
         return x[:, : self.tokens].flatten(0, 1)
 
     def real(self, device=None) -> Tensor:
-        """[number, size]: False where there is no token."""
+        """Return the mask of tokens, [number, size]: False for padding."""
         return self.split(torch.ones(self.batch, self.tokens, 1, dtype=torch.bool, device=device))[..., 0]
 
     def of_tokens(self, device=None) -> Tensor:
-        """[batch * tokens]: the number of each token's group."""
+        """Return the number of each token's group, [batch * tokens]."""
         numbers = torch.arange(self.number, device=device)
         return self.join(numbers[:, None, None].expand(-1, self.size, 1))[:, 0]
 
 
 def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
-    """Raise ValueError where tokens at these positions are not whole groups: a layout has cut one.
+    """Raise ValueError unless the tokens at these positions form whole groups, none of them cut by a layout.
 
     positions  [T] or [B, T]    group_tokens  None for a whole sequence
 
-    A group must begin at a multiple of its size and go on position by position. A group cut in two shows on the rank
-    that has its second part.
+    A group must begin at a multiple of its size and continue with consecutive positions. For a group cut in two, the
+    rank that has its second part raises.
     """
     length = positions.shape[-1]
     size = group_tokens or max(1, length)

@@ -1,4 +1,4 @@
-"""Initial weights that depend on a parameter's name and the seed, never on who makes them or in which order."""
+"""Initial weights that depend on a parameter's name and the seed, never on the rank or the order of creation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipar.model.model_config import ModelConfig
 
 
 def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """The whole initial value, float32 on the CPU, of the parameter with this canonical name.
+    """Return the full initial value, float32 on the CPU, of the parameter with this canonical name.
 
     norm weights           1
     biases                 0
@@ -20,7 +20,7 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
                            residual stream (GPT-2, section 2.3)
     everything else        normal, deviation 0.02
 
-    A rank that owns a part makes the whole and cuts its part out. Other dtypes are cast from these numbers.
+    A rank that owns a shard makes the full weight and cuts its shard out. Other dtypes are cast from these numbers.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)
@@ -34,19 +34,19 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
 
 
 def _digest(seed: int, name: str) -> int:
-    """A 63-bit number; Python's own hash() differs from process to process."""
+    """Return a 63-bit hash; Python's own hash() differs from process to process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
-    """Fill the parameters of a model, a stage of one, or, given its canonical prefix, any module inside.
+    """Fill the parameters of a model, of a stage or, given its canonical prefix, of a submodule.
 
         for i, block in model.layers.items():
             initialize(block.to_empty(device="cpu"), config, seed, prefix=f"layers.{i}.")
 
-    A stage's tied head starts as the embedding it is tied to. Raises ValueError on a meta parameter.
+    A stage's tied head starts equal to the embedding it is tied to. Raises ValueError on a meta parameter.
     """
     tied = getattr(module, "tied_copies", {})
     for name, parameter in module.named_parameters():

@@ -1,11 +1,12 @@
-"""Who sees whom, where queries and keys are any parts of a sequence in any order.
+"""Attention masks where queries and keys are any parts of a sequence, in any order.
 
-Every mask used here comes down to one rule: a query sees the keys whose index in the sequence lies in a range of its own,
+Every mask used here follows one rule: a query sees the keys whose index in the sequence lies in the query's own range,
 
-    low <= index of the key < high       low   0, or where the query's document starts
-                                         high  its own index + 1 if causal; never beyond the sequence's end
+    low <= index of the key < high       low   0, or the start of the query's document
+                                         high  the query's index + 1 if causal; never beyond the sequence's end
 
-so a mask costs two numbers a query, and whole blocks of it are known to be empty or full from their least and greatest.
+so a mask costs two numbers per query, and their minimum and maximum over a block of queries tell whether a tile is entirely
+hidden or entirely visible.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from torch import Tensor
 
 
 class TokenRun(NamedTuple):
-    """Tokens start, start + step, ... of a sequence, `length` of them."""
+    """A run of `length` tokens of a sequence: start, start + step, ..."""
 
     start: int
     length: int
     step: int = 1
 
     def before(self, end: int) -> TokenRun:
-        """Those whose index is below `end`."""
+        """Return the run of those tokens whose index is below `end`."""
         return self._replace(length=max(0, min(self.length, -(-(end - self.start) // self.step))))
 
 
 class ScoreRegion(NamedTuple):
-    """A rectangle of the scores of which everything is seen, or a square of which the lower triangle is."""
+    """A region of the score matrix: a fully visible rectangle, or a square whose lower triangle alone is visible."""
 
     rows: slice
     cols: slice
@@ -40,14 +41,14 @@ class ScoreRegion(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """What `queries` see of `keys`, each given as runs of one sequence.
+    """The keys that each query sees, where `queries` and `keys` are runs of one sequence.
 
     causal     a query sees no later token
-    positions  None, or each query's place in its document, [T] or [B, T]: it sees its own document only, which
-               started at its index minus its position
-    end        the sequence's length, where tokens beyond it are padding that nobody sees
+    positions  None, or each query's position in its document, [T] or [B, T]: the query sees only its own document,
+               which starts at the query's index minus its position
+    end        None, or the sequence's length: tokens from there on are padding, which no query sees
 
-    Raises ValueError for documents that are not causal: where one ends, its positions do not say.
+    Raises ValueError for positions without causal: positions do not tell where a document ends.
     """
 
     queries: tuple[TokenRun, ...]
@@ -61,7 +62,7 @@ class Mask:
             raise ValueError("positions of documents are given with causal=False; use causal=True")
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Each query's (low, high), [T] or [B, T] int64, on the CPU: the loop over blocks asks them."""
+        """Return each query's (low, high), [T] or [B, T] int64, on the CPU, where the loop over tiles reads them."""
         index = indices(self.queries)
         positions = None if self.positions is None else self.positions.cpu()
         low = torch.zeros_like(index) if positions is None else index - positions
@@ -70,20 +71,20 @@ class Mask:
         return low, high.expand_as(low)
 
     def count(self) -> int:
-        """How many pairs of a query and a key it sees; with positions [B, T], of all B samples."""
+        """Count the visible pairs of a query and a key; with positions [B, T], over all B samples."""
         (low, high), keys = self.bounds(), indices(self.keys).sort().values
         seen = torch.searchsorted(keys, high.contiguous()) - torch.searchsorted(keys, low.contiguous())
         return int(seen.clamp(min=0).sum())
 
     def hidden(self) -> Tensor:
-        """True where a query does not see a key, [T, S] or [B, 1, T, S]: for who has the room."""
+        """Return the dense mask, [T, S] or [B, 1, T, S], True where a query does not see a key; takes O(T S) memory."""
         low, high = self.bounds()
         return _hidden(low, high, indices(self.keys))
 
     def tiles(self, side: int) -> Iterator[tuple[slice, list[tuple[slice, Tensor | None]]]]:
-        """The blocks of `side` queries by `side` keys in which something is seen: for each tile of queries its keys'.
+        """Yield, for each tile of `side` queries, those tiles of `side` keys in which something is visible.
 
-        With each comes what is hidden in it, [rows, cols] or [B, 1, rows, cols], or None where nothing is.
+        Each tile of keys comes with its dense mask, [rows, cols] or [B, 1, rows, cols], or None where nothing is hidden.
         """
         (low, high), keys = self.bounds(), indices(self.keys)
         cols = [(part, int(keys[part].min()), int(keys[part].max())) for part in _cuts(len(keys), side)]
@@ -100,9 +101,9 @@ class Mask:
             yield rows, found
 
     def regions(self) -> Iterator[ScoreRegion]:
-        """The whole of what is seen, as rectangles and triangles: what a kernel without a mask can do.
+        """Yield everything visible as rectangles and triangles, which a kernel can compute without a mask.
 
-        Raises ValueError for documents, and for runs of different steps.
+        Raises ValueError for documents, and for causal runs of different steps.
         """
         if self.positions is not None:
             raise ValueError("documents do not come down to rectangles and triangles; use impl='tiled'")
@@ -118,12 +119,12 @@ class Mask:
 
 
 def whole_mask(num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None) -> Mask:
-    """The mask of one process: the keys are the whole sequence, and the queries all of it or its last tokens."""
+    """Return the mask where the keys are the whole sequence and the queries its last tokens, or all of them."""
     return Mask((TokenRun(num_keys - num_queries, num_queries),), (TokenRun(0, num_keys),), causal, positions)
 
 
 def indices(runs: tuple[TokenRun, ...]) -> Tensor:
-    """The tokens of these runs, in order: int64 [sum of lengths]."""
+    """Return the token indices of these runs, in order: int64 [sum of lengths]."""
     parts = [start + step * torch.arange(length) for start, length, step in runs]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
@@ -146,7 +147,7 @@ def _shift(part: slice, by: int) -> slice:
 
 
 def _regions(query: TokenRun, key: TokenRun, causal: bool) -> Iterator[ScoreRegion]:
-    """Query i sees key j where j <= i + offset: nothing above a diagonal, which leaves at most three parts."""
+    """Split a pair of runs, in which query i sees key j where j <= i + offset, into at most three regions."""
     n, m = query.length, key.length
     if causal and query.step != key.step:
         raise ValueError(
@@ -154,7 +155,7 @@ def _regions(query: TokenRun, key: TokenRun, causal: bool) -> Iterator[ScoreRegi
         )
     offset = (query.start - key.start) // query.step if causal else m
     first = max(0, -offset)  # queries before this one see nothing
-    full = min(m, max(0, offset))  # keys that all the others see
+    full = min(m, max(0, offset))  # keys that every other query sees
     corner = max(0, min(n - first, m - full))
     if first < n and full:
         yield ScoreRegion(slice(first, n), slice(0, full), False)

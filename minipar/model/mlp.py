@@ -14,7 +14,7 @@ class SwiGLU(nn.Module):
 
     x, y  [B, T, D]    gate, up  [F, D]    down  [D, F]
 
-    Costs 6 D F flops a token forward.
+    Costs 6 D F flops per token forward.
     Source: arXiv:2002.05202.
     """
 

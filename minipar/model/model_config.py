@@ -1,4 +1,4 @@
-"""What a model is: its sizes and switches, checked when they are written down."""
+"""The sizes and switches of a model, checked on construction."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ModelConfig(MixtureConfig):
         return self.dim // self.num_heads
 
     def has_experts(self, layer: int) -> bool:
-        """With moe_every=2, as in Switch, layers 1, 3, 5 ... have experts."""
+        """Return whether a layer has experts: with moe_every=2, as in Switch, layers 1, 3, 5 ... do."""
         return self.num_experts > 0 and (layer + 1) % self.moe_every == 0
 
     def _check_head_dim(self):

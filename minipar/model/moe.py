@@ -1,6 +1,7 @@
 """A mixture of experts: many MLPs, of which each token uses a few.
 
-`simple/moe.py`, plus top-k, other routers, shared experts, padded buffers, metrics; for one process, until expert_parallel.
+`simple/moe.py`, plus top-k, other routers, shared experts, padded buffers, metrics; all experts on one rank, unless
+`expert_parallel` shards them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ from minipar.model.router import Router, expert_choice, position_in_expert, toke
 
 
 class Routing(NamedTuple):
-    """Who goes where. For M tokens with k choices each: expert, place, kept, weight [M, k]; of a choice that is not
-    kept, no more is known. load, kept_load [N, E]: choices of each group's tokens, and those there is room for."""
+    """The routing of M tokens, k choices each, in N groups.
+
+    expert, place, kept, weight  [M, k]   where `kept` is False, the others have no meaning
+    load, kept_load              [N, E]   choices per group and expert, and those within the capacity
+    """
 
     expert: Tensor
     place: Tensor
@@ -38,10 +42,10 @@ class Routing(NamedTuple):
 
 
 class LocalDispatch(NamedTuple):
-    """The dispatched of rows to their experts where all experts are here: none.
+    """The dispatch where all experts are on this rank: no communication.
 
     rows    [R, D], sorted by expert
-    counts  [E] how many each expert has
+    counts  [E] rows per expert
     """
 
     rows: Tensor
@@ -60,17 +64,17 @@ class MoE(nn.Module):
     x, y        [B, T, D] or [T, D]
     positions   [T] or [B, T]    sample_ids  [B]    step     as in `Transformer`: they key the jitter and the noise
     hidden_dim  each expert's width; options are `MixtureConfig`'s
-    num_groups  None, or how many routing groups the whole batch has where calls see parts of it: auxiliary losses are
-                means over these, so that those of the parts sum to the whole's
+    num_groups  None or, where calls get parts of a batch, the whole batch's number of routing groups: auxiliary losses are
+                means over these, so that the parts' losses sum to the whole batch's
 
-    A choice beyond its expert's capacity is dropped; a token that loses all of its choices gets 0 here (or the shared
-    expert's answer) and lives on in the residual stream. Without capacity_factor nothing is dropped.
+    A choice beyond its expert's capacity is dropped. For a token whose choices are all dropped, y is 0 (or the shared
+    expert's output), and only the residual stream passes it on. With capacity_factor=None nothing is dropped.
 
-    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Transformer` does it by `attach_aux_loss`.
-    Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and shared's.
+    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Block` does it by `attach_aux_loss`.
+    Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and the shared expert's.
 
-    Costs 6 k D F flops a token forward, whatever E is; only rows that are used are computed.
-    Raises ValueError for impossible options, or where a router's logit is not finite.
+    Costs 6 k D F flops per token forward, whatever E is; only used rows are computed, unless `pad_to_capacity` is set.
+    Raises ValueError for invalid options, or where a router's logit is not finite.
     Source: Switch Transformers, arXiv:2101.03961; GShard, arXiv:2006.16668; ST-MoE, arXiv:2202.08906.
     """
 
@@ -137,7 +141,7 @@ class MoE(nn.Module):
         return x if self.overrides.copy_input is None else self.overrides.copy_input(x)
 
     def route(self, logits: Tensor, groups: Groups) -> Routing:
-        """Let tokens choose experts, or experts tokens, and see who finds room.
+        """Let tokens choose experts, or experts choose tokens, and keep the choices within the capacity.
 
         logits  [B, T, E]
         """
@@ -162,7 +166,7 @@ class MoE(nn.Module):
         """[M, D] -> [M, D]"""
         plan = self._plan(routing, groups)
         dispatched = (self.overrides.dispatch or LocalDispatch)(permute_rows(x, plan), plan.counts)
-        shared = None if self.shared is None else self.shared(x)  # while the rows travel
+        shared = None if self.shared is None else self.shared(x)  # while the rows are being sent
         rows, counts = dispatched.arrive()
         out = dispatched.combine(self.experts(rows, counts))
         y = combine(out, self._copy_input(routing.weight), plan)
@@ -204,22 +208,22 @@ class MoE(nn.Module):
 
 
 def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """The mixtures of experts inside, by name."""
+    """Return the mixtures of experts inside `model`, as pairs (name, module)."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, MoE))
 
 
 def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float = 1.0) -> None:
-    """Tell every mixture how many routing groups the whole batch has (`config.num_groups(batch, seq_len)`).
+    """Set every mixture's number of routing groups in the whole batch (`config.num_groups(batch, seq_len)`).
 
-    Who calls the model on parts of a batch (microbatches, or this rank's samples) must: an auxiliary loss is the mean
-    over all groups. `loss_scale` is what the loss itself is multiplied with before its backward, if it is.
+    Required where the model is called on parts of a batch (microbatches, or this rank's samples): an auxiliary loss is
+    the mean over all groups of the batch. `loss_scale` is the factor that multiplies the loss before its backward, if any.
     """
     for _, moe in mixtures(model):
         moe.num_groups, moe.loss_scale = num_groups, loss_scale
 
 
 def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
-    """What each mixture did since this was last asked, by name; then begin anew."""
+    """Return each mixture's metrics since the last call, by name, and reset them."""
     taken = {name: moe.metrics for name, moe in mixtures(model) if moe.metrics is not None}
     for _, moe in mixtures(model):
         moe.metrics = None
@@ -228,10 +232,10 @@ def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
 
 @torch.no_grad()
 def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm=None) -> None:
-    """After a step: raise the bias of experts with less than the mean load since the last update, lower the others'.
+    """Raise the bias of experts with less than the mean load since the last update, and lower that of the others.
 
-    bias_e += rate * sign(mean load - load_e), over the tokens of all ranks of `comm`. Loads are whole numbers, so every
-    layout moves the biases alike.
+    bias_e += rate * sign(mean load - load_e), over the tokens of all ranks of `comm`. Loads are integers, so every
+    layout gives the same biases. Call it after each optimizer step.
     Source: arXiv:2408.15664, algorithm 1.
     """
     for _, moe in mixtures(model):

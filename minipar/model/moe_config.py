@@ -1,4 +1,4 @@
-"""What a mixture of experts is: how many experts, who chooses whom, how much room there is, what keeps the load even."""
+"""The options of a mixture of experts: number of experts, routing, capacity, and load balancing."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DropOrder = Literal["position", "weight"]
 @documented
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig:
-    """The options of a mixture of experts; ModelConfig has them too, where num_experts=0 means a model without experts.
+    """The options of a mixture of experts; ModelConfig inherits them, and num_experts=0 means a model without experts.
 
-    A routing group is a property of the model. One that the sequence's end cuts short has the room of a whole one.
-    Raises ValueError where there can be no such mixture, saying what would work.
+    A routing group is a property of the model, not of a layout. A group cut short by the sequence's end has the capacity
+    of a full one. Raises ValueError for invalid or incompatible options; the message says what would work.
     """
 
     num_experts: int = option(0, "experts of each mixture; 0: none")
@@ -61,9 +61,9 @@ class MixtureConfig:
         return {f.name: getattr(self, f.name) for f in fields(MixtureConfig)}
 
     def capacity(self, group_tokens: int) -> int:
-        """How many of a group's tokens an expert has room for: ceil(k * T / E * capacity_factor), at most T.
+        """Return how many of a group's T tokens one expert accepts: ceil(k * T / E * capacity_factor), at most T.
 
-        The factor is taken as it is written: 1.1 is 11/10, so that rounding never adds a place.
+        The factor is read as a decimal fraction: 1.1 is exactly 11/10, so float rounding never adds a token.
         Source: arXiv:2101.03961, equation 3, with the k of GShard.
         """
         if self.capacity_factor is None:
@@ -72,7 +72,7 @@ class MixtureConfig:
         return min(group_tokens, math.ceil(share * Fraction(str(self.capacity_factor))))
 
     def num_groups(self, batch: int, seq_len: int) -> int:
-        """How many routing groups `batch` sequences have."""
+        """Return the number of routing groups in `batch` sequences."""
         return batch * (1 if self.group_tokens is None else -(-seq_len // self.group_tokens))
 
     def _check_sizes(self):
@@ -107,7 +107,7 @@ class MixtureConfig:
 
 
 def require_whole_groups(positions: list[int], group_tokens: int) -> None:
-    """Raise ValueError where tokens at these positions are not whole routing groups (`check_whole_groups` of a list)."""
+    """Raise ValueError unless these positions form whole routing groups: `check_whole_groups` without torch."""
     for first in range(0, len(positions), group_tokens):
         group = positions[first : first + group_tokens]
         if group[0] % group_tokens or group != list(range(group[0], group[0] + len(group))):
@@ -115,7 +115,7 @@ def require_whole_groups(positions: list[int], group_tokens: int) -> None:
 
 
 def cut_group(positions: list[int], group_tokens: int | None) -> str:
-    """The message for tokens at these positions, one sample's, of which a routing group was cut."""
+    """Return the error message for one sample's positions in which a routing group is cut."""
     what = "whole sequences" if group_tokens is None else f"group_tokens={group_tokens} positions"
     brief = positions if len(positions) <= 6 else f"{positions[0]}, {positions[1]} ... {positions[-1]}"
     return (

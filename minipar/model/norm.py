@@ -11,8 +11,8 @@ class RMSNorm(nn.Module):
 
     x, y  [..., D]    w  [D]
 
-    16-bit inputs are normalised in float32 and rounded before the weight multiplies, as Hugging Face's Llama does;
-    float64 stays float64, where that one goes down to float32.
+    16-bit inputs are normalised in float32 and rounded before the multiplication by w, as in Hugging Face's Llama.
+    float64 inputs are normalised in float64, where Hugging Face's Llama uses float32.
     Source: arXiv:1910.07467.
     """
 

@@ -1,12 +1,13 @@
-"""Every point of the model that a strategy may override: its signature, who overrides it, and why.
+"""Every point of the model that a strategy may override: its signature, which strategy overrides it, and why.
 
-A module keeps its points in `overrides`, one of the records below. None means the module's own function. The records have
-slots: assigning a point that is not declared here raises AttributeError. Besides, strategies replace
+A module keeps its override points in `overrides`, one of the records below. None means the module's own function. The
+records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace
 
-    child modules         q, k, v, o, gate, up, down, norms, embedding, head by their cut versions     tensor_parallel
-    parameters            by their shards                               tensor_parallel, expert_parallel, ZeRO, FSDP
-    num_heads             of an Attention, and num_kv_heads: those that this rank computes             tensor_parallel
-    deferred              of layers whose weight gradient can wait (deferrable_linear.py)              pipeline
+    child modules         q, k, v, o, gate, up, down, norms, embedding, head, by sharded ones          tensor_parallel
+    parameters            by their shards                                     tensor_parallel, expert_parallel, FSDP
+    param.data            by views of flat buckets                                                     ZeRO
+    num_heads             of an Attention, and num_kv_heads, by the heads that this rank computes      tensor_parallel
+    deferred              of a layer, by a queue for its weight gradients (deferrable_linear.py)       pipeline
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from torch import Tensor, nn
 
 @dataclass(slots=True)
 class TransformerOverrides:
-    """
+    """Override points of a `Transformer`.
+
     output             (logits, targets or None) -> logits, or the sum of cross-entropies where targets are given
                        tensor_parallel: logits [B, T, V/tp] are gathered for the caller, and never for the loss
-    sequence_length    (x) -> tokens of a sample, given this stage's input
-                       tensor_parallel: hidden states between stages are shards [B, T/tp, D]
+    sequence_length    (x) -> tokens per sample, given this stage's input
+                       tensor_parallel: under sequence parallelism, stages exchange shards [B, T/tp, D]
     default_positions  (T, device) -> [T], where the caller gives no positions
-                       context_parallel: this rank's tokens are not the first T; KeyValueCache: they follow earlier ones
+                       context_parallel: this rank's tokens are not the first T; cache.py: the tokens follow earlier ones
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor] | None = None
@@ -36,11 +38,12 @@ class TransformerOverrides:
 
 @dataclass(slots=True)
 class BlockOverrides:
-    """
-    call     (forward, *args) -> its result: a wrapper around the block's whole forward
-             recompute: activation checkpointing; relocate_activations: saved tensors cut over tp, or in CPU memory
+    """Override points of a `Block`.
+
+    call     (forward, *args) -> forward's result: a wrapper around the block's whole forward
+             recompute: activation checkpointing; relocate_activations: saved tensors sharded over tp, or in CPU memory
     dropout  (x, site, positions, sample_ids, step) -> x
-             tensor_parallel: under sequence parallelism x is this rank's tokens, whose positions are a part of those given
+             tensor_parallel: under sequence parallelism x holds this rank's tokens, and `positions` those of all tp ranks
     """
 
     call: Callable | None = None
@@ -49,13 +52,14 @@ class BlockOverrides:
 
 @dataclass(slots=True)
 class AttentionOverrides:
-    """
+    """Override points of an `Attention`.
+
     core         (q, k, v, causal=True, positions=...) -> out, all [B, heads, T, head_dim]
-                 context_parallel: other ranks hold the other keys; recompute="selective": computed again in the backward
+                 context_parallel: other ranks hold the other keys; recompute="selective": recomputed in the backward
     project_qkv  (x) -> q, k, v
-                 tensor_parallel: one input and three cut matrices need one sum of dx
-    cache        a KeyValues, which adds the keys and values of earlier tokens
-                 generation: each token is read once
+                 tensor_parallel: the three sharded matrices have one input, so one reduction of dx suffices
+    cache        a KeyValues, which prepends the keys and values of earlier tokens
+                 cache.py: generation reads each token once
     """
 
     core: Callable | None = None
@@ -65,9 +69,10 @@ class AttentionOverrides:
 
 @dataclass(slots=True)
 class MLPOverrides:
-    """
+    """Override points of a `SwiGLU`.
+
     project_gate_up  (x) -> gate, up
-                     tensor_parallel: one input and two cut matrices need one sum of dx
+                     tensor_parallel: the two sharded matrices have one input, so one reduction of dx suffices
     """
 
     project_gate_up: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
@@ -75,17 +80,19 @@ class MLPOverrides:
 
 @dataclass(slots=True)
 class MoEOverrides:
-    """
-    dispatch         (rows, counts) -> an object with `arrive()` and `combine(out)`: rows on their way to their experts
+    """Override points of an `MoE`.
+
+    dispatch         (rows, counts) -> an object whose `arrive()` returns the rows of this rank's experts, and their counts,
+                     and whose `combine(out)` returns the experts' outputs in the order of `rows`
                      expert_parallel: by all-to-all
-    pad_to_capacity  give every expert and group rows up to its capacity, used or not
-                     expert_parallel: message sizes that are known before anything is routed
-    gather_tokens    (x) -> the tokens that the router sees
-                     tensor_parallel: under sequence parallelism each rank has some of them
-    copy_input       (x) -> x, where the experts' hidden features begin to differ between ranks
-                     tensor_parallel: the copy operator, whose backward is an all-reduce
+    pad_to_capacity  give every expert `capacity` rows per group, used or not
+                     expert_parallel: message sizes are known before routing
+    gather_tokens    (x) -> all tokens, for the router and the experts
+                     tensor_parallel: under sequence parallelism each rank has T/tp tokens of a sample
+    copy_input       (x) -> x, on the experts' input and on the weights of their outputs
+                     tensor_parallel: the copy operator, whose backward is an all-reduce, as each rank has F/tp features
     reduce_output    (y) -> the layer's output
-                     tensor_parallel: summed after combining experts, one row per token and not k
+                     tensor_parallel: summed over tp after combining experts, one row per token instead of k
     """
 
     dispatch: Callable | None = None
@@ -95,19 +102,19 @@ class MoEOverrides:
     reduce_output: Callable[[Tensor], Tensor] | None = None
 
 
-# On a parameter: the name of a function (gradient) that takes a deferred weight gradient in place of `.grad`.
-# FSDP sets it, for the parameter that the gradient belongs to has been resharded meanwhile.
+# Name of an attribute of a parameter: a function (gradient) that receives a deferred weight gradient in place of `.grad`.
+# FSDP sets it, since the parameter may be resharded by the time its deferred gradient is computed.
 GRADIENT_RECEIVER = "receive_deferred_gradient"
 
 
 @runtime_checkable
 class GradientSync(Protocol):
-    """A module around a stage that reduces gradients over replicas, as the pipeline needs it: DDP, FSDP."""
+    """The methods that the pipeline calls on a wrapper which reduces a stage's gradients over replicas: DDP, FSDP."""
 
     module: nn.Module
 
     def no_sync(self):
-        """A context whose backwards only accumulate."""
+        """Return a context in which backwards accumulate gradients without reducing them."""
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now."""

@@ -1,8 +1,8 @@
-"""Bring tokens to their experts' rows and the results back: two maps, and every step is a gather.
+"""Copy tokens to their experts' rows and combine the results: two index maps, by which every step is a gather.
 
-A choice is one (token, expert) pair; token t's j-th is number t * k + j. A plan says for each row which choice it
-serves, and for each choice in which row it is served. With both maps, forward and backward only read scattered rows and
-write ordered ones, so no two of them write to one place.
+A choice is one (token, expert) pair; token t's j-th choice is number t * k + j. A plan maps each row to its choice,
+and each choice to its row. With both maps, forward and backward read rows in any order but write them in sequence, so no
+two writes go to the same row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """choice [R]: the choice that a row serves, -1 for none.    row [M, k]: the row of a choice, -1 where it is dropped.
-    counts [E]: how many rows each expert has; rows are sorted by expert."""
+    """The maps between choices and rows; rows are sorted by expert.
+
+    choice  [R]     each row's choice, -1 for an unused row
+    row     [M, k]  each choice's row, -1 for a dropped choice
+    counts  [E]     rows per expert
+    """
 
     choice: Tensor
     row: Tensor
@@ -23,7 +27,7 @@ class Plan(NamedTuple):
 
 
 def compact_plan(expert: Tensor, kept: Tensor, num_experts: int) -> Plan:
-    """Just the rows that are needed, sorted by expert, then by token.
+    """Plan one row for each kept choice, sorted by expert, then by token.
 
     expert, kept  [M, k]
     """
@@ -44,7 +48,7 @@ def padded_plan(
     num_groups: int,
     capacity: int,
 ) -> Plan:
-    """`capacity` rows for every expert and group, used or not: sizes that are known before anything is routed.
+    """Plan `capacity` rows for every expert and group, used or not, so that sizes are known before routing.
 
     expert, kept, place  [M, k]    group  [M]
     row of a choice = (expert * num_groups + group) * capacity + place
@@ -57,7 +61,7 @@ def padded_plan(
 
 
 def permute_rows(x: Tensor, plan: Plan) -> Tensor:
-    """Copy each token to the rows of its choices: rows_r = x_t, or 0 where nobody uses row r.
+    """Copy each token to the rows of its choices: rows_r = x_t, or 0 for an unused row r.
 
     x  [M, D]    rows  [R, D]
 
@@ -67,9 +71,9 @@ def permute_rows(x: Tensor, plan: Plan) -> Tensor:
 
 
 def combine(out: Tensor, weight: Tensor, plan: Plan) -> Tensor:
-    """Weigh and add what the experts made of each token: y_t = sum over its kept choices j of weight_tj out_row(t,j).
+    """Sum each token's expert outputs, weighted: y_t = sum over its kept choices j of weight_tj out_row(t,j).
 
-    out  [R, D]    weight  [M, k]    y  [M, D]      a token of which no choice is kept gets 0
+    out  [R, D]    weight  [M, k]    y  [M, D]      0 for a token without a kept choice
 
     backward   dout_r = weight_tj dy_t           [R, D]
                dweight_tj = <dy_t, out_row>      [M, k]
@@ -104,12 +108,12 @@ class _Combine(torch.autograd.Function):
 
 
 def _token(plan: Plan) -> Tensor:
-    """The token each row serves, -1 for none."""
+    """Return each row's token, -1 for an unused row."""
     return plan.choice.div(plan.row.shape[1], rounding_mode="floor")
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], 0 where the index is -1."""
+    """Return x[index], 0 where the index is -1."""
     missing = index < 0
     if not missing.any():
         return x.index_select(0, index)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: a token's position turns its queries and keys."""
+"""Rotary position embeddings: a token's queries and keys are rotated by its position."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The cosines and sines by which `rotate` turns the tokens at `positions`.
+    """Return the cosines and sines by which `rotate` rotates the tokens at `positions`.
 
-    positions  [T] or [B, T]             global, in any order: each entry's result depends on it alone
+    positions  [T] or [B, T]             global, in any order: each entry's angles depend on that entry alone
     cos, sin   [T, 1, head_dim/2] or [B, T, 1, head_dim/2], in `dtype`
 
     angle of pair i at position t = t * theta^(-2i / head_dim), in float32 whatever `dtype` is, as in Hugging
@@ -21,7 +21,7 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd would keep and walk six intermediates; the adjoint of a rotation is the rotation back."""
+    """A rotation whose backward is the inverse rotation; autograd would save and traverse six intermediates."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
@@ -40,7 +40,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn feature pairs (i, i + head_dim/2) of every head by their token's angles.
+    """Rotate feature pairs (i, i + head_dim/2) of every head by their token's angles.
 
     x, y  [B, T, heads, head_dim]    cos, sin from `rotation`
 

@@ -1,7 +1,7 @@
-"""Routers: how tokens and experts find each other.
+"""Routers: score the experts for each token, and choose experts for tokens or tokens for experts.
 
 A router scores every expert for every token. Then either each token takes its best experts (`token_choice`), or each
-expert takes its best tokens (`expert_choice`). Equal scores go to the expert, or the token, of the lower number.
+expert takes its best tokens (`expert_choice`). Ties go to the expert, or the token, of the lower number.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 from minipar.model.counter_dropout import uniform
 from minipar.model.deferrable_linear import Linear, linear
 
-JITTER_SITE, NOISE_SITE = 2, 3  # where in a layer these random numbers are for; dropout has 0 and 1
+JITTER_SITE, NOISE_SITE = 2, 3  # which of a layer's random numbers; dropout uses 0 and 1
 
 
 class Router(Linear):
-    """Score the experts: logits = x w^T, in float32 or wider whatever x is.
+    """Score the experts: logits = x w^T, in float32 or wider whatever the dtype of x.
 
     x  [B, T, D]    w  [E, D]    logits  [B, T, E]
 
     jitter > 0   in training, x is first *multiplied* by uniform numbers from [1 - jitter, 1 + jitter]
     noisy        in training, logits + normal * softplus(x w_noise^T): the noise's width is learned
-    `layer` and `seed` key the random numbers, which depend on sample, position and step, not on who draws them.
+    `layer` and `seed` key the random numbers, which depend on sample, position and step, not on the rank that draws them.
 
     Raises ValueError where a logit is nan or infinite.
     Source: arXiv:2101.03961, section 2.4 (float32) and appendix C (jitter); arXiv:1701.06538, equation 4 (noise).
@@ -57,12 +57,12 @@ class Router(Linear):
 
 
 def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Each token's `top_k` best experts by score, best first, and how much each one's answer counts.
+    """Return each token's `top_k` best experts by score, best first, and the weight of each one's output.
 
     probs, scores  [..., E]    expert, weight  [..., k]
 
-    k = 1   weight = p                  (Switch: the weight is how the router learns)
-    k > 1   weight = p / sum of its k p's     (GShard, Mixtral: the answers are averaged)
+    k = 1   weight = p                  (Switch: the router learns through the weight)
+    k > 1   weight = p / sum of its k p's     (GShard, Mixtral: the outputs are averaged)
 
     Source: arXiv:2101.03961, equation 2; GShard, arXiv:2006.16668, section 2.2.
     """
@@ -72,12 +72,12 @@ def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Ten
 
 
 def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:
-    """Where each choice stands in its expert's queue, from 0, within its group.
+    """Return each choice's position in its expert's queue, counted from 0 within its group.
 
     expert    [N, g, k]   `num_experts` for no expert
-    priority  [N, g, k]   larger is earlier; None: tokens queue by position, each with its choices in their order
+    priority  [N, g, k]   larger comes first; None: by token position, and for one token in the order of its choices
 
-    In order of position a token's place does not depend on later tokens: routing is causal. By priority it is not.
+    Queued by position, a token's place does not depend on later tokens: routing is causal. By priority it is not.
     Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 4.1 (batch prioritized routing).
     """
     queue = expert.flatten(1)
@@ -92,14 +92,14 @@ def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None
 
 
 def expert_choice(probs: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Each expert's `capacity` best tokens of a group, as the choices of tokens: one column per expert.
+    """Return each expert's `capacity` best tokens of a group, as choices of the tokens: one column per expert.
 
     probs  [N, g, E]    real  [N, g]: False for padding
     expert [N, g, E]    e in column e where expert e took the token, else E
-    place  [N, g, E]    the token's rank among those that e took
+    place  [N, g, E]    the token's place in e's order of preference, below `capacity` where e took it
 
     Every expert is full by construction; a token may be taken by many experts or by none. Not causal: whether a token
-    is taken depends on later ones.
+    is taken depends on later tokens.
     Source: arXiv:2202.09368, section 3.2.
     """
     num_experts = probs.shape[-1]

@@ -1,4 +1,4 @@
-"""Let a model write."""
+"""Text generation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from minipar.model.model_config import ModelConfig
 def generate(
     model: nn.Module, prompt_tokens, num_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Continue a prompt by `num_tokens` tokens, each read from the model's logits after those before it.
+    """Continue a prompt by `num_tokens` tokens, each chosen from the model's logits for the tokens before it.
 
     prompt_tokens  [T] or [B, T] int64, T >= 1
     returns        [T + num_tokens] or [B, T + num_tokens]
 
     temperature 0 takes the likeliest token; above it, tokens are drawn from softmax(logits / temperature) by a
-    generator seeded with `seed`. The model sees the last max_seq_len tokens. The prompt is read once and then a token
-    at a time, keys and values being kept, as long as all of it is seen; see `cache.py` for what ends that.
-    Raises ValueError on an empty prompt, a token outside the vocabulary or a negative number.
+    generator seeded with `seed`. The model sees the last max_seq_len tokens. It reads the prompt once and then one
+    token at a time, with cached keys and values; see `cache.py` for the cases in which it reads the text anew.
+    Raises ValueError on an empty prompt, a token outside the vocabulary, or a negative num_tokens or temperature.
     """
     batch = checked_prompt(model.config, prompt_tokens, num_tokens, temperature)
     generator = torch.Generator().manual_seed(seed)
@@ -35,9 +35,9 @@ def generate(
 def continue_text(
     model: nn.Module, batch: Tensor, num_tokens: int, next_token: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Append to [B, T] `num_tokens` times what `next_token` makes of the tokens that `model` has not read yet.
+    """Append `num_tokens` tokens to [B, T], each by calling `next_token` on the tokens that `model` has not read yet.
 
-    next_token  [B, new] -> [B, 1]    calls the model, or the stage of it, on them
+    next_token  [B, new] -> [B, 1]    runs the model, or this stage of it, on them
     """
     batch = batch.to(next(model.parameters()).device)
     was_training = model.training
@@ -52,7 +52,7 @@ def continue_text(
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """[B, V] -> [B, 1]"""
+    """Choose a token for each sample: [B, V] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     odds = (logits.double() / temperature).softmax(-1).cpu()  # drawn on the CPU: the same on every device
@@ -60,7 +60,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
 
 
 def checked_prompt(config: ModelConfig, prompt_tokens, num_tokens: int, temperature: float) -> Tensor:
-    """The prompt as int64 tokens. Raises ValueError where a model of this config cannot continue it."""
+    """Return the prompt as int64 tokens. Raises ValueError where a model of this config cannot continue it."""
     tokens = torch.as_tensor(prompt_tokens, dtype=torch.int64)
     if tokens.dim() not in (1, 2) or tokens.numel() == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The whole model, or a stage of it: some of its layers, with or without the two ends."""
+"""The whole model, or a pipeline stage of it: some of the layers, with or without the embedding and the head."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import TransformerOverrides
 
-IGNORED = -100  # a target that is not counted
+IGNORED = -100  # a target with this value does not count in the loss
 
 
 class Transformer(nn.Module):
     """A Llama-style language model; with `layers`, `first` and `last`, one stage of it under the same names.
 
-    first       has the embedding: its input is tokens [B, T] int64; else hidden [B, T, D]
-    layers      canonical layer numbers, ascending; None: all
-    last        has the final norm and the head: its output is logits [B, T, V]; else hidden [B, T, D]
-    positions   [T] or [B, T]  each token's place in its sample; default 0 ... T-1
+    first       the stage has the embedding: its input is tokens [B, T] int64; else hidden [B, T, D]
+    layers      layer numbers in the whole model, ascending; None: all
+    last        the stage has the final norm and the head: its output is logits [B, T, V]; else hidden [B, T, D]
+    positions   [T] or [B, T]  each token's position in its sample; default 0 ... T-1
     sample_ids  [B]            each row's number in the step's batch; default 0 ... B-1
-    step        the training step; with positions, sample_ids and `seed` it decides the dropout masks
-    targets     give them to the last stage, and it returns the sum of cross-entropies in place of the logits
+    step        the training step; with positions, sample_ids and `seed` it keys dropout and the routers' noise
+    targets     [B, T] int64; given these, the last stage returns the sum of cross-entropies instead of the logits
 
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
     `norm.weight` and `head.weight`; a layer with experts has `mlp.router.weight` and `mlp.experts.{gate,up,down}`
-    [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied
-    last stage that is not the first holds a copy under the name head.weight, and `tied_copies` says of what.
+    [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied last stage
+    that is not the first holds a copy of the embedding under the name head.weight, listed in `tied_copies`.
 
-    Every stage starts from the weights the whole model starts from. On device="meta" nothing is filled.
+    Every stage starts from the same weights as the whole model. On device="meta" no weights are filled.
     """
 
     def __init__(
@@ -108,15 +108,15 @@ class Transformer(nn.Module):
         return (self.overrides.output or self.output)(logits, targets)
 
     def output(self, logits: Tensor, targets: Tensor | None) -> Tensor:
-        """The logits, or where there are targets the sum of their cross-entropies."""
+        """Return the logits or, given targets, the sum of their cross-entropies."""
         return logits if targets is None else cross_entropy_sum(logits, targets)
 
     def default_positions(self, T: int, device) -> Tensor:
-        """Each token's place in its sample, if the caller gives none."""
+        """Return each token's position in its sample, where the caller gives none."""
         return torch.arange(T, device=device)
 
     def sequence_length(self, x: Tensor) -> int:
-        """Tokens of a sample, given this stage's input."""
+        """Return the number of tokens per sample, given this stage's input."""
         own = self.overrides.sequence_length
         return x.shape[1] if own is None else own(x)
 
@@ -129,18 +129,18 @@ class Transformer(nn.Module):
         step: int = 0,
         count: int | Tensor | None = None,
     ) -> Tensor:
-        """The mean cross-entropy over the targets that are not -100.
+        """Return the mean cross-entropy over the targets that are not -100.
 
         x        tokens [B, T], or hidden [B, T, D] where this is not the first stage
         targets  [B, T] int64
-        count    divides the sum; default: the number of counted targets in `targets`. Who holds a part of a batch gives
-                 the whole batch's count; the parts' losses and gradients then sum to the whole's.
+        count    divides the sum; default: the number of targets in `targets` that are not -100. For a part of a batch,
+                 pass the whole batch's count: the parts' losses and gradients then sum to the whole batch's.
 
-        Without a single counted target the loss is 0, and so is every gradient.
+        If all targets are -100, the loss is 0, and so is every gradient but those of auxiliary losses.
 
-        A model with experts trains on their auxiliary losses too: they are in the gradients of this loss, but not in its
-        value, so that it is the same number on the last stage of a pipeline, which does not see other stages' layers.
-        `take_metrics` has them. Who holds a part of a batch calls `set_num_groups` besides giving `count`.
+        A model with experts also trains on their auxiliary losses: these are in the gradients of this loss, but not in its
+        value, since the last stage of a pipeline does not run the other stages' layers. `take_metrics` returns them. For
+        a part of a batch, call `set_num_groups` besides passing `count`.
         """
         if not self.last:
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
@@ -150,10 +150,10 @@ class Transformer(nn.Module):
         return self(x, positions, sample_ids, step, targets) / torch.as_tensor(count).clamp(min=1)
 
     def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
-        """A stage of this model that starts from *copies* of its present values; this model is left as it is.
+        """Return a stage of this model with *copies* of its present values; this model is unchanged.
 
-        Cut first and transform afterwards: parameters are copied without what a strategy has attached to them.
-        Raises ValueError where this model does not have a part that is asked for.
+        Cut stages before applying other strategies: parameters are copied without what a strategy has attached to them.
+        Raises ValueError where this model lacks a requested layer, or the requested embedding or head.
         """
         layers = _checked_layers(layers, self.config.num_layers)
         lacking = [str(i) for i in layers if str(i) not in self.layers]
@@ -190,7 +190,7 @@ class Transformer(nn.Module):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum over the targets that are not -100 of logsumexp(logits) - logits[target], in float32 or wider.
+    """Sum logsumexp(logits) - logits[target] over the targets that are not -100, in float32 or wider.
 
     logits [..., V]    targets [...] int64
     """

@@ -1,15 +1,16 @@
-"""Pipelines at work: a schedule of `minipar.schedules`, and one executor that obeys it. In reading order:
+"""Pipeline parallelism: one executor for the schedules of `minipar.schedules`. In reading order:
 
 partition.py  cut a model into stages
-stage.py      one stage at work: forward, backward, its two halves
-mailbox.py    results on their way between ranks
-tied.py       a weight that the first and the last stage share
-execute.py    Pipeline: one executor, which obeys any schedule
-measure.py    a run's own timeline, to be drawn beside the simulated one
-emulate.py    stages that sleep: a schedule on fewer cores than ranks
-pipedream.py  the asynchronous ancestor: stale weights, and stashing
+batch.py      split a batch into microbatches
+stage.py      one stage: forward, backward, and the backward's two halves
+mailbox.py    messages between stages: activations and gradients
+tied.py       sum the gradient of a weight that the first and the last stage share
+execute.py    Pipeline: one executor for any schedule
+measure.py    the timeline and the costs of a real run, in the form of a simulated one
+emulate.py    stages that sleep, to run a schedule on fewer cores than ranks
+pipedream.py  asynchronous PipeDream: stale weights, and weight stashing
 
-The names of `minipar.schedules` are here too.
+Also exports the names of `minipar.schedules`.
 """
 
 import lazy_loader

@@ -10,7 +10,7 @@ from minipar.errors import require_divides
 
 
 class Batch(NamedTuple):
-    """What this rank is given of a batch, by microbatch: inputs[k], targets[k], per_sample[name][k]."""
+    """This rank's part of a batch, by microbatch k: inputs[k], targets[k], per_sample[name][k]; `whole` goes to every k."""
 
     inputs: tuple[Tensor, ...] | None
     targets: tuple[Tensor, ...] | None

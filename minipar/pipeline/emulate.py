@@ -1,4 +1,4 @@
-"""Stages that take time and compute nothing: to see a schedule run on fewer cores than it has ranks."""
+"""Stages that sleep instead of computing, to run a schedule on fewer cores than it has ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from minipar.schedules.timeline import Span
 
 
 class EmulatedStage(nn.Module):
-    """The identity, which sleeps F seconds forward, and I and W seconds backward; W can be deferred.
+    """The identity, which sleeps F seconds in the forward, and I + W seconds in the backward; W can be deferred.
 
-    Sleeping ranks don't compete for cores, so a laptop with two runs a pipeline of eight as eight GPUs would.
+    Sleeping ranks don't compete for cores, so a laptop with two cores runs a pipeline of eight as eight GPUs would.
     """
 
     deferred: WeightGradients | None = None
@@ -50,10 +50,10 @@ class _Sleep(torch.autograd.Function):
 
 
 def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dict[Action, Span]:
-    """Run `steps` steps of a schedule with stages that sleep as long as `costs` says; this rank's spans of the last.
+    """Run `steps` steps with stages that sleep as long as `costs` says; return this rank's spans of the last step.
 
-    On every rank of `comm`; `measured` makes a timeline of what they return. The first step, in which shapes are
-    agreed on, is a little slower.
+    Call it on every rank of `comm`; `measured` makes a timeline of the returned spans. The first step, in which the
+    ranks agree on shapes, is a little slower.
     """
     table = costs.table(schedule.num_stages)
     own = schedule.stages_of(comm.rank)

@@ -1,6 +1,6 @@
-"""Pipeline: one executor, which obeys any schedule.
+"""Pipeline: one executor for any schedule.
 
-`simple/pipeline.py`, plus any schedule, receives posted early, weight gradients that wait, data parallelism, tied weights.
+`simple/pipeline.py`, plus any schedule, receives posted early, deferred weight gradients, data parallelism, tied weights.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ class Pipeline:
 
     stages      the modules this rank holds, by ascending stage number; each takes one tensor and returns one
     comm        the ranks of the pipeline, as many as the schedule has
-    schedule    who runs what, in which order; anything `validate` accepts
-    loss_fn     (output, targets) -> a mean over the samples it is given. None: the last stage, called with
+    schedule    the actions of each rank, in order; anything `validate` accepts
+    loss_fn     (output, targets) -> the mean over a microbatch's samples. None: the last stage, called with
                 `targets=`, returns a sum over tokens, as Transformer does
-    checkpoint  True, or the stage numbers, of which only the inputs of microbatches are kept: their forward runs
-                once more before the backward
+    checkpoint  activation checkpointing: True for all stages, or the numbers of those that save only each
+                microbatch's input and recompute its forward in the backward
 
-    A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once a step: during its
-    last backward, or right after its last W. The ends of a model with tied embeddings sum their gradients after that,
-    at the end of the step; what cuts gradients up later (ZeRO) accumulates under its own `no_sync()` until then.
+    A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
+    its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
+    a model with tied embeddings sum their gradients. An optimizer that shards gradients (ZeRO) must reduce them
+    after the step: run the step under its `no_sync()`.
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
-    runs its B (or W, and I) in ascending order of microbatches, as every generated schedule does; a tied
-    weight's to rounding, for its two parts are summed apart.
+    runs its B (or its I and its W) in ascending order of microbatches, as every generated schedule does. A tied
+    weight's gradient is equal to rounding, because its two parts are accumulated separately.
 
-    Sends m * elements of a stage's output a direction, for each boundary between stages on different ranks, and
-    80 bytes once to tell its shape; with tied embeddings V * D elements a step each way.
-    Raises ValueError for a schedule that can't train or doesn't fit, and for outputs that change their shape.
+    Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
+    80 bytes once for its shape; with tied embeddings, V * D elements per step each way.
+    Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class Pipeline:
         per_sample: dict[str, Tensor] | None = None,
         stage_kwargs: dict[str, Any] | None = None,
     ) -> Tensor | None:
-        """Add the gradients of one batch to `.grad`; the loss on the rank of the last stage, None elsewhere.
+        """Add the gradients of one batch to `.grad`; return the loss on the last stage's rank, None on the others.
 
         inputs        [B, ...] on the rank of stage 0; m divides B, and the batch is cut along dim 0
         targets       [B, ...] on the rank of the last stage
-        count         what the sum of the microbatches' losses is divided by. Default: m, where `loss_fn` gives
-                      means; without it the number of targets that are not -100. Where several pipelines share a
-                      batch, the whole batch's count on each; losses and gradients then sum to the whole's
-        per_sample    keyword arguments of this rank's stages that are cut as the batch is: `sample_ids`
-        stage_kwargs  keyword arguments passed whole: `positions`, `step`
+        count         the divisor of the sum of the microbatches' losses. Default: m with a `loss_fn`, which returns
+                      means; without one, the number of targets that are not -100. Where several pipelines share a
+                      batch, give each the whole batch's count: their losses and gradients then sum to the whole's
+        per_sample    keyword arguments of this rank's stages that are cut like the batch, such as `sample_ids`
+        stage_kwargs  keyword arguments passed whole, such as `positions` and `step`
 
-        A Transformer whose sample_ids are not given gets 0 ... B-1.
+        A Transformer without `sample_ids` gets 0 ... B-1.
         """
         step = self._prepared(inputs, targets, count, per_sample, stage_kwargs)
         self._tied.begin()
@@ -103,9 +104,9 @@ class Pipeline:
     def evaluate(
         self, inputs: Tensor | None = None, targets: Tensor | None = None, **options
     ) -> Tensor | None:
-        """The loss of a batch, as `step` with the same arguments gives it, but without dropout and without gradients.
+        """Return the loss of a batch as `step` with the same arguments would, but without dropout and gradients.
 
-        Runs and sends the forwards of the schedule alone: m * elements of a stage's output for each boundary.
+        Runs only the schedule's forwards. Sends m * elements of a stage's output for each boundary between ranks.
         """
         step = self._prepared(inputs, targets, **options)
         modules = [stage.module for stage in self.stages.values() if stage.module.training]
@@ -124,7 +125,7 @@ class Pipeline:
         return _Step(self, batch, self._divisor(targets, count))
 
     def forget_shapes(self) -> None:
-        """Let the next step have outputs of another shape than the last. Call it on every rank."""
+        """Allow the next step's outputs to have other shapes than the last step's. Call it on every rank."""
         self._mailbox.forget()
 
     def _cut(self, inputs, targets, per_sample: dict, whole: dict) -> Batch:
@@ -148,7 +149,7 @@ class Pipeline:
 
 
 class _Step:
-    """One run of the program, and the results that wait to be consumed: each is, once."""
+    """One run of the program, with the results not consumed yet: each is consumed once."""
 
     def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None):
         self._pipeline, self._batch, self._divisor = pipeline, batch, divisor
@@ -208,7 +209,7 @@ class _Step:
         self._loss = loss if self._loss is None else self._loss + loss
 
     def _shared(self, loss: Tensor) -> Tensor:
-        """The microbatch's share of the batch's loss."""
+        """Return the microbatch's share of the batch's loss."""
         if loss.dim():
             raise ValueError(
                 f"a microbatch's loss has shape {tuple(loss.shape)}; use a loss_fn that returns one number"
@@ -227,7 +228,7 @@ class _Step:
 
 
 def _require_fit(stages: Sequence[nn.Module], comm: Comm, schedule: Schedule) -> tuple[int, ...]:
-    """The numbers of this rank's stages; ValueError where schedule, ranks and modules don't go together."""
+    """Return the numbers of this rank's stages. Raises ValueError where schedule, ranks and modules do not fit."""
     if comm.size != schedule.num_ranks:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_ranks} ranks, the pipeline's comm has {comm.size}"

@@ -1,4 +1,4 @@
-"""Results on their way between ranks: posted early, waited for when needed, and forgotten once sent."""
+"""Messages between the ranks of a pipeline: posted early, waited for when needed, and freed once sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minipar.schedules.schedule import Action, Schedule, output_key
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 HEADER_BYTES = 8 * (2 + MAX_DIMS)
-HELD_BYTES = 2**23  # what may stay after it has left
+HELD_BYTES = 2**23  # at most this much of what has been sent is kept until the end of the step
 
 Pair = tuple[int, int]  # (source, to)
 
@@ -26,12 +26,14 @@ Pair = tuple[int, int]  # (source, to)
 class Mailbox:
     """This rank's messages: activations to later stages, gradients to earlier ones.
 
-    A Comm for each pair of ranks and direction, so that a receive posted early is in nobody's way. What crosses
-    boundary s, between stages s and s+1, has one shape and dtype in both directions: that of stage s's output.
-    The sender knows it from its first forward. The receiver is told it by a header before the first message,
-    once: until then it receives at the last moment, in the order of the posts, and from then on ahead of time.
+    Each pair of ranks has one Comm per direction, so that a receive posted early delays no other message. All
+    messages across boundary s, between stages s and s+1, have the shape and dtype of stage s's output, in both
+    directions. The sender knows them from its first forward. The receiver gets them in a header, sent once before
+    the first message: until then it posts the receives of a pair in order, and only when it waits for one of them;
+    from then on ahead of time.
 
-    Sends m * elements a direction for every boundary between ranks, and HEADER_BYTES for each once.
+    Sends m * elements of a stage's output per direction for every boundary between ranks, and HEADER_BYTES once
+    for each.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule):
@@ -50,17 +52,17 @@ class Mailbox:
         self.begin()
 
     def forget(self) -> None:
-        """Agree on shapes anew."""
+        """Forget the shapes: the next step agrees on new ones."""
         self._boundaries: dict[int, tuple[torch.Size, torch.dtype]] = {}
         self._announced: set[int] = set()
 
     def begin(self) -> None:
-        """Start a step: nothing is under way."""
+        """Start a step, with no message under way."""
         self._arriving: dict[Action, Handle] = {}
         self._late: dict[Pair, deque[Action]] = {pair: deque() for pair in self._comms}
 
     def agree(self, action: Action, x: Tensor) -> None:
-        """Hold the output of a forward to the shape of the first; ValueError where it differs or can't be sent."""
+        """Require an output to have the shape of the first. Raises ValueError where it differs or cannot be sent."""
         if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
             raise ValueError(
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)}; the next stage takes a tensor of "
@@ -84,7 +86,7 @@ class Mailbox:
         self._outbox.put(comm.send(x, 1, async_op=True), x.nbytes)
 
     def receive(self, action: Action, source: int) -> None:
-        """Post a receive, or make a note of it as long as its shape is not known."""
+        """Post a receive, or queue it as long as its shape is not known."""
         pair = (source, self._rank)
         if self._late[pair] or _boundary(action) not in self._boundaries:
             self._late[pair].append(action)
@@ -92,7 +94,7 @@ class Mailbox:
             self._post(action, pair)
 
     def wait(self, action: Action) -> Tensor:
-        """The result of `action`, when it has arrived."""
+        """Wait for the result of `action`, and return it."""
         key = output_key(action)
         if key not in self._arriving:
             pair = next(pair for pair, late in self._late.items() if action in late)
@@ -101,7 +103,7 @@ class Mailbox:
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:
-        """End a step: what was sent has left."""
+        """End a step: wait until every message has been sent."""
         self._outbox.drain()
 
     def _post(self, action: Action, pair: Pair) -> None:
@@ -112,7 +114,7 @@ class Mailbox:
         self._arriving[output_key(action)] = comm.recv(shape, dtype, 0, async_op=True)
 
     def _connect(self) -> None:
-        """NCCL connects a pair at its first message, and both ends wait for it: here, where no order can hang."""
+        """Connect all pairs, in one order on every rank: NCCL connects a pair at its first message, blocking both ranks."""
         for pair, comm in self._comms.items():
             token = torch.zeros(1, device=self._device)
             if pair[0] == self._rank:
@@ -123,10 +125,11 @@ class Mailbox:
 
 
 class Outbox:
-    """Messages that are leaving, on a CPU. What they hold is let go once it has left.
+    """Messages being sent, on a CPU. Their tensors are freed once they have been sent.
 
-    gloo tells that a message has left only to who waits for it. So as soon as HELD_BYTES have been handed in, a
-    thread waits for them; less is not worth waking one, and stays until the end of the step.
+    gloo reports that a message has been sent only to a thread that waits for it. So as soon as more than HELD_BYTES
+    have been put in, a thread waits for them; fewer do not justify waking a thread, and are kept until the end of
+    the step.
     """
 
     def __init__(self, held_bytes: int = HELD_BYTES):
@@ -142,7 +145,7 @@ class Outbox:
             self._hand_over()
 
     def drain(self) -> None:
-        """Wait until everything has left."""
+        """Wait until every message has been sent."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -166,7 +169,7 @@ def _wait_for_all(messages: list[PendingMessages]) -> None:
 
 
 class StreamOutbox:
-    """The same on CUDA, where the allocator itself keeps a tensor's memory until the streams that use it are done."""
+    """Messages being sent, on CUDA, whose allocator keeps a tensor's memory until the streams that use it are done."""
 
     def __init__(self):
         self._messages: list[CudaHandle] = []
@@ -175,7 +178,7 @@ class StreamOutbox:
         self._messages.append(message)
 
     def drain(self) -> None:
-        """Make the current stream wait until everything has left."""
+        """Make the current stream wait until every message has been sent."""
         _wait_for_all(self._messages)
 
 

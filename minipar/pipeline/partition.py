@@ -1,4 +1,4 @@
-"""Cut a model into stages of consecutive layers, the slowest as fast as it can be."""
+"""Cut a model into stages of consecutive layers, so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from minipar.model import Transformer
 
 
 def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:
-    """The stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
+    """Return the stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
 
-    costs   one per layer, the first with the embedding's and the last with the head's; None: `layer_costs(model)`
+    costs   one per layer, the first including the embedding and the last the head; None: `layer_costs(model)`
 
-    Raises ValueError where there are fewer layers than stages, or as many costs as layers are not given.
+    Raises ValueError where there are fewer layers than stages, or where costs and layers differ in number.
     """
     num_layers = len(model.layers)
     costs = layer_costs(model) if costs is None else costs
@@ -28,10 +28,10 @@ def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None
 
 
 def layer_costs(model: Transformer) -> list[float]:
-    """Multiply-adds a token of each layer's forward, the head's added to the last: one per weight of a matrix.
+    """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix.
 
-    A layer's attention adds dim * max_seq_len, its two products over half of max_seq_len keys on average. The
-    embedding adds dim: it copies a row.
+    Attention adds dim * max_seq_len per layer: two products, each over max_seq_len / 2 keys on average. The
+    embedding, which copies a row, adds dim to the first layer; the head adds its matrix to the last.
     """
     config = model.config
     costs = [
@@ -44,13 +44,13 @@ def layer_costs(model: Transformer) -> list[float]:
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut layers 0 ... n-1 into `num_stages` runs, none empty, so that the dearest run is as cheap as possible.
+    """Cut layers 0 ... n-1 into `num_stages` ranges, none empty, so that the largest cost of a range is minimal.
 
     best(s, n) = min over k of max(best(s-1, k), sum of costs[k:n])        by dynamic programming: exact
 
-    O(num_stages n^2) time. Among equal cuts, the one whose last stages are longest.
+    O(num_stages n^2) time. Of several optimal cuts, returns the one with the longest last stages.
     Raises ValueError where there are fewer layers than stages, or a cost is negative.
-    Source: PipeDream, SOSP 2019, section 3.1, on one kind of link.
+    Source: PipeDream, SOSP 2019, section 3.1, for one kind of link.
     """
     require_positive(num_stages=num_stages)
     num_layers = len(costs)
@@ -61,7 +61,8 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
     if min(costs) < 0:
         raise ValueError(f"costs={list(costs)} has a negative entry; use costs of at least 0")
     before = [0.0, *accumulate(costs)]
-    best = [(before[n], 0) for n in range(num_layers + 1)]  # best[n]: the first n layers in one stage
+    # best[n], for the first n layers: (largest cost of a stage, first layer of the last stage). Here, for one stage.
+    best = [(before[n], 0) for n in range(num_layers + 1)]
     table = [best]
     for stages in range(2, num_stages + 1):
         best = [

@@ -1,8 +1,8 @@
-"""Asynchronous PipeDream: no flush, so no bubble, and gradients of weights that are gone.
+"""Asynchronous PipeDream: no flush and so no bubble, but gradients of stale weights.
 
-Each stage updates its weights after every backward, while later microbatches, already forwarded with the old
-ones, are under way. Weight stashing keeps the old ones for their backwards. Here a microbatch is a minibatch: it
-is stepped on alone. All of the synchronous schedules exist to avoid what this module shows.
+Each stage updates its weights after every backward, while later microbatches, whose forwards used the old
+weights, are under way. Weight stashing keeps the old weights for their backwards. Here a microbatch is a
+minibatch: the weights are updated after each. The synchronous schedules avoid the staleness that this module shows.
 
 Source: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3.
 """
@@ -24,19 +24,19 @@ Weights = dict[str, Tensor]
 
 
 class Versions(NamedTuple):
-    """Which weights a minibatch meets on a stage, counted in updates since the start."""
+    """The weights that one minibatch's forward and update find on a stage, counted in updates since the start."""
 
     forward: int
     update: int
 
     @property
     def staleness(self) -> int:
-        """How many updates lie between the weights of the gradient and the weights it is applied to."""
+        """The number of updates between the weights of the gradient and the weights it is applied to."""
         return self.update - self.forward
 
 
 def weight_versions(schedule: Schedule) -> dict[tuple[int, int], Versions]:
-    """(stage, minibatch) -> versions, if every stage updates its weights right after each of its backwards.
+    """Return (stage, minibatch) -> versions, if every stage updates its weights right after each of its backwards.
 
     Under 1F1B's order on p ranks, staleness(stage s, minibatch k) = min(p-1-s, k).
     """
@@ -60,14 +60,14 @@ def train_asynchronously(
     lr: float,
     stash: bool = True,
 ) -> list[Tensor]:
-    """Train `stages` in place by SGD as PipeDream's pipeline would, in one process; the loss of each minibatch.
+    """Train `stages` in place by SGD as PipeDream's pipeline would, in one process; return each minibatch's loss.
 
     With p stages and version t of stage s written w_s(t), minibatch t makes the update
 
         w_s(t+1) = w_s(t) - lr * grad_s loss(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      versions below 0 are 0
 
-    stash=False   a backward takes the weights of its own time to redo its forward from the kept input: then even
-                  this equation fails, for what is applied is the gradient of no loss
+    stash=False   a backward recomputes its forward from the saved input with the current weights: then even this
+                  equation fails, because the update is not the gradient of any loss
 
     Keeps p-s versions of stage s's weights. Only weights are versioned: stages should have no buffers.
     """
@@ -105,7 +105,7 @@ class _AsynchronousStage:
             return functional_call(self.module, self.weights, (x,))
 
     def backward_and_step(self, k: int, dy: Tensor) -> Tensor | None:
-        """Apply minibatch k's weight gradient to the present weights; return the gradient of its input."""
+        """Apply minibatch k's weight gradient to the current weights; return the gradient of its input."""
         x, weights = self.kept.pop(k)
         weights = weights if self.stash else self.weights
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
@@ -113,7 +113,7 @@ class _AsynchronousStage:
         y = functional_call(self.module, leaves, (x,))
         inputs = [*leaves.values(), *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(y, inputs, dy)
-        # New tensors, never in place: minibatches under way hold on to the old ones.
+        # New tensors, never in place: minibatches under way still need the old ones.
         self.weights = {name: w - self.lr * g for (name, w), g in zip(self.weights.items(), gradients)}
         return gradients[-1] if x.requires_grad else None
 

@@ -1,4 +1,4 @@
-"""One stage at work: forward and backward of one microbatch, the backward whole or in its two halves."""
+"""One stage of a pipeline: forward and backward of one microbatch, the backward whole or in its two halves."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Product = Callable[[], None]
 
 
 class Stage:
-    """A module, with what it keeps of each microbatch between its forward and the end of its backward.
+    """A module, with what it saves for each microbatch between its forward and the end of its backward.
 
     module   any module from one tensor to one tensor
-    number   its place in the pipeline; stage 0 owes nobody a gradient of its input
-    split    the microbatches whose backward is I and W
-    remat    keep a microbatch's input only, and run the forward again before the backward
+    number   the stage's number; stage 0 computes no gradient of its input
+    split    the microbatches whose backward runs as I and W
+    remat    activation checkpointing: save a microbatch's input only, and recompute the forward in the backward
 
-    An output is not kept: where the backward begins in the graph is enough. W runs the products that I has put
-    off, of the layers that can wait (`defer_weight_gradients`); all other gradients are complete after I.
+    The output itself is not saved, only its autograd edge. I computes input gradients and queues the
+    weight-gradient products of the layers that can defer them (`defer_weight_gradients`); W runs these products.
+    All other gradients are complete after I.
     """
 
     def __init__(self, module: nn.Module, number: int, split: Set[int], remat: bool):
@@ -34,17 +35,17 @@ class Stage:
         self._sync = ExitStack()
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step. Gradients stay on this rank until the last of them is there."""
-        self._kept: dict[int, tuple] = {}  # microbatch -> (input, where its backward begins)
+        """Start a step. Data parallelism reduces no gradients before the stage's last backward or W."""
+        self._kept: dict[int, tuple] = {}  # microbatch -> (input, output's autograd edge)
         self._products: dict[int, list[Product]] = {}
         self._left = num_microbatches
-        self._reduced = False  # by the last backward itself
+        self._reduced = False  # did the last backward reduce the gradients?
         self._sync = ExitStack()
         if hasattr(self.module, "no_sync"):
             self._sync.enter_context(self.module.no_sync())
 
     def forward(self, microbatch: int, x: Tensor, kwargs: dict, finish: Callable | None = None) -> Tensor:
-        """Run F: the module's output, or on the last stage what `finish` makes of it."""
+        """Run F; return the module's output, or on the last stage the result of `finish` on it."""
         self._defer(microbatch in self.split)
         x = x.detach()
         if self.number:
@@ -59,12 +60,12 @@ class Stage:
         return out.detach()
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """Run B, or I: the gradient of the input, which is None on stage 0."""
+        """Run B or I; return the gradient of the input, None on stage 0."""
         self._defer(microbatch in self.split)
         x, edge = self._kept.pop(microbatch)
         if edge is not None:
             if self._left == 1 and microbatch not in self.split:
-                # The stage's last work of the step, and whole: replicas are summed while it runs.
+                # The stage's last action of the step: data parallelism reduces gradients while it runs.
                 self._sync.close()
                 self._reduced = True
             torch.autograd.backward((edge,), (gradient,))
@@ -80,28 +81,28 @@ class Stage:
         """Run W."""
         products = self._products.pop(microbatch)
         while products:
-            products.pop(0)()  # and let go of its tensors
+            products.pop(0)()  # removed from the list, so that its tensors are freed
         self._left -= 1
 
     @property
     def done(self) -> bool:
-        """Has the last gradient of the step been computed?"""
+        """Whether the last gradient of the step has been computed."""
         return self._left == 0
 
     def synchronize(self) -> None:
-        """Sum the gradients over replicas, where the module is wrapped in something that does and has not yet."""
+        """Sum the gradients over replicas, if the module is wrapped in data parallelism and its last backward did not."""
         self._sync.close()
         if hasattr(self.module, "synchronize") and not self._reduced:
             self.module.synchronize()
 
     def end(self) -> None:
-        """Leave the module as it was, whatever happened."""
+        """Restore the module and drop what was saved, also after an error."""
         self._sync.close()
         self._defer(False)
         self._kept, self._products = {}, {}
 
     def _defer(self, wanted: bool) -> None:
-        # A forward that is run again in the backward must take the same path, so both ask for it.
+        # A forward that is recomputed in the backward must defer as the first did, so forward and backward call this.
         if wanted != self._deferring:
             self._deferring = wanted
             defer_weight_gradients(self.module, self._queue if wanted else None)
@@ -112,7 +113,7 @@ class Stage:
         return self.module(x, **kwargs)
 
     def _completed(self, kwargs: dict, microbatch: int, x: Tensor) -> dict:
-        """The arguments, with a Transformer's samples numbered over the whole batch: so its dropout ignores the cut."""
+        """Number a Transformer's samples over the whole batch, so that its dropout does not depend on the microbatches."""
         if self.transformer is None or "sample_ids" in kwargs:
             return kwargs
         first, size = microbatch * x.shape[0], x.shape[0]
@@ -120,7 +121,7 @@ class Stage:
 
 
 def unwrapped(module: nn.Module) -> Transformer | None:
-    """The Transformer inside wrappers that hold theirs as `.module`; None where it is something else."""
+    """Return the Transformer inside wrappers that hold it as `.module`; None where the module is something else."""
     while not isinstance(module, Transformer):
         if not isinstance(getattr(module, "module", None), nn.Module):
             return None

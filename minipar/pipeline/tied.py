@@ -11,14 +11,14 @@ from minipar.schedules.schedule import Schedule
 
 
 class TiedGradients:
-    """The embedding of the first stage, and the head of the last, which is a copy of it (`Transformer.tied_copies`).
+    """The gradient of the first stage's embedding and of its copy, the last stage's head (`Transformer.tied_copies`).
 
     embedding.grad = head.grad = (gradient as embedding) + (gradient as head)
 
-    After both stages' last backward, and after what replicas of each stage sum among themselves: all are sums, so
-    the order is free. But before gradients are cut up, for the two ends would be cut in different places.
-    The sum is of one step: what an earlier step left in `.grad`, summed already, is added afterwards. Both ranks
-    add in one order, so equal weights stay equal bit for bit.
+    Runs after both stages' last backward, and after each stage's replicas have summed their gradients: all are
+    sums, so the order is free. But it must run before gradients are sharded, because the two stages would shard
+    the weight at different places. Only this step's gradients are summed: those of earlier steps, which are summed
+    already, are added afterwards. Both ranks add in the same order, so equal weights stay equal bit for bit.
     Sends V * D elements each way, nothing where one rank holds both stages.
     Raises ValueError where the weight is held as a flat shard.
     """
@@ -36,17 +36,17 @@ class TiedGradients:
             self._comm = comm.subgroup((first_rank, last_rank), "tied")
 
     def begin(self) -> None:
-        """Set aside what is in `.grad`: a copy, for it may be a view of a bucket that is about to be filled anew."""
+        """Save a copy of `.grad`, which may be a view of a bucket that the step refills, and clear it."""
         self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         for p in self._parameters:
             p.grad = None
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give both copies the sum."""
+        """Exchange the gradients between the two ranks, and write their sum into `.grad`."""
         own = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         if self._comm is None:
-            parts = own  # both, or none
+            parts = own  # this rank holds both, or neither
         else:
             (mine,), me = own, self._comm.rank
             theirs = self._comm.exchange(mine, 1 - me, mine.shape, mine.dtype, 1 - me)
@@ -58,7 +58,7 @@ class TiedGradients:
 
 
 def _shared(stage: Stage, num_stages: int) -> str | None:
-    """The stage's name for the weight it shares with the other end of the pipeline."""
+    """Return the name of the tied weight in this stage, None if it has none."""
     model = stage.transformer
     if model is None or not model.config.tie_embeddings or num_stages == 1:
         return None

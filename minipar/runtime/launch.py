@@ -1,8 +1,8 @@
 """Start ranks: `run` calls a function on every rank of a pool of local processes; `init_from_env` joins torchrun's.
 
 The pool persists: starting processes and importing torch takes seconds, a call on a running pool milliseconds. A pool of
-eight serves smaller worlds too, as the first ranks of it. After a failure every process is replaced, for a message
-under way or a pair closed by a deadline would spoil the next run.
+eight also runs smaller worlds, on its first ranks. After a failure every process is replaced, because a message under
+way, or a connection closed by a timeout, would spoil the next run.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from minipar.runtime.serialization import dumps
 def run(
     fn: Callable, *args, world_size: int, backend: str | None = None, timeout_s: float = 60.0, on_report=None
 ) -> list:
-    """Call `fn(world, *args)` on every rank of a local pool, `world` being its Comm; the results in rank order.
+    """Call `fn(world, *args)` on every rank of a local pool; return the results in rank order. `world` is a Comm.
 
-    world_size  how many ranks
+    world_size  the number of ranks
     backend     "gloo", "nccl", or None: nccl where there is a GPU for every rank
     timeout_s   how long one send, receive or collective may wait; the run itself is not bounded
-    on_report   called here as on_report(rank, value) for every `world.report(value)` there
+    on_report   called in this process as on_report(rank, value) for every `world.report(value)` on a rank
 
-    fn may be a closure or a notebook's function: it travels by value. What ranks print appears here with their rank.
-    Raises ValueError for a bad request, RankError where a rank raised, died, waited too long, is part of a deadlock, or
-    left a message that nobody received. The next run then gets fresh processes.
+    fn may be a closure or a notebook's function: it is sent by value. What ranks print appears here with their rank.
+    Raises ValueError for a bad argument or during another run, RankError where a rank raised, died, waited too long,
+    is part of a deadlock, or left a send or a receive without its counterpart. The next run then starts new processes.
     """
     backend = _check_request(fn, world_size, backend, timeout_s)
     payload = _packed(fn, args)
@@ -63,9 +63,10 @@ def shutdown() -> None:
 
 
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
-    """The world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
+    """Return the world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
 
-    Takes the rank, the world's size and the meeting place from the environment torchrun sets.
+    Reads the rank, the world size and the rendezvous address from the environment that torchrun sets.
+    Raises ValueError where one is missing.
     """
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
@@ -86,20 +87,21 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
 
 
 def _leave_group() -> None:
-    """End the group, of which Comms have let go by now. See `Link.let_go`.
+    """Destroy the process group, which the Comms have released by now (`Transport.release_groups`).
 
-    Not after an uncaught exception: that would wait for messages that may never come.
+    Not after an uncaught exception: destroying the group would wait for messages that may never come.
     """
     if dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
-    """A part of the store that no earlier life of this world has written to.
+    """Return a part of the store, under a prefix that no ranks before a restart have used.
 
-    torchrun keeps its store when it restarts the ranks, who would find, and wait for, the addresses of those that died
-    (pytorch issue 135712). Its count of restarts does not help: each machine counts its own. So every rank asks with a
-    word never said before, and rank 0 answers whatever it finds asked: only the present one can know the word.
+    torchrun keeps its store when it restarts the ranks. The new ranks would find the addresses of the dead ones, and
+    wait for them (pytorch issue 135712). torchrun's restart count does not help, because each machine counts its own.
+    So every other rank stores a new random word, and rank 0 answers each word it finds with its own, the prefix. An
+    answer to a new word can only come from the present rank 0.
     """
     word = uuid4().hex
     if rank:
@@ -145,5 +147,5 @@ def _packed(fn, args) -> bytes:
         raise ValueError(f"{fn!r} and its arguments cannot travel to another process: {error}") from error
 
 
-_pools: dict[str, Pool] = {}  # by backend: the one piece of state that outlives a call
+_pools: dict[str, Pool] = {}  # by backend: the only state that outlives a call
 atexit.register(shutdown)

@@ -1,4 +1,4 @@
-"""The caller's side of a local pool: processes, one call to them, and what is made of a failure."""
+"""The caller's side of a local pool: start the processes, call a function on them, explain a failure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from minipar.errors import RankError
 from minipar.runtime import worker
 from minipar.runtime.serialization import CallerEnvironment, dumps, loads
 
-GRACE_S = 0.5  # after a failure, time for the others to report a better cause and what they wait for
+GRACE_S = 0.5  # after a failure, time for the other ranks to report its cause and what they wait for
 PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
-ANSWER_S = 5.0  # how long they may take to say so, on a machine with more to do than it can
+ANSWER_S = 5.0  # how long they may take to answer, on an overloaded machine
 
 
 class Pool:
-    """Processes 0..size-1, met in one process group."""
+    """Processes 0 ... size-1, joined in one process group."""
 
     def __init__(self, size: int, backend: str):
         self.size = size
@@ -34,7 +34,7 @@ class Pool:
         method = "spawn" if sys.platform in ("darwin", "win32") else "forkserver"
         context = multiprocessing.get_context(method)
         if method == "forkserver":
-            # torch._dynamo: the first optimizer of a process imports it, and here all have it at once.
+            # The first optimizer of a process imports torch._dynamo; here one import serves all processes.
             context.set_forkserver_preload(["torch", "torch._dynamo", "numpy", "minipar.runtime.worker"])
         try:
             with _no_main_module():
@@ -57,7 +57,7 @@ class Pool:
         self.busy = True
         job = dumps(worker.Job(payload, world_size, self._runs, timeout_s, CallerEnvironment.here()))
         for rank in range(world_size):
-            with suppress(OSError):  # a process that has ended: its sentinel says how
+            with suppress(OSError):  # the process has ended; its sentinel reports that
                 self._pipes[rank].send_bytes(job)
         answers = _Call(self, range(world_size), "done", on_report).wait()
         counts = {rank: own for rank, (_, own) in answers.items()}
@@ -66,14 +66,14 @@ class Pool:
             raise RankError(found[0].rank, sentences, returned=_results(answers))
         by_rank = _results(answers)
         results = [by_rank[rank] for rank in range(world_size)]
-        self.busy = False  # only now: a pool whose run failed is not used again
+        self.busy = False  # not after a failure: such a pool is not used again
         return results
 
     def alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Stop every process, and leave nothing behind."""
+        """Kill every process, close its pipe and delete the pool's folder."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -84,14 +84,14 @@ class Pool:
 
 
 class _Call:
-    """One question to some ranks, until all have answered or one has failed."""
+    """One request to some ranks. `wait` returns when all have answered, and raises RankError when one has failed."""
 
     def __init__(self, pool: Pool, ranks, answer: str, on_report=None):
         self._pipes = {pool._pipes[rank]: rank for rank in ranks}
         self._sentinels = {pool._processes[rank].sentinel: rank for rank in ranks}
         self._size = len(ranks)
         self._processes = pool._processes
-        self._answer = answer  # what a rank says when it is through
+        self._answer = answer  # the kind of message that ends a rank's part
         self._on_report = on_report
         self._answers: dict[int, object] = {}
         self._failures: dict[int, object] = {}
@@ -107,7 +107,7 @@ class _Call:
         return self._answers
 
     def _listen(self, timeout_s: float) -> bool:
-        """Take in what ranks say, for at most this long; False if they said nothing."""
+        """Wait for messages of ranks, at most `timeout_s`, and process them; return False if there were none."""
         ready = connection.wait([*self._pipes, *self._sentinels], timeout_s)
         for source in ready:
             if source in self._pipes:
@@ -120,7 +120,7 @@ class _Call:
         try:
             what, value = loads(pipe.recv_bytes())
         except (EOFError, OSError):
-            del self._pipes[pipe]  # its process has ended, which its sentinel tells
+            del self._pipes[pipe]  # the process has ended; its sentinel reports that
             return
         if what == "print":
             name, lines = value
@@ -141,7 +141,7 @@ class _Call:
         self._failures.setdefault(rank, f"its process {how}")
 
     def _ask(self, timeout_s: float) -> None:
-        """Have the ranks that have not answered say what they are doing."""
+        """Ask the ranks that have not answered for their status; wait at most `timeout_s` for it."""
         self._statuses.clear()
         asked = {
             pipe: r for pipe, r in self._pipes.items() if r not in self._answers and r not in self._failures
@@ -158,7 +158,7 @@ class _Call:
             self._listen(left)
 
     def _look_for_deadlock(self) -> None:
-        """All ranks silent for a while: are they computing, or waiting for each other in vain?"""
+        """Raise RankError if the silent ranks are in a deadlock: if two checks in a row find the same one."""
         self._ask(ANSWER_S)
         counts = {rank: status.counts for rank, status in self._statuses.items()}
         counts |= {rank: answer[1] for rank, answer in self._answers.items() if answer}
@@ -179,7 +179,7 @@ class _Call:
             self._listen(left)
         self._ask(GRACE_S)
         while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
-            self._listen(GRACE_S / 20)  # what a rank is about to wait for says more than "running"
+            self._listen(GRACE_S / 20)  # a running rank may soon block: what it then waits for explains more
             self._ask(GRACE_S)
         rank = min(
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
@@ -189,7 +189,7 @@ class _Call:
         raise RankError(rank, traceback, self._others(rank), _results(self._answers))
 
     def _others(self, rank: int) -> dict[int, str]:
-        """What every rank but this one was doing when it was asked, or when it failed."""
+        """Return what every rank but this one was doing when it was asked, or how it failed."""
         others = dict.fromkeys(self._answers, "has returned")
         others |= {r: status.where for r, status in self._statuses.items()}
         others |= {r: f if isinstance(f, str) else f.summary for r, f in self._failures.items()}
@@ -200,7 +200,7 @@ class _Call:
 
 
 def _results(answers: dict[int, object]) -> dict[int, object]:
-    """What ranks returned, from their answers to a run; those to other questions carry nothing."""
+    """Return the ranks' results from their answers to a run; answers to other requests carry none."""
     return {rank: loads(answer[0]) for rank, answer in answers.items() if answer}
 
 
@@ -210,7 +210,7 @@ def _is_secondary(failure) -> bool:
 
 @contextmanager
 def _no_main_module():
-    """Start processes that do not import the caller's script: so it needs no `if __name__ == "__main__"`."""
+    """Hide the caller's script from new processes, so that it needs no `if __name__ == "__main__"`."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

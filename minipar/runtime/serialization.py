@@ -1,4 +1,4 @@
-"""What travels between a caller and its ranks: functions by cloudpickle, results compact, the caller's environment."""
+"""Messages between a caller and its ranks: functions by cloudpickle, compact tensors, the caller's environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 
 
 class _CompactPickler(cloudpickle.Pickler):
-    """Pickles a tensor's own elements, not the whole storage it is a view of."""
+    """A pickler that writes a tensor's own elements, not the whole storage that it is a view of."""
 
     def reducer_override(self, obj):
         if (
@@ -35,7 +35,7 @@ class _CompactPickler(cloudpickle.Pickler):
             copy.__dict__.update(obj.__dict__)
             return copy.__reduce_ex__(2)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
-            return import_module, (obj.__name__,)  # cloudpickle takes torch.ops for one made by hand
+            return import_module, (obj.__name__,)  # cloudpickle would pickle torch.ops by value
         return super().reducer_override(obj)
 
 
@@ -49,7 +49,7 @@ loads = cloudpickle.loads
 
 
 class CallerEnvironment(NamedTuple):
-    """Where the caller stands: a rank takes over its import path, working directory and environment."""
+    """The caller's import path, working directory, environment variables and argv, which a rank takes over."""
 
     path: list[str]
     directory: str
@@ -62,11 +62,11 @@ class CallerEnvironment(NamedTuple):
 
 
 class CallerModules:
-    """The caller's own modules as this process has imported them; stale ones are forgotten, to be imported afresh."""
+    """The caller's own modules that this process has imported; stale ones are removed, to be imported again."""
 
     def __init__(self):
-        self._seen: dict[str, tuple[int, int]] = {}  # name -> (time, size) of its file when it was imported
-        self._place: tuple | None = None  # where the caller looked for modules
+        self._seen: dict[str, tuple[int, int]] = {}  # name -> (mtime, size) of its file when imported
+        self._place: tuple | None = None  # the last caller's import path and working directory
 
     def remember(self) -> None:
         for name, file in _own_modules():
@@ -74,13 +74,13 @@ class CallerModules:
                 self._seen[name] = _stamp(file)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """Where one was edited, or might now be another file, all go: others may have imported names from it."""
+        """Remove all of them if one was edited or may now be another file: the others may have imported names from it."""
         own, place = dict(_own_modules()), (caller.path, caller.directory)
         edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
         if edited or place != self._place:
             for name, file in own.items():
                 sys.modules.pop(name, None)
-                # An edit of the same length within the same second leaves a byte-code file that looks fresh.
+                # After an edit of the same length within the same second, the old byte-code file still looks valid.
                 Path(cache_from_source(file)).unlink(missing_ok=True)
             self._seen.clear()
         self._place = place
@@ -94,7 +94,7 @@ def _own_modules():
 
 
 def is_own(file: str) -> bool:
-    """Is this file the caller's: neither Python's, nor installed, nor minipar's?"""
+    """Return whether a file is the caller's own: not Python's, not installed, not minipar's."""
     return not (any(p in file for p in _INSTALLED) or os.path.abspath(file).startswith(_LIBRARIES))
 
 

@@ -1,7 +1,7 @@
-"""A rank of the local pool, seen from inside its process: take a function, run it, answer.
+"""A rank's side of a local pool: receive a function, run it, send back the result.
 
-The main thread runs the functions. A second one listens to the caller, so that a rank blocked in a receive can still
-say what it waits for, and so that it ends at once when the caller does.
+The main thread runs the functions. A second thread listens to the caller, so that a rank blocked in a receive can still
+report what it waits for, and so that the rank ends as soon as the caller does.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Job(NamedTuple):
 
 
 class Status(NamedTuple):
-    """What a rank is doing: blocked by another rank or not, where, and its message counts."""
+    """The state of a rank: whether another rank blocks it, what it waits for, and its message counts."""
 
     blocked: bool
     where: str
     counts: MessageCounts
-    line: str = ""  # of the caller's own code, innermost
+    line: str = ""  # innermost line of the caller's own code
 
 
 class Failure(NamedTuple):
     traceback: str
-    secondary: bool  # only the other end of another rank's failure
+    secondary: bool  # a consequence of another rank's failure
     summary: str
 
     @classmethod
@@ -58,10 +58,9 @@ class Failure(NamedTuple):
 
 
 def main(pipe, rank: int, size: int, backend: str, folder: str) -> None:
-    """The whole life of a rank's process."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches every process; the caller decides what it means
+    """Run a rank's process: join the process group, then run one job after another."""
+    # Ctrl-C reaches every process; only the caller handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     _wake_without_preempting()
     jobs: queue.SimpleQueue = queue.SimpleQueue()
     worker = Worker(pipe, rank, size)
@@ -83,15 +82,15 @@ class Worker:
         self._pipe = pipe
         self._sending = threading.Lock()
         self._modules = CallerModules()
-        self._groups: dict = {}  # process groups live as long as the process
+        self._groups: dict = {}  # process groups, kept as long as the process runs
         self._transport: Transport | None = None
 
     def tell(self, what: str, value) -> None:
-        with self._sending, contextlib.suppress(OSError):  # a caller that is gone needs no answer
+        with self._sending, contextlib.suppress(OSError):  # the caller has ended
             self._pipe.send_bytes(dumps((what, value)))
 
     def listen(self, jobs: queue.SimpleQueue, folder: str) -> None:
-        """Pass jobs on, answer questions, and end the process when the caller's end of the pipe closes."""
+        """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes."""
         try:
             while True:
                 message = loads(self._pipe.recv_bytes())
@@ -100,11 +99,11 @@ class Worker:
                 else:
                     self.tell("status", self.status())
         except (EOFError, OSError):
-            shutil.rmtree(folder, ignore_errors=True)  # the caller may have been killed before it could
+            shutil.rmtree(folder, ignore_errors=True)  # a caller that was killed has not deleted it
             os._exit(0)
 
     def join(self, backend: str, folder: str) -> None:
-        """Meet the other ranks in a file. gloo listens on loopback alone: no port opens to the network."""
+        """Join the process group through a file. gloo listens on loopback only, so no port opens to the network."""
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
         self._make_transport, self.device = Tagged, torch.device("cpu")
         if backend == "nccl":
@@ -170,7 +169,7 @@ class Worker:
 
 
 class _Lines(io.TextIOBase):
-    """A stream whose lines appear at the caller, with the rank that printed them."""
+    """An output stream that sends its lines to the caller, which prints them with the rank."""
 
     def __init__(self, worker: Worker, name: str):
         self._worker, self._name, self._line = worker, name, ""
@@ -190,7 +189,7 @@ class _Lines(io.TextIOBase):
 
 
 def _reset_torch() -> None:
-    """Nothing an earlier function set may change what this one computes."""
+    """Reset torch's global state, so that no earlier function changes what the next one computes."""
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
@@ -215,10 +214,10 @@ def _trimmed_traceback(error: BaseException) -> str:
 
 
 def _wake_without_preempting() -> None:
-    """Batch scheduling for this process's threads, which inherit it.
+    """Use batch scheduling for this process; the threads it starts inherit it.
 
-    gloo's thread polls without sleeping while another thread is inside a send on the same pair. Were that one preempted
-    by the very rank its message wakes, the poll would take a whole time slice, and a step of 50 microseconds 3 ms.
+    gloo's thread polls without sleeping while another thread is inside a send on the same pair. If the rank that the
+    message wakes preempts the sending thread, the poll lasts a whole time slice, and a step of 50 microseconds 3 ms.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""Pipelines as data: schedules, one dependency rule, and all that follows from the two. Imports neither torch nor numpy.
+"""Pipeline schedules as data, one dependency rule, and everything computed from the two. Imports neither torch nor numpy.
 
 In reading order:
 
@@ -9,7 +9,7 @@ zero_bubble.py  ZB-H1 and ZB-H2: the backward split in two
 v_shaped.py     ZB-V and DualPipe-V: two chunks per rank, placed as a V
 costs.py        seconds per action
 timeline.py     start and end of each action: bubbles, live activations, critical path
-simulate.py     from a schedule and costs to a timeline
+simulate.py     compute the timeline of a schedule under given costs
 deadlock.py     the error for a schedule that cannot run to its end
 search.py       zb_auto: the zero-bubble search under a memory limit
 lower.py        from a schedule to programs with sends and receives, in an order that cannot hang

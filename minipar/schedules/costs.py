@@ -1,4 +1,4 @@
-"""How long an action takes: the only thing a timeline needs beside a schedule."""
+"""Durations of actions: the only thing that a timeline needs besides a schedule."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds for one action on one microbatch; each field a number, or one number per stage.
+    """Seconds for one action on one microbatch; each field is a number, or one number per stage.
 
     F, I, W   forward, input gradient, weight gradient; a whole backward B takes I + W
-    comm      latency of a message between different ranks; comm[s] is the hop between stages s and s+1, both
-              ways. It occupies nobody: both ranks go on computing
+    comm      latency of a message between different ranks; comm[s] is that between stages s and s+1, in both
+              directions. Both ranks go on computing meanwhile
     """
 
     F: Cost = 1.0
@@ -25,12 +25,12 @@ class Costs:
     comm: Cost = 0.0
 
     def table(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
-        """Seconds by op and stage. Raises ValueError for a negative cost or a wrong number of stages."""
+        """Return the seconds by op and stage. Raises ValueError for a negative cost or a wrong number of stages."""
         f, i, w = (_per_stage(name, getattr(self, name), num_stages) for name in "FIW")
         return {"F": f, "B": tuple(map(sum, zip(i, w))), "I": i, "W": w}
 
     def hops(self, stage_rank: Sequence[int]) -> list[float]:
-        """hops[s]: the latency between stages s and s+1, zero where one rank holds both; the last is 0."""
+        """Return hops[s], the latency between stages s and s+1: 0 where one rank holds both, and for the last stage."""
         comm = _per_stage("comm", self.comm, len(stage_rank))
         apart = [a != b for a, b in zip(stage_rank, stage_rank[1:])] + [False]
         return [latency if far else 0.0 for latency, far in zip(comm, apart)]

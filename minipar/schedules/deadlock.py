@@ -1,4 +1,4 @@
-"""What a schedule that can't run to its end is refused with: who is stuck where, and the cycle."""
+"""The error for a schedule that cannot run to its end: the blocked ranks, what each waits for, and the cycle."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from minipar.schedules.schedule import Action, Schedule, needs, output_key
 
 
 class Deadlock(ValueError):
-    """No rank can take its next action.
+    """Raised where no rank can run its next action.
 
-    blocked   rank -> the action it can't start
-    cycle     ranks, each waiting for the next and the last for the first; empty where what is waited for is
-              nowhere in the schedule
+    blocked   rank -> the action that it cannot start
+    cycle     ranks, each of which waits for the next, and the last for the first; empty where a needed action is
+              missing from the schedule
     """
 
     def __init__(self, schedule: Schedule, position: Sequence[int]):
-        """`position[rank]`: how many of its actions each rank has run."""
+        """`position[rank]` is the number of actions that the rank has run."""
         self.blocked = {
             rank: actions[done]
             for rank, (actions, done) in enumerate(zip(schedule.actions, position))
@@ -34,7 +34,7 @@ class Deadlock(ValueError):
 
 
 def _cycle(waits: dict[int, int | None]) -> tuple[int, ...]:
-    """Follow who waits for whom until a rank comes round again."""
+    """Return a cycle in `waits`, which maps each rank to the rank it waits for; empty if there is none."""
     for rank in waits:
         seen: list[int] = []
         while rank is not None and rank not in seen:

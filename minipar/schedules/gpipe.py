@@ -1,6 +1,6 @@
 """GPipe and its looped form: every forward, then every backward.
 
-`simple/pipeline.py`, as data, plus several chunks per rank.
+`simple/pipeline.py`, plus schedules as data and several chunks per rank.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from minipar.schedules.schedule import Action, Schedule
 def gpipe(p: int, m: int) -> Schedule:
     """All m forwards, then all m backwards, on p ranks of one stage each.
 
-    bubble over ideal (p-1)/m; every rank keeps m microbatches alive. Backwards run in ascending order, where
-    the paper's picture has them descending: the time is the same, and the sums are those of one process.
+    bubble over ideal (p-1)/m; every rank keeps m microbatches alive. Backwards run in ascending order
+    of microbatches, where the paper's figure has them descending: the time is the same, and the gradients are
+    summed in the same order as in one process.
     Raises ValueError where p or m is below 1.
     Source: GPipe, arXiv:1811.06965, section 2.3.
     """
@@ -21,7 +22,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def breadth_first(p: int, m: int, v: int) -> Schedule:
-    """Looped GPipe: rank r holds stages r, r+p, ... and takes all m microbatches through one before the next.
+    """Looped GPipe: rank r holds stages r, r+p, ... and runs all m microbatches on one before the next.
 
     bubble over ideal (p-1)/(vm) where m >= p; every rank keeps v m chunks alive.
     Raises ValueError where p, m or v is below 1.

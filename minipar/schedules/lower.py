@@ -1,14 +1,14 @@
-"""From a schedule to what each rank executes: its computations, with sends and receives inserted.
+"""Lower a schedule to the program of each rank: its computations, with sends and receives inserted.
 
-What has to hold is that no order of events can hang, with the least a transport may promise: a send completes
-only when it meets its receive (rendezvous), and between two ranks messages of both directions pass in one
-order, that in which they were posted. Posting never blocks; only `Wait` does.
+The programs must not hang even on a transport that promises the least: a send completes only when it meets its
+receive (rendezvous), and between two ranks, messages of both directions pass in one order, that in which they
+were posted. Posting never blocks; only `Wait` does.
 
-Take the transfers in the order in which a simulated run produces them, and let both ends of each pair of
-ranks post in this order. Suppose the result were stuck, and look at the unfinished action that the
-simulation started first. All it needs has been computed, for that started earlier. Every transfer the
-simulation had made by then is posted at both ends, for it comes after actions that all started earlier; and
-these transfers are the first on their channels. So they complete, and the action can run.
+Both ranks of each pair post their transfers in the order in which a simulated run produces them. Suppose that
+the programs hang, and consider the unfinished action that the simulation started first. The results it needs
+have been computed, because the simulation started their actions earlier. Every transfer that the simulation had
+produced by then is posted by both ranks, because each rank posts it after actions that all started earlier; and
+no other transfer between the same ranks is posted before them. So they complete, and the action can run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minipar.schedules.schedule import Action, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 
-ACTIONS_AHEAD = 2  # a receive is up before the action during which it arrives, and before one more to spare
+ACTIONS_AHEAD = 2  # post a receive before the action during which it arrives, and one action earlier to spare
 
 
 class Compute(NamedTuple):
@@ -55,7 +55,7 @@ Program = tuple[Instruction, ...]
 
 
 class Transfer(NamedTuple):
-    """A result that crosses from rank `source` to rank `to`; `end` is when the simulation has it."""
+    """A result that rank `source` sends to rank `to`; `end` is the time at which the simulation has computed it."""
 
     end: float
     source: int
@@ -64,10 +64,10 @@ class Transfer(NamedTuple):
 
 
 def lower(schedule: Schedule) -> tuple[Program, ...]:
-    """One program a rank: its actions in the schedule's order, each after a `Wait` for what comes from afar.
+    """Return one program per rank: its actions in the schedule's order, each after a `Wait` for every remote result.
 
-    A result crosses once, and only between different ranks: 2m(s-1) messages for s stages on s ranks.
-    Raises Deadlock for a schedule that can't run.
+    A result is sent once, and only between different ranks: 2m(s-1) messages for s stages on s ranks.
+    Raises Deadlock for a schedule that cannot run to its end.
     """
     timeline = simulate(schedule)
     crossings = transfers(timeline)
@@ -87,7 +87,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
 
 
 def transfers(timeline: Timeline) -> list[Transfer]:
-    """Every result that one rank computes and another needs, in the order of computing."""
+    """Return every result that one rank computes and another needs, in the order in which they are computed."""
     schedule = timeline.schedule
     producer = {output_key(action): action for action in timeline.spans}
     crossings = []
@@ -101,12 +101,12 @@ def transfers(timeline: Timeline) -> list[Transfer]:
 
 
 def _posts(timeline: Timeline, crossings: list[Transfer]) -> dict[tuple[int, int], list[Instruction]]:
-    """posts[rank, i]: what `rank` posts just before its i-th action; both ends of a pair in one order."""
+    """Return posts[rank, i], which `rank` posts just before its i-th action; both ranks of a pair use one order."""
     actions = timeline.schedule.actions
     starts = [[timeline.spans[action][0] for action in own] for own in actions]
     index = {action: i for own in actions for i, action in enumerate(own)}
     posts: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    last: dict[tuple[int, int], int] = defaultdict(int)  # (rank, peer) -> where rank last posted to peer
+    last: dict[tuple[int, int], int] = defaultdict(int)  # (rank, peer) -> position of rank's last post
     for end, source, to, action in crossings:
         last[source, to] = index[action] + 1
         posts[source, last[source, to]].append(Send(action, to))

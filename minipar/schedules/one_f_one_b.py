@@ -1,6 +1,6 @@
-"""1F1B, plain and interleaved: a warm-up of forwards, then one forward for one backward.
+"""1F1B, plain and interleaved: a warm-up of forwards, then one forward and one backward in turn.
 
-`simple/pipeline.py`, as data, plus several chunks per rank.
+`simple/pipeline.py`, plus schedules as data and several chunks per rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from minipar.schedules.schedule import Action, Schedule, first_microbatches
 
 
 def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
-    """`num_warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `num_warmup` forwards, then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     steady = len(forwards) - num_warmup
     pairs = zip(forwards[num_warmup:], backwards)
@@ -18,9 +18,9 @@ def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) 
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """1F1B with a flush: rank r starts with p-1-r forwards, the time its first gradient takes to come back.
+    """1F1B with a flush: rank r starts with p-1-r forwards, to cover the time until its first gradient arrives.
 
-    bubble over ideal (p-1)/m, which is GPipe's; rank r keeps min(p-r, m) microbatches alive, which is not.
+    bubble over ideal (p-1)/m, the same as GPipe; rank r keeps min(p-r, m) microbatches alive, where GPipe keeps m.
     Raises ValueError where p or m is below 1.
     Source: PipeDream-Flush, as in arXiv:2104.04473, section 2.2.1.
     """
@@ -37,11 +37,11 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B with v chunks a rank: rank r holds stages r, r+p, ... and microbatches pass in groups of p.
+    """1F1B with v chunks per rank: rank r holds stages r, r+p, ... and runs microbatches in groups of p.
 
     bubble over ideal (p-1)/(vm) where p divides m; rank r keeps min(2(p-r-1) + (v-1)p + 1, mv) chunks alive.
-    Where p does not divide m the order is that of the next multiple, without the microbatches that are not
-    there: correct for every m, with a bubble up to that of a whole group. v=1 is 1F1B.
+    Where p does not divide m, the order is that of the next multiple of p, leaving out microbatches m and later:
+    correct for every m, and at most as long as with that multiple. v=1 is 1F1B.
     Raises ValueError where p, m or v is below 1.
     Source: arXiv:2104.04473, section 2.2.2.
     """

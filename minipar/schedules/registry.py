@@ -1,4 +1,4 @@
-"""Every schedule by the name a command line has for it."""
+"""Every schedule, by its name on the command line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ScheduleName = Literal[
     "gpipe", "breadth-first", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto"
 ]
 
-# Schedules with a choice of chunks a rank take (p, m, v); zb-auto takes (p, m, costs, memory_limit).
+# The looped schedules take (p, m, v), zb-auto takes (p, m, costs, memory_limit), all others (p, m).
 SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
@@ -38,9 +38,9 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 def chunks_per_rank(name: str, v: int | None = None) -> int:
-    """How many stages a rank holds under this schedule: v where it is a choice (2 if not given), else fixed.
+    """Return the number of stages per rank: v for breadth-first and interleaved (default 2), fixed for all others.
 
-    Raises ValueError for an unknown name, and for a v that doesn't fit.
+    Raises ValueError for an unknown name, or a v other than the fixed number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} is unknown; use {one_of(SCHEDULES, near=name)}")
@@ -62,12 +62,12 @@ def make_schedule(
     costs: Costs | None = None,
     memory_limit: float | None = None,
 ) -> Schedule:
-    """The schedule `name` of m microbatches on p ranks.
+    """Return the schedule `name` for m microbatches on p ranks.
 
-    v                    chunks a rank, for breadth-first and interleaved: 2 if not given
-    costs, memory_limit  what zb-auto searches with: equal costs and 2p activations if not given
+    v                    chunks per rank, for breadth-first and interleaved; default: 2
+    costs, memory_limit  arguments of zb-auto's search; default: equal costs and 2p activations
 
-    Raises ValueError for an unknown name, a v that doesn't fit, or a size below 1.
+    Raises ValueError for an unknown name, a v that the schedule does not have, or a size below 1.
     """
     chunks = chunks_per_rank(name, v)
     if name in LOOPED:

@@ -12,9 +12,9 @@ class Action(NamedTuple):
     """One piece of work on one microbatch by one stage of the model.
 
     F   forward
-    B   the whole backward, that is I and W in one
-    I   its first half: the gradient of the stage's input, which the stage before is waiting for
-    W   its second half: the gradient of the stage's weights, for which nobody waits
+    B   the whole backward: I and W in one
+    I   the input-gradient half: the gradient of the stage's input, for which the previous stage waits
+    W   the weight-gradient half: the gradients of the stage's weights, for which no other rank waits
     """
 
     op: Op
@@ -26,16 +26,16 @@ class Action(NamedTuple):
 
 
 def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """The actions whose results `action` consumes: the whole dependency rule of a pipeline.
+    """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
 
-    F(s, k)   the activation of stage s-1      F(s-1, k)
-    B(s, k)   what its own forward kept        F(s, k)
-              the gradient from stage s+1      B(s+1, k)
-    I(s, k)   the same two                     F(s, k), I(s+1, k)
-    W(s, k)   what its other half kept         I(s, k)
+    F(s, k)   the activation from stage s-1        F(s-1, k)
+    B(s, k)   what the stage's own forward saved   F(s, k)
+              the gradient from stage s+1          B(s+1, k)
+    I(s, k)   the same two                         F(s, k), I(s+1, k)
+    W(s, k)   what the stage's own I saved         I(s, k)
 
-    A schedule may split the backward of stage s and not that of stage s+1. Either letter, B or I, delivers
-    the gradient; `needs` names it by the letter of the action that asks, and `result` is equal for both.
+    A schedule may split the backward of stage s but not that of stage s+1. B(s+1, k) and I(s+1, k) both produce
+    the gradient; `needs` returns the one with the op of `action`, and `output_key` is the same for both.
     """
     op, stage, microbatch = action
     if op == "F":
@@ -49,18 +49,18 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
 
 
 def output_key(action: Action) -> Action:
-    """What `action` leaves behind, by one name: B leaves the input gradient, so it counts as its I."""
+    """Return the key of the result of `action`. B and I both produce the input gradient, so B has the key of its I."""
     return Action("I", action.stage, action.microbatch) if action.op == "B" else action
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who runs what, in which order. No durations and no idle time: those belong to a timeline.
+    """Each rank's actions in order, without durations or idle time: those belong to a timeline.
 
-    actions            actions[rank] is what that rank runs, in this order
+    actions            actions[rank] are the actions of that rank, in the order in which it runs them
     stage_rank         stage_rank[stage] is the rank that holds the stage
     num_microbatches   m; microbatches are numbered 0 ... m-1
-    name               for messages and pictures
+    name               used in error messages and plots
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -82,9 +82,9 @@ class Schedule:
 
 
 def first_microbatches(m: int, actions) -> tuple[Action, ...]:
-    """`actions` without those on microbatch m and after.
+    """Return `actions` without those on microbatch m or later.
 
-    What remains of a valid schedule is valid, for no action needs one of another microbatch. So an order
-    defined for some m only serves any smaller m.
+    What remains of a valid schedule is valid, because no action needs an action on another microbatch. So an
+    order that is defined only for some m can be used for every smaller m.
     """
     return tuple(action for action in actions if action.microbatch < m)

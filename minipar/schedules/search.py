@@ -1,4 +1,4 @@
-"""zb_auto: a zero-bubble schedule found by trying, for given costs and a limit on memory."""
+"""zb_auto: search for a zero-bubble schedule, for given costs and a memory limit."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from minipar.schedules.zero_bubble import zb_h1, zb_h2
 
 
 def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float = 1.0) -> Schedule:
-    """The best of a few greedy schedules, and of ZB-H1 and ZB-H2 where they fit: ZB-1p and ZB-2p.
+    """Return the best of eight greedy schedules, and of ZB-H1 and ZB-H2 where they fit the memory limit.
 
-    memory_limit      what a rank may hold, in activations of one microbatch: p is 1F1B's
-    kept_for_weights  the part of an activation that is still held between its I and its W. With 1, the limit
-                      is one on `Timeline.peak_live`; a transformer layer keeps 32sbh of sb(34h + 5as)
+    memory_limit      the most a rank may hold, in activations of one microbatch; p is 1F1B's memory and gives the
+                      paper's ZB-1p, 2p gives ZB-2p
+    kept_for_weights  the fraction of an activation that is kept between its I and its W. With 1, memory_limit
+                      bounds `Timeline.peak_live`; a transformer layer keeps 32sbh of sb(34h + 5as)
 
-    Best is the shortest of the longest own spans. Costs a few microseconds an action and candidate.
+    The best has the smallest `Timeline.longest_own_span`. Takes a few microseconds per action and candidate.
     Raises ValueError where p, m or memory_limit is below 1, or kept_for_weights outside [0, 1].
     Source: arXiv:2401.10241, section 3.1.
     """
@@ -44,7 +45,7 @@ def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights:
 
 
 def peak_memory(schedule: Schedule, kept_for_weights: float = 1.0) -> float:
-    """The most any rank holds, in activations, where I gives up all but `kept_for_weights` of one."""
+    """Return the most that any rank holds, in activations, if I frees all but `kept_for_weights` of one."""
     change = {"F": 1.0, "B": -1.0, "I": kept_for_weights - 1, "W": -kept_for_weights}
     peak = 0.0
     for actions in schedule.actions:
@@ -61,7 +62,7 @@ def _time_taken(schedule: Schedule, costs: Costs) -> tuple[float, float]:
 
 
 class _Draft:
-    """A schedule in the making, and the clock of each rank. Rank r holds stage r."""
+    """A schedule under construction, with the time at which each rank is next free. Rank r holds stage r."""
 
     def __init__(self, p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float):
         self.p, self.m = p, m
@@ -71,15 +72,15 @@ class _Draft:
         self.count: list[dict[Op, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
         self.free = [0.0] * p
         self.ends: dict[Action, float] = {}
-        # What a rank's own span will be, if it is idle no more than until now.
+        # Each rank's own span at the end, if it is never idle again.
         self.own_span = [m * (self.seconds["F"][rank] + self.seconds["B"][rank]) for rank in range(p)]
 
     def complete(self, eager: bool, patience: float | None) -> tuple[tuple[Action, ...], ...]:
-        """Warm up; then rounds of one I and one F a rank, with W in the gaps and where memory is short.
+        """Warm up; then add rounds of one I and one F per rank, with W in the gaps and where memory is short.
 
-        eager      warm up with one forward more than fits before the first gradient
-        patience   fill a gap with a W that is longer, if the gap is more than this part of it; None: if the
-                   rank would otherwise become the one with the longest own span
+        eager      let the last warm-up forward end after the first gradient arrives
+        patience   put a W into a gap that is shorter than it if the gap exceeds this fraction of the W; None: if
+                   waiting would give this rank the longest own span
         """
         self._warm_up(eager)
         for _ in range(self.m):
@@ -96,7 +97,7 @@ class _Draft:
         return tuple(map(tuple, self.actions))
 
     def _warm_up(self, eager: bool) -> None:
-        """As many forwards as pass before the first gradient: more than the next rank's, 1F1B's at least."""
+        """Add the forwards that fit before the first gradient: more than on the next rank, at least as many as 1F1B."""
         most = min(self.m, int(self.memory_limit))
         for rank, gradient in enumerate(self._first_gradients()):
             least = min(most, self.p - rank)
@@ -109,14 +110,14 @@ class _Draft:
             most = min(most, int(self.memory_limit))
 
     def _first_gradients(self) -> list[float]:
-        """When each rank's first gradient arrives, if nothing delays it."""
+        """Return the time at which each rank's first gradient arrives, if nothing delays it."""
         arrivals = [sum(self.seconds["F"]) + sum(self.hops)]
         for rank in reversed(range(1, self.p)):
             arrivals.append(arrivals[-1] + self.seconds["I"][rank] + self.hops[rank - 1])
         return arrivals[::-1]
 
     def _ready(self, op: Op, rank: int) -> float:
-        """When what the rank's next `op` needs is there."""
+        """Return the time at which the results that the rank's next `op` needs have arrived."""
         action = Action(op, rank, self.count[rank][op])
         return max(
             (self.ends[output_key(need)] + hop(self.hops, need, action) for need in needs(action, self.p)),
@@ -144,7 +145,7 @@ class _Draft:
             self._append("W", rank)
 
     def _make_room(self, rank: int) -> bool:
-        """Whether there is a forward to run and room for it, after as many W as that takes."""
+        """Return whether a forward remains to be run, after running as many W as its memory requires."""
         if self.count[rank]["F"] == self.m:
             return False
         while self._has_deferred_weights(rank) and self._held(rank) + 1 > self.memory_limit:

@@ -1,4 +1,4 @@
-"""Run a schedule on paper: every rank obeys its own order, and waits for what an action needs."""
+"""Simulate a schedule: each rank runs its actions in order, and waits for the results that each action needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from minipar.schedules.timeline import Timeline, hop
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """The times at which every action starts and ends, if nothing but `costs` takes time.
+    """Return the times at which every action starts and ends, if nothing but `costs` takes time.
 
     start(a) = max(end of the rank's action before a, end(n) + comm for n in needs(a))
     end(a)   = start(a) + cost(a)
 
-    comm counts between different ranks only. Each action is visited once and once more for each time its rank
-    falls asleep on it: about a microsecond or two an action.
-    Raises ValueError for costs that don't fit, Deadlock where the schedule can't run to its end.
+    comm is added between different ranks only. Takes a microsecond or two per action: each is visited once, and
+    once more for every result that its rank had to wait for.
+    Raises ValueError for costs that do not fit the schedule, Deadlock if the schedule cannot run to its end.
     """
     costs = costs or Costs()
     num_stages = schedule.num_stages

@@ -1,4 +1,4 @@
-"""When every action ran, simulated or measured, and what follows: bubbles, memory, the critical path."""
+"""Timelines, simulated or measured: when each action ran, and the bubbles, memory and critical path that follow."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Span = tuple[float, float]
 class Timeline:
     """A schedule with the (start, end) of each action, in seconds.
 
-    A rank's own span runs from its first start to its last end. The bubble takes the longest own span as the
-    time, not the makespan: a rank that starts late can begin the next step late, and the two differ where
-    ranks end as early as they began.
+    A rank's own span runs from its first start to its last end. Bubbles are computed from the longest
+    own span, not from the makespan: a rank that starts late can also start the next step late. The two differ
+    where the ranks that start earlier also end earlier.
     Source: arXiv:2401.10241, section 5.2.
     """
 
@@ -28,7 +28,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the first start on any rank to the last end on any."""
+        """Seconds from the first start on any rank to the last end on any rank."""
         return max((e for _, e in self.spans.values()), default=0.0) - min(
             (s for s, _ in self.spans.values()), default=0.0
         )
@@ -51,23 +51,23 @@ class Timeline:
 
     @property
     def bubble_over_total(self) -> float:
-        """Idle time as a part of the time taken: (longest own span - ideal) / longest own span, below 1."""
+        """Idle time as a fraction of the time taken: (longest own span - ideal) / longest own span, below 1."""
         return 1 - self.ideal / self.longest_own_span if self.longest_own_span else 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time against useful time: (longest own span - ideal) / ideal; it may exceed 1."""
+        """Idle time as a multiple of useful time: (longest own span - ideal) / ideal; it may exceed 1."""
         return self.longest_own_span / self.ideal - 1 if self.ideal else 0.0
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """Most activations (of one stage and microbatch) a rank holds at once."""
+        """For each rank, the most activations (one per stage and microbatch) that it holds at once."""
         return tuple(
             max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
         )
 
     def live(self, rank: int) -> list[tuple[float, int]]:
-        """(time, live activations from then on) at each change: live from F's start to B's end, or W's."""
+        """Return (time, number live from then on) at each change; live means from F's start to B's or W's end."""
         changes, count = [], 0
         for action in self.schedule.actions[rank]:
             start, end = self.spans[action]
@@ -81,7 +81,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Action, ...]:
-        """The chain of actions, first to last, each of which waited for the one before."""
+        """The chain of actions that ends last, in order of time: each action waited for the one before it."""
         previous = {b: a for rank in self.schedule.actions for a, b in zip(rank, rank[1:])}
         by_result = {output_key(action): action for action in self.spans}
         hops = self.costs.hops(self.schedule.stage_rank)
@@ -107,5 +107,5 @@ class Timeline:
 
 
 def hop(hops: list[float], need: Action, action: Action) -> float:
-    """The latency of `need`'s result on its way to `action`: none within a stage."""
+    """Return the latency of `need`'s result on its way to `action`: 0 within a stage."""
     return 0.0 if need.stage == action.stage else hops[min(need.stage, action.stage)]

@@ -1,4 +1,4 @@
-"""ZB-V and DualPipe-V: two chunks a rank, placed as a V, so that a microbatch ends where it began.
+"""ZB-V and DualPipe-V: two chunks per rank, placed as a V, so that a forward ends on the rank where it began.
 
 Rank r holds stage r ("chunk 0", on the way down) and stage 2p-1-r ("chunk 1", on the way up). The last rank
 holds both stages at the turn, and rank 0 the first and the last stage of the model.
@@ -14,10 +14,10 @@ from minipar.schedules.schedule import Action, Schedule, first_microbatches
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Zero bubble in the memory of 1F1B.
+    """Zero bubble with the memory of 1F1B.
 
-    no idle time where F=I=W and m >= 2p-1; every rank then keeps 2p chunks alive, which is as much as p of
-    1F1B's stages. Fewer microbatches take the order of 2p-1, without those that are not there.
+    no idle time where F=I=W and m >= 2p-1; every rank then keeps 2p chunks alive, which take the
+    memory of p stages of 1F1B. Fewer microbatches use the order for 2p-1, leaving out microbatches m and later.
     Raises ValueError where p or m is below 1.
     Source: arXiv:2401.10241, section 6, and arXiv:2405.15362.
     """
@@ -42,11 +42,11 @@ def _zb_v_steps(p: int, m: int, rank: int) -> list[str]:
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DualPipe cut in half: forwards of one chunk paired with backwards of the other.
 
-    idle per rank p-1 where F=I=W=1 and m >= 2p, with at most 2p+1 chunks alive. A pair exists so that the
-    communication of one hides behind the compute of the other; here its two actions are neighbours, and the
-    first passes its result on before the second has run, where the paper's (p-1)(F&B + B - 3W) counts both as
-    one. Only backwards that would leave a gap are split. Fewer than 2p microbatches take the order of 2p,
-    without those that are not there.
+    idle per rank p-1 where F=I=W=1 and m >= 2p, with at most 2p+1 chunks alive. In the paper the two actions of
+    a pair overlap, so that the communication of one hides behind the compute of the other, and its idle time
+    (p-1)(F&B + B - 3W) counts a pair as one action. Here they run one after the other, and the first sends its
+    result before the second has run. Only backwards that would leave a gap are split. Fewer than 2p microbatches
+    use the order for 2p, leaving out microbatches m and later.
     Raises ValueError where p or m is below 1.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and its DualPipeV.
     """
@@ -79,7 +79,7 @@ def _v_schedule(p: int, m: int, steps: list[list[str]], name: str) -> Schedule:
 
 
 def _number(steps: list[str], *stages: int) -> Iterable[Action]:
-    """Turn "F1" into a forward of the next microbatch on stages[1], and so on. A B is an I and a W."""
+    """Turn each step into an action: "F1" is the forward of the next microbatch on stages[1]. B counts as I and W."""
     done: Counter[str] = Counter()
     for op, chunk in steps:
         halves = ("I", "W") if op == "B" else (op,)

@@ -1,4 +1,4 @@
-"""Refuse a schedule that could not train: work missing or done twice, a deadlock, crossing messages."""
+"""Refuse a schedule that cannot train: actions missing or repeated, a deadlock, messages posted in different orders."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def validate(schedule: Schedule) -> None:
     complete   on its stage's rank, each (stage, microbatch) has one F, and either one B or one I and one W
     runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, which
                names each blocked rank's next action and the cycle
-    matched    lowered, both ends of every pair of ranks post their messages in the same order
+    matched    in the lowered programs, both ranks of every pair post their messages in the same order
 
-    A rank may consume its messages in another order than they were sent: lowering posts receives in the order
-    of the sends, and each action waits for its own. So this alone is no reason to refuse.
+    A schedule in which a rank consumes messages in another order than that of their sends is accepted: `lower`
+    posts receives in the order of the sends, and each action waits for its own messages.
     """
     require_complete(schedule)
     require_matched(lower(schedule))
 
 
 def require_complete(schedule: Schedule) -> None:
-    """Raise ValueError unless every action is where it belongs and every piece of work is there once."""
+    """Raise ValueError unless every action is on its stage's rank, and each forward and backward is there once."""
     _require_placement(schedule)
     count = Counter(action for rank in schedule.actions for action in rank)
     for stage in range(schedule.num_stages):
@@ -65,7 +65,7 @@ def _require_placement(schedule: Schedule) -> None:
 def require_matched(programs: Sequence[Program]) -> None:
     """Raise ValueError unless, for each pair of ranks, both post the same messages in the same order.
 
-    This is what NCCL needs, whose messages between two ranks, of both directions, pass in one order.
+    NCCL needs this: it matches the messages between two ranks, of both directions together, by their order.
     """
     posted = defaultdict(list)  # (rank, peer) -> messages as (source, action)
     for rank, program in enumerate(programs):

@@ -1,4 +1,4 @@
-"""ZB-H1 and ZB-H2: 1F1B with its backwards split, the weight gradients filling what was bubble."""
+"""ZB-H1 and ZB-H2: 1F1B with split backwards, whose weight gradients fill the bubble."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from minipar.schedules.schedule import Action, Schedule
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B whose rank r lags r weight gradients behind, and so spends them where 1F1B would wait.
+    """1F1B in which rank r defers its weight gradients by r microbatches, and runs them where 1F1B would wait.
 
     idle per rank (p-1)(F + I - W), a third of 1F1B's where F=I=W; every rank keeps min(p, m) microbatches
-    alive, as many as 1F1B's first.
+    alive, as many as rank 0 does under 1F1B.
     Raises ValueError where p or m is below 1.
     Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1.
     """
@@ -20,7 +20,7 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """ZB-H1 with twice the warm-up and twice the lag: more forwards fill the first bubble as well.
+    """ZB-H1 with twice the warm-up and twice the deferral: more forwards fill the bubble at the start as well.
 
     idle per rank (p-1)(F + I - 2W), none where F=I=W; every rank keeps min(2p-1, m) microbatches alive.
     Raises ValueError where p or m is below 1.
@@ -42,7 +42,7 @@ def _split_1f1b(p: int, m: int, num_warmup: list[int], lag: list[int], name: str
 
 
 def _with_weights(actions: list[Action], lag: int) -> tuple[Action, ...]:
-    """Insert a W after each I, `lag` microbatches late; the last `lag` of them come at the end."""
+    """Insert after each I the W of `lag` microbatches earlier; the last `lag` W come at the end."""
     deferred: list[Action] = []
     out: list[Action] = []
     for action in actions:

@@ -1,21 +1,31 @@
-"""The ground floor: every idea once, in its smallest honest form. Real ranks, exact numbers, no speed, no rare callers.
+"""The smallest correct version of each idea: one file of at most 80 lines, on real ranks, with exact numbers, but not fast.
 
-Each file imports torch, talks through a Comm, and reads at most one other file of this folder. In reading order:
+A file imports torch and at most one other file of this folder. Its functions take a Comm, a rank's membership in a group:
 
-collectives.py        ring reduce-scatter, all-gather, all-reduce; tree broadcast; all-to-all
-autograd.py           f and g, and their sequence-parallel pair
-ddp.py                gradients averaged: after the backward, then in buckets while it runs
-zero.py               the optimizer's state cut over ranks (ZeRO-1), then the gradients too (ZeRO-2)
-fsdp.py               parameters cut too: units gathered when they run, and freed
-tensor_parallel.py    column and row, the MLP and the attention made of them
-vocab.py              the embedding and the loss with the vocabulary cut
-sequence_parallel.py  between the cut matrices each rank has its own tokens
+    comm.rank, comm.size                   this rank's number in the group, and how many ranks the group has
+    comm.send, comm.recv, comm.exchange    point-to-point messages
+    comm.all_reduce, comm.all_gather, ...  collectives, called by all ranks of the group in the same order
+    comm.subgroup(ranks, name)             the Comm of some of these ranks
+
+`minipar.run(fn, world_size=4)` starts four processes; each calls fn(world), where `world` is its Comm of all four ranks.
+
+In reading order:
+
+collectives.py        ring reduce-scatter, all-gather and all-reduce; tree broadcast; all-to-all
+autograd.py           collectives with a backward: Megatron's f and g, and their sequence-parallel pair
+ddp.py                gradients averaged after the backward; then in buckets, during it
+zero.py               the optimizer's state sharded over ranks (ZeRO-1), then the gradients too (ZeRO-2)
+fsdp.py               the parameters sharded too: each unit is all-gathered to run, then freed (ZeRO-3)
+tensor_parallel.py    column- and row-parallel matrices, and the MLP and the attention built from them
+vocab.py              the embedding and the cross-entropy with a sharded vocabulary
+sequence_parallel.py  tensor parallelism with the tokens sharded outside the matrices
 pipeline.py           GPipe and 1F1B as loops with send and receive
-moe.py                Switch: capacity, balance and z-loss, dispatch and combine by all-to-all
-ring_attention.py     keys and values travel around a ring
-ulysses.py            all tokens of some heads for some tokens of all heads
-mesh.py               which ranks talk along which axis
-train.py              dp x tp x pp on real text in one file: python -m minipar.simple.train
+moe.py                Switch: capacity, balance loss and z-loss, dispatch and combine by all-to-all
+ring_attention.py     attention over a sharded sequence: keys and values are sent around a ring
+ulysses.py            attention over a sharded sequence: all-to-all to all tokens of some heads, and back
+mesh.py               the grid of ranks, and each rank's group along each axis
+transformer.py        the model that train.py trains, and a rank's part of it
+train.py              dp x tp x pp on real text: python -m minipar.simple.train
 
-What a file refuses, the library does; the ValueError says where.
+A case that a file does not handle raises a ValueError that names the library's version, which does.
 """

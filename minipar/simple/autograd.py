@@ -1,19 +1,20 @@
-"""Operators between ranks, each with its adjoint as backward. They are all that autograd needs to know of communication.
+"""Communication that autograd differentiates: operators y = A x between ranks, whose backward is the adjoint, dx = A^T dy.
+x and y are the tensors of all ranks together; a tensor that is the same on all ranks counts once.
 
-                      forward                                     backward
-    copy (f)          x                                           sum of dx over ranks
-    all_reduce (g)    sum of x over ranks                         dy
-    gather_tokens     all ranks' tokens          [B, T, D]        this rank's tokens of the sum of dy
-    scatter_tokens    this rank's tokens of the sum over ranks    all ranks' tokens of dy
-    all_to_all        chunk s to rank s                           chunk s back to rank s
+                      y                                                dx
+    copy (f)          x                                                sum of dy over ranks
+    all_reduce (g)    sum of x over ranks                              dy
+    gather_tokens     all ranks' tokens of x                           this rank's tokens of the sum of dy over ranks
+    scatter_tokens    this rank's tokens of the sum of x over ranks    all ranks' tokens of dy
+    all_to_all        chunk s of x is sent to rank s                   chunk s of dy is sent back to rank s
 
-Use `copy` where ranks begin to compute different things from one x: each finds a part of dx, and x needs their sum.
-Use `all_reduce` where they have the terms of one sum, from which all then compute the same: each has the whole gradient
-already. To take one for the other is off by a factor of p. A gradient is never written to: it may be another
-operation's too.
+Use `copy` where all ranks have the same x and each computes something different from it: each rank's dy is then only a part
+of the gradient of x, and the parts must be summed. Use `all_reduce` where each rank has one term of a sum and all ranks
+compute the same from the result: dy is then already complete on every rank. Summing a complete gradient makes it p times
+too large; not summing the parts leaves each rank with only its own. No backward writes to dy: other operations may read it.
 
-The library's: minipar/comm/autograd.py, plus any dim, uneven chunks, send and receive, second derivatives.
-Sources: Megatron-LM, arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2.
+In the library: minipar/comm/autograd.py, which adds any dim, uneven chunks, send and receive, second derivatives.
+Sources: Megatron-LM, arXiv:1909.08053, section 3 (f, g); arXiv:2205.05198, section 4.2.2 (g, g-bar: the pair for tokens).
 """
 
 from torch.autograd import Function
@@ -66,5 +67,5 @@ def _same(x):
 
 
 def _along_tokens(collective):
-    """Collectives act on dim 0; tokens are dim 1."""
+    """Return `collective`, which acts on dim 0, acting on the tokens, dim 1."""
     return lambda x: collective(x.transpose(0, 1).contiguous()).transpose(0, 1)

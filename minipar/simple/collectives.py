@@ -1,29 +1,29 @@
-"""Collectives from send and receive alone. All p ranks of `comm` make the same call; nobody's input is written to.
+"""Collectives built from point-to-point messages. All p ranks of `comm` make the same call; no input is written to.
 
-In a ring, rank r sends to the right, r+1, and receives from the left, r-1. With n elements in the whole vector, each rank
-sends
+`comm.exchange(x, to, shape, dtype, source)` sends x to rank `to` and receives a tensor of `shape` from rank `source`.
+In a ring, rank r always sends to r+1 and receives from r-1. Each rank sends, for n elements in the whole vector:
 
     reduce_scatter, all_gather, all_to_all   (p-1)/p n
     all_reduce                              2(p-1)/p n
-    broadcast                                n for each rank it tells: ceil(log2 p) of them at the root
+    broadcast                                n per message: ceil(log2 p) messages from the root, p-1 in all
 
-The library's: minipar/comm/ring.py, tree.py and pairwise.py, plus other sizes per rank, segments, other algorithms.
+In the library: minipar/comm/ring.py, tree.py, pairwise.py, which add chunk sizes per rank, segments, other algorithms.
 """
 
 import torch
 
 
 def cut(x, p):
-    """p chunks of x along dim 0, as torch.chunk cuts, empty ones at the end where it would give fewer."""
+    """Split x into p chunks along dim 0, as torch.chunk does, but with empty chunks where it would return fewer."""
     size = -(-len(x) // p)
     return [x[i * size : (i + 1) * size] for i in range(p)]
 
 
 def reduce_scatter(comm, x):
-    """Chunk r of the sum over ranks of x, on rank r.   x [N, ...] -> [N/p, ...]"""
+    """Sum x over ranks; rank r keeps chunk r of the sum.   x [N, ...] -> [N/p, ...]"""
     p, r = comm.size, comm.rank
     chunks = [chunk.clone() for chunk in cut(x, p)]
-    for step in range(1, p):
+    for step in range(1, p):  # chunk c is sent from rank c+1 around to rank c; each rank adds its own
         ready, next_one = (r - step) % p, (r - step - 1) % p
         like = chunks[next_one]
         chunks[next_one] += comm.exchange(chunks[ready], (r + 1) % p, like.shape, x.dtype, (r - 1) % p)
@@ -31,37 +31,37 @@ def reduce_scatter(comm, x):
 
 
 def all_gather(comm, chunk):
-    """Every rank's chunk, in rank order, on every rank.   [n, ...] -> [p n, ...]"""
+    """Concatenate all ranks' chunks, in rank order, on every rank.   chunk [n, ...] -> [p n, ...]"""
     p, r = comm.size, comm.rank
     chunks = [torch.empty_like(chunk) for _ in range(p)]
     chunks[r] = chunk
-    for step in range(p - 1):
+    for step in range(p - 1):  # pass on the chunk received last; at first, its own
         newest, next_one = (r - step) % p, (r - step - 1) % p
         chunks[next_one] = comm.exchange(chunks[newest], (r + 1) % p, chunk.shape, chunk.dtype, (r - 1) % p)
     return torch.cat(chunks)
 
 
 def all_reduce(comm, x):
-    """The sum over ranks of x, on every rank: chunks grow on their way around, then travel once more, complete."""
+    """Sum x over ranks, on every rank: a reduce-scatter, then an all-gather of the complete chunks."""
     p, r = comm.size, comm.rank
     out = x.flatten().clone()
-    chunks = cut(out, p)  # views: what is written to a chunk is in `out`
+    chunks = cut(out, p)  # views: writing to a chunk writes to `out`
     right, left = (r + 1) % p, (r - 1) % p
-    for step in range(1, p):  # reduce-scatter: chunk r ends here
+    for step in range(1, p):  # reduce-scatter: chunk r ends complete on rank r
         c = chunks[(r - step - 1) % p]
         c += comm.exchange(chunks[(r - step) % p], right, c.shape, c.dtype, left)
-    for step in range(p - 1):  # all-gather: it leaves from here
+    for step in range(p - 1):  # all-gather: begins with chunk r
         c = chunks[(r - step - 1) % p]
         c.copy_(comm.exchange(chunks[(r - step) % p], right, c.shape, c.dtype, left))
     return out.view(x.shape)
 
 
 def broadcast(comm, x, root=0):
-    """The root's x on every rank: in each step, whoever has it tells a rank twice as near as in the one before."""
-    p, place = comm.size, (comm.rank - root) % comm.size  # counted from the root
+    """Copy the root's x to every rank by a binomial tree. The other ranks' x gives only the shape and the dtype."""
+    p, place = comm.size, (comm.rank - root) % comm.size  # place: the rank, counted from the root
     distance, have = 1 << (p - 1).bit_length(), place == 0
     while distance > 1:
-        distance //= 2
+        distance //= 2  # every rank that has x sends it this far, so each step doubles the ranks that have it
         if have and place + distance < p:
             comm.send(x, (comm.rank + distance) % p)
         elif not have and place % distance == 0:
@@ -70,11 +70,11 @@ def broadcast(comm, x, root=0):
 
 
 def all_to_all(comm, x, send_sizes, recv_sizes):
-    """Chunk s of x goes to rank s; chunk s of the result came from rank s.   [sum(send), ...] -> [sum(recv), ...]"""
+    """Send chunk s of x to rank s; chunk s of the result is from rank s.   [sum(send), ...] -> [sum(recv), ...]"""
     p, r = comm.size, comm.rank
     sent, received = x.split(send_sizes), [None] * p
     received[r] = sent[r]
-    for step in range(1, p):  # each pair of ranks meets once
+    for step in range(1, p):  # in each step every rank sends one chunk and receives one
         to, source = (r + step) % p, (r - step) % p
         received[source] = comm.exchange(sent[to], to, (recv_sizes[source], *x.shape[1:]), x.dtype, source)
     return torch.cat(received)

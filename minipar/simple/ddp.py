@@ -1,13 +1,13 @@
-"""Data parallelism: every rank has the model and a part of the batch; gradients are averaged over ranks.
+"""Data parallelism: every rank has the whole model and a part of the batch; gradients are averaged over the p ranks.
 
     grad = 1/p * sum over ranks of grad
 
-`average_gradients` does that when the backward is over. `DDP` does it while the backward runs: parameters are grouped
-into buckets, last layers first, since their gradients are ready first; a bucket leaves when it is full. Buckets leave in
-one fixed order, for collectives that ranks call in different orders hang, or mix. Nobody waits before the last gradient
-is there. Each rank sends 2(p-1)/p of the gradients, by a ring.
+`average_gradients` does this after the backward. `DDP` does it during the backward. It groups the parameters into buckets,
+last layers first, because their gradients are ready first. When all gradients of a bucket are ready, its all-reduce starts
+and the backward continues; only at the end of the backward does a rank wait. Every rank starts the buckets in the same
+order: collectives started in different orders hang, or mix up their data. A ring sends 2(p-1)/p of the gradients per rank.
 
-The library's: minipar.DDP, plus buckets by dtype, unused and frozen parameters, no_sync, recovery after exceptions.
+In the library: minipar.DDP, which adds buckets by dtype, unused and frozen parameters, no_sync, recovery after exceptions.
 Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 """
 
@@ -16,13 +16,13 @@ from torch import nn
 
 
 def average_gradients(module, comm):
-    """The naive way: after the backward, one all-reduce per parameter."""
+    """Average after the backward, with one all-reduce per parameter: correct, but nothing overlaps."""
     for param in module.parameters():
         param.grad = comm.all_reduce(param.grad, "mean")
 
 
 class DDP(nn.Module):
-    """`backward()` on what this returns leaves averaged gradients. Rank 0's parameters and buffers are everybody's."""
+    """Wrap `module` so that `backward()` gives averaged gradients. All ranks start with rank 0's parameters and buffers."""
 
     def __init__(self, module, comm, bucket_mb=25.0):
         super().__init__()
@@ -30,7 +30,7 @@ class DDP(nn.Module):
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data.copy_(comm.broadcast(tensor.data))
         self.buckets = [[]]
-        for param in reversed(list(module.parameters())):  # a tied weight is here once
+        for param in reversed(list(module.parameters())):  # parameters() yields a tied weight once
             if not param.requires_grad:
                 raise ValueError(
                     "a frozen parameter: this DDP trains all of them; minipar.DDP does not have to"
@@ -49,17 +49,18 @@ class DDP(nn.Module):
     def _begin(self):
         self.missing, self.handles = [set(bucket) for bucket in self.buckets], []
 
-    def _gradient_is_ready(self, param):  # autograd calls this in the middle of the backward
+    def _gradient_is_ready(self, param):  # a hook: autograd calls it during the backward
         if len(self.missing[self.bucket_of[param]]) == 0:
             raise ValueError("a gradient came twice: use minipar.DDP and its no_sync() to accumulate")
-        if all(len(m) == len(b) for m, b in zip(self.missing, self.buckets)):  # the first one
+        if all(len(m) == len(b) for m, b in zip(self.missing, self.buckets)):  # first of this backward
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         self.missing[self.bucket_of[param]].discard(param)
+        # len(self.handles) buckets have been started. Start the next ones, in order, as far as they are complete.
         while len(self.handles) < len(self.buckets) and not self.missing[len(self.handles)]:
             flat = torch.cat([p.grad.flatten() for p in self.buckets[len(self.handles)]])
-            self.handles.append(self.comm.all_reduce(flat, "mean", async_op=True))  # and go on
+            self.handles.append(self.comm.all_reduce(flat, "mean", async_op=True))
 
-    def _finish(self):  # and this when the backward is over
+    def _finish(self):  # autograd calls it when the backward ends
         if len(self.handles) < len(self.buckets):
             raise ValueError("a parameter got no gradient: use minipar.DDP, which knows of unused parameters")
         for bucket, handle in zip(self.buckets, self.handles):

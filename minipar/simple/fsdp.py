@@ -1,14 +1,17 @@
-"""FSDP, or ZeRO-3: a rank keeps a p-th part of every parameter, gradient and state. Units are whole only while they run.
+"""FSDP (ZeRO-3): each of p ranks keeps a p-th part of every parameter, gradient and optimizer state.
 
-    before a unit's forward    w = all_gather(shard)                        (p-1)/p of it sent
-    after it                   free w
-    before its backward        w = all_gather(shard) once more              (p-1)/p
-    after it                   shard.grad = 1/p * reduce_scatter(w.grad)    (p-1)/p, and free w and w.grad
+A unit is a submodule whose parameters w are all-gathered together, and are whole only while the unit runs:
 
-In all 3P elements a step where DDP sends 2P; and 16/p bytes per parameter between steps, in place of 16.
-Autograd keeps views of w for the backward. So w stays the same tensor for good, and only its memory comes and goes.
+    before a unit's forward    w = all_gather(shard)                        sends (p-1)/p of the unit's elements
+    after its forward          free w
+    before its backward        w = all_gather(shard)                        sends (p-1)/p
+    after its backward         shard.grad = 1/p * reduce_scatter(w.grad)    sends (p-1)/p; then free w and w.grad
 
-The library's: minipar.FSDP, plus prefetch, parameters outside units, units inside units, unused, frozen and tied
+A rank sends 3 (p-1)/p of the parameters per step; DDP sends 2 (p-1)/p. Between steps it holds, with Adam, 16/p bytes per
+parameter; DDP holds 16. Autograd saves views of w for the backward, so w stays the same tensor: only its storage is freed
+and allocated again.
+
+In the library: minipar.FSDP, which adds prefetch, parameters outside units, units inside units, unused, frozen and tied
 parameters, mixed precision, hybrid sharding, recomputation.
 Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277.
 """
@@ -19,7 +22,7 @@ from torch import nn
 
 
 class Unit:
-    """The parameters of one module: `shard`, this rank's part of them all, and `whole`, without memory while it rests."""
+    """A unit: `whole`, one flat buffer of its parameters, without memory while freed; `shard`, this rank's part of it."""
 
     def __init__(self, module, comm):
         self.comm, self.params = comm, list(module.parameters())
@@ -28,6 +31,7 @@ class Unit:
         self.shard = nn.Parameter(flat.chunk(comm.size)[comm.rank].clone())
         self.whole, start = torch.empty_like(flat), 0
         for p in self.params:
+            # p shares the storage but not the version counter: to autograd, refilling `whole` does not change p.
             p.data = self.whole[start : start + p.numel()].view_as(p)
             start += p.numel()
             p.register_post_accumulate_grad_hook(self.gradient_is_ready)
@@ -41,7 +45,7 @@ class Unit:
         self.whole.copy_(self.comm.all_gather(self.shard.data))
 
     def after_forward(self, output):
-        if output.requires_grad:  # its gradient is there when the unit's backward begins
+        if output.requires_grad:  # its gradient is ready just before the unit's backward begins
             output.register_hook(lambda _: self.gather())
         self.free()
 
@@ -51,7 +55,7 @@ class Unit:
     @torch.no_grad()
     def gradient_is_ready(self, param):
         if any(p.grad is None for p in self.params):
-            return
+            return  # not the unit's last gradient
         flat = torch.cat([p.grad.flatten() for p in self.params])
         part = self.comm.reduce_scatter(F.pad(flat, (0, len(self.whole) - len(flat))), "mean")
         self.shard.grad = part if self.shard.grad is None else self.shard.grad + part
@@ -61,7 +65,7 @@ class Unit:
 
 
 class FSDP(nn.Module):
-    """`module`, each module of class `unit_class` inside it a unit. `parameters()` are the shards, for the optimizer."""
+    """Make each submodule of class `unit_class` a unit. `parameters()` yields the units' shards, for the optimizer."""
 
     def __init__(self, module, comm, unit_class):
         super().__init__()
@@ -71,5 +75,5 @@ class FSDP(nn.Module):
             raise ValueError(f"each parameter must be in exactly one {unit_class.__name__}; use minipar.FSDP")
         self.units = [Unit(m, comm) for m in units]
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
-        # Not `self.module = module`: a child's parameters would be among ours.
+        # Not `self.module = module`: a registered child's whole parameters would join the shards in `parameters()`.
         self.forward = lambda *args, **kwargs: module(*args, **kwargs)

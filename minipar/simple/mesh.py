@@ -1,11 +1,11 @@
-"""A mesh: the world's ranks as a grid, one axis per kind of parallelism, and a Comm for each rank's line along each axis.
+"""A mesh: the world's ranks as a grid, with one axis per kind of parallelism; an axis divides the ranks into groups.
 
-    rank = ((pp * DP + dp) * CP + cp) * TP + tp
+    rank = ((pp * DP + dp) * CP + cp) * TP + tp          lower case: coordinate along an axis; upper case: the axis's size
 
-tp is fastest: its messages hold up every layer, so its ranks should be neighbours in one machine. pp is slowest: it sends
-least. Ranks that differ in dp and cp alone hold the same parameters: gradients are summed over both together.
+tp varies fastest: every layer waits for its messages, so its ranks should be neighbours in one machine. pp varies slowest:
+it sends least. Ranks that differ only in dp and cp hold the same parameters: gradients are summed over both axes together.
 
-The library's: minipar.Mesh, plus expert parallelism inside dp x cp, and any size without a table of ranks.
+In the library: minipar.Mesh, which adds expert parallelism inside dp x cp, and any size without a table of ranks.
 Source of the order: Megatron-LM on clusters, arXiv:2104.04473, section 3.2.
 """
 
@@ -15,7 +15,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def groups(*axes, pp=1, dp=1, cp=1, tp=1):
-    """All groups of ranks that differ along these axes alone: groups("tp", dp=2, tp=2) -> [[0, 1], [2, 3]]."""
+    """Return all groups of ranks that differ only along `axes`: groups("tp", dp=2, tp=2) -> [[0, 1], [2, 3]]."""
     sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp)
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     inside = [i for i, axis in enumerate(AXES) if axis in axes]
@@ -25,7 +25,7 @@ def groups(*axes, pp=1, dp=1, cp=1, tp=1):
 
 
 class Mesh:
-    """mesh.comm("tp"): my tp ranks as a Comm; mesh.comm("dp", "cp"): those my gradients are summed with."""
+    """This rank's groups. mesh.comm("tp") is the Comm of its tp group; over mesh.comm("dp", "cp") gradients are summed."""
 
     def __init__(self, world, pp=1, dp=1, cp=1, tp=1):
         self.world, self.sizes = world, dict(pp=pp, dp=dp, cp=cp, tp=tp)

@@ -1,13 +1,13 @@
-"""Pipelines: rank s has stage s of the model; activations travel forward, gradients back, m microbatches one after another.
+"""Pipelines: rank s of p has stage s; for each of m microbatches it sends activations to s+1 and gradients to s-1.
 
-    GPipe   all forwards, then all backwards     keeps m microbatches alive
-    1F1B    rank s first p-1-s forwards,         keeps min(p-s, m): the time the first gradient takes to come back
-            then one forward, one backward, ...
+    GPipe   all forwards, then all backwards                 keeps m microbatches alive
+    1F1B    p-1-s forwards, then one forward and one         keeps min(p-s, m): its forwards before its first backward
+            backward in turn, then the remaining backwards
 
-Both idle for (p-1)/m of the useful time. 1F1B saves memory, not time. Each rank sends m activations down, m gradients up.
+Both idle for (p-1)/m of the compute time (the bubble): 1F1B saves memory, not time. Adjacent stages exchange 2m messages.
 
-The library's: minipar.Pipeline, which executes any schedule given as data, plus interleaved and zero-bubble schedules,
-receives posted early, shapes that ranks tell each other, tied weights, recomputation.
+In the library: minipar.Pipeline, which executes any schedule given as data, and adds interleaved and zero-bubble schedules,
+receives posted early, shapes sent between ranks, tied weights, recomputation.
 Sources: GPipe, arXiv:1811.06965; PipeDream-Flush (1F1B), arXiv:2104.04473, section 2.2.1.
 """
 
@@ -15,19 +15,19 @@ import torch
 
 
 class Stage:
-    """One stage at work. `kept`: input and output of the microbatches between their forward and their backward."""
+    """A rank's stage during one step. `kept[k]`: microbatch k's input and output, from its forward to its backward."""
 
     def __init__(self, comm, module, loss_fn, inputs, targets, m, shape, dtype):
         if len(inputs if comm.rank == 0 else targets if comm.rank == comm.size - 1 else range(m)) % m:
             raise ValueError(f"{m} microbatches do not divide the batch; minipar.Pipeline says what does")
         self.comm, self.module, self.loss_fn, self.m = comm, module, loss_fn, m
-        # Two directions, two streams: a message that waits for its receiver holds up none of the other direction.
+        # One Comm per direction: a send that waits for its receiver must not block messages in the other direction.
         self.activations = comm.subgroup(range(comm.size), "activations")
         self.gradients = comm.subgroup(range(comm.size), "gradients")
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         self.inputs = inputs.chunk(m) if self.first else None
         self.targets = targets.chunk(m) if self.last else None
-        self.shape, self.dtype = shape, dtype  # of what passes between stages, for one microbatch
+        self.shape, self.dtype = shape, dtype  # of one microbatch's activation between stages
         self.kept, self.loss, self.sent = {}, 0.0, []
 
     def forward(self, k):
@@ -39,7 +39,7 @@ class Stage:
         if self.last:
             y = self.loss_fn(y, self.targets[k]) / self.m  # the batch's loss is the mean over microbatches
             self.loss = self.loss + y.detach()
-        else:  # do not wait: the next stage may be sending to us first
+        else:  # not waited for: the next stage may be sending to this one at the same time
             self.sent.append(self.activations.send(y.detach(), self.comm.rank + 1, async_op=True))
         self.kept[k] = x, y
 
@@ -57,7 +57,7 @@ class Stage:
 
 
 def gpipe(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.float32):
-    """Add the gradients of a batch to `.grad`; the loss on the last rank. `inputs` on rank 0, `targets` on the last."""
+    """Add the batch's gradients to `.grad`; return the loss on the last rank. Rank 0 needs `inputs`, the last `targets`."""
     stage = Stage(comm, module, loss_fn, inputs, targets, m, shape, dtype)
     for k in range(m):
         stage.forward(k)
@@ -67,7 +67,7 @@ def gpipe(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.flo
 
 
 def one_f_one_b(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.float32):
-    """The same gradients, bit for bit, with fewer microbatches alive."""
+    """Compute the same gradients as `gpipe`, bit for bit, with fewer microbatches alive."""
     stage = Stage(comm, module, loss_fn, inputs, targets, m, shape, dtype)
     warmup = min(comm.size - 1 - comm.rank, m)
     for k in range(warmup):

@@ -1,15 +1,16 @@
-"""Sequence parallelism: outside the cut matrices each rank has its own tokens, where tensor parallelism has all of them.
+"""Sequence parallelism: outside the tensor-parallel matrices, each rank has T/tp of the tokens instead of all of them.
 
     norm, residual, dropout       [B, T/tp, D]   this rank's tokens
-    gather_tokens                 [B, T, D]      (tp-1)/tp * B*T*D elements
-    column, row                   [B, T, ...]    as in tensor_parallel.py
-    scatter_tokens                [B, T/tp, D]   (tp-1)/tp * B*T*D: the sum of the terms, cut
+    gather_tokens                 [B, T, D]      all-gather: sends (tp-1)/tp * B*T*D elements
+    column, row parallel          [B, T, ...]    as in tensor_parallel.py; each rank has one term of the result
+    scatter_tokens                [B, T/tp, D]   reduce-scatter of the terms: sends (tp-1)/tp * B*T*D
 
-An all-reduce is a reduce-scatter and an all-gather, so no byte is added; but activations between the matrices are kept
-once, not tp times. A weight used on a rank's tokens alone (the norm's) gets a part of its gradient there: `copy` sums it.
+An all-reduce is a reduce-scatter and an all-gather, so the activations cause no more traffic than in tensor_parallel.py;
+but outside the matrices each is kept once, not on all tp ranks. The norm's weight is the same on every rank, and a rank's
+tokens give only a part of its gradient: `copy` sums the parts.
 
-The library's: minipar.tensor_parallel(model, comm, sequence_parallel=True), plus attention, the embedding and the head,
-and a backward that gathers its input once more in place of keeping it.
+In the library: minipar.tensor_parallel(model, comm, sequence_parallel=True), which adds attention, the embedding and the
+head, and a backward that gathers its input again instead of keeping it.
 Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 """
 
@@ -20,13 +21,13 @@ from minipar.simple.autograd import copy, gather_tokens, scatter_tokens
 
 
 def rms_norm(x, weight, eps=1e-5):
-    """Each token scaled to root mean square 1.   x [..., D]   weight [D]"""
+    """Scale each token to root mean square 1, then each feature by its weight.   x [..., D]   weight [D]"""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def block(comm, x, norm, gate, up, down, eps=1e-5):
     """y = x + mlp(norm(x)) on this rank's tokens.   x, y [B, T/tp, D]   norm [D]   gate, up [F/tp, D]   down [D, F/tp]"""
     h = rms_norm(x, copy(comm, norm), eps)
-    h = gather_tokens(comm, h)  # backward: a reduce-scatter, so no copy operator is needed
+    h = gather_tokens(comm, h)  # its backward sums over ranks, so the products need no `copy`
     h = F.silu(h @ gate.t()) * (h @ up.t())
     return x + scatter_tokens(comm, h @ down.t())

@@ -1,14 +1,15 @@
-"""Tensor parallelism: one layer computed by tp ranks together, each with a part of every matrix.
+"""Tensor parallelism: tp ranks compute one layer together, each with a part of every matrix.
 
-    column parallel   y = x w^T, w cut by rows [F/tp, D]: each rank has its own features of y. No communication forward
-    row parallel      y = x w^T, w cut by columns [F, D/tp]: each rank has a term of the sum that is y. One all-reduce
+    column parallel   y = x w^T, w sharded by rows [F/tp, D]       each rank computes its own features of y
+    row parallel      y = x w^T, w sharded by columns [F, D/tp]    each rank computes one term of y; an all-reduce sums them
 
-A column-parallel matrix, anything that works feature by feature or head by head, and a row-parallel matrix follow one
-another without a word between ranks: one all-reduce at the end forward, and one at the beginning backward. So a layer of
-attention and MLP sends 8 (tp-1)/tp * B*T*D elements, forward and backward.
+A weight is [out, in], as in nn.Linear, so each row of w makes one column of y. Between a column-parallel and a row-parallel
+matrix, anything that acts per feature or per head needs no communication. Such a pair has one all-reduce in the forward, on
+its output (`all_reduce`), and one in the backward, on the gradient of its input (`copy`). A layer of attention and MLP is
+two pairs: each rank sends 8 (tp-1)/tp * B*T*D elements, forward and backward together.
 
-The library's: minipar.ColumnParallelLinear and minipar.tensor_parallel, plus biases, sums that overlap the weights'
-gradients, sequence parallelism, key/value heads that ranks share, the whole model.
+In the library: minipar.ColumnParallelLinear and minipar.tensor_parallel, which add biases, all-reduces that overlap with
+the weights' gradients, sequence parallelism, key/value heads shared by several ranks, the whole model.
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
 
@@ -18,12 +19,12 @@ from minipar.simple.autograd import all_reduce, copy
 
 
 def rows(comm, w):
-    """This rank's rows of a matrix, for a column-parallel product (y's columns are w's rows)."""
+    """This rank's rows of w, for a column-parallel product."""
     return _part(comm, w, 0)
 
 
 def columns(comm, w):
-    """This rank's columns, for a row-parallel product."""
+    """This rank's columns of w, for a row-parallel product."""
     return _part(comm, w, 1)
 
 
@@ -36,7 +37,7 @@ def _part(comm, w, dim):
 
 
 def column_parallel(x, w):
-    """x [B, T, D] the same on every rank, out of `copy`; w [F/tp, D]  ->  [B, T, F/tp]"""
+    """x [B, T, D], the output of `copy`, the same on every rank; w [F/tp, D]  ->  [B, T, F/tp], this rank's features"""
     return x @ w.t()
 
 
@@ -47,13 +48,13 @@ def row_parallel(comm, x, w):
 
 def mlp(comm, x, gate, up, down):
     """SwiGLU, y = (silu(x gate^T) * x up^T) down^T.   gate, up [F/tp, D]   down [D, F/tp]   x, y [B, T, D]"""
-    x = copy(comm, x)  # once for both products: one sum of dx
-    hidden = F.silu(column_parallel(x, gate)) * column_parallel(x, up)  # feature by feature
+    x = copy(comm, x)  # one copy for both products: one all-reduce of dx
+    hidden = F.silu(column_parallel(x, gate)) * column_parallel(x, up)  # per feature
     return row_parallel(comm, hidden, down)
 
 
 def attention(comm, x, q, k, v, o, head_dim):
-    """Causal self-attention; each rank has some heads.   q, k, v [D/tp, D]   o [D, D/tp]   x, y [B, T, D]"""
+    """Causal self-attention; each rank has some of the heads.   q, k, v [D/tp, D]   o [D, D/tp]   x, y [B, T, D]"""
     if q.shape[0] % head_dim:
         raise ValueError(
             f"a rank's {q.shape[0]} features are no whole heads of {head_dim}; use minipar.tensor_parallel"
@@ -61,5 +62,5 @@ def attention(comm, x, q, k, v, o, head_dim):
     x = copy(comm, x)
     B, T, _ = x.shape
     q, k, v = (column_parallel(x, w).view(B, T, -1, head_dim).transpose(1, 2) for w in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # head by head
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # per head
     return row_parallel(comm, mixed.transpose(1, 2).reshape(B, T, -1), o)

@@ -1,12 +1,12 @@
-"""All at once: a Transformer trained on real text by 8 ranks, as dp 2 x tp 2 x pp 2; and the same by one process, compared.
+"""3D parallelism: 8 ranks, as dp 2 x tp 2 x pp 2, train a Transformer on real text; one process trains it too, to compare.
 
     python -m minipar.simple.train
 
-    tp   inside every layer: its ranks compute it together (tensor_parallel.py), on the same tokens
-    pp   between layers: activations to the next stage, gradients to the one before, a microbatch after another
-    dp   at the end of a step: gradients averaged over the ranks that have the same part of the model
+    tp   inside a layer: its ranks compute it together, on the same tokens; all sums over tp are in the layer itself
+    pp   between layers: activations are sent to the next stage, gradients to the one before, microbatch by microbatch
+    dp   at the end of a step: gradients are averaged over the ranks that have the same part of the model
 
-Change DP, TP and PP: the losses stay the same. The library's: minipar train, for any mesh, with everything.
+Change DP, TP and PP: the losses stay the same. In the library: `minipar train`, for any mesh, with every strategy.
 """
 
 import torch
@@ -32,8 +32,8 @@ def one_process():
 
 
 def on_mesh(world):
-    """This rank's stage after training, and the losses."""
-    ranks = torch.arange(world.size).view(PP, DP, TP)  # tp's are neighbours
+    """Train on the mesh, then in one process. Return both losses, and this rank's largest difference in a parameter."""
+    ranks = torch.arange(world.size).view(PP, DP, TP)  # the ranks of a tp group are neighbours
     ((p, d, t),) = (ranks == world.rank).nonzero().tolist()
     lines = ("pp", ranks[:, d, t]), ("dp", ranks[p, :, t]), ("tp", ranks[p, d])
     pp, dp, tp = (world.subgroup(line.tolist(), axis) for axis, line in lines)
@@ -47,13 +47,13 @@ def on_mesh(world):
             param.grad = dp.all_reduce(param.grad, "mean")
         optimizer.step()
         losses.append(dp.all_reduce(loss, "mean").item())
-    model, alone = one_process()  # and of its model the part that this rank has
+    model, alone = one_process()  # the same part of its model must have equal parameters
     pairs = zip(stage.parameters(), part_of_model(model, p, PP, tp).parameters())
     return losses, alone, max((a - b).abs().max().item() for a, b in pairs)
 
 
 def pipeline_step(pp, stage, tokens, targets):
-    """GPipe: all forwards, then all backwards. The loss on the last stage, 0 elsewhere."""
+    """Run GPipe: all forwards, then all backwards. Return the loss on the last stage, 0 elsewhere."""
     first, last, kept, loss = pp.rank == 0, pp.rank == PP - 1, [], torch.zeros((), dtype=torch.float64)
     for x, target in zip(tokens, targets):
         x = x if first else pp.recv((*x.shape, DIM), torch.float64, pp.rank - 1).requires_grad_()

@@ -1,12 +1,12 @@
-"""A small Transformer over bytes, and a rank's part of it: some of the layers (pp), of these some heads and features (tp).
+"""A small Transformer over bytes, and a rank's part of it: some of the layers (pp), some heads and features of each (tp).
 
     embedding -> block -> ... -> block -> head          block: x + attention(norm(x)), then x + mlp(norm(x))
 
-The whole model comes from one seed. A rank makes it, keeps its part, and forgets the rest: so no rank need be told its
-weights, and every mesh begins with the same numbers.
+Every rank builds the whole model from one seed, keeps its part and drops the rest: no weights are sent, and training starts
+from the same numbers on every mesh.
 
-The library's: minipar.Transformer, plus rotary positions, grouped queries, experts, dropout, tied embeddings; cut by
-minipar.tensor_parallel and minipar.partition.
+In the library: minipar.Transformer, which adds rotary positions, grouped queries, experts, dropout, tied embeddings, and is
+sharded by minipar.tensor_parallel and minipar.partition.
 """
 
 from pydoc_data.topics import topics
@@ -23,7 +23,7 @@ TEXT = torch.tensor(list("\n".join(topics.values()).encode()))  # the Python lan
 
 
 class Alone:
-    """In place of a Comm: nobody to sum with."""
+    """A Comm of one rank, as far as a Block needs it."""
 
     all_reduce = staticmethod(lambda x: x)
 
@@ -41,20 +41,20 @@ class Block(nn.Module):
         self.tp = tp
 
     def forward(self, x):
-        """x [B, T, D] -> [B, T, D]. No positions: causal attention finds them."""
+        """x [B, T, D] -> [B, T, D]. No position encoding: the causal mask alone makes the order of tokens matter."""
         x = x + attention(self.tp, self.norm[0](x), self.q, self.k, self.v, self.o, HEAD_DIM)
         return x + mlp(self.tp, self.norm[1](x), self.gate, self.up, self.down)
 
 
 def whole_model():
-    """tokens [B, T] -> logits [B, T, 256]"""
+    """Build the model of one process: tokens [B, T] -> logits [B, T, 256]."""
     torch.manual_seed(0)
     blocks = (Block() for _ in range(NUM_LAYERS))
     return nn.Sequential(nn.Embedding(256, DIM), *blocks, nn.Linear(DIM, 256, bias=False)).double()
 
 
 def part_of_model(model, pp, num_stages, tp):
-    """Stage `pp` of `num_stages`, cut over the Comm `tp`, out of the whole model. The ends go with the nearest block."""
+    """Shard the model over the Comm `tp`; return stage `pp`. The first stage has the embedding, the last has the head."""
     if NUM_LAYERS % num_stages:
         raise ValueError(f"{num_stages} stages do not divide {NUM_LAYERS} layers; use minipar.partition")
     each = NUM_LAYERS // num_stages
@@ -65,7 +65,7 @@ def part_of_model(model, pp, num_stages, tp):
 
 
 def batch(step, size, length):
-    """(tokens, targets) [size, length] of a step: a function of its number alone, so every rank can make it."""
+    """Return a step's (tokens, targets), [size, length]. They depend only on `step`, so every rank makes the same batch."""
     starts = torch.randint(len(TEXT) - length, (size, 1), generator=torch.Generator().manual_seed(step))
     samples = TEXT[starts + torch.arange(length + 1)]
     return samples[:, :-1], samples[:, 1:]

@@ -1,11 +1,11 @@
-"""Ulysses: for the attention alone, each rank gives some tokens of all heads for all tokens of some heads.
+"""Ulysses: for the attention alone, an all-to-all turns each rank's tokens of all heads into all tokens of its heads.
 
-    [B, H, N/P, d] -- all-to-all --> [B, H/P, N, d] -- any attention --> [B, H/P, N, d] -- all-to-all --> [B, H, N/P, d]
+    [B, H, N/p, d] -- all-to-all --> [B, H/p, N, d] -- any attention --> [B, H/p, N, d] -- all-to-all --> [B, H, N/p, d]
 
-Attention is head by head, so between the two it needs no communication, and every rank has the same work whatever the mask.
-Each rank sends 4 N h (P-1)/P^2 elements forward for each sample of N tokens, h = heads * head_dim, and as many backward.
+Attention acts per head, so between the two all-to-alls no rank communicates, and all ranks have equal work with any mask.
+Each rank sends 4 N h (p-1)/p^2 elements forward for each sample of N tokens, h = heads * head_dim, and as many backward.
 
-The library's: minipar.ulysses_attention, plus grouped queries, heads that P does not divide, other layouts, documents.
+In the library: minipar.ulysses_attention, plus grouped queries, heads that p does not divide, other layouts, documents.
 Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 """
 
@@ -16,7 +16,7 @@ from minipar.simple.autograd import all_to_all
 
 
 def ulysses_attention(comm, q, k, v, causal=True):
-    """This rank's part of softmax(q k^T / sqrt(head_dim)) v.   q, k, v, out [B, H, N/P, head_dim]"""
+    """This rank's tokens of softmax(q k^T / sqrt(head_dim)) v.   q, k, v, out [B, H, N/p, head_dim]"""
     if not q.shape == k.shape == v.shape or q.shape[1] % comm.size:
         raise ValueError(
             f"{comm.size} ranks, q {list(q.shape)}, k {list(k.shape)}: use minipar.ulysses_attention"
@@ -27,18 +27,18 @@ def ulysses_attention(comm, q, k, v, causal=True):
 
 
 def _heads_for_tokens(comm, x):
-    """[n, B, H, N/P, d] -> [n, B, H/P, N, d]"""
-    parts = torch.stack(x.chunk(comm.size, 2))  # [P, n, B, H/P, N/P, d]: my tokens of every rank's heads
-    return torch.cat(tuple(_swap(comm, parts)), dim=3)  # for every rank's tokens of my heads
+    """[n, B, H, N/p, d] -> [n, B, H/p, N, d]"""
+    parts = torch.stack(x.chunk(comm.size, 2))  # [p, n, B, H/p, N/p, d]: my tokens, heads of rank s
+    return torch.cat(tuple(_swap(comm, parts)), dim=3)  # received: tokens of rank s, my heads
 
 
 def _tokens_for_heads(comm, x):
-    """[n, B, H/P, N, d] -> [n, B, H, N/P, d]"""
-    parts = torch.stack(x.chunk(comm.size, 3))  # [P, n, B, H/P, N/P, d]: my heads of every rank's tokens
-    return torch.cat(tuple(_swap(comm, parts)), dim=2)  # for every rank's heads of my tokens
+    """[n, B, H/p, N, d] -> [n, B, H, N/p, d]"""
+    parts = torch.stack(x.chunk(comm.size, 3))  # [p, n, B, H/p, N/p, d]: tokens of rank s, my heads
+    return torch.cat(tuple(_swap(comm, parts)), dim=2)  # received: my tokens, heads of rank s
 
 
 def _swap(comm, x):
-    """x[s] goes to rank s; what came from rank s is at x[s]."""
+    """Send x[s] to rank s; index s of the result is from rank s."""
     ones = [1] * comm.size
     return all_to_all(comm, x, ones, ones)

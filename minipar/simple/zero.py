@@ -1,14 +1,16 @@
-"""ZeRO-1 and ZeRO-2: of p ranks, each keeps and updates a p-th part of every parameter's optimizer state.
+"""ZeRO-1 and ZeRO-2: data parallelism in which each of p ranks keeps the optimizer state of a p-th part of every parameter.
 
-    reduce-scatter    my part of the gradient = 1/p * sum over ranks       (p-1)/p P elements sent
+    reduce-scatter    my part of the gradient = 1/p * sum over ranks          sends (p-1)/p P elements, of P parameters
     update            my part of the parameter, with my part of the state
-    all-gather        everybody's parts                                    (p-1)/p P elements sent
+    all-gather        the whole parameter, from every rank's updated part     sends (p-1)/p P elements
 
-Together the 2P of an all-reduce, and bit by bit its result. In mixed precision with Adam a rank holds 4 + 12/p bytes per
-parameter in stage 1; in stage 2, where a gradient is cut as soon as it is computed, 2 + 14/p.
+Together they send what a ring all-reduce of each gradient sends, and the sums are the same bit for bit.
 
-The library's: minipar.ZeroOptimizer, plus buckets reduced during the backward, parameter groups, masters in float32,
-offload, unused parameters, and state that moves to another number of ranks.
+Bytes per parameter with Adam in mixed precision (weight 2; gradient 2; state 12: float32 weight and two moments): DDP 16,
+ZeRO-1 4 + 12/p, ZeRO-2 2 + 14/p. ZeRO-2 reduces each gradient to this rank's part as soon as it is computed.
+
+In the library: minipar.ZeroOptimizer, which adds buckets reduced during the backward, parameter groups, float32 master
+weights, offload, unused parameters, and state that can be loaded on another number of ranks.
 Source: ZeRO, arXiv:1910.02054, sections 5 and 7.
 """
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 
 
 class Zero1:
-    """`optimizer_cls` over my part of each parameter. Any optimizer will do that updates element by element."""
+    """Run `optimizer_cls` on this rank's part of each parameter. It must be an elementwise optimizer, such as Adam."""
 
     def __init__(self, params, optimizer_cls, comm, **options):
         self.comm, self.params = comm, list(params)
@@ -29,7 +31,7 @@ class Zero1:
         self.optimizer = optimizer_cls(self.parts, **options)
 
     def padded(self, x):
-        """Flat, with zeros at the end until p divides its length."""
+        """Flatten x, and append zeros until p divides its length."""
         return F.pad(x.flatten(), (0, -x.numel() % self.comm.size))
 
     def mine(self, x):
@@ -55,9 +57,9 @@ class Zero1:
 
 
 class Zero2(Zero1):
-    """The same, but a gradient is reduced when it is computed, and only my part of it stays. Backwards add up.
+    """Reduce each gradient in a hook, during the backward, and keep this rank's part. Several backwards accumulate.
 
-    All ranks must compute their gradients in one order, as one model does.
+    The hooks communicate, so all ranks must compute their gradients in the same order, as ranks with the same model do.
     """
 
     def __init__(self, params, optimizer_cls, comm, **options):
@@ -71,7 +73,7 @@ class Zero2(Zero1):
         self.gradients[p] = part if p not in self.gradients else self.gradients[p] + part
 
     def part_of_gradient(self, p):
-        return self.gradients.get(p)  # None: no rank used it, and the optimizer leaves it alone
+        return self.gradients.get(p)  # None if no rank computed it: the optimizer skips it
 
     def zero_grad(self):
         self.gradients.clear()

@@ -1,29 +1,32 @@
-"""What makes an implementation right, said once: run over the library, the ground floor, and a learner's own file.
+"""Executable specifications: the same checks for the library, for minipar.simple, and for a learner's own implementation.
 
     from minipar.spec import SPECIFICATIONS
     from minipar.simple.collectives import all_reduce
 
     print(SPECIFICATIONS["all_reduce"].check(all_reduce))
 
-A specification is a list of stages, in the order in which a mistake is best met: it runs; it is right on one small case,
-explained; on drawn cases; the bytes; the memory, or the order of events. The first stage that is not met says in words
-what is wrong: which tensor, on which rank, whose part is missing or came twice.
+A specification is a list of stages, in the order in which mistakes are easiest to explain: the implementation runs; it is
+right in one small case, then in many generated cases; then come the bytes sent, the memory, or the order of events. The
+report of the first stage that fails says which tensor is wrong, on which rank, and which rank's part is missing or was
+added twice. In reading order:
 
-specification.py      Specification, its stages, the report
-words.py              differences in words
-collectives.py        reduce-scatter, all-gather, all-reduce, broadcast, all-to-all
-conjugates.py         operators and their adjoints
-training.py           a small model trained on ranks and by one process: what the next three share
-data_parallel.py      averaged gradients; DDP: buckets and overlap
-zero.py               ZeRO-1, ZeRO-2
-fsdp.py               ZeRO-3
-tensor_parallel.py    an MLP, attention, and a block of sequence parallelism, cut
-vocab.py              the embedding and the loss with the vocabulary cut
-pipeline.py           a step of a pipeline
-schedules.py          orders as data
-moe.py                Switch
-context.py            attention over a split sequence
-mesh.py               groups
+specification.py       Specification, Stage and Report; running a check on worlds of several sizes
+words.py               a wrong tensor or a wrong byte count, described in a sentence
+collectives.py         reduce-scatter, all-gather, all-reduce, broadcast, all-to-all
+conjugates.py          operators between ranks and their adjoints
+training.py            small models trained on ranks and by one process, for data_parallel.py, zero.py and fsdp.py
+memory.py              bytes of the tensors that are alive, for zero.py and fsdp.py
+data_parallel.py       averaged gradients; DDP's buckets and overlap
+zero.py                ZeRO-1, ZeRO-2
+fsdp.py                FSDP (ZeRO-3)
+tensor_parallel.py     a sharded MLP, sharded attention, and a sequence-parallel block
+vocab.py               the embedding and the cross-entropy with a sharded vocabulary
+pipeline.py            one step of a pipeline
+schedules.py           pipeline schedules as data
+moe.py                 Switch
+context.py             attention over a sharded sequence
+mesh.py                the groups of a mesh
+all_specifications.py  SPECIFICATIONS: every specification, by name
 """
 
 import lazy_loader

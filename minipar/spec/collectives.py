@@ -1,4 +1,4 @@
-"""Specifications of the collectives: the right sum on the right rank, nobody's input written to, and the ring's bytes."""
+"""Specifications of the collectives: the right result on each rank, no input written to, the bytes of a ring or tree."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SHAPES = [(1,), (4,), (12, 2), (7,), (5, 3), (2,), (0,), (24,), (3, 0), (1, 4)]
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its collective, what each rank brings, and what each must get back, from all ranks' inputs.
+    """One call of a collective: each rank's input and arguments, and the result that each rank must get.
 
-    sizes   None: cut as torch.chunk cuts. reduce_scatter, all_gather: one per rank. all_to_all: a row of them per rank
+    sizes   None: split as torch.chunk does. reduce_scatter, all_gather: one per rank. all_to_all: a list per rank
     """
 
     collective: str
@@ -30,7 +30,7 @@ class Call:
     seed: int = 0
 
     def arguments(self, size: int, rank: int) -> tuple:
-        """What an implementation is given besides its Comm and x."""
+        """Return the implementation's arguments after the Comm and x."""
         if self.collective == "broadcast":
             return (self.root,)
         if self.collective != "all_to_all":
@@ -38,18 +38,18 @@ class Call:
         return self.send_sizes(size, rank), [self.send_sizes(size, source)[rank] for source in range(size)]
 
     def send_sizes(self, size: int, rank: int) -> list[int]:
-        """How `rank` cuts its input of an all-to-all."""
+        """Return the sizes of the chunks of `rank`'s input of an all-to-all."""
         return self.sizes[rank] if self.sizes else chunk_sizes(self.shape[0], size)
 
     def inputs(self, size: int) -> list[Tensor]:
-        """What each rank brings: small whole numbers, so that sums are exact in every dtype and order."""
+        """Return each rank's input: small whole numbers, so that sums are exact in every dtype and order."""
         draw = generator(size, *self.shape, self.root, self.seed)
         low, high = (0, 2) if self.dtype == torch.bool else (-4, 5)
         shapes = [self._input_shape(rank) for rank in range(size)]
         return [torch.randint(low, high, shape, generator=draw).to(self.dtype) for shape in shapes]
 
     def result(self, xs: list[Tensor], rank: int) -> Tensor | None:
-        """What `rank` must get back."""
+        """Return the result that `rank` must get."""
         size = len(xs)
         match self.collective:
             case "all_reduce":
@@ -65,11 +65,11 @@ class Call:
         return torch.cat([x.split(self.send_sizes(size, source))[rank] for source, x in enumerate(xs)])
 
     def sent_bytes(self, size: int, rank: int) -> int:
-        """What this rank sends in a ring, a tree or a pairwise exchange: all chunks but one or two, or x to each child."""
+        """Return the bytes that `rank` sends: ring, pairwise: all chunks but one per phase; tree: x per child."""
         length, elems, right = self.shape[0], torch.Size(self.shape).numel(), (rank + 1) % size
         row, chunks = torch.Size(self.shape[1:]).numel(), chunk_sizes(length, size)
         match self.collective:
-            case "all_reduce":  # of the flattened vector; all of it twice, less two chunks
+            case "all_reduce":  # of the flattened vector, in two phases
                 flat = chunk_sizes(elems, size)
                 sent = 2 * elems - flat[rank] - flat[right] if size > 1 else 0
             case "reduce_scatter":
@@ -99,11 +99,11 @@ class Call:
 
 
 def calls_of(collective: str, size: int) -> list[Call]:
-    """Calls for `size` ranks: lengths that divide and that do not, shorter than the ranks are many, and none at all."""
+    """Return calls for `size` ranks: lengths that `size` divides, that it does not divide, below `size`, and 0."""
     calls = [Call(collective, shape, root=i % size) for i, shape in enumerate(SHAPES)]
     if collective != "all_to_all":
         return calls
-    # From rank r to rank s: (r + 2 s + length) mod 4 rows, none among them.
+    # Rank r sends (r + 2 s + length) mod 4 rows to rank s, so some ranks send none to some others.
     return [
         replace(c, sizes=[[(r + 2 * s + c.shape[0]) % 4 for s in range(size)] for r in range(size)])
         for c in calls
@@ -111,7 +111,7 @@ def calls_of(collective: str, size: int) -> list[Call]:
 
 
 def _tree_children(size: int, place: int) -> int:
-    """How many ranks the one at this place, counted from the root, tells in a binomial tree."""
+    """Return the number of children in a binomial tree of the rank at `place`, counted from the root."""
     distance = 1 << (size - 1).bit_length()
     lowest = place & -place if place else distance
     return sum(place + (lowest >> i) < size for i in range(1, lowest.bit_length()))
@@ -122,7 +122,7 @@ def _right(world, implementation, collective: str) -> str | None:
 
 
 def wrong(world, implementation, call: Call) -> str | None:
-    """What is wrong with implementation(comm, x, *arguments) in this call here, in words; None where nothing is."""
+    """Make the call, implementation(comm, x, *arguments); return a description of what is wrong on this rank, or None."""
     xs = call.inputs(world.size)
     x = xs[world.rank].clone()
     got = implementation(world, x, *call.arguments(world.size, world.rank))
@@ -139,7 +139,7 @@ def wrong(world, implementation, call: Call) -> str | None:
 
 
 def _whose_part(world, implementation, collective: str) -> str | None:
-    """Rank r brings 10**r: the digits of a sum say whose part came how often."""
+    """Check with 10**r as rank r's input: each digit of a sum then says how often a rank's part was added."""
     p, mine = world.size, 10**world.rank
     if collective in ("all_reduce", "reduce_scatter"):
         got = implementation(world, torch.full((2 * p,), mine))

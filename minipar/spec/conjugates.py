@@ -1,4 +1,4 @@
-"""Specification of the operators between ranks: each the adjoint of its backward, and no gradient written to."""
+"""Specification of communication that autograd differentiates: every backward is the adjoint; no gradient is written to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _tensors(size: int, tokens: int, seed: int) -> list[Tensor]:
 
 
 def _right(world, implementation, seed: int) -> str | None:
-    """Both directions of each operator, against one process."""
+    """Check the forward and the backward of each operator against one process."""
     return first([_right_operator(world, getattr(implementation, name), name, seed) for name in OPERATORS])
 
 
@@ -61,10 +61,10 @@ def _right_operator(world, operator, name: str, seed: int) -> str | None:
 
 
 def _adjoint(world, implementation, seed: int) -> str | None:
-    """<y, A x> = <A^T y, x>, summed over ranks."""
+    """Check <y, A x> = <A^T y, x>, summed over ranks, for each operator."""
     p, r = world.size, world.rank
     for name in OPERATORS:
-        # Before a copy, and after an all-reduce, all ranks have one and the same tensor: one of them counts.
+        # The input of `copy` and the output of `all_reduce` are one tensor, equal on all ranks: it counts once.
         one_x, one_y = name == "copy", name == "all_reduce"
         x = _tensors(p, 2 if name == "gather_tokens" else 2 * p, seed)[0 if one_x else r].requires_grad_()
         out = getattr(implementation, name)(world, x)

@@ -1,4 +1,4 @@
-"""Specifications of attention over a sequence that is split over ranks: the numbers of one process, and what travels."""
+"""Specifications of attention over a sharded sequence: the numbers of one process, and the bytes sent."""
 
 from __future__ import annotations
 

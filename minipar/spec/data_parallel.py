@@ -1,4 +1,4 @@
-"""Specification of data parallelism: gradients averaged over ranks, the same everywhere, overlapped with the backward."""
+"""Specification of data parallelism: gradients averaged over ranks, equal on all of them, reduced during the backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def _trains(world, make, seed: int, steps: int = STEPS) -> str | None:
-    """Gradients of every step, and parameters at the end, against one process. Only rank 0's parameters count."""
+    """Check every step's gradients and the final parameters against one process, which starts with rank 0's parameters."""
     net = Net(seed + world.rank)
     wrapped = make(net, world)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -60,12 +60,12 @@ def _backward(wrapped, x) -> None:
 
 
 def _overlaps(world, make) -> str | None:
-    """Buckets leave while the backward runs, in one order on all ranks, and nobody waits before the last gradient."""
+    """Check that buckets start during the backward, in one order on all ranks, and no wait precedes the last gradient."""
     events: list[tuple] = []
     net = chain(0, width=20, depth=5)
     for i, layer in enumerate(net):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
-    wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # a layer per bucket
+    wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # one layer per bucket
     events.clear()
     loss_of(wrapped(samples(world.rank, 0, 20))).backward()
     last = max((i for i, (what, _) in enumerate(events) if what == "gradient"), default=-1)
@@ -97,7 +97,7 @@ SPECIFICATIONS = [
 
 
 def as_wrapper(average_gradients):
-    """`average_gradients(module, comm)`, called after a backward, in the shape of a DDP: to be held to the same stages."""
+    """Return a class with DDP's interface that calls `average_gradients(module, comm)`, to check it in the same way."""
 
     class Averaged(nn.Module):
         def __init__(self, module, comm, bucket_mb=25.0):

@@ -1,4 +1,4 @@
-"""Specification of FSDP: the numbers of one process, 16/p bytes per parameter between steps, 3P sent, units freed."""
+"""Specification of FSDP: the numbers of one process, 16/p bytes held per parameter, 3(p-1)/p P sent, units freed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minipar.spec.training import chain, loss_of, one_process, samples
 from minipar.spec.words import differs
 
 WIDTH = 5
-PADDING_BYTES = 512  # of a chunk, at most
+PADDING_BYTES = 512  # at most, per chunk
 
 
 def _trains(world, make, seed: int, steps: int = 3) -> str | None:
-    """Outputs of every step against one process, and the length of the gradient, which no output shows under Adam."""
+    """Check every step's output and the gradient's norm over all shards, whose layout is free, against one process."""
     fsdp = make(chain(seed + world.rank, WIDTH), world, nn.Linear)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.3)
     history, _ = one_process(chain(seed), world.size, WIDTH, steps, torch.optim.SGD, lr=0.3)
@@ -46,11 +46,11 @@ def _bytes(world, make) -> str | None:
     net = chain(0, width=64)
     num_bytes, p = sum(w.nbytes for w in net.parameters()), world.size
     fsdp = make(net, world.using("ring"), nn.Linear)
-    for _ in range(2):  # in the first step a prefetching version may not know the order yet
+    for _ in range(2):  # a version that prefetches may not know the order of units in the first step
         world.traffic.reset()
         loss_of(fsdp(torch.ones(2, 64, dtype=torch.float64, requires_grad=True))).backward()
     sent, most = world.traffic.sent_bytes, 3 * (p - 1) / p * num_bytes
-    least = (3 - 1 / 4) * (p - 1) / p * num_bytes  # the last of four units may be kept for the backward
+    least = (3 - 1 / 4) * (p - 1) / p * num_bytes  # the last of four units may stay gathered for the backward
     padding = 3 * len(net) * (p - 1) * PADDING_BYTES
     if not 0.99 * least <= sent <= 1.01 * most + padding:
         return (

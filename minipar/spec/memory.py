@@ -1,4 +1,4 @@
-"""Bytes of the storages that are alive: found by looking, not by asking the one that is being tested."""
+"""Bytes of the storages that are alive, found through the garbage collector, not asked of the implementation under test."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Every storage that some tensor of this process has now, or some tensor's gradient."""
+    """Return the storage of every tensor of this process, and of every gradient, by its address."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
-    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]  # may be known to C++ alone
+    # A gradient may be held by C++ only, where gc does not see it.
+    tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     return {(s := x.untyped_storage())._cdata: s for x in tensors}
 
 
 @contextmanager
 def newer_objects_only() -> Iterator[None]:
-    """Inside, `storages` looks at what was made inside: a look takes milliseconds, not tenths of a second."""
+    """Within this context, make `storages` search only newer objects: milliseconds, not tenths of a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -29,5 +30,5 @@ def newer_objects_only() -> Iterator[None]:
 
 
 def held_bytes(before: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of the storages made since `before = storages()`, as large as they are now. `before` keeps the others alive."""
+    """Return the bytes, now, of the storages made since `before = storages()`, which keeps the older addresses in use."""
     return sum(s.nbytes() for key, s in storages().items() if key not in before)

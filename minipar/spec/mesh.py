@@ -1,4 +1,4 @@
-"""Specification of a mesh's groups: tp fastest, pp slowest, every rank in one group along each axis."""
+"""Specification of a mesh's groups: tp varies fastest, pp slowest; every rank is in one group along each axis."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 
 def _group_of(rank: int, axes: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
-    """By the formula rank = ((pp DP + dp) CP + cp) TP + tp."""
+    """Return the group of `rank` along `axes`, by the formula rank = ((pp DP + dp) CP + cp) TP + tp."""
     strides, stride = {}, 1
     for axis in reversed(AXES):
         strides[axis] = stride

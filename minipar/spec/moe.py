@@ -1,4 +1,4 @@
-"""Specification of Switch: routing by groups, capacity, both losses, and experts on other ranks."""
+"""Specification of Switch: routing in groups, capacity, both losses, and experts sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ D, F = 6, 5
 
 
 def oracle(router, gate, up, down, capacity_factor: float) -> MoE:
-    """The one-process layer with these weights; both losses with coefficient 1."""
+    """Return the one-process layer with these weights, and coefficient 1 for both losses."""
     layer = MoE(D, F, len(router), 1, capacity_factor, balance_coef=1.0, z_coef=1.0).double()
     with torch.no_grad():
         for mine, given in zip(

@@ -1,4 +1,4 @@
-"""Specifications of a pipeline's step: one process's gradients, bit for bit, and no more alive than the order needs."""
+"""Specifications of a pipeline's step: one process's gradients, bit for bit; no more live microbatches than necessary."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _step(world, step: Callable, seed: int, m: int, peak: Callable, header_bytes
 
 
 def specification(name: str, peak: Callable[[int, int, int], int], header_bytes: int = 0) -> Specification:
-    """`peak(p, rank, m)`: live microbatches; `header_bytes`: sent once per boundary, by a version that tells shapes."""
+    """Build one. `peak(p, rank, m)`: live microbatches allowed; `header_bytes`: sent once per boundary, for the shape."""
     body = partial(_step, peak=peak, header_bytes=header_bytes)
     stages = (
         Stage("runs", lambda f: on_ranks(partial(body, seed=0, m=1), f, sizes=(1,))),

@@ -1,4 +1,4 @@
-"""Specifications of orders as data: complete, without a cycle, as fast and as small as their paper says."""
+"""Specifications of pipeline schedules as data: complete, without a cycle, with the time and memory their papers state."""
 
 from __future__ import annotations
 

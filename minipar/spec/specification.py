@@ -1,4 +1,4 @@
-"""A specification: the stages an implementation must meet, and the report of how far it came."""
+"""A specification: the stages that an implementation must pass, and the report of the first that it fails."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from minipar.errors import RankError
 from minipar.runtime.launch import run
 
 StageName = Literal["runs", "small", "drawn", "bytes", "memory", "order", "refusals"]
-TIMEOUT_S = 10.0  # of one wait: what hangs is explained sooner
+TIMEOUT_S = 10.0  # of one wait; a deadlock is detected and reported sooner
 PACKAGE = Path(__file__).parent.parent
 
 
 class Stage(NamedTuple):
-    """`test(implementation)` returns None, or in words what is wrong."""
+    """`test(implementation)` returns None if the stage is passed, otherwise a description of the mistake."""
 
     name: StageName
     test: Callable[[Callable], str | None]
@@ -25,12 +25,12 @@ class Stage(NamedTuple):
 
 class Verdict(NamedTuple):
     stage: StageName
-    words: str | None  # None: met
+    words: str | None  # None: passed
 
 
 @dataclass(frozen=True)
 class Report:
-    """How far an implementation came: the stages met, and the first that was not."""
+    """The verdicts on an implementation: the stages it passed, and the first that it failed, if any."""
 
     specification: str
     verdicts: tuple[Verdict, ...]
@@ -54,7 +54,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Specification:
-    """`signature` is what to implement; `says` what is right about it, in a sentence."""
+    """`signature` is what to implement; `says` states in a sentence what it must do; `stages` check it."""
 
     name: str
     signature: str
@@ -62,7 +62,7 @@ class Specification:
     stages: tuple[Stage, ...]
 
     def check(self, implementation: Callable, stages: Iterable[StageName] | None = None) -> Report:
-        """Run the stages in their order, or those named, up to the first that is not met."""
+        """Run all stages, or only those named in `stages`, in order, until one fails."""
         wanted = [stage for stage in self.stages if stages is None or stage.name in set(stages)]
         verdicts = []
         for stage in wanted:
@@ -75,15 +75,16 @@ class Specification:
 def on_ranks(
     body: Callable, implementation: Callable, *args, sizes: Iterable[int] = (1, 2, 3, 4)
 ) -> str | None:
-    """Call body(world, implementation, *args) on worlds of these sizes. It returns None or words; so does this, the first.
+    """Run body(world, implementation, *args) on worlds of these sizes, up to the first mistake; return its description.
 
-    An exception, a rank that dies, a deadlock or a lost message is explained too.
+    On each rank `body` returns a description of a mistake, or None. An exception, a dead rank, a deadlock and a lost
+    message are described too. Returns None if there is no mistake.
     """
     for size in sizes:
         try:
             said = run(body, implementation, *args, world_size=size, timeout_s=TIMEOUT_S)
         except RankError as error:
-            # A rank that found something wrong has returned, for which others may wait in vain.
+            # A rank that found a mistake has returned early; the other ranks may have failed waiting for it.
             said = [words for _, words in sorted(error.returned.items())]
             if not any(said):
                 return f"on {_ranks(size)}: {explained(error)}"
@@ -95,7 +96,7 @@ def on_ranks(
 
 
 def explained(error: RankError) -> str:
-    """A failed rank in a line: the last line of its traceback, and the last line of the caller's own code in it."""
+    """Describe a failed rank in one line: the last line of its traceback, and the last line it ran outside minipar."""
     lines = error.remote_traceback.strip().splitlines()
     if lines[0].startswith("deadlock") or "not received" in lines[0] or "not sent" in lines[0]:
         return " ".join(line.strip() for line in lines)

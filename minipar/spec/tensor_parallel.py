@@ -1,4 +1,4 @@
-"""Specifications of layers computed by tp ranks together: outputs, every gradient, and the sums that travel."""
+"""Specifications of layers computed by tp ranks together: the output, every gradient, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD_DIM = 4
 
 
 class Case:
-    """An input [B, T, D] and whole matrices, drawn; `parts(rank)` are one rank's, as leaves."""
+    """A random input x and gradient dy [B, T, D], and random whole matrices; `cut` gives a rank's parts, as leaves."""
 
     def __init__(self, size: int, seed: int, T: int = 12):
         draw = generator(size, seed)
@@ -31,7 +31,7 @@ class Case:
         self.attention = [matrix(self.D, self.D) for _ in range(4)]
 
     def cut(self, whole: list[Tensor], rank: int) -> list[Tensor]:
-        """All but the last by rows, the last by columns."""
+        """Shard the matrices: the last by columns, the others by rows."""
         dims = [0] * (len(whole) - 1) + [1]
         return [w.chunk(self.size, dim)[rank].clone().requires_grad_() for w, dim in zip(whole, dims)]
 
@@ -47,7 +47,7 @@ def one_attention(x, q, k, v, o) -> Tensor:
 
 
 def _layer(world, layer, one, names: list[str], seed: int) -> str | None:
-    """A layer on all tokens: x is the same on every rank, and so are y and dx."""
+    """Check a layer on all tokens: x, y and dx are the same on every rank."""
     case, r = Case(world.size, seed), world.rank
     whole = case.mlp if one is one_mlp else case.attention
     mine = case.cut(whole, r)
@@ -100,7 +100,7 @@ def _layer_specification(name: str, signature: str, one, names: list[str]) -> Sp
 
 
 def _block(world, block, seed: int) -> str | None:
-    """Sequence parallelism: x and y are this rank's tokens; the norm's weight is whole, and so must its gradient be."""
+    """Check a sequence-parallel block: x and y are this rank's tokens; the norm's weight and its gradient are whole."""
     case, p, r = Case(world.size, seed), world.size, world.rank
     mine, norm = case.cut(case.mlp, r), case.norm.clone().requires_grad_()
     x = case.x.chunk(p, 1)[r].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""A small model, trained on ranks and by one process: what the specifications of DDP, ZeRO and FSDP share."""
+"""Small models trained on ranks and by one process, for the specifications of DDP, ZeRO and FSDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipar.spec.words import generator
 
 
 class Net(nn.Module):
-    """Two layers, between them one used twice, and a buffer."""
+    """Three layers, the middle one used twice, and a buffer."""
 
     def __init__(self, seed: int):
         super().__init__()
@@ -27,13 +27,13 @@ class Net(nn.Module):
 
 
 def chain(seed: int, width: int = 5, depth: int = 4) -> nn.Sequential:
-    """Layers, each a unit."""
+    """Return a chain of linear layers: one FSDP unit each."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).double()
 
 
 def samples(rank: int, step: int, width: int) -> Tensor:
-    """This rank's part of a step's batch."""
+    """Return the part of a step's batch that `rank` has."""
     return torch.randn(3, width, generator=generator(rank, step, width), dtype=torch.float64)
 
 
@@ -42,7 +42,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def one_process(model: nn.Module, size: int, width: int, steps: int, optimizer_cls, **options):
-    """The mean over `size` ranks' losses, trained in a plain loop: (gradients of each step by name, the model)."""
+    """Train on the mean of `size` ranks' losses in a plain loop. Return (each step's gradients by name, the model)."""
     optimizer, history = optimizer_cls(model.parameters(), **options), []
     for step in range(steps):
         optimizer.zero_grad()
@@ -53,7 +53,7 @@ def one_process(model: nn.Module, size: int, width: int, steps: int, optimizer_c
 
 
 class _Recorded:
-    """A handle whose wait is written down."""
+    """A handle that appends its waits to `events`."""
 
     def __init__(self, handle, events: list, name: str):
         self._handle, self._events, self._name = handle, events, name
@@ -64,7 +64,7 @@ class _Recorded:
 
 
 def recording(comm, events: list):
-    """The same Comm, which writes down ("launch", bytes) and ("wait", collective) of each of its reductions and gathers."""
+    """Return a copy of `comm` whose reductions and gathers add ("launch", bytes) and ("wait", collective) to `events`."""
     other = copy.copy(comm)
     for name in ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather"):
         setattr(other, name, partial(_call, getattr(comm, name), name, events))

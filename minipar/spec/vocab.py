@@ -1,4 +1,4 @@
-"""Specifications of the embedding and the loss with the vocabulary cut."""
+"""Specifications of the embedding and the cross-entropy with a sharded vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differences in words: a number that is wrong says by how much, and whose part is missing or came twice."""
+"""Descriptions of mistakes: by how much a tensor is wrong, and which rank's part of a sum is missing or was added twice."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-RTOL, FLOOR = 1e-10, 1e-13  # of a tensor's largest entry, in float64
+RTOL, FLOOR = 1e-10, 1e-13  # RTOL relative to the tensor's largest entry, FLOOR absolute; in float64
 
 
 def differs(
     what: str, got, want: Tensor | None, size: int = 1, rtol: float = RTOL, whole: Tensor | None = None
 ) -> str | None:
-    """None where `got` is `want`, up to rounding in float64; else in words how it is not.
+    """Return None if `got` equals `want` up to rounding in float64, otherwise a sentence that says how `what` differs.
 
-    size   ranks there are
-    whole  the tensor that `want` is a part of: rounding is measured by its largest entry
+    size   the number of ranks: a factor of `size` is explained as a sum for a mean, or the reverse
+    whole  the tensor of which `want` is a part: the tolerance is relative to its largest entry
     """
     if want is None:
         return None if got is None else f"{what} should be None, and is a {type(got).__name__}"
@@ -74,7 +74,7 @@ def _place(where: Tensor) -> list[int]:
 
 
 def parts(total: float, size: int) -> str | None:
-    """A sum to which rank r gave 10**r: whose part is missing, or came more than once; None where all came once."""
+    """Check a sum to which rank r added 10**r: each digit says how often a rank's part was added. None if each was once."""
     right = sum(10**r for r in range(size))
     if total == right:
         return None
@@ -96,14 +96,14 @@ def _names(ranks: list[int]) -> str:
 
 
 def wrong_bytes(sent: int, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
-    """None where the ledger has what the formula says."""
+    """Return None if the bytes that `rank` sent are those of the formula, otherwise a sentence with both."""
     if sent == formula:
         return None
     return f"rank {rank}: with {size} ranks and {of} it sent {sent} bytes; {name} sends {formula:g}"
 
 
 def first(found: Iterable[str | None]) -> str | None:
-    """The first that something is wrong with. Give a list where every call must be made on every rank."""
+    """Return the first description that is not None. Pass a list, not a generator, if all ranks must make every call."""
     return next((words for words in found if words is not None), None)
 
 

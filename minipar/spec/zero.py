@@ -29,7 +29,7 @@ def _trains(world, make, seed: int, steps: int = 3) -> str | None:
 
 
 def _accumulates(world, make, seed: int) -> str | None:
-    """Two backwards before a step: their gradients add up."""
+    """Check that the gradients of two backwards before a step accumulate."""
     net, model = Net(seed), Net(seed)
     optimizer = make(list(net.parameters()), torch.optim.SGD, world, lr=0.1)
     optimizer.zero_grad()
@@ -64,7 +64,7 @@ def _bytes(world, make) -> str | None:
 
 @newer_objects_only()
 def _memory(world, make, stage: int) -> str | None:
-    """Before a step: parameters, the state's p-th part, and gradients, whole in stage 1, a p-th part in stage 2."""
+    """Check the bytes held before a step: all parameters, 1/p of the state, all gradients (stage 1) or 1/p (stage 2)."""
     before = storages()
     net = chain(0, width=64, depth=6).float()
     optimizer = make(list(net.parameters()), torch.optim.Adam, world, lr=0.1)
@@ -75,7 +75,7 @@ def _memory(world, make, stage: int) -> str | None:
         optimizer.step()
     num_bytes, p = sum(w.nbytes for w in net.parameters()), world.size
     whole = num_bytes * (2 if stage == 1 else 1)  # parameters, and in stage 1 gradients
-    allowed = whole + 6 * num_bytes / p  # two states, the own part and its gradient; a Comm's two chunks
+    allowed = whole + 6 * num_bytes / p  # two moments; the part and its gradient; two chunks of the Comm
     if held > 1.05 * allowed + 64 * 64 * p:
         return (
             f"rank {world.rank}: {p} ranks, {num_bytes} bytes of parameters: {held} bytes are held before a step; "

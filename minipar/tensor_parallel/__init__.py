@@ -1,20 +1,21 @@
-"""Tensor parallelism: every matrix of a layer cut over ranks that compute one layer together.
+"""Tensor parallelism: every weight matrix of a layer is sharded over ranks that compute the layer together.
 
-Reading order:
+In reading order:
 
-sequence.py   activations split by tokens where the matrices are not: sequence parallelism
-column.py     one input, several split matrices: its gradient is summed while theirs are computed
-chunked.py    sequence parallelism's communication in pieces, behind the products
-linear.py     the two ways to cut a linear layer, column and row
-vocab.py      the embedding and the loss, with the vocabulary cut
-experts.py    a mixture of experts, each of them cut
-apply.py      the recipe: how each layer of the model is cut
-shards.py     a rank's part of a parameter
-state.py      the whole model back from the shards
-memory.py     what a layer keeps for its backward
-grid.py       linear layers on a grid of ranks: 2D and 2.5D
-cube.py       a linear layer on a cube of ranks: 3D
-layouts.py    what a layer costs in each of these
+shards.py           this rank's shard of a parameter, with its placement
+sequence.py         sequence parallelism: activations sharded by tokens outside the split matrices
+column.py           column-parallel products of one input and several weights; the sum of dx overlaps the weight gradients
+chunked.py          sequence parallelism's communication in chunks, overlapped with the matrix products
+parallel_linear.py  column-parallel and row-parallel linear layers
+vocab.py            embedding and cross-entropy with the vocabulary split over ranks
+split_experts.py    mixture of experts, each expert split by its hidden features
+limits.py           tp sizes that a model's dimensions allow
+split_model.py      `tensor_parallel`: shards every layer of the model
+gather_shards.py    full state dict from the shards
+memory.py           activation memory of a layer
+grid.py             linear layers on a grid of ranks: 2D and 2.5D
+cube.py             a linear layer on a cube of ranks: 3D
+layouts.py          communication and memory of a linear layer in 1D, 2D, 2.5D and 3D
 """
 
 import lazy_loader

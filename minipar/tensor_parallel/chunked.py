@@ -1,10 +1,10 @@
-"""Sequence parallelism's communication in pieces, each hidden behind the product of another piece.
+"""Sequence parallelism's communication in chunks, each overlapped with the matrix product of another chunk.
 
-    gather_matmul    all-gather x, then x w^T     -> while my tokens are multiplied, my left neighbour's are arriving
-    matmul_scatter   x w^T, then reduce-scatter   -> while a sum of some tokens travels, the next rank's are multiplied
+    gather_matmul    all-gather x, then x w^T     each rank multiplies one chunk of x while it receives the next one
+    matmul_scatter   x w^T, then reduce-scatter   each rank sends one partial sum while it computes the next term
 
-The same bytes and the same products as the collectives one after another, in tp pieces; known as asynchronous tensor
-parallelism, or collective matmul. What it gains is the time of whichever is shorter, less what smaller products lose.
+Sends the same bytes and computes the same products as the plain collectives, in tp chunks; known as asynchronous tensor
+parallelism, or collective matmul. Saves the shorter of communication and computation time, less what smaller products lose.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition, ASPLOS 2023.
 """
@@ -25,7 +25,7 @@ from minipar.tensor_parallel.sequence import TOKENS
 
 
 def rotating(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (rank, chunk) of every rank, mine first, each while the next is arriving.
+    """Yield (rank, that rank's chunk) for every rank, this rank first, while the next chunk is being received.
 
     Sends tp-1 chunks.
     """
@@ -41,9 +41,10 @@ def rotating(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def summing(comm, term: Callable[[int], Tensor]) -> Tensor:
-    """The sum over ranks of term(my rank), each rank's term for another computed while sums travel.
+    """Return this rank's chunk of a ring reduce-scatter, whose terms are computed while partial sums are being sent.
 
-    The sum for rank c starts at rank c+1 and goes once around: the reduce-scatter of a ring. Sends tp-1 terms.
+    term(c) is this rank's term of rank c's sum, which starts at rank c+1 and is sent from rank to rank until rank c.
+    Sends tp-1 terms.
     """
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     total = term(left)
@@ -55,14 +56,14 @@ def summing(comm, term: Callable[[int], Tensor]) -> Tensor:
 
 
 def gather_matmul(comm, x: Tensor, matrices: Sequence[Matrix]) -> tuple[Tensor, ...]:
-    """`column_parallel(comm, x, matrices, sequence_parallel=True)`, in pieces.
+    """Compute `column_parallel(comm, x, matrices, sequence_parallel=True)` in chunks.
 
     x    [B, T/tp, D]  this rank's tokens        w_i  [F_i/tp, D]        y_i  [B, T, F_i/tp]
 
-    backward   dx = sum over ranks of sum_i dy_i w_i, this rank's tokens    in pieces
-               dw_i = dy_i^T x                                              as pieces of x come round again
+    backward   dx = sum over ranks of sum_i dy_i w_i, this rank's tokens    in chunks
+               dw_i = dy_i^T x                                              while x is gathered again, in chunks
 
-    Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred products share one round, later.
+    Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred weight gradients share one later gather of x.
     """
     visible = [None if m.is_deferred else m.weight for m in matrices]
     waiting = [m.deferred for m in matrices if m.is_deferred]
@@ -97,8 +98,8 @@ class _GatherMatmul(torch.autograd.Function):
 
 
 def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> list[Tensor]:
-    """dw = dy^T x for several dy, as the tokens of x come round, and the sums over replicas."""
-    # Their shapes are not taken from the weights: when a product was put off, FSDP may have left a shard of each.
+    """Compute dw = dy^T x for several dy while x is gathered in chunks, and sum each dw over its replicas."""
+    # Use activation shapes: FSDP may have resharded the weights before their deferred gradients run.
     dws = [x.new_zeros(dy.shape[-1], x.shape[-1]) for _, dy in pairs]
     for rank, chunk in rotating(comm, x):
         for dw, (_, dy) in zip(dws, pairs):
@@ -113,13 +114,13 @@ def _add_later(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> None:
 
 
 def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | None = None) -> Tensor:
-    """`reduce_scatter_tokens(comm, linear(x, weight))`, in pieces.
+    """Compute `reduce_scatter_tokens(comm, linear(x, weight))` in chunks.
 
     x  [B, T, D/tp]    w  [F, D/tp]    y  [B, T/tp, F]  this rank's tokens of the sum over ranks
 
-    backward   dx = dy w, dw = dy^T x    as pieces of dy come round
+    backward   dx = dy w, dw = dy^T x    while dy is gathered in chunks
 
-    Sends (tp-1)/tp * B*T*F elements forward, and as many backward. A deferred product keeps the gathered dy.
+    Sends (tp-1)/tp * B*T*F elements forward, and as many backward. A deferred weight gradient keeps the gathered dy.
     """
     require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
     matrix = Matrix(weight, deferred)
@@ -160,5 +161,5 @@ def _add_row_gradient(comm, weight: Tensor, x: Tensor, rounds: list[tuple[int, T
 
 
 def _of_rank(comm, x: Tensor, rank: int) -> Tensor:
-    """The tokens of x that are `rank`'s."""
+    """Return the tokens of x that belong to `rank`."""
     return x.chunk(comm.size, TOKENS)[rank]

@@ -1,11 +1,10 @@
-"""One input, several weights whose output features are split: y_i = x w_i^T.
+"""Column-parallel products of one input and several weights: y_i = x w_i^T, output features split over ranks.
 
-`simple/tensor_parallel.py`, plus one sum of dx for all matrices of one input, under way while the weights' gradients are
-computed; weight gradients that wait; replicas.
+`simple/tensor_parallel.py`, plus one sum of dx for all weights of an input, overlapped with the weight gradients; deferred
+weight gradients; shards that several ranks hold.
 
-`linear(copy(x), w)` is column parallelism in five words, and `column_parallel` computes the same. It treats all the
-matrices that one input meets (q, k and v) together, so that there is one sum of dx for them and not three, and lets that
-sum travel while the weights' gradients are computed.
+`column_parallel` computes `linear(copy(x), w)` for each weight. It takes all weights that multiply one input (q, k and v)
+together: their dx is summed over ranks once instead of three times, while the weight gradients are computed.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2, for the sequence-parallel form.
 """
@@ -25,9 +24,9 @@ from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_s
 
 
 class Matrix(NamedTuple):
-    """A weight [F/tp, D] that an input meets.
+    """A weight [F/tp, D] of a column-parallel product.
 
-    deferred   None, or where the backward puts the product that is the weight's gradient
+    deferred   None, or the queue to which backward adds the weight gradient instead of computing it
     replicas   None, or the Comm of the ranks that hold this same shard, over which its gradient is summed
     """
 
@@ -49,12 +48,12 @@ def column_parallel(
     w_i  [F_i/tp, D]        rows r*F_i/tp ... of the full weight
     y_i  [B, T, F_i/tp]     each rank has its own features
 
-    backward   dx = sum over ranks of sum_i dy_i w_i    one all-reduce (reduce-scatter), under way while
-               dw_i = dy_i^T x                          are computed, or deferred
+    backward   dx = sum over ranks of sum_i dy_i w_i    one all-reduce (where `sequence_parallel`, one reduce-scatter)
+               dw_i = dy_i^T x                          computed during that sum, or deferred
 
     Sends 2(tp-1)/tp * B*T*D elements backward. Where `sequence_parallel`: (tp-1)/tp * B*T*D forward, to gather x, and twice
-    that backward, since only the shard of x is kept: it is gathered again while dx is computed. And 2(g-1)/g * |w_i|
-    for the gradient of a w_i that g ranks hold. A deferred product keeps the gathered x.
+    that backward, since only the shard of x is saved: x is gathered again while dx is computed. And 2(g-1)/g * |w_i|
+    for the gradient of a w_i that g ranks hold. A deferred weight gradient keeps the gathered x.
     """
     visible = [None if m.is_deferred else m.weight for m in matrices]
     waiting = [m.deferred for m in matrices if m.is_deferred]
@@ -86,18 +85,18 @@ class _ColumnParallel(torch.autograd.Function):
 
 
 def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
-    """Begin to sum dx over ranks."""
+    """Compute this rank's term of dx and start the sum over ranks."""
     dx = rows(dys[0]) @ weights[0]
     for dy, weight in zip(dys[1:], weights[1:]):
         dx.addmm_(rows(dy), weight)
     dx = dx.view(*dys[0].shape[:-1], -1)
     if ctx.sequence_parallel:
         return start_reduce_scatter_tokens(ctx.comm, dx)
-    return ctx.comm.all_reduce_(dx, async_op=True).wait  # in place: dx is nobody else's
+    return ctx.comm.all_reduce_(dx, async_op=True).wait  # in place: nothing else refers to dx
 
 
 def _start_dw(matrix: Matrix, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
-    """Compute dw and begin to sum it over the replicas, or put that off."""
+    """Compute dw and start its sum over the replicas, or defer both."""
     if matrix.is_deferred:
         matrix.deferred.put(partial(add_later, matrix, dy, x))
         return lambda: None

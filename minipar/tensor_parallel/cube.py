@@ -1,9 +1,9 @@
-"""A linear layer on a cube of p x p x p ranks: the product's three dims are cut, each by one dim of the cube.
+"""A linear layer on a cube of p x p x p ranks: rows, output and input features are each split along one axis of the cube.
 
-    y(i, j) = sum_l x(i, l) w(j, l)^T         rank (i, j, l) computes the term l of y(i, j)
+    y(i, j) = sum_l x(i, l) w(j, l)^T         rank (i, j, l) computes term l of y(i, j)
 
-Its factors are gathered along the dims they do not have (x along j, w along i), and the terms are summed along l; between
-products every matrix is spread over all p^3 ranks. One gather or scatter a matrix, each along a line of p = cuberoot(tp).
+x is all-gathered along j, w along i, and the terms are reduce-scattered along l; between products every matrix is sharded
+over all p^3 ranks. One all-gather or reduce-scatter per matrix, each over p = cuberoot(tp) ranks.
 
 Source: Agarwal et al., A three-dimensional approach to parallel matrix multiplication, 1995; Bian et al.,
 arXiv:2105.14450.
@@ -22,10 +22,11 @@ from minipar.tensor_parallel.shards import place
 
 
 class Cube:
-    """rank = (i * p + j) * p + l, and the lines along which i, j or l alone varies; same_j: ranks of equal j.
+    """Coordinates of rank = (i * p + j) * p + l, and the Comms of the ranks that differ in i, j or l alone.
 
-    `turned` exchanges the roles of j and l: what comes out along j goes into the next layer along l.
-    Raises ValueError where the ranks are not a cube.
+    same_j   the Comm of all ranks of equal j
+    turned   swap the roles of j and l: a plain layer's output features, split along j, are then split along l
+    Raises ValueError where the number of ranks is not a cube.
     """
 
     def __init__(self, comm, turned: bool = False):
@@ -45,7 +46,7 @@ class Cube:
 
 
 def cube_linear(cube: Cube, x: Tensor, weight: Tensor) -> Tensor:
-    """This rank's block of y = x w^T.
+    """Compute this rank's block of y = x w^T.
 
     x       [M/p^2, D/p]   rows (i, j), features l
     weight  [F/p^2, D/p]   rows (j, i), features l
@@ -54,8 +55,8 @@ def cube_linear(cube: Cube, x: Tensor, weight: Tensor) -> Tensor:
     forward    y  = scatter_l(gather_j(x) gather_i(w)^T)
     backward   dx = scatter_j(gather_l(dy) gather_i(w))       dw = scatter_i(gather_l(dy)^T gather_j(x))
 
-    Sends (p-1) (|x| + |w| + |y|) elements forward and (p-1) (2|x| + 2|w| + |y|) backward, with |x|, |w|, |y| those of
-    the blocks: only these are kept, so both factors are gathered again.
+    Sends (p-1) (|x| + |w| + |y|) elements forward and (p-1) (2|x| + 2|w| + |y|) backward, with |x|, |w|, |y| the
+    elements of this rank's blocks. Only the blocks are saved, so backward gathers x and w again.
     """
     return _CubeLinear.apply(x, weight, cube)
 
@@ -82,10 +83,10 @@ class _CubeLinear(torch.autograd.Function):
 
 
 class CubeLinear(nn.Module):
-    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `turned` layer takes what a plain one gives.
+    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `turned` layer's input is a plain layer's output.
 
-    Costs: `cube_linear`; and the gradient of b [F/p] is summed over the ranks of equal j.
-    Raises ValueError where p^2 does not divide F, or p not D.
+    Costs: `cube_linear`, and an all-reduce of b's gradient [F/p] over the ranks of equal j.
+    Raises ValueError where p^2 does not divide F, or p does not divide D.
     """
 
     def __init__(self, weight, bias, cube: Cube):
@@ -95,7 +96,7 @@ class CubeLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear, comm, turned: bool = False) -> CubeLinear:
-        """Cut this rank's block out of a whole layer, the same on every rank."""
+        """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
         cube = Cube(comm, turned)
         p = cube.p
         require_divides("p^2", p**2, "out_features", linear.weight.shape[0])
@@ -112,11 +113,11 @@ class CubeLinear(nn.Module):
         return y if self.bias is None else y + autograd.copy(self.cube.same_j, self.bias)
 
     def input(self, rows: int, features: int) -> Placement:
-        """Which block of the input [rows, features] this rank holds."""
+        """Return the placement of this rank's block of the input [rows, features]."""
         return self._block(rows, features, self.cube.j, self.cube.l)
 
     def output(self, rows: int, features: int) -> Placement:
-        """Which block of the output [rows, features] this rank holds."""
+        """Return the placement of this rank's block of the output [rows, features]."""
         return self._block(rows, features, self.cube.l, self.cube.j)
 
     def _block(self, rows: int, features: int, inner: int, feature: int) -> Placement:

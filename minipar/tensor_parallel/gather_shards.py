@@ -1,4 +1,4 @@
-"""From shards back to the whole, by placements alone."""
+"""Full state dict, assembled from the ranks' shards by their placements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from minipar.mesh import gather, placement_of
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
-    """The one-process model's state_dict, keys and values, on every rank.
+    """Return the one-process model's state_dict, keys and values, on every rank.
 
-    Gathers every parameter's shards over `comm`, and puts them where their placements say. Copies of one part must be
-    equal bit by bit.
+    All-gathers every parameter's shards over `comm` and assembles them by their placements. Copies of a shard must be
+    bitwise equal.
 
     Sends (tp-1) times this rank's parameters, and their placements once. Allocates the whole model.
     Raises ValueError, with the name, where copies differ.

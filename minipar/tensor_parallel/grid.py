@@ -1,13 +1,13 @@
-"""Linear layers on a grid of ranks: every matrix, activations too, is cut along both dims, and none is ever whole.
+"""Linear layers on a grid of ranks: weights and activations are split along both dims, and no rank holds a whole matrix.
 
-    SummaLinear            q x q ranks                 2D: blocks of x travel along rows, blocks of w along columns
+    SummaLinear            q x q ranks                 2D: blocks of x are broadcast along rows, blocks of w along columns
     SummaLinear, depth d   d layers of q x q ranks     2.5D: each layer has some rows of x and its own copy of w
 
-    y(i, j) = sum_k x(i, k) w(j, k)^T         x(i, k) on rank (i, k);  w(j, k), which is D block k, on rank (k, j)
+    y(i, j) = sum_k x(i, k) w(j, k)^T         rank (i, k) holds x(i, k); rank (k, j) holds w(j, k), input features k
 
-In step k, rank (i, k) gives x(i, k) to its row and rank (k, j) gives w(j, k) to its column. Against cutting in one
-dimension: nothing is replicated, and what travels shrinks with q; but both factors travel, weights included, and in
-3 (2 q) broadcasts and reductions instead of one all-reduce.
+In step k, rank (i, k) broadcasts x(i, k) to its row and rank (k, j) broadcasts w(j, k) to its column. Compared with 1D
+tensor parallelism, no activation is replicated, and a rank sends less as q grows; but it sends weights as well as
+activations, in 3 (2 q) broadcasts and reductions instead of one all-reduce.
 
 Source: van de Geijn and Watts, SUMMA, 1997; Xu et al. (Optimus), arXiv:2104.05343; Wang et al. (Tesseract, 2.5D),
 arXiv:2105.14500.
@@ -28,12 +28,12 @@ from minipar.tensor_parallel.shards import place
 
 
 class Grid:
-    """rank = (layer * q + i) * q + j of d layers of q x q ranks, and the Comms one talks over.
+    """Coordinates of rank = (layer * q + i) * q + j in d layers of q x q ranks, and the Comms of its lines and planes.
 
     row      ranks (layer, i, *)     depth    ranks (*, i, j)
     column   ranks (layer, *, j)     same_j   ranks (*, *, j)
 
-    Raises ValueError where the ranks are not depth times a square.
+    Raises ValueError where the number of ranks is not depth times a square.
     """
 
     def __init__(self, comm, depth: int = 1):
@@ -52,7 +52,7 @@ class Grid:
 
 
 def summa(grid: Grid, x: Tensor, weight: Tensor) -> Tensor:
-    """This rank's block of y = x w^T.
+    """Compute this rank's block of y = x w^T.
 
     x       [M/(dq), D/q]   block (layer q + i, j)
     weight  [F/q, D/q]      block (j, i) of [F, D], the same in each layer
@@ -61,8 +61,8 @@ def summa(grid: Grid, x: Tensor, weight: Tensor) -> Tensor:
     backward   dx(i, k) = sum_j dy(i, j) w(j, k)      w broadcast down columns, sums reduced along rows
                dw(j, k) = sum_i dy(i, j)^T x(i, k)    x broadcast along rows, sums reduced up columns, then over layers
 
-    Sends (q-1) (|x| + |w|) elements forward and 2 (q-1) (|x| + |w|) backward, with |x| and |w| those of the blocks, and
-    2(d-1)/d |w| for the sum over layers.
+    Sends (q-1) (|x| + |w|) elements forward and 2 (q-1) (|x| + |w|) backward, with |x| and |w| the elements of this rank's
+    blocks, and 2(d-1)/d |w| for the sum over layers.
     """
     return _Summa.apply(x, weight, grid)
 
@@ -92,7 +92,7 @@ class _Summa(torch.autograd.Function):
 
 
 def _along(line, block: Tensor, k: int) -> Tensor:
-    """The k-th rank's block, on every rank of the line."""
+    """Broadcast the k-th rank's block to every rank of the line."""
     return line.broadcast(block, root=k, algorithm="tree")
 
 
@@ -101,9 +101,9 @@ def _first(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 class SummaLinear(nn.Module):
-    """y = x w^T + b on a grid: x [M/(dq), D/q] -> y [M/(dq), F/q], cut alike, so that layers follow one another.
+    """y = x w^T + b on a grid: x [M/(dq), D/q] -> y [M/(dq), F/q], split as x is, so y can be the next layer's input.
 
-    Costs: `summa`; and the gradient of b [F/q] is summed over the ranks of equal j.
+    Costs: `summa`, and an all-reduce of b's gradient [F/q] over the ranks of equal j.
     Raises ValueError where q does not divide D or F.
     """
 
@@ -114,7 +114,7 @@ class SummaLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear, comm, depth: int = 1) -> SummaLinear:
-        """Cut this rank's block out of a whole layer, the same on every rank."""
+        """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
         grid = Grid(comm, depth)
         for dim, name in enumerate(("out_features", "in_features")):
             require_divides("q", grid.q, name, linear.weight.shape[dim])
@@ -131,6 +131,6 @@ class SummaLinear(nn.Module):
         return y if self.bias is None else y + autograd.copy(self.grid.same_j, self.bias)
 
     def activation(self, rows: int, features: int) -> Placement:
-        """Which block of an activation [rows, features], input or output, this rank holds."""
+        """Return the placement of this rank's block of an input or output [rows, features]."""
         q, whole = self.grid.q, Placement.whole("activation", (rows, features))
         return whole.shard(0, self.grid.layer * q + self.grid.i, self.grid.d * q).shard(1, self.grid.j, q)

@@ -1,4 +1,4 @@
-"""What one linear layer, forward and backward, costs a rank in each layout: so that one sees when which pays.
+"""Elements that each rank sends and holds for one linear layer, forward and backward, in each tensor-parallel layout.
 
     M rows, D input and F output features, t ranks
 
@@ -9,9 +9,9 @@
     2.5D, d q^2 = t          3(q-1) (M D/d + D F)/q^2 + 2(d-1)/d D F/q^2              (D F d + M D + M F)/t
     3D, p^3 = t              (p-1) (3 M D + 3 D F + 2 M F)/t                          (D F + M D + M F)/t
 
-1D sends no weights, and the same however many ranks: it wins while rows are few beside features, inside a machine. The
-others send 1/sqrt(t) or 1/t^(2/3) of what they hold in all: they win when M is large, t is large, or a whole activation
-does not fit.
+1D sends no weights, but nearly the same for any number of ranks: it wins inside a machine, while M is small compared with
+D and F. Per rank, 2D sends about 3/sqrt(t) of M D + D F, and 3D about 1/t^(2/3) of 3 M D + 3 D F + 2 M F: they win when M
+or t is large, or when a whole activation does not fit on a rank.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """Elements, a rank; exact."""
+    """Elements per rank, exact."""
 
     sent: Fraction
     held: Fraction
 
 
 def column(t: int, m: int, d_in: int, d_out: int) -> Cost:
-    """1D by output features: the input is whole."""
+    """1D, split by output features: every rank holds the whole input."""
     return Cost(Fraction(2 * (t - 1) * m * d_in, t), Fraction(d_in * d_out + m * d_out, t) + m * d_in)
 
 
 def row(t: int, m: int, d_in: int, d_out: int) -> Cost:
-    """1D by input features: the output is whole."""
+    """1D, split by input features: every rank holds the whole output."""
     return Cost(Fraction(2 * (t - 1) * m * d_out, t), Fraction(d_in * d_out + m * d_in, t) + m * d_out)
 
 
@@ -55,6 +55,6 @@ def cube(t: int, m: int, d_in: int, d_out: int) -> Cost:
 
 
 def pair(first: Callable[..., Cost], second: Callable[..., Cost], t: int, m: int, d: int, f: int) -> Cost:
-    """The two matrices of an MLP, D -> F -> D."""
+    """Add the costs of the two matrices of an MLP, D -> F -> D."""
     up, down = first(t, m, d, f), second(t, m, f, d)
     return Cost(up.sent + down.sent, up.held + down.held)

@@ -1,4 +1,4 @@
-"""The numbers of ranks over which a model can be cut, from its sizes alone. Imports no torch."""
+"""The tp sizes over which a model can be split, from its config alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minipar.model.model_config import ModelConfig
 
 
 def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False) -> None:
-    """Raise ValueError where a model of these sizes cannot be cut over tp ranks, saying what would work."""
+    """Raise ValueError, naming the tp sizes that work, where a model of this config cannot be split over tp ranks."""
     legal = legal_sizes(config, pad_vocab)
     if tp in legal:
         return
@@ -21,7 +21,7 @@ def check_tensor_parallel(config: ModelConfig, tp: int, pad_vocab: bool = False)
 
 
 def legal_sizes(config: ModelConfig, pad_vocab: bool = False) -> list[int]:
-    """Over how many ranks a model of these sizes can be cut."""
+    """Return the tp sizes over which a model of this config can be split, ascending."""
     return [tp for tp in divisors(config.num_heads) if not any(_obstacles(config, tp, pad_vocab))]
 
 

@@ -1,21 +1,21 @@
-"""What a layer keeps for its backward, under tensor and sequence parallelism.
+"""Activation memory that a layer keeps for its backward, under tensor and sequence parallelism.
 
-Korthikanti et al. count sbh(10 + 24/t + 5as/(ht)) bytes a layer under tensor parallelism and sbh/t (34 + 5as/h) with
-sequence parallelism, for a GPT layer in 16 bits: what is outside the split matrices (the 10) is on every rank until the
-tokens are split. The same account for this model's layer follows, in elements a token:
+Korthikanti et al. count sbh(10 + 24/t + 5as/(ht)) bytes per layer under tensor parallelism and sbh/t (34 + 5as/h) with
+sequence parallelism, for a GPT layer in 16 bits: activations outside the split matrices (the 10) are whole on every rank
+unless sequence parallelism shards them by tokens. The same count for this model's layer, in elements per token:
 
-    norms      2 (3 D + 1)    input, its inverse root mean square, the unit vector, and that times the weight (the
+    norms      2 (3 D + 1)    input, its inverse root mean square, the normalized input, and that times the weight (the
                               input of q, k and v, or of gate and up)                         whole, or tokens / tp
-    dropouts   2 D            bytes, not elements: a mask after each half                     whole, or tokens / tp
-    attention  (2 D + 2 D_kv + H)/tp   q, k, v after the turn, the output (which is o's input), log-sum-exp    heads / tp
+    dropouts   2 D            bytes, not elements: a mask after attention, one after the MLP  whole, or tokens / tp
+    attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (which is o's input), log-sum-exp        heads / tp
     mlp        4 F/tp         gate, silu(gate), up, and the product, which is down's input    features / tp
 
-A key/value head that ranks share counts on each of them. To this come the turn's cosines and sines, T * head_dim a layer
+A key/value head that several ranks share counts on each of them. RoPE's cosines and sines add T * head_dim per layer,
 whatever the batch. So with D_kv = D and F = 4 D: D (6 + 20/tp), and 26 D/tp with sequence parallelism.
 
-Written-out ("plain") attention keeps, in place of the attention line, repeated keys and values and the probabilities,
-(4 D + H T)/tp, and the T*T bytes of the causal mask: this is what Korthikanti's 5as/h is about, and what fused attention
-(their "selective recomputation") does without.
+With attention="plain" the attention line is (4 D + H T)/tp instead: q, repeated keys and values, the output and the
+probabilities; and the causal mask adds T*T bytes. Korthikanti's 5as/h counts these probabilities, which fused attention
+does not keep (nor does their "selective recomputation").
 
 Source: arXiv:2205.05198, section 4 and table 2.
 """
@@ -35,9 +35,9 @@ def layer_activation_bytes(
     sequence_parallel: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, int]:
-    """Bytes that one layer keeps on each of tp ranks from its forward to its backward, by what keeps them.
+    """Return the bytes that one layer keeps per rank from its forward to its backward, by part of the layer.
 
-    tokens  of a sample, all of them: the shards of sequence parallelism are counted here
+    tokens  per sample, before sequence parallelism shards them
     dtype   of 32 bits or more
     """
     whole = batch * tokens
@@ -53,7 +53,7 @@ def layer_activation_bytes(
 
 
 def attention_elems(config: ModelConfig, tokens: int, tp: int = 1) -> int:
-    """Elements a token that attention keeps between its projections and through its output."""
+    """Return the elements per token and rank that attention keeps, from q, k and v to its output."""
     heads = config.num_heads // tp
     if config.attention == "plain":
         return 4 * heads * config.head_dim + heads * tokens

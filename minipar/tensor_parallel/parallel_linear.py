@@ -1,12 +1,12 @@
-"""The two ways to cut a matrix in a linear layer, and why they come in pairs.
+"""Column-parallel and row-parallel linear layers, which are used in pairs.
 
 `simple/tensor_parallel.py`, plus biases, gathered outputs, sequence parallelism, features shared by several ranks.
 
-    column parallel   y = x w^T, w split by output features: each rank has its own features of y
-    row parallel      y = x w^T, w split by input features: each rank has a term of the sum that is y
+    column parallel   y = x w^T, w split by output features: each rank computes its own features of y
+    row parallel      y = x w^T, w split by input features: each rank computes one term of the sum over ranks
 
-A column-parallel layer, anything that works feature by feature, and a row-parallel layer follow one another without a
-word between ranks; one all-reduce at the end forward, one at the beginning backward.
+No communication is needed between a column-parallel layer, operations on each feature, and a row-parallel layer: forward
+needs one all-reduce, of the pair's output; backward one, of the gradient of the pair's input.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -29,17 +29,18 @@ from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer's output features r*F/tp ... : y = x w^T + b.
+    """A linear layer with its output features split: rank r computes features r*F/tp ... of y = x w^T + b.
 
     x  [B, T, D] on every rank    w  [F/tp, D]    b  [F/tp]    y  [B, T, F/tp]; with `gather_output` [B, T, F]
 
-    num_shards    into how many parts the features are cut, tp unless told; where fewer, tp/num_shards neighbouring
-                  ranks hold each, and its gradient is summed over them
-    sequence_parallel  x is this rank's tokens [B, T/tp, D], gathered here; `chunked`: in pieces, behind the products
-    uneven        the features may be cut as torch.chunk cuts; the output is then not to be gathered
+    num_shards         number of shards of the features, default tp; with fewer, tp/num_shards neighbouring ranks hold
+                       each shard, and its gradient is summed over them
+    sequence_parallel  x is this rank's tokens [B, T/tp, D], and is gathered here
+    chunked            gather x in chunks, overlapped with the products
+    uneven             let shards differ in size, as torch.chunk splits; the output can then not be gathered
 
     Costs: `column_parallel`; gathering the output sends (tp-1)/tp * B*T*F elements more.
-    Raises ValueError where num_shards does not divide F, unless `uneven`.
+    Raises ValueError where num_shards does not divide tp, or does not divide F unless `uneven`.
     """
 
     deferred: WeightGradients | None = None
@@ -63,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
         num_shards: int | None = None,
         uneven: bool = False,
     ) -> ColumnParallelLinear:
-        """Cut this rank's part out of a whole layer, the same on every rank."""
+        """Keep this rank's shard of `linear`, a whole layer that is the same on every rank."""
         num_shards = num_shards or comm.size
         if not uneven:
             what = "tp" if num_shards == comm.size else "num_shards"
@@ -92,7 +93,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
-    """What several column-parallel layers make of one input: one copy operator, so one sum of dx, for all."""
+    """Apply several column-parallel layers to one input, with one copy operator and so one sum of dx for all."""
     first, matrices = layers[0], [layer.matrix() for layer in layers]
     if first.sequence_parallel and first.chunked:
         ys = gather_matmul(first.comm, x, matrices)
@@ -102,15 +103,15 @@ def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer's input features r*D/tp ... : y = sum over ranks of x w^T, + b once.
+    """A linear layer with its input features split: y = sum over ranks of x w^T, and b added once.
 
     x  [B, T, D/tp]; [B, T, D] where not `input_is_parallel`    w  [F, D/tp]    b  [F] on every rank
-    y  [B, T, F] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, F]; `chunked`: summed in pieces
+    y  [B, T, F] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, F]; `chunked`: summed in chunks
 
     backward   dx = dy w, dw = dy^T x    local; with `sequence_parallel`, dy is gathered
 
-    Sends 2(tp-1)/tp * B*T*F elements forward; with `sequence_parallel` half of it forward, half backward. Splitting the
-    input gathers its gradient: (tp-1)/tp * B*T*D more backward.
+    Sends 2(tp-1)/tp * B*T*F elements forward; with `sequence_parallel` half of it forward, half backward. Where not
+    `input_is_parallel`, backward gathers the gradient of x: (tp-1)/tp * B*T*D more.
     Raises ValueError where tp does not divide D.
     """
 
@@ -135,7 +136,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: bool = False,
         chunked: bool = False,
     ) -> RowParallelLinear:
-        """Cut this rank's part out of a whole layer, the same on every rank."""
+        """Keep this rank's shard of `linear`, a whole layer that is the same on every rank."""
         require_divides("tp", comm.size, "in_features", linear.weight.shape[1])
         place_whole(linear)
         weight = cut_parameter(linear.weight, 1, comm.rank, comm.size)
@@ -157,5 +158,5 @@ class RowParallelLinear(nn.Module):
         return autograd.all_reduce(self.comm, term)
 
     def _shared_bias(self) -> Tensor:
-        # Added to this rank's tokens alone, its gradient is a part of the sum.
+        # Under sequence parallelism b is added to this rank's tokens only: the copy operator sums its gradient over ranks.
         return autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias

@@ -1,13 +1,13 @@
 """Sequence parallelism: outside the split matrices, every rank holds the activations of its own tokens.
 
-`simple/sequence_parallel.py`, plus gathers and scatters that are started early, dropout, stages of a pipeline.
+`simple/sequence_parallel.py`, plus asynchronous all-gathers and reduce-scatters, dropout, pipeline stages.
 
     tensor parallel                 x [B, T, D] on every rank     all-reduce after each row-parallel matrix
     with sequence parallelism       x [B, T/tp, D]                reduce-scatter after it, all-gather before the next
 
-An all-reduce is a reduce-scatter and an all-gather, so no byte is added forward; but norms, dropouts and residuals now
-work on, and keep, 1/tp of the tokens. What a rank computes there from a weight that all of them share (a norm's) is a
-part of the weight's gradient: it is summed by the copy operator on the weight.
+An all-reduce is a reduce-scatter and an all-gather, so forward sends no more bytes; but norms, dropouts and residuals now
+compute on, and keep, only 1/tp of the tokens. Every rank holds a norm's whole weight, but computes its gradient from its
+own tokens only: the copy operator on the weight sums the gradient over ranks.
 
 Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 """
@@ -28,7 +28,7 @@ TOKENS = -2  # the dim of the tokens in [B, T, D]
 
 
 def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
-    """This rank's tokens of the sum over ranks: x [B, T, D] -> [B, T/tp, D]. Backward: all-gather.
+    """Sum x over ranks and keep this rank's tokens: [B, T, D] -> [B, T/tp, D]. Backward: all-gather.
 
     Sends (tp-1)/tp * B*T*D elements, and as many backward.
     """
@@ -37,21 +37,21 @@ def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
 
 
 def start_gather_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
-    """Begin to gather shards [B, T/tp, D]; call the result for the whole [B, T, D]."""
+    """Start to all-gather x [B, T/tp, D]; the returned function waits and returns the whole [B, T, D]."""
     pending = comm.all_gather(x.transpose(0, TOKENS), async_op=True)
     return lambda: pending.wait().transpose(0, TOKENS).contiguous()
 
 
 def start_reduce_scatter_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
-    """Begin to sum x [B, T, D] over ranks; call the result for this rank's tokens of it, [B, T/tp, D]."""
+    """Start to reduce-scatter x [B, T, D]; the returned function waits and returns this rank's tokens [B, T/tp, D]."""
     pending = comm.reduce_scatter(x.transpose(0, TOKENS).contiguous(), async_op=True)
     return lambda: pending.wait().transpose(0, TOKENS).contiguous()
 
 
 class ShardRMSNorm(RMSNorm):
-    """RMSNorm of this rank's tokens, by a weight that all ranks share.
+    """RMSNorm of this rank's tokens, with a weight that is whole on every rank.
 
-    x, y  [B, T/tp, D]    w  [D]    backward   dw = sum over ranks of each one's part    one all-reduce of D elements
+    x, y  [B, T/tp, D]    w  [D]    backward   dw = sum over ranks of their tokens' dw    one all-reduce of D elements
     """
 
     def __init__(self, norm: RMSNorm, comm):
@@ -63,7 +63,7 @@ class ShardRMSNorm(RMSNorm):
 
 
 class ShardDropout:
-    """A block's dropout for this rank's tokens [B, T/tp, D]: the same elements fall as in one process."""
+    """A block's dropout of this rank's tokens [B, T/tp, D]: it drops the same elements as in one process."""
 
     def __init__(self, block: Block, comm):
         self.dropout, self.comm = block.dropout, comm
@@ -75,7 +75,7 @@ class ShardDropout:
 
 
 class ShardLength:
-    """How many tokens a sample has: a first stage is given all of them, a later one the shards of hidden states."""
+    """Number of tokens per sample, from a stage's input: tokens [B, T] of the first stage, else hidden [B, T/tp, D]."""
 
     def __init__(self, first: bool, comm):
         self.first, self.comm = first, comm

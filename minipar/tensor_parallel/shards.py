@@ -1,4 +1,4 @@
-"""A rank's part of a parameter, as a parameter that knows what it is a part of."""
+"""This rank's shard of a parameter, as a parameter with a placement."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from minipar.mesh import Placement, placement_of, set_placement
 
 
 def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
-    """Chunk `index` of `count` as a parameter of its own; `copies`: other ranks of tp hold it too.
+    """Return shard `index` of `count` along `dim` as a new parameter; `copies`: other tp ranks hold this shard too.
 
-    The parameter may itself be a part, cut along another dim: experts are, over ep.
+    The parameter may already be a shard along another dim, as experts are over ep.
     """
     before = placement_of(parameter)
     placement = before.shard(dim, index, count)
@@ -22,13 +22,13 @@ def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = Fa
 
 
 def replicate_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter itself, marked as held whole by every rank of tp."""
+    """Mark the parameter as replicated over tp, and return it."""
     set_placement(parameter, placement_of(parameter).replicate("tp"))
     return parameter
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-    """The part of a whole parameter that `placement` names, in memory of its own."""
+    """Copy the part of a whole parameter that `placement` describes into a new parameter."""
     part = nn.Parameter(placement.slice_of(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
     set_placement(part, placement)
     return part

@@ -1,8 +1,7 @@
-"""Experts, each cut by its hidden features over tp.
+"""A mixture of experts, each expert split by its hidden features over tp.
 
-Every tp rank routes all tokens, alike, and sends them to the same experts; it has a slice of each of these. What the
-slices make of a token is summed once, after the token's experts have been weighed and added up: the sum of k experts'
-answers is one row, their own answers would be k.
+Every tp rank routes all tokens, with equal results, and has a slice of every expert that it sends them to. The slices'
+outputs are summed over ranks after combining the experts: one row per token, not k.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
 
 
 def cut_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
-    """Give each rank the same hidden features of gate and up of every expert, and those of down that meet them.
+    """Keep this rank's hidden features of every expert, in place: rows of gate and up, and the same columns of down.
 
-    gate, up  [E, F/tp, D]    down  [E, D, F/tp]    the router is whole on every rank
+    gate, up  [E, F/tp, D]    down  [E, D, F/tp]    the shared expert likewise; the router is whole on every rank
 
-    forward    y = sum over ranks of what their features make of x
-    backward   dx, and the gradient of the router's weights of the experts, summed over ranks
+    forward    y = sum over ranks of the combined outputs of the ranks' hidden features
+    backward   dx and the gradient of the combine weights [B*T, k], summed over ranks
 
     Sends 2(tp-1)/tp of B*T*D elements forward and of B*T*(D + k) backward. With `sequence_parallel`, (tp-1)/tp of
     2 B*T*D forward, to gather the tokens and to scatter the sums, and of B*T*(3 D + 2 k) backward.

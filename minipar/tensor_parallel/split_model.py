@@ -1,14 +1,14 @@
-"""The recipe: which layer of the model is cut plan.
+"""Tensor parallelism of the whole model: how each of its layers is split.
 
     embedding            rows                                   one all-reduce forward
     attention            q, k, v by heads; o to match           one all-reduce forward, one backward
     mlp                  gate, up by features; down to match    one all-reduce forward, one backward
-    experts              each of them like an mlp               one all-reduce forward, two backward
+    experts              each expert like an mlp                one all-reduce forward, two backward
     head                 rows; the loss over split logits       one all-reduce backward
     norms                whole on every rank
 
-A layer therefore communicates four times, each time B*T*D elements: whatever happens between a column-parallel and a
-row-parallel matrix happens to features, or heads, that do not know of each other.
+A layer therefore needs four all-reduces of B*T*D elements: the operations between a column-parallel and a row-parallel
+matrix act on each feature, or each head, separately, and need no communication.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ def tensor_parallel(
     pad_vocab: bool = False,
     algorithm: str = "auto",
 ) -> Transformer:
-    """Turn the one-process model, or a stage of it, into this rank's shard of it, in place; returns the model.
+    """Turn the one-process model, or a pipeline stage of it, into this rank's shard of it, in place; returns the model.
 
     comm               the tp ranks; each calls this with the same model
     sequence_parallel  between the split matrices each rank holds its own tokens: see `sequence.py`. Hidden states
                        between stages are then shards [B, T/tp, D], and tp must divide T
-    chunked            sequence parallelism's gathers and sums in pieces, behind the layers' products: see `chunked.py`
-    pad_vocab          where tp does not divide the vocabulary, cut it as if it were padded to a multiple of tp. The
+    chunked            sequence parallelism's communication in chunks, overlapped with the products: see `chunked.py`
+    pad_vocab          where tp does not divide the vocabulary, split it as if it were padded to a multiple of tp. The
                        padding is not stored: the last rank has fewer rows, and no logit needs a mask
-    algorithm          which collectives do the talking
+    algorithm          of the collectives, as in `Comm.using`
 
-    `model.loss` never gathers the logits; `model(tokens)` does, for who wants to see them: [B, T, V]. A gradient is
-    complete over tp when autograd delivers it. Every parameter has a placement; see `full_state_dict`.
+    `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Gradients are already summed over
+    tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`.
 
-    Sends, a layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, which gathers the inputs of
-    its column-parallel matrices once more, 10(tp-1)/tp * B*T*D, and the norms' 2 D gradients. Where tp exceeds the
-    key/value heads, ranks that share one sum its gradients.
-    Raises ValueError, before anything is changed, where tp does not divide what is to be split, or where replicas already
-    sum the gradients of whole parameters.
+    Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, whose backward gathers the
+    inputs of column-parallel matrices again, 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. Where tp
+    exceeds the key/value heads, the ranks that share a head sum its gradients.
+    Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
+    without `sequence_parallel`, or the model is already in data parallelism.
     """
     if chunked and not sequence_parallel:
         raise ValueError(
@@ -96,7 +96,7 @@ def tensor_parallel(
 
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """Over which ranks layers are cut, and what lies between them."""
+    """The ranks over which layers are split, and how activations between the split matrices are held and sent."""
 
     comm: Comm
     sequence_parallel: bool
@@ -114,7 +114,7 @@ class TensorParallelPlan:
 
 
 def cut_block(block: Block, plan: TensorParallelPlan) -> None:
-    """Replace each layer of a block by this rank's part of it."""
+    """Replace each layer of a block by this rank's shard of it."""
     for name, layer in list(block.named_children()):
         if type(layer) not in PARALLELIZE_BY_TYPE:
             kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
@@ -125,7 +125,10 @@ def cut_block(block: Block, plan: TensorParallelPlan) -> None:
 
 
 def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
-    """Give each rank num_heads/tp query heads and the key/value heads these read, shared where there are too few."""
+    """Give each rank num_heads/tp query heads and the key/value heads that these read.
+
+    Where there are fewer key/value heads than ranks, several ranks hold the same one.
+    """
     kv_shards = min(plan.comm.size, attention.num_kv_heads)
     attention.q = plan.column(attention.q)
     attention.k = plan.column(attention.k, num_shards=kv_shards)
@@ -138,7 +141,7 @@ def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
 
 
 def cut_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
-    """Give each rank the same features of gate and up, which meet element by element."""
+    """Give each rank the same features of gate and up, which are multiplied elementwise, and of down's input."""
     mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
     mlp.overrides.project_gate_up = partial(project_together, (mlp.gate, mlp.up))
     return mlp
@@ -153,7 +156,7 @@ def cut_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:
     return cut_experts(moe, plan.comm, plan.sequence_parallel)
 
 
-# How each kind of layer is cut: another kind is another line.
+# The function that splits each type of layer: add a line to support another type.
 PARALLELIZE_BY_TYPE = MappingProxyType(
     {Attention: cut_attention, SwiGLU: cut_mlp, MoE: cut_moe, RMSNorm: cut_norm}
 )

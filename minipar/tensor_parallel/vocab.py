@@ -3,8 +3,8 @@
 `simple/vocab.py`, plus vocabularies that tp does not divide, ignored targets, label smoothing, no second tensor of the
 logits' size.
 
-The logits are the largest tensor of a training step: [B, T, V], with V around 100,000. They are never whole on any rank:
-all the loss needs of the others' logits is three numbers a token.
+The logits are the largest tensor of a training step: [B, T, V], with V around 100,000. In training no rank holds them
+whole: the loss needs only three numbers per token from the other ranks.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3 (the embedding, and the fused loss).
 """
@@ -25,18 +25,17 @@ from minipar.tensor_parallel.column import Matrix, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
 from minipar.tensor_parallel.shards import cut_parameter
 
-BLOCK_ELEMS = (
-    1 << 20
-)  # logits turned into probabilities at a time, so that no second tensor of their size is needed
+# Logits turned into probabilities at a time, so that no temporary tensor has the size of all logits.
+BLOCK_ELEMS = 1 << 20
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the embedding: each rank looks up the tokens it has, and the sum over ranks is every token's row.
+    """An embedding with its rows split: each rank looks up its own rows, 0 for other tokens, and all ranks sum these.
 
-    tokens  [B, T] int64 on every rank    w  [V/tp, D], cut as torch.chunk cuts
+    tokens  [B, T] int64 on every rank    w  [V/tp, D], split as torch.chunk splits
     y       [B, T, D] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, D]
 
-    backward   dw[v] = sum of dy over the places of token v    local; with `sequence_parallel` dy is gathered
+    backward   dw[v] = sum of dy over the occurrences of token v    local; with `sequence_parallel` dy is gathered
 
     Sends 2(tp-1)/tp * B*T*D elements forward; with `sequence_parallel` half of it forward, half backward.
     """
@@ -54,7 +53,10 @@ class VocabParallelEmbedding(nn.Module):
     def from_embedding(
         cls, embedding, comm, sequence_parallel: bool = False, uneven: bool = False
     ) -> VocabParallelEmbedding:
-        """Cut this rank's part out of a whole embedding, the same on every rank; ValueError unless equal, or `uneven`."""
+        """Keep this rank's rows of `embedding`, whole and the same on every rank.
+
+        Raises ValueError where tp does not divide its rows, unless `uneven`.
+        """
         if not uneven:
             require_divides("tp", comm.size, "num_embeddings", embedding.weight.shape[0])
         place_whole(embedding)
@@ -72,7 +74,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelTiedHead(TiedHead):
-    """The head that multiplies by the embedding's rows: x [B, T, D] (or shards of the tokens) -> logits [B, T, V/tp]."""
+    """The tied head, by this rank's rows of the embedding: x [B, T, D] (or [B, T/tp, D]) -> logits [B, T, V/tp]."""
 
     def __init__(self, comm, sequence_parallel: bool = False):
         super().__init__()
@@ -84,7 +86,7 @@ class VocabParallelTiedHead(TiedHead):
 
 
 class VocabParallelFinish:
-    """What becomes of the head's logits [B, T, V/tp]: gathered for who asks for logits, a sum of losses in training."""
+    """The model's output from the head's logits [B, T, V/tp]: the gathered logits, or with targets the sum of losses."""
 
     def __init__(self, vocab_size: int, comm):
         self.sizes, self.comm = chunk_sizes(vocab_size, comm.size), comm
@@ -106,18 +108,18 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     vocab_size: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of logits whose vocabulary is split over `comm`, which never meet; every rank gets the loss.
+    """Return the cross-entropy of logits whose vocabulary is split over `comm`, on every rank, without gathering them.
 
-    logits      [..., V/tp]   this rank's columns, cut as torch.chunk cuts; `vocab_size` is V where tp does not divide it
-    targets     [...]         int64, the same on every rank; those equal to ignore_index count nothing
+    logits      [..., V/tp]   this rank's columns, split as torch.chunk splits; give vocab_size V if tp does not divide it
+    targets     [...]         int64, the same on every rank; those equal to ignore_index are not counted
     reduction   "mean" over counted targets, "sum", or "none": [...], 0 where ignored
 
     loss       = log(sum_v e^z_v) - (1-s) z_target - s mean_v z_v        with s = label_smoothing
     backward     dz_v = (softmax_v - (1-s)[v = target] - s/V) dloss      local
 
-    Sends, by ring all-reduces of N targets, 2(tp-1)/tp * N for the maximum and 2(tp-1)/tp * 2N for the sum of
-    exponentials and the target's logit; 3N with smoothing, for the sum of the logits. In float32 or wider. Gathering the
-    logits instead sends (tp-1)/tp * N*V. Keeps the logits and one number a target.
+    Sends, for N targets by ring all-reduces, 2(tp-1)/tp * N for the maximum and 2(tp-1)/tp * 2N for the sum of
+    exponentials and the target's logit; with smoothing 3N, for the sum of the logits too. All in float32 or wider.
+    Gathering the logits instead sends (tp-1)/tp * N*V. Saves the logits and a few numbers per target.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is unknown; use {one_of(('mean', 'sum', 'none'))}")
@@ -160,8 +162,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(comm, logits, local, elsewhere, smoothing, vocab_size) -> tuple[Tensor, ...]:
-    """Over the whole vocabulary, a number a row: the largest logit, and relative to it, which keeps the digits of a small
-    loss, the log-sum-exp, the target's logit and, if smoothing asks, the mean."""
+    """Return each row's largest logit over the whole vocabulary; and, relative to it, the row's log-sum-exp, target's logit
+    and mean logit. Relative values keep the digits of a small loss. The mean is right only if `smoothing` is not 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     peak = comm.all_reduce_(logits.amax(1).to(wide), op="max")
     sums = logits.new_empty((3 if smoothing else 2, len(logits)), dtype=wide)
@@ -181,12 +183,12 @@ def _row_blocks(logits: Tensor) -> list[slice]:
 
 
 def _local_tokens(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens as rows of this rank's part, 0 for those that are elsewhere, and which these are."""
+    """Return each token's row in this rank's shard, 0 if another rank has it, and a mask of the latter."""
     local = tokens - first
     elsewhere = (local < 0) | (local >= count)
     return local.masked_fill(elsewhere, 0), elsewhere
 
 
 def vocab_bounds(vocab_size: int, tp: int) -> list[int]:
-    """Where each rank's part of the vocabulary starts, and where the last one ends."""
+    """Return the first token of each rank's shard of the vocabulary, and the end of the last shard."""
     return bounds(chunk_sizes(vocab_size, tp))

@@ -1,4 +1,4 @@
-"""What a run leaves behind, written so that nobody ever reads half a file."""
+"""Files written atomically, so that no reader ever sees half a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder and try to write to it. Raises ValueError where that fails."""
+    """Create the folder and try to write to it. Raises ValueError where that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -19,7 +19,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write beside, flush to the disk, then rename: the file is there whole, or as it was before."""
+    """Write a temporary file, flush it to the disk, rename it: `path` has all of `content`, or is unchanged."""
     content = content.encode() if isinstance(content, str) else content
     handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -1,4 +1,4 @@
-"""Which layouts are legal: refused here, with the reason and what would work, before a rank starts."""
+"""Checks before any rank starts: a ValueError for what does not fit, with the reason and a value that works."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _check_stages(config) -> None:
 
 
 def _check_tokens(config) -> None:
-    """A rank's tokens under cp, and under sequence parallelism."""
+    """Check how a sample's tokens are divided: over cp, and over tp under sequence parallelism."""
     whole = padded_length(config.seq_len, config.cp, config.cp_layout) if config.cp > 1 else config.seq_len
     if whole != config.seq_len:
         raise ValueError(

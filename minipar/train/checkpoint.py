@@ -1,11 +1,11 @@
-"""Checkpoints: every rank writes what it holds, nothing is gathered, and any other mesh can read it.
+"""Sharded checkpoints: every rank writes what it holds, no tensor is gathered, and any other mesh can read them.
 
     FOLDER/step-00000010/rank-00000.safetensors ...   the parts, each stored by one of the ranks that hold it
-    FOLDER/step-00000010/manifest.json                which part of what each tensor is; sizes and checksums of the files
+    FOLDER/step-00000010/manifest.json                the kind and placement of each part; the files' sizes and checksums
 
-A part is described by its placement, so a reader with other placements takes from each stored part what overlaps its
-own. The folder appears by one rename when everything in it is on the disk: until then it has another name, and a save
-that was killed leaves the checkpoints before it as they were.
+A part is described by its placement, so a reader with other placements copies from each stored part what overlaps its
+own. The folder is written under a temporary name and renamed when all of it is on the disk, so a killed save leaves
+earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minipar.train.restore import FORMAT, MANIFEST, checkpoints, checksum
 
 
 class StoredPart(NamedTuple):
-    """A local tensor to be stored: `kind` is "parameter" or a key of the optimizer's state, "exp_avg" and so on."""
+    """A local tensor to store: `kind` is "parameter", "buffer", or a key of the optimizer's state, such as "exp_avg"."""
 
     kind: str
     placement: Placement
@@ -36,14 +36,14 @@ class StoredPart(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints of one run, one after another, while training goes on.
+    """Writes the checkpoints of one run in a background thread, one at a time, while training continues.
 
-    comm      all ranks; a subgroup of it, for the writing threads, is made here
-    keep      how many of the newest stay; 0: all
-    wait      do not return from `save` before the checkpoint is there
+    comm      all ranks; subgroups of it, for planning and for the writing threads, are made here
+    keep      how many of the newest checkpoints to keep; 0: all
+    wait      `save` returns only when the checkpoint is written
 
-    `save` costs the training loop a copy of what this rank writes; then a thread writes it. At most one is under way:
-    a second `save` first waits for the one before.
+    `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the
+    CPU; a thread then writes it. At most one save is in progress: the next `save` first waits for it.
     """
 
     def __init__(self, comm, folder: Path, keep: int = 3, wait: bool = False):
@@ -53,11 +53,11 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         if comm.rank == 0:
-            for unfinished in self._folder.glob(".step-*.part"):  # of a save that was killed
+            for unfinished in self._folder.glob(".step-*.part"):  # left by a killed save
                 shutil.rmtree(unfinished, ignore_errors=True)
 
     def save(self, step: int, parts: Iterable[StoredPart], extra: dict) -> None:
-        """Store the parts and `extra`, anything JSON can hold and alike on every rank, as the state after `step` steps."""
+        """Save the parts, and rank 0's `extra` (anything JSON can hold), as the state after `step` steps."""
         self.finish()
         mine = [
             StoredPart(kind, placement, tensor.detach().to("cpu", copy=True).contiguous())
@@ -69,7 +69,7 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for a save that is under way. Raises what it raised."""
+        """Wait for the save in progress, if any. Raises the error that it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -79,7 +79,7 @@ class Saver:
 
     def _write(self, step: int, parts: list[StoredPart], extra: dict) -> None:
         try:
-            # A subgroup of its own for every save: a stream belongs to the thread that used it first.
+            # Every save needs its own subgroup: a subgroup's stream belongs to the thread that used it first.
             comm = self._comm.subgroup(range(self._comm.size), f"step {step}")
             _write_checkpoint(comm, self._folder, step, parts, extra, self._keep)
         except BaseException as error:
@@ -87,7 +87,7 @@ class Saver:
 
 
 def _to_write(comm, parts: list[StoredPart]) -> list[StoredPart]:
-    """Of what several ranks hold alike, one of them writes it: not always the first, so that all write about as much."""
+    """Choose the parts that this rank writes: one rank writes a replicated part, chosen by digest to share the load."""
     if comm.size == 1:
         return parts
     digests = [checksum(repr((part.kind, part.placement.part)).encode()) for part in parts]
@@ -135,7 +135,7 @@ def _write_checkpoint(comm, folder: Path, step: int, parts: list[StoredPart], ex
 
 
 def _described(placement: Placement) -> dict:
-    """What a reader needs to know of a placement; who else held it does not matter to it."""
+    """The fields of a placement that a reader needs: which elements of which tensor."""
     fields = ("name", "global_shape", "start", "length", "flat")
     return {field: getattr(placement, field) for field in fields}
 
@@ -145,7 +145,7 @@ def _name(step: int) -> str:
 
 
 def _flush(path: Path) -> None:
-    """What the operating system still holds of a file, or of a folder's list of names, goes to the disk."""
+    """Flush a file, or a folder's list of names, from the operating system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
 """A trained model as one safetensors file, under minipar's names or as Hugging Face's Llama; and back.
 
-The mathematics and the meaning of every parameter are Llama's, so exchanging weights is renaming them.
+The model and each of its parameters are Llama's, so converting the weights only renames them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def export_llama(checkpoint: Checkpoint, folder: Path) -> None:
 
 
 def import_llama(folder: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """The configuration and parameters, under canonical names, of a folder that holds a Llama."""
+    """Read the configuration and parameters, under canonical names, from a folder with Hugging Face's Llama.
+
+    Raises ValueError where the model has another type, attention biases or RoPE scaling.
+    """
     given = json.loads((folder / "config.json").read_text())
     if given.get("model_type") != "llama" or given.get("attention_bias") or given.get("rope_scaling"):
         raise ValueError(f"{folder} holds a {given.get('model_type')} that minipar's model cannot express")

@@ -1,15 +1,17 @@
-"""Where a mesh meets the machines it runs on: which axes cross from node to node, and what it costs where tp does.
+"""Traffic between nodes: which mesh axes cross nodes, and how many bytes it costs where tp does.
 
-Nodes are blocks of neighbouring ranks, as torchrun and SLURM number them. A step of a rank that has N tokens (over
-all its microbatches) sends, with e bytes an element and a sum over t ranks being 2(t-1)/t of its elements:
+Nodes are blocks of consecutive ranks, as torchrun and SLURM number them. An all-reduce over t ranks sends 2(t-1)/t of
+its elements. With e bytes per element, a rank that has N tokens (over all its microbatches) sends per step:
 
-    tp          4 sums of N*D*e a layer, one for the embedding and one for the head     8(t-1)/t N*D*e a layer
-    gradients   one sum, over dp x cp, of a rank's parameters; of its experts over edp
+    tp          4 all-reduces of N*D*e bytes per layer, 1 for the embedding, 1 for the head     8(t-1)/t N*D*e per layer
+    gradients   one all-reduce, over dp x cp, of the rank's dense parameters; over edp, of its experts
 
-sequence_parallel gathers the inputs of each column-parallel product once more, half a sum: twice a layer, and for the
-head. recompute="full" runs a forward's sums again, but the last, where no dropout follows it.
+With sequence_parallel, the backward all-gathers the input of each column-parallel product again, half an all-reduce:
+twice per layer, and once for the head. recompute="full" repeats a layer's forward all-reduces, except the last one where
+no dropout follows it.
 
-tp's wait in every layer for the link; the gradients' wait for nobody until the step ends. So tp belongs inside a node.
+In every layer the ranks wait for tp's messages; they need the gradients' only when the step ends. So tp belongs inside a
+node.
 
 Source: Megatron-LM on clusters, arXiv:2104.04473, section 3.2 (tp up to the size of a node, then pp and dp).
 """
@@ -24,10 +26,10 @@ from minipar.model import Transformer
 
 
 def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
-    """Warn where tp's messages leave the nodes, with the bytes a step, and those of the mesh that keeps them inside.
+    """Warn where tp's messages cross nodes, with the bytes per step, and those of a mesh whose tp stays inside a node.
 
     config          a TrainConfig
-    ranks_per_node  how many ranks run on a machine: torchrun's LOCAL_WORLD_SIZE
+    ranks_per_node  number of ranks on one machine: torchrun's LOCAL_WORLD_SIZE
     """
     sizes = config.mesh_sizes
     if not crossing(sizes, ranks_per_node)["tp"]:
@@ -45,9 +47,9 @@ def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
 
 
 def leaving_bytes(config, mesh_sizes: dict[str, int], ranks_per_node: int) -> tuple[float, float]:
-    """(tp, gradients): what leaves a node in a step, on average over nodes, each group's ranks forming a ring.
+    """(tp, gradients): the bytes that leave a node per step, averaged over nodes, where each group's ranks form a ring.
 
-    A rank's messages leave where its right neighbour is on another node.
+    A rank's messages leave its node where its right neighbour is on another node.
     """
     mesh = mesh_of_sizes(mesh_sizes)
     num_nodes = -(-mesh.world_size // ranks_per_node)
@@ -63,10 +65,11 @@ def leaving_bytes(config, mesh_sizes: dict[str, int], ranks_per_node: int) -> tu
 
 
 def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
-    """What a rank sends over tp in a step, the pipeline's ranks taken alike: by the formula above, and 3 numbers a token.
+    """The bytes that a rank sends over tp per step, averaged over pp: the formula above, and 3 numbers per token.
 
-    Those are the loss's. A layer with experts sums top_k numbers a token more; sequence_parallel also sums its norms'
-    gradients, D each, for each microbatch. Left out: what tp ranks that share a key/value head sum of its gradients.
+    These 3 belong to the loss. A layer with experts all-reduces top_k more numbers per token; sequence_parallel also
+    all-reduces the gradients of the norms, D elements each, once per microbatch. Left out: the all-reduce of a key/value
+    head's gradients between the tp ranks that share it.
     """
     mesh, model = mesh_of_sizes(mesh_sizes), config.model
     tokens = config.batch_size * config.seq_len // (mesh.sizes["dp"] * mesh.sizes["cp"])
@@ -81,9 +84,9 @@ def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
 
 
 def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:
-    """(dense, experts): what a rank sends in a step to sum the gradients of its dense parameters, and of its experts.
+    """(dense, experts): the bytes that a rank sends per step to all-reduce the gradients of either kind of parameter.
 
-    As if tp and pp cut every parameter: a model has few numbers in norms. A tied embedding is on two stages.
+    Every parameter is counted as cut by tp and pp: norms, which are not, are small. A tied embedding is on two stages.
     """
     sizes = mesh_of_sizes(mesh_sizes).sizes
     model = Transformer(config.model, device="meta")
@@ -99,7 +102,7 @@ def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:
 
 
 def _sum(ranks: int, elems: float) -> float:
-    """Elements a rank sends to sum so many over so many ranks."""
+    """The elements that a rank sends to all-reduce `elems` elements over `ranks` ranks."""
     return 2 * (ranks - 1) / ranks * elems
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a run, written as they come."""
+"""The metrics of a run, written after every step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """A line of JSON a step, in the folder's metrics.jsonl; with `tensorboard` the same numbers in events of its format.
+    """Write one line of JSON per step to the folder's metrics.jsonl; with `tensorboard`, also TensorBoard events.
 
-    begin  the step the run goes on from: lines of earlier steps stay, later ones are of a run that was cut short
+    begin  the first step to come: existing lines of earlier steps are kept, later ones, of an interrupted run, removed
 
-    Raises ValueError where `tensorboard` is asked for and not installed.
+    Raises ValueError where `tensorboard` is requested and not installed.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, begin: int = 0):
@@ -39,7 +39,7 @@ class MetricsLog:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """The lines written so far; a last one that was cut short is left out."""
+    """Read the lines written so far, without an incomplete last one."""
     path = folder / METRICS
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]

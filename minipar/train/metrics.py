@@ -1,4 +1,4 @@
-"""What a step reports besides its loss: floating point operations, and what the experts' routing did."""
+"""Metrics of a step besides its loss: floating point operations per second, and the routing of the experts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from minipar.model import ModelConfig, take_metrics
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Floating point operations that training needs for one token: forward and backward, nothing computed again.
+    """Floating point operations of training per token: forward and backward, without recomputation.
 
         6 * (weights that multiply a token) + 12 * num_layers * dim * seq_len
 
-    A weight multiplies and adds, once forward and twice backward. The second term is the scores and what they weigh,
-    with no discount for the causal mask, as is usual. The head counts; the embedding, a table, does not; of the experts
-    those that a token is sent to.
+    A weight does one multiplication and one addition in the forward, and two of each in the backward. The second term is
+    the attention scores and the weighted sum of values, with no discount for the causal mask, as is usual. The head
+    counts; the embedding, a table, does not; of the experts, only those that the token reaches.
     Source: PaLM, arXiv:2204.02311, appendix B.
     """
     attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
@@ -27,7 +27,7 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
 
 
 def speed(config, seconds: float) -> dict[str, float]:
-    """Tokens a second over all ranks; of one rank 1e12 useful operations a second, and as a part of its peak (mfu)."""
+    """Tokens per second of all ranks; useful TFLOP/s of one rank, and their fraction of `config.peak_tflops` (mfu)."""
     tokens_per_s = config.batch_size * config.seq_len / seconds
     tflops = tokens_per_s * flops_per_token(config.model, config.seq_len) / config.world_size / 1e12
     mfu = {"mfu": tflops / config.peak_tflops} if config.peak_tflops else {}
@@ -35,16 +35,16 @@ def speed(config, seconds: float) -> dict[str, float]:
 
 
 def routing(world, state, config) -> dict[str, float]:
-    """Of the step's batch, the mean over the layers with experts; the same on every rank. Empty without experts.
+    """Routing metrics of the step's batch, means over the layers with experts; equal on every rank. Empty without experts.
 
-    balance_loss    coefficient * E * sum f_i P_i: the coefficient itself where choices are even
+    balance_loss    coefficient * E * sum f_i P_i: equal to the coefficient where choices are even
     z_loss          of the router's logits
-    drop_rate       the part of choices that found no room
-    unserved        the part of tokens that reached no expert at all
+    drop_rate       the fraction of choices that exceeded an expert's capacity
+    unserved        the fraction of tokens that reached no expert at all
     imbalance       the busiest expert's load over the mean load
-    router_entropy  nats a token
+    router_entropy  of the router's distribution, nats per token
 
-    Sums, of each layer here, its load and six numbers over dp x cp, then seven numbers over all ranks.
+    All-reduces the load and six numbers of each layer of this rank over dp x cp, then seven numbers over all ranks.
     """
     if not config.model.num_experts:
         return {}
@@ -53,7 +53,8 @@ def routing(world, state, config) -> dict[str, float]:
         for metrics in take_metrics(stage).values():
             load = comm.all_reduce(metrics.load)
             choices, tokens = load.sum(), comm.all_reduce(torch.tensor([metrics.tokens], device=world.device))
-            times = tokens / (config.batch_size * config.seq_len)  # a recomputed forward counted twice
+            # How often each token was counted: twice where recomputation ran the forward again.
+            times = tokens / (config.batch_size * config.seq_len)
             parts = [
                 metrics.balance_loss,
                 metrics.z_loss,

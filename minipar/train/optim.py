@@ -1,4 +1,4 @@
-"""Optimizer, learning rate, and the gradient norm: one number for the model, whatever holds its parts."""
+"""Parameter groups, learning rate, and the gradient norm of the whole model, whichever ranks hold its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BETAS = (0.9, 0.95)  # of AdamW
 
 
 def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
-    """Rises linearly over `warmup` steps, then falls along half a cosine to a tenth of the highest."""
+    """The learning rate of a step: a linear warmup, then half a cosine down to a tenth of `highest`."""
     if step < warmup:
         return highest * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
@@ -24,7 +24,7 @@ def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
 
 
 def parameter_groups(named_parameters, weight_decay: float) -> list[dict]:
-    """Matrices decay, vectors (norms) do not."""
+    """Split the parameters into matrices, with weight decay, and vectors (norms), without."""
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
     is_matrix = {name: len(_shape(p)) >= 2 for name, p in named}
     return [
@@ -34,7 +34,7 @@ def parameter_groups(named_parameters, weight_decay: float) -> list[dict]:
 
 
 def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    """Of the one-process parameter: a flat shard of a matrix is still a matrix's."""
+    """The shape of the one-process parameter: a flat shard of a matrix counts as a matrix."""
     placement = getattr(param, "placement", None)
     return tuple(param.shape) if placement is None else placement.global_shape
 
@@ -46,11 +46,11 @@ def clip_grad_norm_(
 
     params  this rank's, each with its placement (without `comm` none is needed)
     comm    all ranks that hold parts of the model; None: this process holds all of it
-    shares  `norm_shares(params, comm)`, where that was asked before: it stays the same
+    shares  `norm_shares(params, comm)`, if computed before: it does not change between steps
 
         norm^2 = sum over ranks and parameters of share * |grad|^2
 
-    A norm of inf or nan scales nothing. Sends one number, and if `shares` is not given one per parameter.
+    Where the norm is inf or nan, nothing is scaled. Sends one number, and one per parameter where `shares` is None.
     """
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
     squares = [p.new_zeros((), dtype=torch.float64) if p.grad is None else _square(p.grad) for p in params]
@@ -69,16 +69,16 @@ def clip_grad_norm_(
 
 
 def _square(grad: torch.Tensor) -> torch.Tensor:
-    """In float64: so the norm does not depend on how the tensor was cut by more than rounding."""
+    """The squared norm, in float64: how the tensor was cut then changes the rounding only."""
     return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
 
 
 def norm_shares(params: list[nn.Parameter], comm) -> list[float]:
-    """How much of each parameter's square this rank counts: 1 / the ranks of `comm` that hold this same part.
+    """The fraction of each parameter's square that this rank counts: 1 / the number of ranks that hold the same part.
 
-    So a parameter that several ranks hold counts once, and an expert in its own group too. A tied copy counts nothing:
-    its original has the same gradient and counts it whole. (To count both by half is wrong under ZeRO, where the two
-    lie in different buckets and are cut in different places.)
+    A parameter that several ranks of `comm` hold thus counts once, an expert's too. A tied copy counts nothing: its
+    original has the same gradient and counts in full. (Counting half of each would be wrong under ZeRO, where the two
+    are in different buckets and cut at different places.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]

@@ -1,16 +1,16 @@
-"""The recipe: where the strategies meet, and in which order.
+"""The recipe: which strategies transform the model, and in which order.
 
 `simple/train.py`, for any model and mesh:
 
     1. pipeline   cut the layers into stages: everything after this touches this rank's stages only
-    2. experts    give each ep rank its own: before tp, which then cuts what is left of each expert
-    3. tensor     cut every matrix; gradients are complete over tp when autograd delivers them
-    4. context    replace the core of attention by one that sees other ranks' keys; nothing else mixes tokens
-    5. recompute  forget activations: around blocks that already communicate as they will when they run again
-    6. data       last, since it takes the parameters as they now are: shards of shards, summed over dp x cp
-    7. schedule   who runs which stage of which microbatch when
+    2. experts    give each ep rank its own experts: before tp, which then cuts each of these
+    3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
+    4. context    replace the attention core by one that sees other ranks' keys; nothing else mixes tokens
+    5. recompute  activation checkpointing: wraps blocks whose communication is final, since they run again
+    6. data       last, since it shards the parameters as they now are, and sums their gradients over dp x cp
+    7. schedule   which rank runs which stage of which microbatch when
 
-A stage is built from (seed, name), so no weight is ever sent to where it belongs: it is made there.
+Every weight is initialised from (seed, name) on the rank that holds it, so no initial weight is ever sent.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from minipar.train.train_config import TrainConfig
 class RankState:
     """This rank's part of the model, ready to be trained.
 
-    stages    the transformed modules this rank holds
-    pipeline  runs them, wrapped in data parallelism where that is a wrapper
+    stages    the transformed modules that this rank holds
+    pipeline  runs the stages, wrapped in DDP or FSDP (under ZeRO-1 and -2, as they are)
     updates   the optimizer, over this rank's part of the parameters
-    shares    how much of each of `updates.tensors` this rank counts in the gradient norm
+    shares    the fraction of the square of each of `updates.tensors` that this rank counts in the gradient norm
     """
 
     mesh: Mesh
@@ -53,7 +53,7 @@ class RankState:
 
 
 def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankState:
-    """This rank's part of the model of `config`, transformed for its place in the mesh."""
+    """Build this rank's part of the model of `config`, transformed for the rank's coordinates in the mesh."""
     schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
     stages = [
         _stage(config, mesh, device, number, schedule.num_stages)
@@ -85,12 +85,12 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
 
 
 def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
-    """Which layers each stage has: the slowest stage is as fast as it can be."""
+    """The layers of each stage, divided so that the slowest stage is as fast as possible."""
     return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
 
 
 def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
-    """The modules the pipeline runs, and the optimizer: here is who keeps what of the 16 bytes a parameter."""
+    """The pipeline's modules and the optimizer: `zero` decides which of the 16 bytes per parameter a rank keeps."""
     sum_over = gradient_comm(mesh)
     options = {"lr": config.lr, "betas": BETAS}
     if config.zero in (1, 2):
@@ -107,7 +107,8 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
         )
         return stages, optimizer
     if config.zero == 3:
-        cut_ends = not (config.model.tie_embeddings and num_stages > 1)  # a tied gradient is summed whole
+        # Tied gradients are summed over pp unsharded.
+        cut_ends = not (config.model.tie_embeddings and num_stages > 1)
         modules: list[nn.Module] = [
             FSDP(stage, sum_over, units=Block, reduce="sum", shard_rest=cut_ends) for stage in stages
         ]

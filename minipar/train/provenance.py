@@ -1,4 +1,4 @@
-"""Where in the recipe a rank's part of a tensor comes from: which transformations cut it, in their order."""
+"""The origin of a rank's part of a tensor: which transformations of the recipe cut it, in their order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from minipar.mesh import Mesh, Placement
 
 
 def place_in_recipe(config, placement: Placement, rank: int) -> str:
-    """The recipe's steps that made this part, as "pipeline: stage ranks 1 of 2; tensor: dim 0 [0, 64) of 128; ...".
+    """The recipe's steps that made this part: "pipeline: on pp rank 1 of 2; tensor: [0, 64) of 128 along dim 0; ...".
 
-    What divides a tensor's dims are experts (dim 0 of a stack of them) and then tp; a flat range is ZeRO's.
+    A cut along a dim comes from expert parallelism (dim 0 of stacked experts) or tp; a flat range comes from ZeRO.
     """
     mesh = Mesh(config.world_size, **config.mesh_sizes)
     at = mesh.coordinates_of(rank)

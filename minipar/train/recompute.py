@@ -1,4 +1,4 @@
-"""What the backward needs of the forward, and does not keep as it is: computed again, cut over tp, or sent to the CPU."""
+"""Activation checkpointing, and saved activations partitioned over tp or offloaded to the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minipar.chunks import chunk_sizes
 
 
 def recompute(stage: nn.Module, mode: str) -> None:
-    """Activation checkpointing: make every block of a stage forget what `mode` says, in place.
+    """Apply activation checkpointing to every block of a stage, in place: `mode` says what the backward recomputes.
 
     none       nothing: the most memory, no extra work
-    selective  the core of attention: its scores are many bytes and little work (Korthikanti et al., section 5)
-    full       the whole block but its input: 2 B T D bytes a layer in bf16, for one more forward, a third more work
+    selective  the attention core: its scores are many bytes and little work (Korthikanti et al., section 5)
+    full       the whole block; its input is kept, 2 B T D bytes per layer in bf16. One more forward, a third more work
     """
     for block in stage.layers.values() if mode != "none" else ():
         if mode == "full":
@@ -28,11 +28,13 @@ def recompute(stage: nn.Module, mode: str) -> None:
 
 
 def relocate_activations(stage: nn.Module, partition=None, offload: bool = False) -> None:
-    """What blocks keep for their backward, make them keep elsewhere, in place. After `recompute`: then it is their inputs.
+    """Partition or offload, in place, the tensors that blocks save for the backward: with recompute="full", their inputs.
 
-    partition  a Comm whose ranks all keep the same: each keeps 1/p of it instead, and the backward gathers it.
-               Sends (p-1)/p of what is kept. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
-    offload    in CPU memory, pinned where it comes from a GPU. With `partition`, each its part: ZeRO-R, P_a+cpu
+    Call it after `recompute`, whose wrapper it wraps.
+
+    partition  a Comm whose ranks all save the same tensors: each keeps 1/p of a tensor, and the backward all-gathers it.
+               Sends (p-1)/p of what is saved. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
+    offload    to CPU memory, pinned where the tensor is on a GPU. With `partition`, each rank its part: ZeRO-R, P_a+cpu
     """
     for block in stage.layers.values():
         if partition is not None or offload:
@@ -44,7 +46,7 @@ def _relocating(block: nn.Module, inner, partition, offload: bool, forward, *arg
 
     def keep(x: Tensor) -> _Kept | Tensor:
         if not x.is_floating_point() or x.untyped_storage().data_ptr() in weights:
-            return x  # weights are there anyway
+            return x  # weights stay in memory anyway
         part, sizes = x.detach(), None
         if partition is not None:
             sizes = chunk_sizes(x.numel(), partition.size)
@@ -65,7 +67,7 @@ def _relocating(block: nn.Module, inner, partition, offload: bool, forward, *arg
 
 
 class _Kept(NamedTuple):
-    """A saved tensor, or this rank's part of it, and what it was."""
+    """A saved tensor, or this rank's part of it, and what is needed to restore it."""
 
     part: Tensor
     shape: torch.Size

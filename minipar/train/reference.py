@@ -1,4 +1,4 @@
-"""The oracle of a run: the untouched model, a torch optimizer and a plain loop, in one process on one thread."""
+"""The reference of a run: the unmodified model, a torch optimizer and a plain loop, in one process on one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReferenceRun(NamedTuple):
 def train_in_one_process(
     config: TrainConfig, text: torch.Tensor, steps: int, on_step=None, observe=None
 ) -> ReferenceRun:
-    """The first `steps` steps of the run, without a Comm, a wrapper or a mesh.
+    """Run the first `steps` steps of the run in this process, without a Comm, a wrapper or a mesh.
 
     observe  called with the model before the first step, and each time gradients are complete, before they are clipped
     """
@@ -53,7 +53,7 @@ def train_in_one_process(
 
 
 class Difference(NamedTuple):
-    """How far two runs are apart, at most: in loss, in gradient norm (relative), and in any parameter, which is named."""
+    """The largest differences between two runs: in loss, in gradient norm (relative), and in the parameter `worst`."""
 
     steps: int
     loss: float

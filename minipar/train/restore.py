@@ -1,4 +1,4 @@
-"""Reading checkpoints: which one is whole, and what any placement needs of it."""
+"""Reading checkpoints: find the newest undamaged one, and read the part of a tensor that any placement describes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_whole(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole, with a warning about every newer one that is not; None if there is none."""
+    """Return the newest undamaged checkpoint, or None; warn about every newer one that is damaged."""
     for path in checkpoints(folder):
         damage = find_damage(path)
         if damage is None:
@@ -37,7 +37,7 @@ def newest_whole(folder: Path) -> Path | None:
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None. Reads all of it."""
+    """Describe what is wrong with a checkpoint, or return None. Reads all of it."""
     name = MANIFEST
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -58,11 +58,11 @@ def find_damage(path: Path) -> str | None:
 
 
 class Checkpoint:
-    """A checkpoint opened for reading, from whatever mesh.
+    """A checkpoint opened for reading, on any mesh.
 
-    step     after how many steps it was made
-    extra    what was given to `save`
-    kinds    kinds of part in it: "parameter", "exp_avg", ...
+    step     the number of steps done when it was saved
+    extra    as given to `Saver.save`
+    kinds    the kinds of the stored parts: "parameter", "exp_avg", ...
     """
 
     def __init__(self, path: Path):
@@ -91,9 +91,9 @@ class Checkpoint:
         return self._stored[kind, name][0][2].global_shape
 
     def read(self, kind: str, wanted: Placement) -> torch.Tensor:
-        """The local tensor of this placement, put together from the stored parts that overlap it.
+        """Assemble the local tensor of this placement from the stored parts that overlap it.
 
-        Raises ValueError, with the name, where it is not stored or not all of it is.
+        Raises ValueError, with the name, where none or not all of its elements are stored.
         """
         stored = self._stored.get((kind, wanted.name))
         if stored is None:

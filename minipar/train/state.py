@@ -1,6 +1,6 @@
-"""What of a run is state: this rank's parts of parameters and optimizer, and buffers, to a checkpoint and back.
+"""The state of a run, to a checkpoint and back: this rank's parts of parameters and optimizer state, and buffers.
 
-Nothing else is: the batch of a step, its dropout masks and its learning rate are functions of seed and step.
+Nothing else is state: the batch of a step, its dropout masks and its learning rate are functions of seed and step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PARAMETER, BUFFER = "parameter", "buffer"
 
 
 def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
-    """This rank's parts, and of each parameter what its optimizer keeps as one number: {name: {"step": 3.0}}."""
+    """Return this rank's parts, and the scalar optimizer state of its parameters: {name: {"step": 3.0}}."""
     parts, numbers = [], {}
     for x, own in state.updates.states():
         placement = placement_of(x)
         if placement.tied_to is not None:
-            continue  # the embedding's copy, and its state
-        if x.numel():  # ZeRO leaves some ranks nothing of a parameter
+            continue  # a copy: its original is stored
+        if x.numel():  # under ZeRO some ranks hold no element of a parameter
             parts.append(StoredPart(PARAMETER, placement, x))
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and value.dim():
@@ -40,7 +40,7 @@ def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, fl
 
 @torch.no_grad()
 def restore(state: RankState, checkpoint: Checkpoint) -> None:
-    """Take over a checkpoint, written on whatever mesh. Raises ValueError where it lacks something."""
+    """Load a checkpoint, written on any mesh, into this rank's state. Raises ValueError where something is missing."""
     for stage in state.stages:
         for param in stage.parameters():
             param.copy_(checkpoint.read(PARAMETER, _canonical(placement_of(param))))
@@ -57,12 +57,12 @@ def restore(state: RankState, checkpoint: Checkpoint) -> None:
 
 
 def described(config: TrainConfig, numbers: dict) -> dict:
-    """What a checkpoint says of its run."""
+    """The description of a run that its checkpoints store."""
     return {"seed": config.seed, "dtype": config.dtype, "model": asdict(config.model), "numbers": numbers}
 
 
 def require_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
-    """Refuse to continue another run, or one that is over."""
+    """Raise ValueError where the checkpoint is of another run, or has already done `config.steps` steps."""
     for name, ours in described(config, {}).items():
         theirs = checkpoint.extra[name]
         if name != "numbers" and theirs != ours:
@@ -79,7 +79,7 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint) -> None:
 
 
 def buffers_of(state: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
-    """What is neither trained nor a function of the seed: the biases that balance experts. Every rank has them whole."""
+    """Yield this rank's buffers: the biases that balance experts, neither trained nor made from the seed, each whole."""
     for stage in state.stages:
         for name, buffer in stage.named_buffers():
             yield Placement.whole(name, buffer.shape), buffer

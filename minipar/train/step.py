@@ -21,9 +21,11 @@ from minipar.train.train_config import TrainConfig
 def train_step(
     world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int, observe=None
 ) -> dict:
-    """Gradients of step `step`, clipped, and the update: what every line of the metrics describes.
+    """Run one step: compute and clip the gradients, update the parameters, return the step's metrics.
 
     observe  called when the gradients are complete, before they are clipped
+
+    Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.lr, config.warmup)
@@ -58,7 +60,7 @@ def train_step(
 
 
 def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
-    """Compute and reduce the gradients of this step's batch; the loss over all of it, on every rank."""
+    """Compute and reduce the gradients of this step's batch; return the whole batch's loss, on every rank."""
     inputs = _local_batch(
         state.mesh,
         config,
@@ -69,8 +71,8 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
     if config.model.num_experts:
         for stage in state.stages:
             set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
-    # An optimizer that reduces gradients does it during the backward, if that is the only one and whole: nothing may be
-    # added to a gradient afterwards (by another microbatch, a deferred product, a tied stage).
+    # ZeroOptimizer reduces gradients during the backward. That is correct only for a single, whole backward: nothing
+    # may be added to a gradient once it is reduced (by another microbatch, a deferred weight gradient, a tied stage).
     accumulates = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
     with state.updates.no_sync() if accumulates else nullcontext():
         loss = state.pipeline.step(**inputs)
@@ -79,11 +81,11 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
     return reduce_loss(world, state, config, loss)
 
 
-EVAL_STEPS = 4  # batches of which a validation loss is the mean
+EVAL_STEPS = 4  # batches per validation loss
 
 
 def evaluate(world, state: RankState, config: TrainConfig, text: torch.Tensor) -> float:
-    """The loss on the same few batches of `text` whenever it is asked for, without dropout; the same on every rank."""
+    """The mean loss over EVAL_STEPS batches of `text`, the same ones every time, without dropout; equal on every rank."""
     losses = []
     for step in range(EVAL_STEPS):
         inputs = _local_batch(
@@ -94,13 +96,13 @@ def evaluate(world, state: RankState, config: TrainConfig, text: torch.Tensor) -
         )
         losses.append(reduce_loss(world, state, config, state.pipeline.evaluate(**inputs)))
     for stage in state.stages:
-        take_metrics(stage)  # nobody reports the routing of these
+        take_metrics(stage)  # discard: the next step reports its own routing only
     return torch.stack(losses).mean().item()
 
 
 def reduce_loss(world, state: RankState, config: TrainConfig, loss: torch.Tensor | None) -> torch.Tensor:
-    """The batch's loss on every rank, from the parts of it that the last stages computed."""
-    if loss is None or state.mesh.coordinates.tp:  # the other tp ranks have the same loss
+    """Sum the parts of the batch's loss that the ranks of the last stage computed; every rank gets the sum."""
+    if loss is None or state.mesh.coordinates.tp:  # all tp ranks have the same loss: count it once
         dtype = torch.promote_types(config.torch_dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=world.device)
     return world.all_reduce(loss.detach())

@@ -1,4 +1,4 @@
-"""The text, as bytes, and the batch of a step: a function of the seed and the step alone, whatever the mesh."""
+"""The text as bytes, and the batch of a step: a function of seed and step alone, whatever the mesh."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_text(path: Path | None) -> torch.Tensor:
 
 
 def require_samples(text: torch.Tensor, seq_len: int, path: Path | None = None) -> None:
-    """Refuse a text that has not one sample with its targets."""
+    """Raise ValueError where the text is shorter than one sample with its targets."""
     if len(text) < seq_len + 1:
         raise ValueError(
             f"text={path} has {len(text)} bytes, fewer than one sample of seq_len={seq_len} and its last target; "
@@ -46,7 +46,7 @@ def require_samples(text: torch.Tensor, seq_len: int, path: Path | None = None) 
 
 
 def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what to train on, what to measure on): the last twentieth is held out, and at least one sample.
+    """Split the text into (training, held out): the last twentieth, at least one sample, is held out.
 
     Raises ValueError where that leaves too little to train on.
     """
@@ -60,7 +60,7 @@ def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def batch_of_step(text: torch.Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:
-    """Samples from places drawn by (seed, step): everybody can make the whole batch, and takes what is theirs."""
+    """Draw the samples of a step from (seed, step): every rank can make the whole batch and take its own part."""
     digest = hashlib.blake2b(f"batch {seed} {step}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
     starts = torch.randint(len(text) - seq_len, (batch_size, 1), generator=generator)

@@ -1,9 +1,9 @@
 """Text from a trained model, on any mesh of tp and pp ranks, whatever mesh it was trained on.
 
-A token goes through the stages one after another, and the ranks of a stage compute it together; each keeps the keys and
-values of its own layers and heads. One rank chooses the next token and tells all, so that there is one text even where
-two ranks' last bits are not the same. While one stage computes, the others wait: pp makes room for a large model, it
-does not make one text faster.
+The stages compute a token one after another, the tp ranks of a stage together; each rank caches the keys and values of
+its own layers and heads. One rank chooses the next token and broadcasts it, so all ranks have the same text even where
+the last bits of their logits differ. While one stage computes, the others wait: pp fits a larger model, it does not make
+one text faster.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def generate_text(
     seed: int = 0,
     timeout_s: float = 60.0,
 ) -> str:
-    """Continue `prompt` by `num_tokens` bytes with the newest checkpoint of a run, on tp x pp local ranks; the whole text.
+    """Continue `prompt` by `num_tokens` bytes with a run's newest checkpoint, on tp x pp local ranks; return all the text.
 
-    At temperature 0, and above it for one seed, every mesh writes the same text, but where two bytes are equally
-    likely up to rounding. Bytes that are not UTF-8 become replacement characters.
-    Raises ValueError for a folder without a whole checkpoint, an empty prompt, a negative number, or a mesh for which
+    At temperature 0, and above it for a given seed, every mesh generates the same text, except where two bytes are
+    equally likely up to rounding. Bytes that are not UTF-8 become replacement characters.
+    Raises ValueError for a folder without a whole checkpoint, an empty prompt, a negative number, or a mesh over which
     the model cannot be cut, before any rank starts; RankError where a rank fails.
     """
     path = newest_whole(Path(run_folder) / CHECKPOINTS)
@@ -72,9 +72,9 @@ def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:
 
 
 def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
-    """This rank's stage of the model in a checkpoint, cut over tp; of its weights only this rank's parts are read.
+    """Load this rank's stage of the model, cut over tp, from a checkpoint; only this rank's parts of weights are read.
 
-    One stage a pp rank, cut where training cuts them. The checkpoint may have been written on any mesh.
+    Each pp rank has one stage, of the layers that training gives it. The checkpoint may be from any mesh.
     """
     config, pp = ModelConfig(**checkpoint.extra["model"]), mesh.sizes["pp"]
     number = mesh.coordinates.pp
@@ -82,7 +82,7 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     first, last = number == 0, number == pp - 1
     dtype = getattr(torch, checkpoint.extra["dtype"])
     stage = Transformer(config, layers=layers, first=first, last=last, device="meta", dtype=dtype)
-    tensor_parallel(stage, mesh.comm("tp"))  # of tp=1 too: it says of every parameter what it is a part of
+    tensor_parallel(stage, mesh.comm("tp"))  # for tp=1 too: it sets every parameter's placement
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, _read(checkpoint, parameter, device))
@@ -106,14 +106,14 @@ def _read(checkpoint: Checkpoint, parameter: nn.Parameter, device) -> nn.Paramet
 def generate_on_mesh(
     stage: Transformer, mesh: Mesh, prompt_tokens, num_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """`minipar.model.sampling` of a model of which each pp rank has a stage, cut over tp or not; every rank gets the text.
+    """Generate as `minipar.model.generate` does, with one stage per pp rank, cut over tp or not; every rank gets the text.
 
-    stage  this rank's: of `load_stage`, or of `partition` and `tensor_parallel` without sequence parallelism
+    stage  this rank's, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
 
-    Every rank calls this with the same prompt and numbers. With other axes in the mesh, each of their replicas writes.
-    Sends, of B texts with T tokens in the prompt, between neighbouring stages B*D elements for each of the T + num_tokens
-    - 1 tokens read, while nothing ends the caching; over tp what the forward of these tokens sends, their logits
-    included; and each chosen token, B int64, to all.
+    Every rank calls this with the same prompt and numbers. Along other mesh axes, each replica generates the same text.
+    Sends, for B texts with T tokens in the prompt: from stage to stage, B*D elements for each of the T + num_tokens - 1
+    tokens read, as long as the cache holds; over tp, what the forward of these tokens sends, including the gather of
+    logits; and B int64 per chosen token, broadcast to all ranks.
     """
     tokens = checked_prompt(stage.config, prompt_tokens, num_tokens, temperature)
     pp, all_ranks = mesh.comm("pp"), mesh.comm("pp", "tp")
@@ -133,7 +133,7 @@ def generate_on_mesh(
 
 
 def _through_stages(stage: Transformer, pp, tokens: Tensor) -> Tensor | None:
-    """The logits of these tokens on the last stage's ranks."""
+    """Run this rank's stage on these tokens: the last stage's ranks return the logits, the others None."""
     x = tokens
     if not stage.first:
         dtype = next(stage.parameters()).dtype

@@ -1,4 +1,4 @@
-"""A run's configuration as a TOML file: what flags would say, to be kept and run again."""
+"""A run's configuration as a TOML file, equivalent to the command's flags: to keep, and to run again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from minipar.train.train_config import TrainConfig
 
 
 def read_settings(path: Path, cls: type = TrainConfig) -> dict[str, Any]:
-    """The fields of a TrainConfig that a TOML file gives, the model's under "model" as a dict of their own.
+    """Read the fields of a TrainConfig that a TOML file sets; the model's are a dict under "model".
 
         steps = 300
         dp = 2
         [model]
         num_layers = 8
 
-    Raises ValueError, naming the file, where it cannot be read or a setting does not exist or is of another type.
+    Raises ValueError, naming the file, where it cannot be read, or a setting does not exist or has the wrong type.
     """
     try:
         settings = tomllib.loads(Path(path).read_text())
@@ -52,7 +52,7 @@ def _value(name: str, value, hints: dict, path: Path):
 
 
 def as_toml(config) -> str:
-    """The configuration as a file that `read_settings` reads; what is None is left out, for that is the default."""
+    """Format the configuration as TOML that `read_settings` reads; None is left out, since it is the default there."""
     plain, tables = [], []
     for field in fields(config):
         value = getattr(config, field.name)

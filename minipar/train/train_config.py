@@ -1,4 +1,4 @@
-"""A training run: model, batch, optimizer, mesh. Everything is checked here, before a rank starts. Imports no torch."""
+"""The configuration of a run: model, batch, optimizer, mesh. All is checked before any rank starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AXES = ("pp", "dp", "cp", "tp", "ep")
 class TrainConfig:
     """A run of `minipar train`. The defaults train 0.87 M parameters to a loss below 2 in 150 steps.
 
-    Raises ValueError where a part is impossible, or parts do not fit each other.
+    Raises ValueError where a value is out of range, or values do not fit each other.
     """
 
     model: ModelConfig = field(
@@ -170,7 +170,7 @@ class TrainConfig:
 
     @property
     def mesh_name(self) -> str:
-        """The axes that split something, as dp2-tp2; one process is dp1."""
+        """The axes with more than one rank, as in dp2-tp2; one process is dp1."""
         return "-".join(f"{axis}{n}" for axis, n in self.mesh_sizes.items() if n > 1) or "dp1"
 
 
@@ -179,7 +179,7 @@ NOT_NEGATIVE = (
     "peak_tflops", "moe",
 )  # fmt: skip
 
-# What `minipar verify` checks unless told otherwise: small, and with everything that is hard in it.
+# The default of `minipar verify`: small, yet with the hard cases (grouped queries, dropout, tied embeddings).
 SMALL = ModelConfig(
     dim=32, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=64, dropout=0.1, tie_embeddings=True
 )

@@ -1,4 +1,4 @@
-"""The training loop, on every rank, and the run around it."""
+"""The training loop of every rank, and the run around it: resume, logs, checkpoints, comparison with one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAMPLE_PROMPT = "The "
 
 @dataclass
 class Result:
-    """What `train` returns: where it wrote, metrics a step, a trace a rank, a sample, the distance from one process."""
+    """The result of `train`: its folder, metrics per step, spans per rank, a sample, the difference from one process."""
 
     folder: Path
     metrics: list[dict]
@@ -45,7 +45,7 @@ class Result:
 
 
 class Trained(NamedTuple):
-    """What the ranks made: metrics a step, parameters after the verified steps, all state at the end, spans a rank."""
+    """The ranks' results: metrics per step, parameters after the verified steps and (with buffers) at the end, spans."""
 
     metrics: list[dict]
     first: dict[str, torch.Tensor]
@@ -54,10 +54,10 @@ class Trained(NamedTuple):
 
 
 def train(config: TrainConfig, on_progress=None) -> Result | None:
-    """Train on `config.world_size` local ranks, or as one of torchrun's; then repeat the first steps on one process.
+    """Train on `config.world_size` local ranks, or as one rank of torchrun's; then repeat the first steps in one process.
 
     on_progress(what, metrics)  called after every step, with what = "train" or "verify"
-    Returns the result; under torchrun None on all ranks but the first.
+    Returns the result; under torchrun, None on every rank but rank 0.
     Raises ValueError for bad input before any rank starts, RankError where a rank fails.
     """
     text = load_text(config.text)
@@ -102,7 +102,7 @@ def _require_world(size: int, config: TrainConfig) -> None:
 
 
 def _require_no_others(config: TrainConfig) -> None:
-    """Refuse to write checkpoints among those of another run: the newest by number would be kept, whosever they are."""
+    """Refuse a folder with another run's checkpoints: only the highest step numbers are kept, of whichever run."""
     goes_on = config.resume is not None and config.resume.resolve() == config.folder.resolve()
     if config.checkpoint_every and not goes_on and checkpoints(config.folder / CHECKPOINTS):
         raise ValueError(
@@ -132,7 +132,7 @@ def train_rank(
     start: Path | None = None,
     report=None,
 ) -> Trained | None:
-    """One rank's part of the run, from a checkpoint if `start` names one. Rank 0 returns what all made, others None."""
+    """Run this rank's part of the training, from checkpoint `start` if given; rank 0 returns all ranks' results."""
     report = report or world.report
     torch.manual_seed(config.seed)
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
@@ -165,18 +165,18 @@ def train_rank(
 
 
 def _all_numbers(world, mine: dict) -> dict:
-    """The optimizer's numbers of the parameters of all ranks, on rank 0, which writes them."""
+    """Gather the scalar optimizer state of all ranks' parameters on rank 0, which writes it."""
     everywhere = gather_objects(world, mine) or [mine]
     return {name: numbers for rank in everywhere for name, numbers in rank.items()}
 
 
 def held_parameters(state: RankState) -> list[tuple[Placement, torch.Tensor]]:
-    """What of the parameters this rank updates, copied."""
+    """Copy to the CPU the parts of the parameters that this rank updates, with their placements."""
     return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in state.updates.tensors]
 
 
 def whole_parameters(held: list[list[tuple[Placement, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """The one-process parameters, from what every rank holds of them."""
+    """Assemble the one-process parameters from the parts that all ranks hold."""
     parts: dict[str, list] = {}
     for placement, local in chain.from_iterable(held):
         if placement.tied_to is None:
@@ -198,7 +198,7 @@ def _sample(world, config: TrainConfig, parameters: dict[str, torch.Tensor], num
 
 
 def _finish(config: TrainConfig, text, trained, tell) -> Result:
-    """Write what the run made, then run its first steps again on one process and compare."""
+    """Write the sample and the trace, then repeat the first steps in one process and compare."""
     folder, metrics = config.folder, trained.metrics
     sample = run(_sample, config, trained.last, world_size=1)[0]
     write_whole(folder / "sample.txt", sample + "\n")
@@ -221,5 +221,5 @@ def _finish(config: TrainConfig, text, trained, tell) -> Result:
 
 
 def _reference_rank(world, config: TrainConfig, text, steps: int) -> ReferenceRun:
-    """The plain loop, in a process of its own so that it has one thread whatever the caller has."""
+    """Run the reference in a process of its own, so that it uses one thread whatever the caller uses."""
     return train_in_one_process(config, text, steps, on_step=world.report)

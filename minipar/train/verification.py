@@ -1,4 +1,4 @@
-"""`minipar verify`: any mesh against one process, tensor by tensor, and the first that diverges by name."""
+"""`minipar verify`: compare any mesh with one process, tensor by tensor, and name the first tensor that diverges."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from minipar.train.step import train_step
 from minipar.train.text import load_text, require_samples
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
-TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2}  # of a tensor's largest entry
-FLOOR = 1e-12  # of float64; below this an exact zero may have rounding in it
+TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2}  # relative to a tensor's largest entry
+FLOOR = 1e-12  # a tensor with no larger entry is zero up to float64 rounding: its difference is absolute
 
 
 class Row(NamedTuple):
-    """One line of the table: how far `what` was from one process at most, in which tensor, on which rank.
+    """One line of the table: the largest difference of `what` from one process, and the tensor and rank that have it.
 
-    difference  max|a - b| / max|b|, or where b is zero max|a - b|
-    place       of a tensor: which steps of the recipe made that rank's part of it
+    difference  max|a - b| / max|b|, or max|a - b| where b is zero
+    place       the steps of the recipe that made that rank's part of the tensor
     """
 
     what: str
@@ -59,7 +59,7 @@ class Verification(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """Tensors at one moment: a rank's parts of them, or one process's by name. `step` of gradients, None of weights."""
+    """Tensors at one moment: a rank's parts, or one process's tensors by name. `step` is None for weights."""
 
     what: str
     step: int | None
@@ -67,7 +67,7 @@ class Snapshot(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Initial weights, the gradients of each step and the last weights, as one rank saw them; losses and norms."""
+    """One rank's snapshots (initial weights, gradients of each step, last weights), and its losses and gradient norms."""
 
     snapshots: list[Snapshot]
     losses: list[float]
@@ -75,12 +75,12 @@ class Observed(NamedTuple):
 
 
 def verify(config: TrainConfig = VERIFY_DEFAULTS) -> Verification:
-    """Run `config.steps` steps on its mesh and in one process, and compare everything.
+    """Run `config.steps` steps on the configuration's mesh and in one process, and compare everything.
 
-    Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights, the
-    gradients and the loss of every step, the gradient norm, the weights at the end; so the first row that differs is the
-    first thing that went wrong, and says on which rank.
-    Raises ValueError for a bad request, RankError where a rank fails.
+    Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights; then in
+    each step the gradients, the loss and the gradient norm; then the weights at the end. The first row that differs
+    therefore shows what went wrong first, and on which rank.
+    Raises ValueError for a text that is unreadable or too short, RankError where a rank fails.
     """
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
@@ -135,7 +135,7 @@ def _observe_one_process(world, config: TrainConfig, text: torch.Tensor) -> Obse
 
 
 def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:
-    """Every rank's parts against the same parts of one process's tensors."""
+    """Compare every rank's parts with the same parts of one process's tensors."""
     worst, count, where = (-1.0, "", 0), 0, None
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:
@@ -160,12 +160,12 @@ def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> R
 
 
 def _known(difference: float) -> float:
-    """Whatever is not a number is infinitely far from everything, also from another that is not."""
+    """The difference, or inf if it is nan: nan differs infinitely from everything, nan included."""
     return math.inf if math.isnan(difference) else difference
 
 
 def table(result: Verification) -> str:
-    """The verification as text, a row a comparison, and the verdict."""
+    """Format the verification as text: one row per comparison, then the verdict."""
     head = f"{'':22}{'tensors':>8}  {'difference':>10}  where it is largest"
     lines = [head]
     for row in result.rows:
@@ -184,7 +184,7 @@ def table(result: Verification) -> str:
 
 
 def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
-    """Every legal mesh of this many ranks, with every ZeRO stage, and where there is a pipeline every schedule."""
+    """Yield every legal mesh of `world_size` ranks with every ZeRO stage and, where pp > 1, every schedule."""
     from dataclasses import replace
 
     for pp, dp, cp in product(divisors(world_size), repeat=3):
