@@ -11,9 +11,9 @@ import torch.nn.functional as F
 import minipar
 from benchmarks.harness import Row, race, row
 from minipar.expert import expert_parallel
-from minipar.expert.overlapped_all_to_all import Route
+from minipar.expert.overlapped_all_to_all import AllToAllRoute
 from minipar.model import ModelConfig, MoE, Transformer, take_metrics
-from minipar.model.permute import combine, compact_plan, spread
+from minipar.model.permute import combine, permute_rows, plan_kept_rows
 from minipar.train.optim import BETAS, learning_rate
 from minipar.train.text import batch_of_step, load_text
 
@@ -46,8 +46,8 @@ def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
     layers = [[torch.nn.Parameter(w[e].detach().clone()) for w in moe.experts.parameters()] for e in range(8)]
 
     def grouped():
-        plan = compact_plan(expert, torch.ones_like(expert, dtype=torch.bool), NUM_EXPERTS)
-        out = moe.experts(spread(x, plan), plan.counts.tolist())
+        plan = plan_kept_rows(expert, torch.ones_like(expert, dtype=torch.bool), NUM_EXPERTS)
+        out = moe.experts(permute_rows(x, plan), plan.counts.tolist())
         combine(out, weight, plan).sum().backward()
 
     def masked():
@@ -71,7 +71,7 @@ def _race_exchange(world, rounds: int, tokens: int):
     torch.set_num_threads(1)
     n = tokens * TOP_K // world.size
     sizes = [[n] * world.size] * world.size
-    route, x = Route(world), torch.randn(n * world.size, DIM)
+    route, x = AllToAllRoute(world), torch.randn(n * world.size, DIM)
     world.all_to_all(x, algorithm="native")
     return race(
         world,

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import tyro
 
 from minipar.errors import RankError
-from minipar.flags import config_of, flags_of, parse, settings_of
-from minipar.report import Progress, present
+from minipar.flags import config_of, flags_of, parse_command, settings_of
+from minipar.report import Progress, print_summary
 from minipar.schedules.registry import ScheduleName
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
@@ -26,16 +26,16 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command. Exits 0 when done, 1 if a rank failed, 2 with a one-line message on a bad request, 130 on Ctrl-C."""
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
-        parse(argv, _commands(settings_of(argv)), DESCRIPTION)()
+        parse_command(argv, _commands(settings_of(argv)), DESCRIPTION)()
     except ValueError as error:
-        _leave(f"minipar: {error}", 2)
+        _exit_with(f"minipar: {error}", 2)
     except RankError as error:
-        _leave(f"minipar: {error}", 1)
+        _exit_with(f"minipar: {error}", 1)
     except KeyboardInterrupt:
-        _leave("minipar: interrupted", 130)
+        _exit_with("minipar: interrupted", 130)
 
 
-def _leave(message: str, code: int) -> None:
+def _exit_with(message: str, code: int) -> None:
     print(message, file=sys.stderr)
     raise SystemExit(code)
 
@@ -80,7 +80,7 @@ def _train(flags) -> None:
     with Progress(config) as progress:
         result = train(config, progress)
     if result is not None:
-        present(result)
+        print_summary(result)
 
 
 def _verify_command(settings: dict):

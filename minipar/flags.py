@@ -54,28 +54,28 @@ def flags_of(config, settings: dict):
             members.append((f.name, type(nested), nested))
         else:
             groups.setdefault(f.metadata.get("group", ""), []).append(f)
-    made = {name: _group(name, inside, hints, values) for name, inside in groups.items()}
-    if list(made) == [""] and not members:
-        return made[""]
-    for name, flags in made.items():
+    groups_as_flags = {name: _flags_of_group(name, inside, hints, values) for name, inside in groups.items()}
+    if list(groups_as_flags) == [""] and not members:
+        return groups_as_flags[""]
+    for name, flags in groups_as_flags.items():
         members.append((name, tyro.conf.OmitArgPrefixes[type(flags)], flags))
-    return _dataclass(type(config).__name__, members, "")
+    return _make_instance(type(config).__name__, members, "")
 
 
-def _group(name: str, inside: list[dataclasses.Field], hints: dict, values: dict):
+def _flags_of_group(name: str, inside: list[dataclasses.Field], hints: dict, values: dict):
     members = [
         (f.name, Annotated[hints[f.name], tyro.conf.arg(help=f.metadata.get("help"))], values[f.name])
         for f in inside
     ]
-    return _dataclass(name.capitalize() or "Model", members, HEADINGS.get(name or "model", ""))
+    return _make_instance(name.capitalize() or "Model", members, HEADINGS.get(name or "model", ""))
 
 
-def _dataclass(name: str, members: list, doc: str):
+def _make_instance(name: str, members: list, doc: str):
     """Make a frozen dataclass with these (name, type, value) fields, and return its instance."""
     named = [(n, hint, dataclasses.field(default=value)) for n, hint, value in members]
-    made = dataclasses.make_dataclass(name, named, frozen=True)
-    made.__doc__ = doc
-    return made()
+    groups_as_flags = dataclasses.make_dataclass(name, named, frozen=True)
+    groups_as_flags.__doc__ = doc
+    return groups_as_flags()
 
 
 def config_of(flags, cls):
@@ -99,34 +99,34 @@ def _values(flags, hints: dict) -> dict:
 # The command line --------------------------------------------------------------------------------------------
 
 
-def parse(argv: list[str], commands: dict, description: str):
+def parse_command(argv: list[str], commands: dict, description: str):
     """Return the callable that runs the command. Raises ValueError of one line, where tyro would print a box."""
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
         near = difflib.get_close_matches(argv[0], commands, 1)
         meant = f"; did you mean {near[0]}?" if near else f"; use {', '.join(commands)}"
         raise ValueError(f"{argv[0]!r} is no command{meant}")
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             return tyro.extras.subcommand_cli_from_dict(
                 commands, prog="minipar", description=description, args=argv
             )
     except SystemExit as end:
         if end.code != 2:
             raise
-        raise ValueError(_one_line(said.getvalue(), argv)) from None
+        raise ValueError(_one_line(stderr.getvalue(), argv)) from None
 
 
 def _one_line(box: str, argv: list[str]) -> str:
     """Reduce tyro's boxed error to one line: its first paragraph, and the flag tyro suggests."""
-    framed = "╭" in box  # the box holds the title; otherwise the title is the first paragraph
+    is_boxed = "╭" in box  # the box holds the title; otherwise the title is the first paragraph
     lines = [line.strip("│ ") for line in box.splitlines() if line and line[0] not in "╭╰"]
     paragraphs = [
         list(group)
         for ruled, group in itertools.groupby(lines, lambda line: not line.strip("─-"))
         if not ruled
     ]
-    first = " ".join(paragraphs[0 if framed else 1]).rstrip(".")
+    first = " ".join(paragraphs[0 if is_boxed else 1]).rstrip(".")
     suggested = next((line for line in lines if line.startswith("--") and line.strip("-")), None)
     if first.startswith("Unrecognized") and suggested:
         first += f"; did you mean {suggested.split()[0].rstrip(',')}?"

@@ -33,16 +33,16 @@ class LiveBytes(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before | self._alive:
-                self._made(x.untyped_storage())
+                self._on_allocate(x.untyped_storage())
         return result
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
+    def _on_allocate(self, storage: torch.UntypedStorage) -> None:
         key, num_bytes = storage._cdata, storage.nbytes()
         self._alive.add(key)
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._ended, key, num_bytes)
+        weakref.finalize(storage, self._on_free, key, num_bytes)
 
-    def _ended(self, key: int, num_bytes: int) -> None:
+    def _on_free(self, key: int, num_bytes: int) -> None:
         self._alive.discard(key)
         self.now -= num_bytes

@@ -17,7 +17,7 @@ def option(default: Any, help: str, group: str = ""):
     return field(default=default, metadata={"help": help, "group": group})
 
 
-def documented(cls: type) -> type:
+def with_option_table(cls: type) -> type:
     """Append the table of options to the class's docstring."""
     lines = [f"    {f.name:22}{f.metadata['help']}" for f in fields(cls) if f.metadata.get("help")]
     cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n" + "\n".join(lines) + "\n"
@@ -36,18 +36,18 @@ def check_types(config) -> None:
 
 def check_type(name: str, value, hint) -> None:
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if any(_fits(value, kind) for kind in kinds):
+    if any(_has_type(value, kind) for kind in kinds):
         return
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
     if choices:
         raise ValueError(f"{name}={value!r} is unknown; use {one_of(choices, near=value)}")
-    wanted = " or ".join(_called(kind) for kind in kinds if kind is not NoneType)
+    wanted = " or ".join(_type_name(kind) for kind in kinds if kind is not NoneType)
     if isinstance(value, float) and float in kinds:
         raise ValueError(f"{name}={value!r} is no number to compute with; use a finite one")
     raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}")
 
 
-def _fits(value, kind) -> bool:
+def _has_type(value, kind) -> bool:
     if get_origin(kind) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
     if kind is bool or isinstance(value, bool):
@@ -61,12 +61,12 @@ def _fits(value, kind) -> bool:
     return isinstance(value, kind)
 
 
-def _called(kind) -> str:
+def _type_name(kind) -> str:
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def normalised(config) -> None:
+def normalise_types(config) -> None:
     """Convert every field in place to the Python type of its annotation: str to Path, numpy integer to int or float."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name, None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minipar.trace import find_straggler
 
-SLOW = 1.5  # report a rank that computes this many times as long as the median rank
+STRAGGLER_RATIO = 1.5  # report a rank that computes this many times as long as the median rank
 
 
 class Progress:
@@ -12,7 +12,7 @@ class Progress:
 
     def __init__(self, config):
         self._totals = {"train": config.steps, "verify": min(config.verify_steps, config.steps)}
-        self._bar, self._what = None, None
+        self._bar, self._phase = None, None
 
     def __enter__(self):
         return self
@@ -24,16 +24,16 @@ class Progress:
     def __call__(self, what: str, metrics: dict) -> None:
         from tqdm import tqdm
 
-        if what != self._what:
+        if what != self._phase:
             self.__exit__()
             label = {"train": "train", "verify": "again on one process"}[what]
-            self._bar, self._what = tqdm(total=self._totals[what], desc=label, unit="step"), what
+            self._bar, self._phase = tqdm(total=self._totals[what], desc=label, unit="step"), what
         if "loss" in metrics:
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s")
         self._bar.update()
 
 
-def present(result) -> None:
+def print_summary(result) -> None:
     """Draw the run's figures, and print a summary and where its files are."""
     from visualize.trace import draw_trace
     from visualize.training import draw_training
@@ -48,7 +48,7 @@ def present(result) -> None:
     if (skipped := sum(line["skipped"] for line in result.metrics)) > 0:
         print(f"{skipped} steps skipped: their loss or gradient norm was not a number")
     straggler = find_straggler(result.traces)
-    if straggler is not None and straggler.ratio > SLOW:
+    if straggler is not None and straggler.ratio > STRAGGLER_RATIO:
         print(
             f"rank {straggler.rank} computed {straggler.ratio:.1f} times as long as the median rank: the others waited"
         )

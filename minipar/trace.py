@@ -67,7 +67,7 @@ def overlap_fraction(spans) -> float:
     """
     communicate = _union(spans, "communicate")
     computing = _merge(chain.from_iterable(_computing(spans)))
-    hidden_s, total_s = _length(_both(communicate, computing)), _length(communicate)
+    hidden_s, total_s = _length(_intersection(communicate, computing)), _length(communicate)
     return min(1.0, hidden_s / total_s) if total_s else 0.0
 
 
@@ -75,7 +75,7 @@ def _computing(spans) -> Iterator[list[tuple[float, float]]]:
     """Yield, for each lane, the intervals of its compute spans less those of its communicate and wait spans."""
     for lane in {s.lane for s in spans}:
         own = [s for s in spans if s.lane == lane]
-        yield _both(_union(own, "compute"), _gaps(_union(own, "communicate", "wait")))
+        yield _intersection(_union(own, "compute"), _complement(_union(own, "communicate", "wait")))
 
 
 class Straggler(NamedTuple):
@@ -116,13 +116,13 @@ def _merge(intervals) -> list[tuple[float, float]]:
     return merged
 
 
-def _gaps(intervals) -> list[tuple[float, float]]:
+def _complement(intervals) -> list[tuple[float, float]]:
     """Return the complement of these intervals, from -inf to inf."""
     edges = [-math.inf, *(t for interval in intervals for t in interval), math.inf]
     return list(zip(edges[::2], edges[1::2]))
 
 
-def _both(a, b) -> list[tuple[float, float]]:
+def _intersection(a, b) -> list[tuple[float, float]]:
     """Return the intersection of a and b."""
     found, i, j = [], 0, 0
     while i < len(a) and j < len(b):

@@ -123,7 +123,9 @@ def reserved_faults(tree: ast.AST, path: Path):
     environment = tuple(
         f"minipar/runtime/{name}.py" for name in ("environment", "launch", "serialization", "worker")
     )
-    transports = tuple(f"minipar/comm/{name}.py" for name in ("adopt", "grouped", "native", "transport"))
+    transports = tuple(
+        f"minipar/comm/{name}.py" for name in ("existing_group", "grouped", "native", "transport")
+    )
     allowed = {
         "torch.distributed": (*transports, "minipar/runtime/launch.py", "minipar/runtime/worker.py"),
         "os.environ": environment,

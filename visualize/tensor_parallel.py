@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from minipar.tensor_parallel import layouts
+from minipar.tensor_parallel import linear_costs
 from visualize.style import (
     BLUE,
     FAINT,
@@ -126,15 +126,15 @@ def draw_layouts(m: int, d: int, f: int, path: str | Path, powers: Sequence[int]
     """Plot what an MLP D -> F -> D of M rows sends and holds per rank, cut in 1, 2 and 3 dims, over 4^n and 8^n ranks."""
     squares, cubes = [4**n for n in powers], [8**n for n in powers if 8**n <= 4 ** max(powers)]
     lines = {
-        "1D": (squares, (layouts.column, layouts.row), VERMILION),
-        "2D": (squares, (layouts.summa, layouts.summa), BLUE),
+        "1D": (squares, (linear_costs.column_cost, linear_costs.row_cost), VERMILION),
+        "2D": (squares, (linear_costs.summa_cost, linear_costs.summa_cost), BLUE),
         "2.5D, depth 4": ([t for t in squares if t >= 16], (_deep, _deep), PURPLE),
-        "3D": (cubes, (layouts.cube, layouts.cube), GREEN),
+        "3D": (cubes, (linear_costs.cube_cost, linear_costs.cube_cost), GREEN),
     }
     figure = new_figure(7.5, 3.2)
     left, right = figure.subplots(1, 2)
     for name, (ranks, layers, colour) in lines.items():
-        costs = [layouts.pair(*layers, t, m, d, f) for t in ranks]
+        costs = [linear_costs.mlp_cost(*layers, t, m, d, f) for t in ranks]
         for axes, values in ((left, [c.sent for c in costs]), (right, [c.held for c in costs])):
             axes.plot(
                 ranks, [float(v) for v in values], "o-", color=colour, label=name, markersize=3, linewidth=1.2
@@ -153,8 +153,8 @@ def draw_layouts(m: int, d: int, f: int, path: str | Path, powers: Sequence[int]
     return write(figure, path)
 
 
-def _deep(t: int, m: int, d_in: int, d_out: int) -> layouts.Cost:
-    return layouts.summa(t, m, d_in, d_out, depth=4)
+def _deep(t: int, m: int, d_in: int, d_out: int) -> linear_costs.Cost:
+    return linear_costs.summa_cost(t, m, d_in, d_out, depth=4)
 
 
 def draw_kept(parts: dict[str, dict[str, float]], path: str | Path) -> Path:

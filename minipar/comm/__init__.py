@@ -16,7 +16,7 @@ objects.py           gathering Python values
 native.py            torch's own collectives on the same ranks
 autograd.py          collectives with their adjoints as backward
 diagnosis.py         deadlocks and lost messages, explained from all ranks' message counts
-adopt.py             a world on an existing process group
+existing_group.py    a world on an existing process group
 grouped.py           the NCCL transport
 cuda_stream.py       the stream on CUDA
 """

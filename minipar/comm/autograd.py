@@ -44,7 +44,7 @@ def _same(x: torch.Tensor) -> torch.Tensor:
     return x.view_as(x)
 
 
-def _along(dim: int, collective):
+def _on_dim(dim: int, collective):
     """Make `collective`, which acts on dim 0, act on `dim`."""
     if dim == 0:
         return collective
@@ -64,27 +64,27 @@ def all_reduce(comm, x: torch.Tensor, algorithm: str = "auto") -> torch.Tensor:
 def split(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """Return this rank's chunk of x, where x is equal on all ranks. Backward: all-gather of the chunks' gradients."""
     sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
-    return _Conjugate.apply(x, _chunk(comm, dim, sizes), _along(dim, lambda g: comm.all_gather(g, sizes)))
+    return _Conjugate.apply(x, _chunk(comm, dim, sizes), _on_dim(dim, lambda g: comm.all_gather(g, sizes)))
 
 
 def gather(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """All-gather the chunks; all ranks use the result in the same way. Backward: this rank's chunk of the gradient."""
     sizes = [x.shape[dim]] * comm.size if sizes is None else sizes
-    return _Conjugate.apply(x, _along(dim, lambda t: comm.all_gather(t, sizes)), _chunk(comm, dim, sizes))
+    return _Conjugate.apply(x, _on_dim(dim, lambda t: comm.all_gather(t, sizes)), _chunk(comm, dim, sizes))
 
 
 def all_gather(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """All-gather the chunks; each rank uses the result differently. Backward: reduce-scatter."""
     sizes = [x.shape[dim]] * comm.size if sizes is None else sizes
     there, back = lambda t: comm.all_gather(t, sizes), lambda g: comm.reduce_scatter(g, sizes=sizes)
-    return _Conjugate.apply(x, _along(dim, there), _along(dim, back))
+    return _Conjugate.apply(x, _on_dim(dim, there), _on_dim(dim, back))
 
 
 def reduce_scatter(comm, x: torch.Tensor, dim: int = 0, sizes=None) -> torch.Tensor:
     """Return this rank's chunk of the sum over ranks of x. Backward: all-gather."""
     sizes = check_sizes(sizes, x.shape[dim], comm.size, "sizes", dim)
     there, back = lambda t: comm.reduce_scatter(t, sizes=sizes), lambda g: comm.all_gather(g, sizes)
-    return _Conjugate.apply(x, _along(dim, there), _along(dim, back))
+    return _Conjugate.apply(x, _on_dim(dim, there), _on_dim(dim, back))
 
 
 def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch.Tensor:
@@ -100,18 +100,22 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
 
 def send(comm, x: torch.Tensor, to: int) -> torch.Tensor:
     """Send x to rank `to`. Returns an empty tensor: calling backward from it receives the gradient of x from `to`."""
-    return _Conjugate.apply(x, lambda t: _sent(comm, t, to), lambda _: comm.recv(x.shape, x.dtype, to))
+    return _Conjugate.apply(
+        x, lambda t: _send_returning_empty(comm, t, to), lambda _: comm.recv(x.shape, x.dtype, to)
+    )
 
 
 def recv(comm, shape, dtype: torch.dtype, source: int) -> torch.Tensor:
     """Receive a tensor from rank `source`. Backward sends its gradient to `source`."""
     start = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
     return _Conjugate.apply(
-        start, lambda _: comm.recv(shape, dtype, source), lambda g: _sent(comm, g.contiguous(), source)
+        start,
+        lambda _: comm.recv(shape, dtype, source),
+        lambda g: _send_returning_empty(comm, g.contiguous(), source),
     )
 
 
-def _sent(comm, x: torch.Tensor, to: int) -> torch.Tensor:
+def _send_returning_empty(comm, x: torch.Tensor, to: int) -> torch.Tensor:
     comm.send(x, to)
     return x.new_empty(0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def disseminate(comm) -> None:
+def dissemination_barrier(comm) -> None:
     """Return once every rank has called this. Sends one byte in each of ceil(log2 p) steps."""
     token, distance = torch.zeros(1, dtype=torch.uint8, device=comm.device), 1
     while distance < comm.size:

@@ -56,8 +56,8 @@ def require_algorithm(name: str) -> None:
 def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes=None):
     """Return the function (x, **arguments) that computes this collective on `comm`."""
     known = ALGORITHMS[collective]
-    if algorithm == "auto" and comm.preferred in (*known, "native"):
-        algorithm = comm.preferred
+    if algorithm == "auto" and comm.default_algorithm in (*known, "native"):
+        algorithm = comm.default_algorithm
     if algorithm == "auto":
         num_bytes = x.nbytes
         if collective == "all_gather":  # size of the result: inputs may differ in size between ranks
@@ -73,7 +73,7 @@ def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes
     return partial(known[algorithm], comm)
 
 
-def checked_out(out: torch.Tensor, x: torch.Tensor, length: int) -> torch.Tensor:
+def require_fitting_out(out: torch.Tensor, x: torch.Tensor, length: int) -> torch.Tensor:
     """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and `length` rows of x's shape."""
     shape = (length, *x.shape[1:])
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from minipar.chunks import check_sizes
-from minipar.comm.adopt import adopt
-from minipar.comm.barrier import disseminate
-from minipar.comm.collectives import check_root, checked_out, find_algorithm, require_algorithm
+from minipar.comm.barrier import dissemination_barrier
+from minipar.comm.collectives import check_root, find_algorithm, require_algorithm, require_fitting_out
+from minipar.comm.existing_group import transport_on
 from minipar.comm.messages import Traffic
 from minipar.comm.ring import gathered_sizes
-from minipar.comm.stream import recorded
+from minipar.comm.stream import run_recorded
 from minipar.comm.transport import PendingMessages, Transport
 from minipar.trace import Trace
 
@@ -46,7 +46,7 @@ class Comm:
         self.rank, self.size = ranks.index(transport.rank), len(ranks)
         self.device = transport.device
         self.traffic = Traffic(parent.traffic if parent else None)
-        self.preferred: str | None = parent.preferred if parent else None
+        self.default_algorithm: str | None = parent.default_algorithm if parent else None
 
     @classmethod
     def from_process_group(cls, group=None, timeout_s: float = 60.0, node_size: int | None = None) -> Comm:
@@ -54,7 +54,7 @@ class Comm:
 
         Two worlds on one group never receive each other's messages. All ranks must make them in the same order.
         """
-        transport = adopt(group, timeout_s, node_size)
+        transport = transport_on(group, timeout_s, node_size)
         return cls(transport, transport.ranks, "world")
 
     @property
@@ -87,14 +87,14 @@ class Comm:
                 f"subgroup {name!r} of ranks {ranks}: use distinct ranks below {self.size}, rank {self.rank} among them"
             )
         comm = Comm(self._transport, tuple(self.ranks[r] for r in ranks), f"{self.name}/{name}", parent=self)
-        self._transport.open(comm._channel)
+        self._transport.prepare_channel(comm._channel)
         return comm
 
     def using(self, algorithm: str) -> Comm:
         """Return this Comm with `algorithm` as the meaning of "auto" in every collective that has it; "auto" resets it."""
         require_algorithm(algorithm)
         other = copy.copy(self)
-        other.preferred = None if algorithm == "auto" else algorithm
+        other.default_algorithm = None if algorithm == "auto" else algorithm
         return other
 
     def process_group(self):
@@ -138,7 +138,7 @@ class Comm:
         out     None, or a contiguous tensor for the result; it may be this rank's chunk of x
         """
         if out is not None:
-            out = checked_out(out, x, check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank])
+            out = require_fitting_out(out, x, check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank])
         return self._collective("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes, out=out)
 
     def all_gather(self, x, sizes=None, algorithm: str = "auto", async_op: bool = False, out=None):
@@ -148,7 +148,7 @@ class Comm:
         out     None, or a contiguous tensor for the result; x may be this rank's chunk of it
         """
         if out is not None:
-            out = checked_out(out, x, sum(gathered_sizes(self, x, sizes)))
+            out = require_fitting_out(out, x, sum(gathered_sizes(self, x, sizes)))
         return self._collective("all_gather", algorithm, async_op, x, sizes=sizes, out=out)
 
     def broadcast(self, x, root: int = 0, algorithm: str = "auto", async_op: bool = False):
@@ -170,7 +170,7 @@ class Comm:
 
     def barrier(self) -> None:
         """Return once every rank has called this: ceil(log2 p) steps of one byte (the dissemination barrier)."""
-        self._run("barrier", "barrier", partial(disseminate, self), async_op=False)
+        self._run("barrier", "barrier", partial(dissemination_barrier, self), async_op=False)
 
     def _collective(self, kind: str, algorithm: str, async_op: bool, x: torch.Tensor, **kwargs):
         if x.dim() == 0 and kind in ("reduce_scatter", "all_gather", "all_to_all"):
@@ -185,9 +185,9 @@ class Comm:
         """Run a collective on the stream, or directly where another collective of this Comm calls it."""
         if self._channel.stream.inside():
             return operation()
-        return self._on_stream(kind, partial(self._as_kind, kind, signature, operation), async_op)
+        return self._on_stream(kind, partial(self._run_labelled, kind, signature, operation), async_op)
 
-    def _as_kind(self, kind: str, signature: str, operation):
+    def _run_labelled(self, kind: str, signature: str, operation):
         self._channel.kind, self._channel.signature = kind, signature
         try:
             return operation()
@@ -197,7 +197,7 @@ class Comm:
     def _on_stream(self, kind: str, operation, async_op: bool):
         trace, on_wait = self._transport.trace, None
         if trace is not None:
-            operation = partial(recorded, trace, f"{kind} {self.name}", operation)
+            operation = partial(run_recorded, trace, f"{kind} {self.name}", operation)
             on_wait = partial(trace.add, "wait", f"{kind} {self.name}")
         stream = self._channel.stream
         return (stream.submit if async_op else stream.run)(operation, on_wait)

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from minipar.comm.messages import Message, MessageCounts
 
 
-class Surplus(NamedTuple):
+class UnmatchedMessages(NamedTuple):
     """Messages that `rank` posted and its peer did not match, described in a sentence."""
 
     rank: int
     sentence: str
 
 
-def surplus(counts: dict[int, MessageCounts]) -> list[Surplus]:
+def unmatched_messages(counts: dict[int, MessageCounts]) -> list[UnmatchedMessages]:
     """List sends never received, and receives that no send matches: one entry per pair of ranks, channel and lane."""
     found = []
     for rank, own in sorted(counts.items()):
@@ -27,13 +27,13 @@ def surplus(counts: dict[int, MessageCounts]) -> list[Surplus]:
             if sent > received:
                 count, of = _count(sent - received), f" ({label})" if label else ""
                 what = f"rank {rank} sent rank {to} {count} on {channel} that was not received{of}"
-                found.append(Surplus(rank, what))
+                found.append(UnmatchedMessages(rank, what))
         for (channel, lane, source), (received, _, label) in own.received.items():
             sent = _posted(counts, source, "send", channel, lane, rank)[0]
             if received > sent:
                 count, of = _count(received - sent), f" ({label})" if label else ""
                 what = f"rank {rank} asked rank {source} for {count} on {channel} that was not sent{of}"
-                found.append(Surplus(rank, what))
+                found.append(UnmatchedMessages(rank, what))
     return found
 
 
@@ -48,7 +48,7 @@ def deadlock(
     if not blocked or set(counts) - blocked - finished:
         return None
     why = {
-        rank: [_hopeless(counts, rank, message, finished) for message in counts[rank].waiting]
+        rank: [_why_never_completes(counts, rank, message, finished) for message in counts[rank].waiting]
         for rank in blocked
     }
     if any(not reasons or None in reasons for reasons in why.values()):
@@ -56,7 +56,7 @@ def deadlock(
     return {rank: "; ".join(reasons) for rank, reasons in why.items()}
 
 
-def _hopeless(counts, rank: int, message, finished: set[int]) -> str | None:
+def _why_never_completes(counts, rank: int, message, finished: set[int]) -> str | None:
     if not isinstance(message, Message):
         return None
     other = "receive" if message.verb == "send" else "send"

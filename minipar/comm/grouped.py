@@ -19,7 +19,7 @@ class Grouped(Transport):
     def make_stream(self, name: str) -> CudaStream:
         return CudaStream(name, self.device)
 
-    def open(self, channel: Channel) -> None:
+    def prepare_channel(self, channel: Channel) -> None:
         if len(channel.peers) > 1:
             self.process_group(channel.key)
 

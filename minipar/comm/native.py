@@ -1,6 +1,6 @@
 """torch's own collectives on the ranks of a Comm, as the baseline of the hand-written ones; and named process groups.
 
-Only this file, `adopt.py`, the transports and `runtime/` use torch.distributed.
+Only this file, `existing_group.py`, the transports and `runtime/` use torch.distributed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ NATIVE = {
 
 
 def _native_op(op: str, x: torch.Tensor):
-    return getattr(dist.ReduceOp, find_reduction(op, x.dtype).native)
+    return getattr(dist.ReduceOp, find_reduction(op, x.dtype).torch_name)
 
 
 def _pad(x: torch.Tensor, length: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ class Reduction(NamedTuple):
     """A reduction. combine(a, b, out=...) reduces two tensors; `divide`: divide the result by the number of ranks."""
 
     combine: Callable
-    native: str  # torch.distributed's name for it
+    torch_name: str  # torch.distributed's name for it
     divide: bool
 
 

@@ -77,17 +77,19 @@ class ThreadStream:
     def __init__(self, name: str, waits: Waits | None = None):
         self.name, self._waits = name, waits
         self._owner: int | None = None
-        self._inline: int | None = None  # the calling thread, while it runs an operation itself
+        self._inline_thread: int | None = None  # the calling thread, while it runs an operation itself
         self._thread: StreamThread | None = None
-        self._last: threading.Event | None = None  # not the handle, which would keep the result alive
+        self._last_finished: threading.Event | None = (
+            None  # not the handle, which would keep the result alive
+        )
 
     def inside(self) -> bool:
         """Return whether the calling thread is inside an operation of this stream."""
         me = threading.get_ident()
-        return me == self._inline or (self._thread is not None and me == self._thread.ident)
+        return me == self._inline_thread or (self._thread is not None and me == self._thread.ident)
 
     def idle(self) -> bool:
-        return self._last is None or self._last.is_set()
+        return self._last_finished is None or self._last_finished.is_set()
 
     def run(self, operation: Callable, on_wait=None):
         if self.inside():
@@ -95,11 +97,11 @@ class ThreadStream:
         self._check_owner()
         if not self.idle():
             return self.submit(operation, on_wait).wait()
-        self._inline = threading.get_ident()
+        self._inline_thread = threading.get_ident()
         try:
             return operation()
         finally:
-            self._inline = None
+            self._inline_thread = None
 
     def submit(self, operation: Callable, on_wait=None) -> Handle:
         self._check_owner()
@@ -108,13 +110,13 @@ class ThreadStream:
             self._thread.start()
             weakref.finalize(self, self._thread.operations.put, None)
         handle = Handle(f"an operation of {self.name}", self._waits, on_wait)
-        self._last = handle.finished
+        self._last_finished = handle.finished
         self._thread.operations.put((handle, operation))
         return handle
 
     def _check_owner(self) -> None:
         me = threading.get_ident()
-        if self._owner == me or acts_for_another():
+        if self._owner == me or acts_for_caller():
             return
         if self._owner is not None:
             raise RuntimeError(
@@ -124,12 +126,12 @@ class ThreadStream:
         self._owner = me
 
 
-def acts_for_another() -> bool:
+def acts_for_caller() -> bool:
     """Return whether this thread is running a backward for autograd, or is the thread of a stream."""
     return isinstance(threading.current_thread(), StreamThread) or torch._C._current_graph_task_id() != -1
 
 
-def recorded(trace, name: str, operation: Callable):
+def run_recorded(trace, name: str, operation: Callable):
     """Run the operation, and record its span in the trace, on the lane of this thread."""
     thread = threading.current_thread()
     with trace.span("communicate", name, "main" if thread is threading.main_thread() else thread.name):

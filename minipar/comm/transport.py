@@ -105,7 +105,7 @@ class Transport:
         """Return the stream of a new channel."""
         raise NotImplementedError
 
-    def open(self, channel: Channel) -> None:
+    def prepare_channel(self, channel: Channel) -> None:
         """Prepare a channel; called by all its ranks when they make a Comm on it."""
 
     def post(self, channel: Channel, kind: str, x, to, out, source, traffic: Traffic) -> PendingMessages:
@@ -147,13 +147,13 @@ class Tagged(Transport):
         works = []
         if to is not None and x.numel():
             x = x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x
-            works.append(self._hand_over(channel, "send", x, to))
+            works.append(self._post_one(channel, "send", x, to))
             traffic.book(channel.kind or kind, x.nbytes)
         if source is not None and out.numel():
-            works.append(self._hand_over(channel, "receive", out, source))
+            works.append(self._post_one(channel, "receive", out, source))
         return PendingMessages(self, works, out)
 
-    def _hand_over(self, channel: Channel, verb: str, x: torch.Tensor, peer: int) -> tuple:
+    def _post_one(self, channel: Channel, verb: str, x: torch.Tensor, peer: int) -> tuple:
         # Messages of collectives and point-to-point messages are numbered separately: both may be pending at once.
         lane = "p2p" if channel.kind is None else "collective"
         posted, transport = (

@@ -7,7 +7,7 @@ from .documents import pack_documents as pack_documents
 from .limits import LAYOUTS as LAYOUTS
 from .limits import check_context_parallel as check_context_parallel
 from .limits import padded_length as padded_length
-from .split_sequence import context_parallel as context_parallel
+from .parallelize_context import context_parallel as context_parallel
 from .token_layout import LocalBatch as LocalBatch
 from .token_layout import causal_work as causal_work
 from .token_layout import join_local as join_local

@@ -22,7 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 from minipar.context.token_layout import local_runs
 from minipar.errors import require_divides
 from minipar.model.flash import AttentionKernel, check_shapes, choose
-from minipar.model.lse_merge import no_keys
+from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask, TokenRun, indices
 from minipar.trace import span
 
@@ -53,11 +53,11 @@ def all_gather_attention(
     # Zigzag keys are sorted into sequence order: the mask then has fewer, larger regions.
     runs, keys = (keys, (TokenRun(0, length),)) if layout == "zigzag" else (None, keys)
     mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
-    gathered = Gathered(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
+    gathered = KeyValueGather(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
     return _AllGatherAttention.apply(q, k, v, gathered)
 
 
-class Gathered(NamedTuple):
+class KeyValueGather(NamedTuple):
     """The all-gather of keys and values, and the reduce-scatter of their gradients, by chunks of heads.
 
     mask  between this rank's queries and the gathered keys
@@ -82,7 +82,7 @@ class Gathered(NamedTuple):
         kv = handle.wait().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
         return kv if self.runs is None else kv.index_select(3, self._arrived().argsort().to(kv.device))
 
-    def start_home(self, dkv: Tensor):
+    def start_reduce_scatter(self, dkv: Tensor):
         """Start to reduce-scatter the gradients of keys and values: each rank receives the sum for its own tokens."""
         if self.runs is not None:
             dkv = dkv.index_select(3, self._arrived().to(dkv.device))
@@ -102,7 +102,7 @@ class Gathered(NamedTuple):
 class _AllGatherAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, g):
-        out, lse = no_keys(q)
+        out, lse = empty_attention(q)
         chunks = g.chunks(k, v)
         arriving = g.start(chunks[0])
         for i in range(len(chunks)):
@@ -110,7 +110,7 @@ class _AllGatherAttention(Function):
             arriving = g.start(chunks[i + 1]) if i + 1 < len(chunks) else None
             with span(g.comm.trace, "compute", "forward"):
                 views = (g.query_heads(x, i, k.shape[1]) for x in (out, lse, q))
-                g.kernel.attend_(*views, *kv, g.mask)
+                g.kernel.forward_(*views, *kv, g.mask)
         out = out.to(q.dtype)
         ctx.g = g
         ctx.save_for_backward(q, k, v, out, lse)
@@ -122,7 +122,7 @@ class _AllGatherAttention(Function):
         q, k, v, out, lse = ctx.saved_tensors
         g = ctx.g
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        going_home, home = None, []
+        reducing, reduced = None, []
         chunks = g.chunks(k, v)
         arriving = g.start(chunks[0])
         for i in range(len(chunks)):
@@ -131,9 +131,9 @@ class _AllGatherAttention(Function):
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
             with span(g.comm.trace, "compute", "backward"):
                 dq_i, *others = (g.query_heads(x, i, k.shape[1]) for x in (dq, q, out, lse, dout))
-                g.kernel.attend_backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
-            if going_home:  # one at a time, or the gradients of all chunks would pile up
-                home.append(going_home.wait()[0])
-            going_home = g.start_home(dkv)
-        dk, dv = torch.cat([*home, going_home.wait()[0]], dim=2)
+                g.kernel.backward_(dq_i, *dkv, others[0], *kv, *others[1:], g.mask)
+            if reducing:  # one at a time, or the gradients of all chunks would pile up
+                reduced.append(reducing.wait()[0])
+            reducing = g.start_reduce_scatter(dkv)
+        dk, dv = torch.cat([*reduced, reducing.wait()[0]], dim=2)
         return *(grad.to(x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v))), None

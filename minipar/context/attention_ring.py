@@ -31,7 +31,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from minipar.context.token_layout import local_runs
 from minipar.model.flash import AttentionKernel, check_shapes, choose
-from minipar.model.lse_merge import no_keys
+from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask
 from minipar.trace import span
 
@@ -80,7 +80,7 @@ class Ring(NamedTuple):
         """Return the rank whose keys and values this rank holds in this step."""
         return (self.comm.rank - step) % self.comm.size
 
-    def pass_on(self, x: Tensor, kind: str = "ring_attention"):
+    def start_shift(self, x: Tensor, kind: str = "ring_attention"):
         """Start to send x to the right and receive as much from the left; return a handle whose `wait()` returns that."""
         comm = self.comm
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -91,12 +91,12 @@ class Ring(NamedTuple):
 class _RingAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, ring):
-        out, lse = no_keys(q)
+        out, lse = empty_attention(q)
         kv = torch.stack((k, v))  # one message per step
         for step in range(ring.comm.size):
-            arriving = ring.pass_on(kv) if step < ring.comm.size - 1 else None
+            arriving = ring.start_shift(kv) if step < ring.comm.size - 1 else None
             with span(ring.comm.trace, "compute", "forward"):
-                ring.kernel.attend_(out, lse, q, *kv, ring.mask_of(ring.source(step)))
+                ring.kernel.forward_(out, lse, q, *kv, ring.mask_of(ring.source(step)))
             kv = arriving.wait() if arriving else None
         out = out.to(q.dtype)
         ctx.ring = ring
@@ -111,16 +111,16 @@ class _RingAttention(Function):
         kv, dq = torch.stack((k, v)), torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         own = grads_arriving = None
         for step in range(size):
-            arriving = ring.pass_on(kv) if step < size - 1 else None
+            arriving = ring.start_shift(kv) if step < size - 1 else None
             dkv = torch.zeros(kv.shape, dtype=lse.dtype, device=kv.device)
             with span(ring.comm.trace, "compute", "backward"):
                 mask = ring.mask_of(ring.source(step))
-                ring.kernel.attend_backward_(dq, *dkv, q, *kv, out, lse, dout, mask)
+                ring.kernel.backward_(dq, *dkv, q, *kv, out, lse, dout, mask)
             if step == 0:
                 own = dkv
             else:  # add the earlier ranks' dK and dV of this block, then pass the sum on
                 dkv = dkv if grads_arriving is None else dkv.add_(grads_arriving.wait())
-                grads_arriving = ring.pass_on(dkv, "ring_attention_gradients")
+                grads_arriving = ring.start_shift(dkv, "ring_attention_gradients")
             kv = arriving.wait() if arriving else None
         dk, dv = own if grads_arriving is None else own.add_(grads_arriving.wait())
         return *(grad.to(x.dtype) for grad, x in zip((dq, dk, dv), (q, k, v))), None

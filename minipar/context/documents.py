@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.model import IGNORED
+from minipar.model import IGNORE_INDEX
 
 
 class Packed(NamedTuple):
@@ -34,9 +34,9 @@ def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 
     tokens, positions, targets  [..., T]
     """
-    targets = torch.full_like(tokens, IGNORED)
-    goes_on = positions[..., 1:] == positions[..., :-1] + 1
-    targets[..., :-1] = torch.where(goes_on, tokens[..., 1:], IGNORED)
+    targets = torch.full_like(tokens, IGNORE_INDEX)
+    same_document = positions[..., 1:] == positions[..., :-1] + 1
+    targets[..., :-1] = torch.where(same_document, tokens[..., 1:], IGNORE_INDEX)
     return targets
 
 
@@ -46,17 +46,17 @@ def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
     Its continuation counts as a document of its own. The last sample is padded with tokens 0, whose targets are IGNORED.
     """
     tokens = torch.cat(list(documents))
-    missing = -len(tokens) % seq_len
+    num_padding = -len(tokens) % seq_len
     positions = torch.cat(
-        [document_positions([len(document) for document in documents]), torch.arange(missing)]
+        [document_positions([len(document) for document in documents]), torch.arange(num_padding)]
     )
-    tokens = torch.cat([tokens, tokens.new_zeros(missing)]).view(-1, seq_len)
+    tokens = torch.cat([tokens, tokens.new_zeros(num_padding)]).view(-1, seq_len)
     positions = positions.view(-1, seq_len)
     # Where a sample begins in the middle of a document, that document's part counts from 0.
     index = torch.arange(seq_len)
-    cut_off = positions[:, :1]
-    positions = torch.where(positions - cut_off == index, index, positions)
+    first_position = positions[:, :1]
+    positions = torch.where(positions - first_position == index, index, positions)
     targets = next_tokens(tokens, positions)
-    if missing:
-        targets[-1, seq_len - missing - 1 :] = IGNORED
+    if num_padding:
+        targets[-1, seq_len - num_padding - 1 :] = IGNORE_INDEX
     return Packed(tokens, targets, positions)

@@ -10,7 +10,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
-def multiple_of(size: int, layout: str, ulysses_size: int = 1) -> int:
+def length_multiple(size: int, layout: str, ulysses_size: int = 1) -> int:
     """Return the number that must divide the length of a sequence."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use {one_of(LAYOUTS)}")
@@ -20,7 +20,7 @@ def multiple_of(size: int, layout: str, ulysses_size: int = 1) -> int:
 
 def padded_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> int:
     """Return seq_len rounded up to a length that the layout can split."""
-    multiple = multiple_of(size, layout, ulysses_size)
+    multiple = length_multiple(size, layout, ulysses_size)
     return -(-seq_len // multiple) * multiple
 
 
@@ -29,7 +29,7 @@ def check_length(seq_len: int, size: int, layout: str, ulysses_size: int = 1) ->
     padded = padded_length(seq_len, size, layout, ulysses_size)
     if padded != seq_len:
         raise ValueError(
-            f"seq_len={seq_len} is not a multiple of {multiple_of(size, layout, ulysses_size)}, as "
+            f"seq_len={seq_len} is not a multiple of {length_multiple(size, layout, ulysses_size)}, as "
             f"layout={layout!r} on {size} ranks needs; pad to {padded}, or give pad=True where a batch is split"
         )
 
@@ -86,11 +86,11 @@ def _check_groups(config: ModelConfig, cp: int, seq_len: int | None, layout: str
     if seq_len is None:
         return
     for rank in range(cp):
-        positions = token_positions(seq_len, rank, cp, layout, ulysses_size)
+        positions = local_positions_list(seq_len, rank, cp, layout, ulysses_size)
         require_whole_groups(positions, config.group_tokens)
 
 
-def token_positions(seq_len: int, rank: int, size: int, layout: str, ulysses_size: int = 1) -> list[int]:
+def local_positions_list(seq_len: int, rank: int, size: int, layout: str, ulysses_size: int = 1) -> list[int]:
     """Return `token_layout.local_positions` as a list, without torch."""
     group, groups = rank // ulysses_size, size // ulysses_size
     own = seq_len // groups

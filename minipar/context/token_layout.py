@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.context.limits import check_length, padded_length
-from minipar.model import IGNORED
+from minipar.model import IGNORE_INDEX
 from minipar.model.mask import Mask, TokenRun, indices
 
 
@@ -100,13 +100,15 @@ def local_batch(
 
     `count` is the number of counted targets in the whole batch: ranks' losses and gradients then sum to one process's.
     """
-    missing = padded_length(tokens.shape[1], size, layout, ulysses_size) - tokens.shape[1] if pad else 0
+    num_padding = padded_length(tokens.shape[1], size, layout, ulysses_size) - tokens.shape[1] if pad else 0
     if positions is None:
-        positions = torch.arange(tokens.shape[1] + missing, device=tokens.device)
-    elif missing:
-        padding = torch.arange(missing, device=positions.device).expand(*positions.shape[:-1], missing)
+        positions = torch.arange(tokens.shape[1] + num_padding, device=tokens.device)
+    elif num_padding:
+        padding = torch.arange(num_padding, device=positions.device).expand(
+            *positions.shape[:-1], num_padding
+        )
         positions = torch.cat([positions, padding], dim=-1)
-    whole = F.pad(tokens, (0, missing)), F.pad(targets, (0, missing), value=IGNORED), positions
+    whole = F.pad(tokens, (0, num_padding)), F.pad(targets, (0, num_padding), value=IGNORE_INDEX), positions
     return LocalBatch(*(take_local(x, rank, size, layout, x.dim() - 1, ulysses_size) for x in whole))
 
 

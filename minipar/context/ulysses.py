@@ -70,7 +70,7 @@ def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None =
     """
     check_shapes(q, k, v)
     check_heads(q.shape[1], comm.size, pad)
-    cut = HeadCut(q.shape[1], k.shape[1], comm.size)
+    cut = HeadSplit(q.shape[1], k.shape[1], comm.size)
     to_sorted = None if order is None else order.argsort().to(q.device)
     positions = None if positions is None else _gather_positions(comm, positions, to_sorted)
     q, k, v = _to_heads(comm, cut, q, k, v, to_sorted)
@@ -78,7 +78,7 @@ def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None =
     return _to_tokens(comm, cut, out, order)
 
 
-class HeadCut(NamedTuple):
+class HeadSplit(NamedTuple):
     """The heads of each rank: consecutive query heads, and the key/value heads that these read."""
 
     num_heads: int
@@ -106,7 +106,7 @@ class HeadCut(NamedTuple):
         return None if reads == [i // max(1, even) for i in range(len(reads))] else reads
 
 
-def _to_heads(comm, cut: HeadCut, q, k, v, to_sorted):
+def _to_heads(comm, cut: HeadSplit, q, k, v, to_sorted):
     """[B, H, N/P, d] -> [B, H/P, N, d] for all three, in one all-to-all."""
     batch, _, tokens, head_dim = q.shape
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
@@ -124,7 +124,7 @@ def _to_heads(comm, cut: HeadCut, q, k, v, to_sorted):
     return q, k, v
 
 
-def _to_tokens(comm, cut: HeadCut, out: Tensor, order) -> Tensor:
+def _to_tokens(comm, cut: HeadSplit, out: Tensor, order) -> Tensor:
     """[B, H/P, N, d] -> [B, H, N/P, d]"""
     out = out if order is None else out.index_select(2, order.to(out.device))
     parts = out.unflatten(2, (comm.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)

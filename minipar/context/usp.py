@@ -56,5 +56,5 @@ def split_comm(comm, ulysses_size: int):
     require_divides("ulysses_size", ulysses_size, "cp", comm.size)
     first = comm.rank - comm.rank % ulysses_size
     group = range(first, first + ulysses_size)
-    same_place = range(comm.rank % ulysses_size, comm.size, ulysses_size)
-    return comm.subgroup(same_place, "ring"), comm.subgroup(group, "ulysses")
+    same_index = range(comm.rank % ulysses_size, comm.size, ulysses_size)
+    return comm.subgroup(same_index, "ring"), comm.subgroup(group, "ulysses")

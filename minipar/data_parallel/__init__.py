@@ -5,7 +5,7 @@ gradient_reducer.py        the reduction of buckets during the backward, common 
 ddp.py                     DDP: every rank has a replica, and gradients are all-reduced
 sharded_bucket.py          a bucket of which each rank owns a chunk
 offload.py                 memory for shards and optimizer state: the device's, the host's, or files on disk
-shard_optimizer.py         the optimizer of one chunk
+chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  the optimizers that may update a shard of a parameter
 lamb.py                    one that needs norms of whole parameters, and all-reduces them
 unused_parameters.py       the parameters that any rank used
@@ -17,7 +17,7 @@ flat_gradients.py          their gradients, reduced to shards
 fsdp_unit.py               FSDP's units: which module is one, which parameters it has, and their order
 fsdp_full_state.py         FSDP's shards made from full parameters, and gathered again
 fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
-updates.py                 one interface to the optimizer, for every stage
+optimizer_interface.py     one interface to the optimizer, for every stage
 loss_scaler.py             dynamic loss scaling, for gradients in fp16
 """
 

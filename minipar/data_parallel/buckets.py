@@ -90,7 +90,7 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def part_in_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
+def range_in_param(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
     """Return (start, end) of the elements of a flattened tensor that lie in `chunk`.
 
     The tensor begins at `start` of a flat buffer; `chunk` is a (start, end) of that buffer.
@@ -101,6 +101,6 @@ def part_in_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[i
 
 def slice_of_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> slice:
     """Return the same part as a slice of the chunk; empty where the tensor and the chunk do not overlap."""
-    low, high = part_in_chunk(start, num_elems, chunk)
+    low, high = range_in_param(start, num_elems, chunk)
     at = start + low - chunk[0] if high > low else 0
     return slice(at, at + high - low)

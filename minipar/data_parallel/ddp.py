@@ -67,7 +67,7 @@ class DDP(nn.Module):
         self._handles = []
 
     def forward(self, *args, **kwargs):
-        self.reducer.recover()
+        self.reducer.reset_after_error()
         outputs = self.module(*args, **kwargs)
         if not (torch.is_grad_enabled() and self.reducer.synchronised):
             return outputs

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.unused_parameters import used_anywhere
+from minipar.data_parallel.unused_parameters import used_on_any_rank
 
 
 class FlatGradients:
@@ -46,7 +46,7 @@ class FlatGradients:
             return
         gradients = torch.empty(flat.size, dtype=self.reduce_dtype, device=flat.device)
         for param in flat.params:
-            place, gradient = flat.of_full(param, gradients), self.pending.pop(param, None)
+            place, gradient = flat.slice_of_full(param, gradients), self.pending.pop(param, None)
             place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
         self.finish()
         self._replicas_left = list(flat.replicas)
@@ -89,7 +89,7 @@ class FlatGradients:
         chunk, self.reduced = self.reduced, None
         for param in flat.params if chunk is not None else ():
             if param in used:
-                part = flat.of_full(param, chunk) if flat.whole else flat.of_shard(param, chunk)
+                part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
@@ -97,7 +97,7 @@ class FlatGradients:
         """After an error, drop gradients that were not reduced, and reduced ones that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()
-        self.flat.forget_shard_grads()
+        self.flat.discard_shard_grads()
 
 
 class UnitReducer:
@@ -149,7 +149,7 @@ class UnitReducer:
             comms[param] = [c for c in (flat.comm, *flat.replicas) if c is not None] if flat.trained else []
         for i in range(max(map(len, comms.values()), default=0)):
             comm_of = {p: c[i] for p, c in comms.items() if len(c) > i}
-            used = used_anywhere(comm_of, used, self.algorithm) | (used - comm_of.keys())
+            used = used_on_any_rank(comm_of, used, self.algorithm) | (used - comm_of.keys())
         return set(used)
 
     def discard(self) -> None:

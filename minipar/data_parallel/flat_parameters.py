@@ -19,12 +19,14 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.buckets import part_in_chunk, slice_of_chunk
-from minipar.data_parallel.freed_parameter import guard, unguard
+from minipar.data_parallel.buckets import range_in_param, slice_of_chunk
+from minipar.data_parallel.freed_parameter import allow_use
 from minipar.data_parallel.offload import Memory
 from minipar.mesh import placement_of, set_placement
 
-STEP = 64  # every parameter and every chunk starts at a multiple of 64 elements, so of 64 bytes in any dtype
+ALIGNMENT_ELEMS = (
+    64  # every parameter and every chunk starts at a multiple of 64 elements, so of 64 bytes in any dtype
+)
 
 
 class State(Enum):
@@ -67,20 +69,20 @@ class FlatParameters:
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype if compute_dtype and not self.whole else self.dtype
-        self._gathering = None  # the handle of the all-gather under way
+        self._pending_gather = None  # the handle of the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
 
     # Layout -----------------------------------------------------------------------------------------------------
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Return (start, end) of this rank's part in the flattened parameter."""
-        return part_in_chunk(self.starts[param], self.num_elems[param], self.range)
+        return range_in_param(self.starts[param], self.num_elems[param], self.range)
 
-    def of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
+    def slice_of_full(self, param: nn.Parameter, flat: Tensor) -> Tensor:
         """Return the parameter's elements in a flat buffer [n]."""
         return flat[self.starts[param] : self.starts[param] + self.num_elems[param]]
 
-    def of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
+    def slice_of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
         """Return this rank's part of the parameter in a chunk [n/p]."""
         return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
 
@@ -95,7 +97,7 @@ class FlatParameters:
             shard = torch.zeros(self.range[1] - self.range[0], dtype=self.dtype, device=self.device)
             for param in self.params:
                 low, high = self.part(param)
-                self.of_shard(param, shard).copy_(value_of(param).reshape(-1)[low:high])
+                self.slice_of_shard(param, shard).copy_(value_of(param).reshape(-1)[low:high])
         away = self.memory.device is not None and not self.whole
         self.shard = self.memory.copy_of(shard, self.dtype, "shard") if away else shard
         if self.whole:
@@ -109,7 +111,7 @@ class FlatParameters:
     def _chunk_of_rank0(self, value_of) -> Tensor:
         chunk = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for param in self.params:
-            self.of_full(param, chunk).copy_(value_of(param).reshape(-1))
+            self.slice_of_full(param, chunk).copy_(value_of(param).reshape(-1))
         if self.comm is not None:
             chunk = self.comm.broadcast(chunk)[slice(*self.range)].clone()
         for replicas in self.replicas:
@@ -117,8 +119,8 @@ class FlatParameters:
         return chunk
 
     def _make_views(self, axis: str) -> None:
-        self.full_views = {p: self.of_full(p, self.full).view(self.shapes[p]) for p in self.params}
-        shards = {p: self.of_shard(p, self.shard) for p in self.params}
+        self.full_views = {p: self.slice_of_full(p, self.full).view(self.shapes[p]) for p in self.params}
+        shards = {p: self.slice_of_shard(p, self.shard) for p in self.params}
         self.shard_views = self.full_views if self.whole else shards
         for param in self.params:
             placement = placement_of(param)
@@ -140,7 +142,9 @@ class FlatParameters:
         own = self.full[slice(*self.range)]
         own.copy_(self.shard)
         self.memory.release([self.shard])
-        self._gathering = self.comm.all_gather(own, out=self.full, algorithm=self.algorithm, async_op=True)
+        self._pending_gather = self.comm.all_gather(
+            own, out=self.full, algorithm=self.algorithm, async_op=True
+        )
         self.state = State.UNSHARDING
 
     def use_unsharded(self) -> None:
@@ -153,34 +157,34 @@ class FlatParameters:
             if param.grad is not None:
                 self._shard_grads[param] = param.grad
                 param.grad = None
-            unguard(param)
+            allow_use(param)
             param.data = view
 
-    def use_sharded(self, guarded: bool = False) -> None:
-        """UNSHARDED -> UNSHARDING: make the parameters shards again. `guarded`: make it an error to compute with them."""
+    def use_sharded(self, forbid_use: bool = False) -> None:
+        """UNSHARDED -> UNSHARDING: make the parameters shards again. `forbid_use`: computing with them raises."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED if self.whole else State.UNSHARDING
             for param, view in self.shard_views.items():
                 param.data = view
                 param.grad = self._shard_grads.pop(param, None)
         for param in self.params:
-            if guarded and not self.whole:
-                guard(param, self.names[param], self.unit)
+            if forbid_use and not self.whole:
+                forbid_use(param, self.names[param], self.unit)
             else:
-                unguard(param)
+                allow_use(param)
 
-    def reshard(self, guarded: bool = False) -> None:
+    def reshard(self, forbid_use: bool = False) -> None:
         """Any state -> SHARDED: free the memory of `full`."""
         self._wait()  # the all-gather may still be writing to `full`
-        self.use_sharded(guarded)
+        self.use_sharded(forbid_use)
         if self.state is State.UNSHARDING:
             self.full.untyped_storage().resize_(0)
             self.state = State.SHARDED
 
     def _wait(self) -> None:
-        if self._gathering is not None:
-            self._gathering.wait()
-            self._gathering = None
+        if self._pending_gather is not None:
+            self._pending_gather.wait()
+            self._pending_gather = None
 
     # Invariants -------------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class FlatParameters:
                     f"{self.names[param]}, in unit {self.unit!r}, was frozen when it was wrapped and no longer is"
                 )
 
-    def forget_shard_grads(self) -> None:
+    def discard_shard_grads(self) -> None:
         """Drop shard gradients set aside while their parameters are unsharded: `zero_grad` cannot reach them."""
         self._shard_grads.clear()
 
@@ -220,5 +224,5 @@ def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:
     starts, end = [], 0
     for size in sizes:
         starts.append(end)
-        end = -(-(end + size) // STEP) * STEP
-    return starts, -(-end // (STEP * num_ranks)) * STEP * num_ranks
+        end = -(-(end + size) // ALIGNMENT_ELEMS) * ALIGNMENT_ELEMS
+    return starts, -(-end // (ALIGNMENT_ELEMS * num_ranks)) * ALIGNMENT_ELEMS * num_ranks

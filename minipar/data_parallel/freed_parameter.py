@@ -10,7 +10,7 @@ class FreedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in LOOKING:
+        if getattr(func, "__name__", "") in INSPECTING:
             return super().__torch_function__(func, types, args, kwargs or {})
         freed = next((x for x in _tensors([args, kwargs]) if isinstance(x, FreedParameter)), None)
         name, unit = freed.freed if freed is not None else ("a parameter", "?")
@@ -20,18 +20,18 @@ class FreedParameter(nn.Parameter):
         )
 
 
-LOOKING = ("__get__", "__set__", "size", "dim", "numel", "data_ptr", "is_floating_point", "__repr__", "__hash__",
+INSPECTING = ("__get__", "__set__", "size", "dim", "numel", "data_ptr", "is_floating_point", "__repr__", "__hash__",
            "register_hook", "register_post_accumulate_grad_hook", "requires_grad_")  # fmt: skip
 
 
-def guard(param: nn.Parameter, name: str, unit: str) -> None:
+def forbid_use(param: nn.Parameter, name: str, unit: str) -> None:
     """Make it an error to compute with the parameter. The error names the parameter and its unit."""
     if param.__class__ is nn.Parameter:
         param.freed = (name, unit)
         param.__class__ = FreedParameter
 
 
-def unguard(param: nn.Parameter) -> None:
+def allow_use(param: nn.Parameter) -> None:
     if param.__class__ is FreedParameter:
         param.__class__ = nn.Parameter
 

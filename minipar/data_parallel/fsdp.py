@@ -20,7 +20,13 @@ from minipar.comm import Comm
 from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, find_units, group_parameters, per_parameter
+from minipar.data_parallel.fsdp_unit import (
+    Unit,
+    UnitOrder,
+    as_function_of_parameter,
+    find_units,
+    group_parameters,
+)
 from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward
 from minipar.data_parallel.offload import memory_for
 from minipar.errors import one_of
@@ -85,32 +91,32 @@ class FSDP(nn.Module):
         place_whole(module)
         modules, root_is_unit = find_units(module, units)
         self.units = [Unit(name, m) for name, m in modules]
-        comm_of, replicas_of = per_parameter(comm), per_parameter(replicas)
-        rest_is_whole = not shard_rest and not root_is_unit
+        comm_of, replicas_of = as_function_of_parameter(comm), as_function_of_parameter(replicas)
+        rest_is_replicated = not shard_rest and not root_is_unit
         memory = memory_for(offload, folder)
-        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_whole)
+        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
         for (i, cut_over, copies, *_), params in groups.items():
             unit = self.units[i]
             flat = FlatParameters(params, unit.name, cut_over, copies, compute_dtype, memory, algorithm)
-            full_state.fill(flat, init, axis)
+            full_state.init_shards(flat, init, axis)
             unit.flats.append(flat)
             unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
-        full_state.share_buffers(module, comm_of, replicas_of)
+        full_state.broadcast_buffers(module, comm_of, replicas_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.reducer = UnitReducer(self.units, algorithm)
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
         self._depth = 0  # how many nested units are in their forward
         self._end = BackwardEnd(self._finish)
-        self._begin_backward()
-        self._hook()
+        self._reset_backward_state()
+        self._install_hooks()
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
 
-    def _hook(self) -> None:
+    def _install_hooks(self) -> None:
         for unit in self.units:
-            unit.module.forward = partial(self._run, unit, unit.module.forward)
+            unit.module.forward = partial(self._unit_forward, unit, unit.module.forward)
         for param, gradients in self.reducer.gradients_of.items():
             if gradients.flat.trained:
                 param.register_post_accumulate_grad_hook(self._on_gradient)
@@ -121,7 +127,7 @@ class FSDP(nn.Module):
     # before a unit   reshard the previous one; unshard this one; prefetch the next
     # after a unit    mark it to be resharded when another unit begins
 
-    def _run(self, unit: Unit, forward, *args, **kwargs):
+    def _unit_forward(self, unit: Unit, forward, *args, **kwargs):
         """Run the forward of a unit's module, with a hook before and a hook after it."""
         args, kwargs = self._before_forward(unit, args, kwargs)
         try:
@@ -181,9 +187,9 @@ class FSDP(nn.Module):
         for flat in self.flats:
             flat.check()
             if self._synchronised or self.order.reshard_after_forward:
-                flat.reshard(guarded=True)
+                flat.reshard(forbid_use=True)
             else:
-                flat.use_sharded(guarded=flat.state is State.SHARDED)
+                flat.use_sharded(forbid_use=flat.state is State.SHARDED)
 
     def _end_forward(self) -> None:
         """Make all parameters shards until the backward; with gradients enabled, gathered buffers keep their memory."""
@@ -201,7 +207,7 @@ class FSDP(nn.Module):
     # when all inputs of a unit have their gradients reshard the unit; start to reduce its gradients
     # when the backward ends                         reduce the remaining gradients; write the shards' `.grad`
 
-    def _begin_backward(self) -> None:
+    def _reset_backward_state(self) -> None:
         self._end.disarm()
         self.reducer.begin()
         for unit in self.units:
@@ -211,7 +217,7 @@ class FSDP(nn.Module):
         if not self._end.armed:
             self._end.arm()
             for other in self.units:
-                other.use_sharded(guarded=True)
+                other.use_sharded(forbid_use=True)
         unit.active += 1
         self.order.unshard(unit, in_backward())
 
@@ -221,7 +227,7 @@ class FSDP(nn.Module):
             return
         unit.active = 0
         if self._synchronised or self.order.reshard_after_forward:
-            unit.reshard(guarded=True)
+            unit.reshard(forbid_use=True)
         if self._synchronised:
             self.reducer.reduce(unit)
 
@@ -234,20 +240,20 @@ class FSDP(nn.Module):
         if not self._synchronised:
             for unit in self.units:
                 unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
-            self._begin_backward()
+            self._reset_backward_state()
             return
         for unit in self.units:
             unit.reshard()
         self.reducer.finish()
-        self.order.delayed = None
-        self._begin_backward()
+        self.order.pending_reshard = None
+        self._reset_backward_state()
 
     def _reset(self) -> None:
         """After an exception, reshard every unit and forget the unfinished forward or backward."""
-        self._depth, self.order.delayed = 0, None
+        self._depth, self.order.pending_reshard = 0, None
         for unit in self.units:
             unit.reshard()
-        self._begin_backward()
+        self._reset_backward_state()
 
     def _abandon_backward(self) -> None:
         """Drop the gradients of a backward that an exception ended, and reset."""
@@ -271,7 +277,7 @@ class FSDP(nn.Module):
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         before, self._synchronised = self._synchronised, True
-        self._begin_backward()
+        self._reset_backward_state()
         self._finish()
         self._synchronised = before
 
@@ -285,4 +291,4 @@ class FSDP(nn.Module):
 
     def summon_full_parameters(self, writeback: bool = True):
         """A context in which parameters are unsharded, in their own dtype; with `writeback`, changes to them are kept."""
-        return full_state.summon(self, writeback)
+        return full_state.full_parameters(self, writeback)

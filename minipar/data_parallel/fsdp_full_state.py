@@ -12,7 +12,7 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import placement_of
 
 
-def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
+def init_shards(flat: FlatParameters, init: Callable | None, axis: str) -> None:
     """Shard rank 0's parameters or, where they are on the meta device, the values that `init` makes one by one."""
     if not any(p.is_meta for p in flat.params):
         flat.cut(lambda param: param.detach(), axis, broadcast=True)
@@ -32,7 +32,7 @@ def fill(flat: FlatParameters, init: Callable | None, axis: str) -> None:
 
 
 @torch.no_grad()
-def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
+def broadcast_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
     """Broadcast rank 0's buffers over the ranks that shard, then over the replicas."""
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
@@ -44,7 +44,7 @@ def share_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -
                 buffer.copy_(comm.broadcast(buffer))
 
 
-def gathered(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
+def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
     """Return the full parameters, in their own dtype. Those that are sharded are new tensors. Sends (p-1)/p n elements."""
     full = flat.shard.to(flat.device)
     if not flat.whole:
@@ -57,7 +57,7 @@ def full_state_dict(fsdp) -> dict[str, Tensor]:
     """Return the full state dict on the CPU, all-gathering one flat buffer at a time. Tied names share memory."""
     values = {}
     for flat in fsdp.flats:
-        values.update({p: value.to("cpu", copy=True) for p, value in gathered(flat).items()})
+        values.update({p: value.to("cpu", copy=True) for p, value in gather_parameters(flat).items()})
     state = fsdp.module.state_dict(keep_vars=True)
     return {
         name: values[x] if isinstance(x, nn.Parameter) else x.detach().to("cpu", copy=True)
@@ -98,10 +98,12 @@ def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> No
 
 
 @contextmanager
-def summon(fsdp, writeback: bool) -> Iterator[None]:
+def full_parameters(fsdp, writeback: bool) -> Iterator[None]:
     """Unshard all parameters at once, in memory for the whole model. On exit, copy this rank's part back if `writeback`."""
     with torch.no_grad():
-        full = {p: value for flat in fsdp.flats for p, value in gathered(flat).items() if not flat.whole}
+        full = {
+            p: value for flat in fsdp.flats for p, value in gather_parameters(flat).items() if not flat.whole
+        }
     gradients = {param: param.grad for param in full}
     for param, value in full.items():
         param.grad = None

@@ -31,13 +31,13 @@ class Unit:
         for flat in self.flats:
             flat.use_unsharded()
 
-    def use_sharded(self, guarded: bool = False) -> None:
+    def use_sharded(self, forbid_use: bool = False) -> None:
         for flat in self.flats:
-            flat.use_sharded(guarded)
+            flat.use_sharded(forbid_use)
 
-    def reshard(self, guarded: bool = False) -> None:
+    def reshard(self, forbid_use: bool = False) -> None:
         for flat in self.flats:
-            flat.reshard(guarded)
+            flat.reshard(forbid_use)
 
     def reduce(self) -> None:
         for gradients in self.gradients:
@@ -59,14 +59,14 @@ class UnitOrder:
         self.reshard_after_forward, self.prefetch = reshard_after_forward, prefetch
         self.forward_order: tuple[Unit, ...] = ()
         self.backward_order: tuple[Unit, ...] = ()
-        self.delayed: Unit | None = None
+        self.pending_reshard: Unit | None = None
         self.begin()
 
     def begin(self) -> None:
         """Begin a forward of the whole module."""
         self._begun: list[Unit] = []
         self._ended: list[Unit] = []
-        self.delayed = None
+        self.pending_reshard = None
 
     def begin_unit(self, unit: Unit) -> None:
         if unit not in self._begun:
@@ -81,9 +81,9 @@ class UnitOrder:
 
     def unshard(self, unit: Unit, backward: bool) -> None:
         """Reshard the delayed unit, unshard this one, and prefetch the next."""
-        if self.delayed is not None and self.delayed is not unit:
-            self.delayed.reshard(guarded=True)
-        self.delayed = None
+        if self.pending_reshard is not None and self.pending_reshard is not unit:
+            self.pending_reshard.reshard(forbid_use=True)
+        self.pending_reshard = None
         unit.unshard()
         following = self._following(unit, self.backward_order if backward else self.forward_order)
         if self.prefetch and following is not None:
@@ -92,9 +92,9 @@ class UnitOrder:
 
     def delay_reshard(self, unit: Unit) -> None:
         """Delay resharding until another unit runs: the forward's last unit is the backward's first."""
-        if self.delayed is not None and self.delayed is not unit:
-            self.delayed.reshard(guarded=True)
-        self.delayed = unit
+        if self.pending_reshard is not None and self.pending_reshard is not unit:
+            self.pending_reshard.reshard(forbid_use=True)
+        self.pending_reshard = unit
 
     def _following(self, unit: Unit, order: tuple[Unit, ...]) -> Unit | None:
         if unit not in order:
@@ -121,7 +121,7 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
     return [("root", module), *found], matches(module)
 
 
-def owners(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
+def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
     """Map each parameter to the number of its unit: the innermost unit that contains it.
 
     A parameter tied between units belongs to the innermost unit that contains all its uses, so that it is unsharded
@@ -137,17 +137,19 @@ def owners(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
     return {param: chain[-1] for param, chain in chains.items()}
 
 
-def per_parameter(comm) -> Callable[[Tensor], Comm | None]:
+def as_function_of_parameter(comm) -> Callable[[Tensor], Comm | None]:
     return (lambda _: comm) if isinstance(comm, Comm | None) else comm
 
 
-def group_parameters(module, modules, comm_of, replicas_of, rest_is_whole) -> dict[tuple, list[nn.Parameter]]:
+def group_parameters(
+    module, modules, comm_of, replicas_of, rest_is_replicated
+) -> dict[tuple, list[nn.Parameter]]:
     """Group parameters that can share a flat buffer by (unit, comm or None if not sharded, Comms of replicas, ...)."""
-    owner, groups = owners(modules), {}
+    owner, groups = unit_of_parameter(modules), {}
     for param in module.parameters():
         comm, replicas = comm_of(param), replicas_of(param)
         copies = () if replicas is None else (replicas,)
-        if rest_is_whole and owner[param] == 0:
+        if rest_is_replicated and owner[param] == 0:
             comm, copies = None, (comm, *copies)
         key = (owner[param], comm, copies, param.dtype, param.requires_grad)
         groups.setdefault(key, []).append(param)

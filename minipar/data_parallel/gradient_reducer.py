@@ -68,7 +68,7 @@ class GradientReducer:
         self._launched = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
-    def recover(self) -> None:
+    def reset_after_error(self) -> None:
         """Before a forward, reset if an exception ended the last backward."""
         if self.end.armed and not in_backward():
             self.begin()

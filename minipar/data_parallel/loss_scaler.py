@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.data_parallel.updates import Updates, updates_of
+from minipar.data_parallel.optimizer_interface import OptimizerInterface, as_optimizer_interface
 
 
 class DynamicLossScaler:
     """A scale that multiplies the loss and divides the gradients, kept about as large as it can be without overflow.
 
     comm       all ranks that hold a part of any parameter: each sees only its own gradients, and all must skip together
-    scale_now  starts at `initial`
+    current_scale  starts at `initial`
     interval   after so many steps in a row without overflow, the scale is multiplied by `growth`; at an overflow, by
                `backoff`
 
@@ -37,25 +37,25 @@ class DynamicLossScaler:
                 f"initial={initial} must be above 0, growth={growth} above 1, backoff={backoff} between 0 and 1 "
                 f"and interval={interval} at least 1"
             )
-        self.scale_now, self._comm = float(initial), comm
+        self.current_scale, self._comm = float(initial), comm
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._good_steps = 0  # in a row
 
     def scale(self, loss: Tensor) -> Tensor:
-        return loss * self.scale_now
+        return loss * self.current_scale
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Step with gradients divided by the scale, unless a gradient overflowed on any rank. Return whether it stepped."""
-        updates = updates_of(optimizer)
-        stepped = not self._overflowed(updates)
+        interface = as_optimizer_interface(optimizer)
+        stepped = not self._overflowed(interface)
         if stepped:
-            updates.step(grad_scale=self.scale_now)
+            interface.step(grad_scale=self.current_scale)
         self._update(stepped)
         return stepped
 
-    def _overflowed(self, updates: Updates) -> bool:
-        updates.reduce_rest()
-        gradients = [x.grad for x in updates.tensors if x.grad is not None]
+    def _overflowed(self, interface: OptimizerInterface) -> bool:
+        interface.reduce_pending()
+        gradients = [x.grad for x in interface.tensors if x.grad is not None]
         found = any(not torch.isfinite(grad).all() for grad in gradients)
         flag = torch.tensor([float(found)], device=self._comm.device)
         return bool(self._comm.all_reduce(flag, "max").item())
@@ -63,7 +63,7 @@ class DynamicLossScaler:
     def _update(self, stepped: bool) -> None:
         self._good_steps = self._good_steps + 1 if stepped else 0
         if not stepped:
-            self.scale_now *= self._backoff
+            self.current_scale *= self._backoff
         elif self._good_steps == self._interval:
-            self.scale_now *= self._growth
+            self.current_scale *= self._growth
             self._good_steps = 0

@@ -23,7 +23,7 @@ class Memory:
     """Ordinary memory. `device` is the device of the copies that `copy_of` makes; None: the original's."""
 
     device: torch.device | None = None
-    keeps_state = False  # must state that the optimizer makes in ordinary memory be moved here?
+    moves_optimizer_state = False  # must state that the optimizer makes in ordinary memory be moved here?
 
     def copy_of(self, x: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         return x.detach().to(dtype, copy=True)
@@ -52,7 +52,7 @@ class Disk(Memory):
     """
 
     device = torch.device("cpu")
-    keeps_state = True
+    moves_optimizer_state = True
 
     def __init__(self, folder: str | None):
         self._folder = folder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.shard_optimizer import ChunkOptimizer, is_of_element
+from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, is_per_element
 from minipar.mesh import placement_of
 
 MASTER = "master"  # the key of the optimizer's own copy of a parameter, where it keeps one
@@ -18,15 +18,15 @@ def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
 
     Every rank gets the whole state, on the CPU. Sends one all-gather per bucket and key: K (p-1)/p P elements for K keys.
     """
-    numbers = _numbers(groups)
+    numbers = _param_indices(groups)
     state: dict[int, dict] = {}
     for chunk in chunks:
-        for key in _keys(chunk):
-            for param, value in _gathered(chunk, key):
+        for key in _per_element_keys(chunk):
+            for param, value in _gather_state(chunk, key):
                 state.setdefault(numbers[param], {})[key] = value
         for param, master in chunk.masters.items():
             for key, value in chunk.optimizer.state.get(master, {}).items():
-                if not is_of_element(key, value, master):
+                if not is_per_element(key, value, master):
                     state.setdefault(numbers[param], {})[key] = _copy(value)
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     for group, option in zip(groups, options):
@@ -34,17 +34,17 @@ def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
     return {"state": dict(sorted(state.items())), "param_groups": options}
 
 
-def _keys(chunk: ChunkOptimizer) -> list[str]:
+def _per_element_keys(chunk: ChunkOptimizer) -> list[str]:
     """Return the keys of states with an entry per element: the same on all ranks, since empty shards are updated too."""
-    keys = [MASTER] if chunk.separate else []
+    keys = [MASTER] if chunk.has_master else []
     for master in chunk.masters.values():
         for key, value in chunk.optimizer.state.get(master, {}).items():
-            if key not in keys and is_of_element(key, value, master):
+            if key not in keys and is_per_element(key, value, master):
                 keys.append(key)
     return keys
 
 
-def _gathered(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _gather_state(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield (parameter, its full state `key`)."""
     bucket = chunk.bucket
     values = {
@@ -54,7 +54,7 @@ def _gathered(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, T
     values = {param: value for param, value in values.items() if value is not None}
     own = torch.zeros_like(bucket.own, dtype=next(iter(values.values())).dtype)
     for param, value in values.items():
-        bucket.of_chunk(param, own).copy_(value.detach())
+        bucket.slice_of_chunk(param, own).copy_(value.detach())
     flat = bucket.comm.all_gather(own).cpu()
     for param in values:
         start = bucket.starts[param]
@@ -69,7 +69,7 @@ def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full:
     Raises ValueError where groups or parameters differ, or a shape does (naming the parameter).
     """
     _check(groups, full)
-    numbers = _numbers(groups)
+    numbers = _param_indices(groups)
     for group, given in zip(groups, full["param_groups"]):
         group.update({k: v for k, v in given.items() if k not in ("params", "param_names")})
     for chunk in chunks:
@@ -79,15 +79,15 @@ def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full:
             low, high = chunk.bucket.part(param)
             own = {
                 key: value.reshape(-1)[low:high].to(master.device, copy=True)
-                if is_of_element(key, value, param)
+                if is_per_element(key, value, param)
                 else _copy(value)
                 for key, value in state.items()
             }
-            if chunk.separate:
+            if chunk.has_master:
                 master.copy_(own.pop(MASTER, chunk.bucket.shards[param]))
             if own:
                 chunk.optimizer.state[master] = own
-        chunk.store()
+        chunk.offload_state()
 
 
 def _check(groups: list[dict], full: dict) -> None:
@@ -96,7 +96,7 @@ def _check(groups: list[dict], full: dict) -> None:
         raise ValueError(
             f"the state is of groups of {given} parameters, this optimizer has groups of {sizes}"
         )
-    numbers = _numbers(groups)
+    numbers = _param_indices(groups)
     for param, number in numbers.items():
         for key, value in full["state"].get(number, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
@@ -109,7 +109,7 @@ def _check(groups: list[dict], full: dict) -> None:
         raise ValueError(f"the state is of parameters {unexpected}, this optimizer has {len(numbers)}")
 
 
-def _numbers(groups: list[dict]) -> dict[nn.Parameter, int]:
+def _param_indices(groups: list[dict]) -> dict[nn.Parameter, int]:
     params = [p for group in groups for p in group["params"]]
     return {param: i for i, param in enumerate(params)}
 

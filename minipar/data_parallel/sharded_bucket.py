@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.buckets import Bucket, part_in_chunk, slice_of_chunk
+from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.mesh import placement_of, set_placement
 
 
@@ -27,27 +27,27 @@ class ShardedBucket:
     own         this rank's chunk of `flat`, [n/p]
     shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
     gradient    [n/p] the reduced gradient of `own`, or None
-    keep_full   stage 1: the flat gradients are kept, `gradient` is a chunk of them. Stage 2: they are freed once reduced
+    keep_full_grads   stage 1: the flat gradients are kept, `gradient` is a chunk of them. Stage 2: freed once reduced
     """
 
-    def __init__(self, bucket: Bucket, keep_full: bool, reduce_dtype: torch.dtype, axis: str):
+    def __init__(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype, axis: str):
         self.bucket, self.comm, self.params = bucket, bucket.comm, bucket.params
-        self.keep_full, self.reduce_dtype = keep_full, reduce_dtype
+        self.keep_full_grads, self.reduce_dtype = keep_full_grads, reduce_dtype
         self.starts = {p: view.storage_offset() for p, view in bucket.views.items()}
         self.flat = torch.zeros_like(bucket.flat)
         self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for p, i in self.starts.items()}
         chunk = len(self.flat) // self.comm.size
         self.range = (self.comm.rank * chunk, (self.comm.rank + 1) * chunk)
         self.own = self.flat[slice(*self.range)]
-        self._take_over()
+        self._move_params_into_flat()
         self.shards = {p: self._shard(p, axis) for p in self.params}
         self.gradient: Tensor | None = None
-        self._kept: Tensor | None = None
-        if not keep_full:
+        self._accumulated: Tensor | None = None
+        if not keep_full_grads:
             self._free()
 
     @torch.no_grad()
-    def _take_over(self) -> None:
+    def _move_params_into_flat(self) -> None:
         """Move the parameters into the flat buffer, with rank 0's values."""
         for param, view in self.views.items():
             view.copy_(param)
@@ -56,14 +56,14 @@ class ShardedBucket:
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Return (start, end) of this rank's part in the flattened parameter."""
-        return part_in_chunk(self.starts[param], param.numel(), self.range)
+        return range_in_param(self.starts[param], param.numel(), self.range)
 
-    def of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
+    def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         """Return the parameter's part of a chunk [n/p], flat."""
         return chunk[slice_of_chunk(self.starts[param], param.numel(), self.range)]
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
-        shard = self.of_chunk(param, self.own).requires_grad_()
+        shard = self.slice_of_chunk(param, self.own).requires_grad_()
         placement = placement_of(param)
         set_placement(shard, placement.flatten_range(*self.part(param)))
         set_placement(param, placement.replicate(axis))
@@ -85,14 +85,14 @@ class ShardedBucket:
         """Copy the parameter's gradient into the flat gradients; without a gradient, copy zeros."""
         self._allocate()
         if self.gradient is not None:  # from an earlier backward: this backward's is to be added to it
-            self._kept = self.gradient.clone() if self.keep_full else self.gradient
+            self._accumulated = self.gradient.clone() if self.keep_full_grads else self.gradient
             self.gradient = None
         self.bucket.collect(param)
 
     def reduce(self, op: str, algorithm: str) -> Callable[[], None]:
         """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result."""
         flat = self.bucket.flat
-        in_place = self.keep_full and flat.dtype == self.reduce_dtype
+        in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         handle = self.comm.reduce_scatter(
             flat.to(self.reduce_dtype),
             op,
@@ -102,14 +102,14 @@ class ShardedBucket:
         )
         for param in self.params:
             param.grad = None
-        return lambda: self._keep(handle.wait())
+        return lambda: self._store_reduced(handle.wait())
 
     @torch.no_grad()
-    def _keep(self, reduced: Tensor) -> None:
-        if self._kept is not None:
-            reduced += self._kept
-            self._kept = None
-        if not self.keep_full:
+    def _store_reduced(self, reduced: Tensor) -> None:
+        if self._accumulated is not None:
+            reduced += self._accumulated
+            self._accumulated = None
+        if not self.keep_full_grads:
             self.gradient = reduced.to(self.flat.dtype)
             self._free()
         else:
@@ -117,12 +117,12 @@ class ShardedBucket:
             if self.gradient.data_ptr() != reduced.data_ptr():
                 self.gradient.copy_(reduced)
 
-    def forget(self) -> None:
+    def discard_grads(self) -> None:
         """Drop the gradients."""
-        self.gradient = self._kept = None
+        self.gradient = self._accumulated = None
         for param, shard in self.shards.items():
             param.grad = shard.grad = None
-        if not self.keep_full:
+        if not self.keep_full_grads:
             self._free()
 
     def _free(self) -> None:

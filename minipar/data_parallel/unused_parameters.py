@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 
-def used_anywhere(
+def used_on_any_rank(
     comm_of: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
 ) -> set[nn.Parameter]:
     """Return, on every rank, the parameters used on any rank of their Comm.

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.data_parallel.buckets import make_buckets
+from minipar.data_parallel.chunk_optimizer import ChunkOptimizer
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.offload import memory_for
 from minipar.data_parallel.optimizer_state import full_state_dict, load_full_state_dict
-from minipar.data_parallel.shard_optimizer import ChunkOptimizer
 from minipar.data_parallel.sharded_bucket import ShardedBucket
-from minipar.data_parallel.unused_parameters import used_anywhere
+from minipar.data_parallel.unused_parameters import used_on_any_rank
 from minipar.errors import one_of
 from minipar.mesh import Placement, placement_of, set_placement
 
@@ -74,13 +74,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axis: str = "dp",
         **kwargs,
     ):
-        _check(stage, reduce, bucket_mb, first_bucket_mb)
+        _check_arguments(stage, reduce, bucket_mb, first_bucket_mb)
         require_per_element(optimizer_cls, per_element)
         self.optimizer_cls, self.stage, self.reduce, self.algorithm = optimizer_cls, stage, reduce, algorithm
         defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
         super().__init__(params, defaults)
         comm_of = (lambda _: comm) if isinstance(comm, Comm) else comm
-        _place(self.param_groups)
+        _set_default_placements(self.param_groups)
         every = [p for group in self.param_groups for p in group["params"]]
         trained = [p for p in every if p.requires_grad]
         for frozen in (p for p in every if not p.requires_grad):
@@ -96,7 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
         self._comm_of = {p: bucket.comm for p, bucket in self.reducer.bucket_of.items()}
         self._unreduced = True
-        self._waits: list[Callable[[], None]] = []
+        self._pending: list[Callable[[], None]] = []
 
     @property
     def shards(self) -> list[Tensor]:
@@ -107,10 +107,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The shards: see `Updates`."""
+        """The shards: see `OptimizerInterface`."""
         return self.shards
 
-    def states(self) -> Iterator[tuple[Tensor, dict]]:
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
         """Yield each shard, or its master copy, and its optimizer state, to be read or replaced by tensors of its shape."""
         for chunk in self._chunks:
             for param, master in chunk.masters.items():
@@ -128,7 +128,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
         self.reducer.synchronize()
 
-    def reduce_rest(self) -> None:
+    def reduce_pending(self) -> None:
         """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`."""
         if self._unreduced:
             self.synchronize()
@@ -139,26 +139,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if set_to_none:
             self.reducer.used.clear()
             for bucket in self.buckets:
-                bucket.forget()
+                bucket.discard_grads()
         for shard in self.shards:
             if shard.grad is not None:
                 shard.grad.zero_()
 
     def _launch(self, bucket: ShardedBucket) -> None:
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
-        if self.stage == 2 and len(self._waits) > 1:
-            self._waits.pop(0)()
-        self._waits.append(bucket.reduce(self.reduce, self.algorithm))
+        if self.stage == 2 and len(self._pending) > 1:
+            self._pending.pop(0)()
+        self._pending.append(bucket.reduce(self.reduce, self.algorithm))
 
     def _finish(self) -> None:
         """Wait for the reduce-scatters, and set the shards' `.grad`."""
-        used = self.reducer.used = used_anywhere(self._comm_of, self.reducer.used, self.algorithm)
-        waits, self._waits = self._waits, []
+        used = self.reducer.used = used_on_any_rank(self._comm_of, self.reducer.used, self.algorithm)
+        waits, self._pending = self._pending, []
         for wait in waits:
             wait()
         for bucket in self.buckets:
             for param, shard in bucket.shards.items():
-                shard.grad = bucket.of_chunk(param, bucket.gradient) if param in used else None
+                shard.grad = bucket.slice_of_chunk(param, bucket.gradient) if param in used else None
         self._unreduced = False
 
     # The step -------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for bucket in self.buckets:
             bucket.check()
-        self.reduce_rest()
+        self.reduce_pending()
         handles = []
         for chunk, following in zip(self._chunks, [*self._chunks[1:], None]):
             if following is not None:
@@ -200,10 +200,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state: dict) -> None:
         for chunk, own in zip(self._chunks, state["chunks"]):
             chunk.optimizer.load_state_dict(own)
-            chunk.store()
+            chunk.offload_state()
 
 
-def _place(groups: list[dict]) -> None:
+def _set_default_placements(groups: list[dict]) -> None:
     """Give each parameter without a Placement one, under its name in its group or, where it has none, its number."""
     number = 0
     for group in groups:
@@ -214,7 +214,7 @@ def _place(groups: list[dict]) -> None:
         number += len(group["params"])
 
 
-def _check(stage, reduce, bucket_mb, first_bucket_mb) -> None:
+def _check_arguments(stage, reduce, bucket_mb, first_bucket_mb) -> None:
     if stage not in (1, 2):
         raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
     if reduce not in ("mean", "sum"):

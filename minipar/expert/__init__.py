@@ -2,7 +2,7 @@
 
 overlapped_all_to_all.py  an all-to-all that overlaps computation; in one level or in two
 dispatch.py               dispatch rows to the ranks of their experts, and combine: send the results back
-spread_experts.py         `expert_parallel`: shards the model's experts; which gradients are summed over which ranks
+shard_experts.py          `expert_parallel`: shards the model's experts; which gradients are summed over which ranks
 switch_moe.py             `SwitchMoE`, a mixture of experts that takes a Comm
 """
 

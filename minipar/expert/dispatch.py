@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from minipar.expert.overlapped_all_to_all import Exchange, Route, regroup
+from minipar.expert.overlapped_all_to_all import AllToAllRoute, OverlappedAllToAll, transpose_segments
 
 
 class AllToAll:
@@ -33,7 +33,7 @@ class AllToAll:
     """
 
     def __init__(self, comm, overlap: bool = False, node_size: int | None = None):
-        self.comm, self.overlap, self.route = comm, overlap, Route(comm, node_size)
+        self.comm, self.overlap, self.route = comm, overlap, AllToAllRoute(comm, node_size)
 
     def __call__(self, rows: Tensor, counts: Tensor) -> DispatchedRows:
         p = self.comm.size
@@ -44,19 +44,19 @@ class AllToAll:
 class DispatchedRows:
     """Rows being dispatched. sizes [ep, ep, E/ep]: rows from each source rank for each expert of each target rank."""
 
-    def __init__(self, route: Route, rows: Tensor, sizes: Tensor, overlap: bool):
+    def __init__(self, route: AllToAllRoute, rows: Tensor, sizes: Tensor, overlap: bool):
         self.route, self.between = route, sizes.sum(2).tolist()
         self.segments = sizes[:, route.comm.rank].tolist()  # [source rank][own expert]
-        self.exchange = Exchange(route, self.between, overlap)
-        self.left = self.exchange.depart(rows)
+        self.exchange = OverlappedAllToAll(route, self.between, overlap)
+        self.left = self.exchange.start(rows)
 
-    def arrive(self) -> tuple[Tensor, Sequence[int]]:
+    def receive(self) -> tuple[Tensor, Sequence[int]]:
         """Return all ranks' rows for this rank's experts, sorted by expert, and the number of rows per expert."""
-        rows = self.exchange.arrive(self.left)
-        return regroup(rows, self.segments), [sum(of_expert) for of_expert in zip(*self.segments)]
+        rows = self.exchange.receive(self.left)
+        return transpose_segments(rows, self.segments), [sum(of_expert) for of_expert in zip(*self.segments)]
 
     def combine(self, out: Tensor) -> Tensor:
         """Send each row's result back to the row's source rank: [R, D], in the order in which rows were dispatched."""
-        out = regroup(out, list(zip(*self.segments)))
-        exchange = Exchange(self.route, list(zip(*self.between)), overlap=False)
-        return exchange.arrive(exchange.depart(out))
+        out = transpose_segments(out, list(zip(*self.segments)))
+        exchange = OverlappedAllToAll(self.route, list(zip(*self.between)), overlap=False)
+        return exchange.receive(exchange.start(out))

@@ -21,7 +21,7 @@ from minipar.errors import require_divides
 Sizes = Sequence[Sequence[int]]
 
 
-class Route:
+class AllToAllRoute:
     """An all-to-all over the ranks of `comm`: in one level, or in two where `node_size` is given.
 
     Raises ValueError where node_size does not divide the number of ranks.
@@ -54,9 +54,9 @@ class Route:
         by_place = [[sizes[self.comm.rank][n + j] for j in range(g)] for n in nodes]
         received = [[sizes[self.node * g + i][n + self.place] for n in nodes] for i in range(g)]
         x = self.inside.all_to_all(
-            regroup(x, by_place), [sum(s) for s in zip(*by_place)], [sum(s) for s in received]
+            transpose_segments(x, by_place), [sum(s) for s in zip(*by_place)], [sum(s) for s in received]
         )
-        return regroup(x, received)
+        return transpose_segments(x, received)
 
     def _begin_across(self, x: Tensor, sizes: Sizes, async_op: bool):
         g, nodes = self.node_size, range(0, self.comm.size, self.node_size)
@@ -65,24 +65,24 @@ class Route:
         return self.across.all_to_all(x, sent, received, async_op=async_op)
 
 
-class Exchange:
-    """One differentiable all-to-all in two halves: `depart` starts it, `arrive` waits for it.
+class OverlappedAllToAll:
+    """One differentiable all-to-all in two halves: `start` starts it, `receive` waits for it.
 
     Computation between the two calls overlaps the all-to-all. Its backward likewise: autograd runs the backward of
-    `arrive`, which starts the all-to-all of the gradients, before the backward of `depart`, which waits for it.
+    `receive`, which starts the all-to-all of the gradients, before the backward of `start`, which waits for it.
     """
 
-    def __init__(self, route: Route, sizes: Sizes, overlap: bool):
+    def __init__(self, route: AllToAllRoute, sizes: Sizes, overlap: bool):
         self.route, self.sizes, self.overlap = route, sizes, overlap
         self._pending = None
 
-    def depart(self, x: Tensor) -> Tensor:
-        """Start to send x. Pass the result to `arrive`, and use it for nothing else."""
-        return _Depart.apply(x, self)
+    def start(self, x: Tensor) -> Tensor:
+        """Start to send x. Pass the result to `receive`, and use it for nothing else."""
+        return _Start.apply(x, self)
 
-    def arrive(self, left: Tensor) -> Tensor:
+    def receive(self, left: Tensor) -> Tensor:
         """Wait for the all-to-all and return the rows that this rank received."""
-        return _Arrive.apply(left, self)
+        return _Wait.apply(left, self)
 
     def begin(self, x: Tensor, sizes: Sizes) -> None:
         self._pending = self.route.begin(x, sizes, self.overlap)
@@ -92,7 +92,7 @@ class Exchange:
         return pending.wait() if self.overlap else pending
 
 
-class _Depart(Function):
+class _Start(Function):
     @staticmethod
     def forward(ctx, x, exchange):
         ctx.exchange = exchange
@@ -104,7 +104,7 @@ class _Depart(Function):
         return ctx.exchange.finish(), None
 
 
-class _Arrive(Function):
+class _Wait(Function):
     @staticmethod
     def forward(ctx, left, exchange):
         ctx.exchange, ctx.shape = exchange, left.shape
@@ -113,11 +113,11 @@ class _Arrive(Function):
     @staticmethod
     def backward(ctx, grad):
         ctx.exchange.begin(grad, list(zip(*ctx.exchange.sizes)))
-        # A placeholder of the right shape: `_Depart.backward` returns the gradient itself.
+        # A placeholder of the right shape: `_Start.backward` returns the gradient itself.
         return grad.new_zeros(()).expand(ctx.shape), None
 
 
-def regroup(rows: Tensor, sizes: Sizes) -> Tensor:
+def transpose_segments(rows: Tensor, sizes: Sizes) -> Tensor:
     """Reorder segments of sizes[i][j] rows from order (i, j) to (j, i). The inverse is the same with sizes transposed."""
     width = len(sizes[0])
     if len(sizes) == 1 or width == 1:

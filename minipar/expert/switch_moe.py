@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.expert.spread_experts import expert_parallel
+from minipar.expert.shard_experts import expert_parallel
 from minipar.model import moe
 
 

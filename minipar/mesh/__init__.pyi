@@ -2,8 +2,8 @@
 from .assemble import gather as gather
 from .mesh import Coordinates as Coordinates
 from .mesh import Mesh as Mesh
-from .nodes import crossing as crossing
-from .nodes import mesh_of_sizes as mesh_of_sizes
+from .nodes import axes_across_nodes as axes_across_nodes
+from .nodes import mesh_without_comm as mesh_without_comm
 from .placement import Placement as Placement
 from .placement import overlap as overlap
 from .placement import place_whole as place_whole

@@ -115,7 +115,7 @@ class Mesh:
         """Return, ascending, the ranks with `rank`'s coordinates on all axes of the grid but these (in any order)."""
         coordinates = self.coordinates_of(rank)
         ranks = [rank]
-        for axis in _canonical(axes):  # slowest first, so that the ranks stay ascending
+        for axis in _in_grid_order(axes):  # slowest first, so that the ranks stay ascending
             size, stride = self.sizes[axis], self._strides[axis]
             first = getattr(coordinates, axis) * stride
             ranks = [r - first + i * stride for r in ranks for i in range(size)]
@@ -127,7 +127,7 @@ class Mesh:
         The groups of _GROUPS are created with the mesh. Any other group is created on first use. On gloo this is
         free; on NCCL creating a group is a collective, which all its ranks must enter in the same order.
         """
-        world, axes = self._require_comm(), _canonical(axes)
+        world, axes = self._require_comm(), _in_grid_order(axes)
         if axes not in self._comms:
             self._comms[axes] = world.subgroup(self.group(world.rank, *axes), ".".join(axes) or "self")
         return self._comms[axes]
@@ -140,7 +140,7 @@ class Mesh:
         return self.world
 
 
-def _canonical(axes: Iterable[str]) -> tuple[str, ...]:
+def _in_grid_order(axes: Iterable[str]) -> tuple[str, ...]:
     """Return the axes in the order of their grid, slowest first."""
     _require_known(axes)
     for grid in (DENSE, EXPERT):

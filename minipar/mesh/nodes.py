@@ -8,7 +8,7 @@ from minipar.errors import require_positive
 from minipar.mesh.mesh import DENSE, Mesh
 
 
-def crossing(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]:
+def axes_across_nodes(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]:
     """Return, for each axis, whether any of its groups has ranks on more than one node.
 
     mesh_sizes      arguments of a Mesh: dict(dp=2, tp=4)
@@ -16,7 +16,7 @@ def crossing(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]
 
     Raises ValueError where the sizes are invalid, or ranks_per_node is below 1.
     """
-    mesh = mesh_of_sizes(mesh_sizes)
+    mesh = mesh_without_comm(mesh_sizes)
     require_positive(ranks_per_node=ranks_per_node)
     several_nodes = ranks_per_node < mesh.world_size
     return {
@@ -26,6 +26,6 @@ def crossing(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]
     }
 
 
-def mesh_of_sizes(sizes: dict[str, int]) -> Mesh:
+def mesh_without_comm(sizes: dict[str, int]) -> Mesh:
     """Make a Mesh without a Comm, for arithmetic, of as many ranks as the sizes multiply to."""
     return Mesh(prod(sizes.get(axis, 1) for axis in DENSE), **sizes)

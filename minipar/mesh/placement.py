@@ -199,11 +199,13 @@ def placement_of(param: torch.Tensor) -> Placement:
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
     """Give every parameter without a placement that of a whole tensor, under its name in the module.
 
-    Parameters of submodules with `holds_experts` are marked as experts. `module.tied_copies`, {own name: canonical
+    Parameters of submodules with `has_expert_parameters` are marked as experts. `module.tied_copies`, {own name: canonical
     name}, lists the tied copies.
     """
     tied = getattr(module, "tied_copies", {})
-    experts = {p for m in module.modules() if getattr(m, "holds_experts", False) for p in m.parameters()}
+    experts = {
+        p for m in module.modules() if getattr(m, "has_expert_parameters", False) for p in m.parameters()
+    }
     for name, param in module.named_parameters():
         if getattr(param, "placement", None) is None:
             placement = Placement.whole(prefix + name, param.shape, expert=param in experts)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minipar.model.deferrable_linear import Linear
 from minipar.model.flash import flash_attention
-from minipar.model.mask import whole_mask
+from minipar.model.mask import single_process_mask
 from minipar.model.model_config import ModelConfig
 from minipar.model.overrides import AttentionOverrides
 from minipar.model.rope import rotate, rotation
@@ -31,7 +31,7 @@ def plain_attention(
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if causal:
-        hidden = whole_mask(q.shape[2], k.shape[2], causal, positions).hidden()
+        hidden = single_process_mask(q.shape[2], k.shape[2], causal, positions).hidden()
         scores = scores.masked_fill(hidden.to(q.device), -math.inf)
     return scores.softmax(-1) @ v
 
@@ -47,7 +47,7 @@ def fused_attention(
     grouped, (T, S) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
     if positions is None and (not causal or T == S or T == 1):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal and T == S, enable_gqa=grouped)
-    seen = ~whole_mask(T, S, causal, positions).hidden().to(q.device)
+    seen = ~single_process_mask(T, S, causal, positions).hidden().to(q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
@@ -69,7 +69,7 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
-        self.documents, self.own_core = config.documents, CORES[config.attention]
+        self.documents, self.default_core = config.documents, CORES[config.attention]
         self.overrides = AttentionOverrides()
         factory = {"device": device, "dtype": dtype}
         kv_dim = config.num_kv_heads * config.head_dim
@@ -93,7 +93,7 @@ class Attention(nn.Module):
 
     @property
     def core(self):
-        return self.overrides.core or self.own_core
+        return self.overrides.core or self.default_core
 
     def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q(x), self.k(x), self.v(x)

@@ -37,7 +37,7 @@ class Block(nn.Module):
         self.attention = Attention(config, **factory)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps, **factory)
         if config.has_experts(layer):
-            options = config.mixture_options
+            options = config.moe_options
             self.mlp = MoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
         else:
             self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
@@ -49,12 +49,12 @@ class Block(nn.Module):
 
     def _forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         dropout = self.overrides.dropout or self.dropout
-        mixed = self.attention(self.attention_norm(x), positions)
-        x = x + dropout(mixed, ATTENTION_SITE, positions, sample_ids, step)
-        made = self._feed(self.mlp_norm(x), positions, sample_ids, step)
-        return x + dropout(made, MLP_SITE, positions, sample_ids, step)
+        attention_out = self.attention(self.attention_norm(x), positions)
+        x = x + dropout(attention_out, ATTENTION_SITE, positions, sample_ids, step)
+        mlp_out = self._feed_forward(self.mlp_norm(x), positions, sample_ids, step)
+        return x + dropout(mlp_out, MLP_SITE, positions, sample_ids, step)
 
-    def _feed(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def _feed_forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not isinstance(self.mlp, MoE):
             return self.mlp(x)
         y, metrics = self.mlp(x, positions, sample_ids, step)

@@ -26,14 +26,14 @@ from minipar.model.attention import Attention
 from minipar.model.transformer import Transformer
 
 
-class KeyValues:
-    """The keys and values that one attention has computed so far, in the order of the tokens; at most `room` tokens.
+class KeyValueCache:
+    """The keys and values that one attention has computed so far, in the order of the tokens; at most `max_tokens` tokens.
 
     An attention that is sharded over tp caches the heads that it computes.
     """
 
-    def __init__(self, room: int):
-        self.room, self.length = room, 0
+    def __init__(self, max_tokens: int):
+        self.max_tokens, self.length = max_tokens, 0
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
@@ -44,37 +44,37 @@ class KeyValues:
         """
         if self._keys is None:
             B, heads, _, head_dim = k.shape
-            self._keys, self._values = (x.new_empty(B, heads, self.room, head_dim) for x in (k, v))
+            self._keys, self._values = (x.new_empty(B, heads, self.max_tokens, head_dim) for x in (k, v))
         begin, self.length = self.length, self.length + k.shape[2]
-        assert self.length <= self.room, f"{self.length} tokens in a cache for {self.room}"
+        assert self.length <= self.max_tokens, f"{self.length} tokens in a cache for {self.max_tokens}"
         self._keys[:, :, begin : self.length] = k
         self._values[:, :, begin : self.length] = v
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self.length = 0
 
 
-class Cache:
+class GenerationCache:
     """The number of tokens that a model, or a stage of it, has read, and the keys and values of its attentions."""
 
-    def __init__(self, model: Transformer, layers: list[KeyValues]):
-        self.max_seq_len, self.layers = model.config.max_seq_len, layers
-        self.keeps = not model.config.num_experts or model.config.capacity_factor is None
+    def __init__(self, model: Transformer, key_values: list[KeyValueCache]):
+        self.max_seq_len, self.key_values = model.config.max_seq_len, key_values
+        self.is_usable = not model.config.num_experts or model.config.capacity_factor is None
 
     @property
     def length(self) -> int:
         """The number of tokens read so far."""
-        return self.layers[0].length
+        return self.key_values[0].length
 
     def unread(self, tokens: Tensor) -> Tensor:
         """Return the tokens that the model has yet to read of this text, which continues the text of the last call.
 
         tokens  [B, S]    returned [B, T]: the new tokens, or the whole window where nothing can be cached
         """
-        if not self.keeps or tokens.shape[1] > self.max_seq_len:
-            for layer in self.layers:
-                layer.forget()
+        if not self.is_usable or tokens.shape[1] > self.max_seq_len:
+            for layer in self.key_values:
+                layer.clear()
         return tokens[:, -self.max_seq_len :][:, self.length :]
 
     def positions(self, num_tokens: int, device) -> Tensor:
@@ -83,7 +83,7 @@ class Cache:
 
 
 @contextmanager
-def caching(model: nn.Module, room: int) -> Iterator[Cache]:
+def caching(model: nn.Module, max_tokens: int) -> Iterator[GenerationCache]:
     """Return a context in which the model caches keys and values: call the model on `cache.unread(tokens)`.
 
     room  the number of tokens to cache at most; more than max_seq_len are never needed
@@ -98,8 +98,10 @@ def caching(model: nn.Module, room: int) -> Iterator[Cache]:
             "writing already; use one that reads all of it"
         )
     attentions = [m for m in transformer.modules() if isinstance(m, Attention)]
-    cache = Cache(transformer, [KeyValues(min(room, transformer.config.max_seq_len)) for _ in attentions])
-    for attention, layer in zip(attentions, cache.layers):
+    cache = GenerationCache(
+        transformer, [KeyValueCache(min(max_tokens, transformer.config.max_seq_len)) for _ in attentions]
+    )
+    for attention, layer in zip(attentions, cache.key_values):
         attention.overrides.cache = layer
     transformer.overrides.default_positions = cache.positions
     try:

@@ -67,7 +67,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-class _Later(NamedTuple):
+class _DeferredParameter(NamedTuple):
     """A parameter whose gradient is deferred to `queue`, wrapped so that autograd does not see the parameter.
 
     Otherwise autograd would run the parameter's hooks right after dx, before the gradient exists.
@@ -80,26 +80,28 @@ class _Later(NamedTuple):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, anchor):
-        ctx.later = [p if isinstance(p, _Later) else None for p in (weight, bias)]
-        trains_weight = ctx.later[0] is not None or ctx.needs_input_grad[1]
-        weight, bias = (p.parameter if isinstance(p, _Later) else p for p in (weight, bias))
+        ctx.deferred = [p if isinstance(p, _DeferredParameter) else None for p in (weight, bias)]
+        trains_weight = ctx.deferred[0] is not None or ctx.needs_input_grad[1]
+        weight, bias = (p.parameter if isinstance(p, _DeferredParameter) else p for p in (weight, bias))
         ctx.save_for_backward(x if trains_weight else None, weight if ctx.needs_input_grad[0] else None)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        later_weight, later_bias = ctx.later
+        later_weight, later_bias = ctx.deferred
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
         if later_weight is not None:
-            later_weight.queue.put(partial(_add_later, later_weight.parameter, _weight_gradient, rows, x))
+            later_weight.queue.put(
+                partial(_accumulate_deferred, later_weight.parameter, _weight_gradient, rows, x)
+            )
         elif ctx.needs_input_grad[1]:
             dw = _weight_gradient(rows, x)
         if later_bias is not None:
-            later_bias.queue.put(partial(_add_later, later_bias.parameter, _bias_gradient, rows))
+            later_bias.queue.put(partial(_accumulate_deferred, later_bias.parameter, _bias_gradient, rows))
         elif ctx.needs_input_grad[2]:
             db = _bias_gradient(rows)
         return dx, dw, db, None
@@ -114,7 +116,7 @@ def _bias_gradient(rows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _add_later(parameter: nn.Parameter, gradient: Callable[..., Tensor], *inputs: Tensor) -> None:
+def _accumulate_deferred(parameter: nn.Parameter, gradient: Callable[..., Tensor], *inputs: Tensor) -> None:
     accumulate_gradient(parameter, gradient(*inputs))
 
 
@@ -136,7 +138,8 @@ def linear(
     if deferred is None:
         return _Linear.apply(x, weight, bias, None)
     weight, bias = (
-        _Later(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p for p in (weight, bias)
+        _DeferredParameter(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p
+        for p in (weight, bias)
     )
     # The anchor makes y require a gradient where x does not, since autograd sees no parameter.
     return _Linear.apply(x, weight, bias, None if x.requires_grad else deferred.anchor)

@@ -29,12 +29,12 @@ from torch.autograd.function import Function, once_differentiable
 
 from minipar.errors import one_of, require_divides
 from minipar.model import fused
-from minipar.model.lse_merge import merge_, no_keys
-from minipar.model.mask import Mask, whole_mask
+from minipar.model.lse_merge import empty_attention, merge_
+from minipar.model.mask import Mask, single_process_mask
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
 TILE_ELEMS = 1 << 18  # scores per tile: few enough for a core's cache, enough to outweigh a call's overhead
-SHORTEST_SIDE = 32  # of a tile, however many heads there are
+MIN_TILE_SIDE = 32  # of a tile, however many heads there are
 
 
 def flash_attention(
@@ -60,7 +60,7 @@ def flash_attention(
     Raises ValueError where shapes do not fit, or where "fused" has no kernel for these inputs.
     """
     check_shapes(q, k, v)
-    mask = mask or whole_mask(q.shape[2], k.shape[2], causal, positions)
+    mask = mask or single_process_mask(q.shape[2], k.shape[2], causal, positions)
     out, lse = _Flash.apply(q, k, v, mask, choose(impl, q, mask))
     return (out, lse) if return_lse else out
 
@@ -68,8 +68,8 @@ def flash_attention(
 class AttentionKernel(NamedTuple):
     """An implementation of attention over a block of keys: its forward and its backward."""
 
-    attend_: Callable
-    attend_backward_: Callable
+    forward_: Callable
+    backward_: Callable
 
 
 def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKernel:
@@ -82,15 +82,15 @@ def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKerne
     if impl == "fused" and obstacle:
         raise ValueError(f"impl='fused' has no kernel for {obstacle}; use 'tiled' or 'auto'")
     if impl == "tiled" or obstacle:
-        return AttentionKernel(attend_, attend_backward_)
-    return AttentionKernel(fused.attend_, fused.attend_backward_)
+        return AttentionKernel(forward_, backward_)
+    return AttentionKernel(fused.forward_, fused.backward_)
 
 
 class _Flash(Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, block):
-        out, lse = no_keys(q)
-        block.attend_(out, lse, q, k, v, mask)
+        out, lse = empty_attention(q)
+        block.forward_(out, lse, q, k, v, mask)
         out = out.to(q.dtype)
         ctx.mask, ctx.kernel = mask, block
         ctx.save_for_backward(q, k, v, out, lse)
@@ -106,13 +106,13 @@ class _Flash(Function):
             torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
         ]
         if dlse is None:
-            ctx.kernel.attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
+            ctx.kernel.backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
         else:  # fused kernels take no gradient of lse
-            attend_backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
+            backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
         return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
 
 
-def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def forward_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     """Merge attention over the keys of k into (out, lse), in place."""
     tile = _Tiling(q, k)
     all_q, all_k, all_v = tile.queries(q) * tile.scale, tile.keys(k), tile.keys(v)
@@ -125,20 +125,20 @@ def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mas
 
 def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tuple[Tensor, Tensor]:
     """Run the online softmax of one tile of queries [G, g*R, head_dim] over its tiles of keys."""
-    most = q.new_full((*q.shape[:2], 1), -torch.inf)
-    total, out = torch.zeros_like(most), torch.zeros_like(q)
+    running_max = q.new_full((*q.shape[:2], 1), -torch.inf)
+    total, out = torch.zeros_like(running_max), torch.zeros_like(q)
     for cols, hidden in blocks:
         scores = tile.hide(torch.bmm(q, k[:, cols].transpose(1, 2)), hidden)
-        grown = torch.maximum(most, scores.amax(-1, keepdim=True))
-        finite = grown.masked_fill(grown == -torch.inf, 0.0)  # nothing seen so far: exp(-inf - 0) = 0
-        weights, correction = scores.sub_(finite).exp_(), (most - finite).exp_()
+        new_max = torch.maximum(running_max, scores.amax(-1, keepdim=True))
+        finite = new_max.masked_fill(new_max == -torch.inf, 0.0)  # nothing seen so far: exp(-inf - 0) = 0
+        weights, correction = scores.sub_(finite).exp_(), (running_max - finite).exp_()
         total.mul_(correction).add_(weights.sum(-1, keepdim=True))
         out.mul_(correction).baddbmm_(weights, v[:, cols])
-        most = grown
-    return out.div_(total.masked_fill(total == 0, 1.0)), most + total.log()
+        running_max = new_max
+    return out.div_(total.masked_fill(total == 0, 1.0)), running_max + total.log()
 
 
-def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
+def backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
     """Add the gradients from this block of keys to dq, dk and dv; out and lse are those over all keys."""
     tile = _Tiling(q, k)
     all_q, all_dout, all_k, all_v = (
@@ -183,7 +183,7 @@ class _Tiling:
         self.group = num_heads // self.num_kv_heads
         self.dtype = torch.promote_types(q.dtype, torch.float32)
         self.scale = 1 / math.sqrt(head_dim)
-        self.side = max(SHORTEST_SIDE, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
+        self.side = max(MIN_TILE_SIDE, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
 
     def queries(self, x: Tensor) -> Tensor:
         """[B, H, T, f] -> [G, g, T, f]"""

@@ -15,7 +15,7 @@ from minipar.model.mask import Mask, ScoreRegion
 _aten = torch.ops.aten
 
 
-def obstacle(q: Tensor, mask: Mask) -> str | None:
+def unsupported_reason(q: Tensor, mask: Mask) -> str | None:
     """Return why no kernel supports these inputs, or None where one does."""
     if mask.positions is not None:
         return "documents"
@@ -28,18 +28,18 @@ def obstacle(q: Tensor, mask: Mask) -> str | None:
     return None
 
 
-def attend_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def forward_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     """Merge attention over the keys of k into (out, lse), in place."""
     for part in mask.regions():
-        heads = _Heads(q, k, part)
-        part_out, part_lse = _kernel(heads.fold(q), heads.keys(k), heads.keys(v), part.triangle)
+        heads = _GroupedQueryLayout(q, k, part)
+        part_out, part_lse = _kernel(heads.fold(q), heads.keys(k), heads.keys(v), part.is_causal)
         merge_(heads.place(out), heads.place(lse), heads.unfold(part_out), heads.unfold(part_lse))
 
 
-def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
+def backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
     """Add the gradients from this block of keys to dq, dk and dv; out and lse are those over all keys."""
     for part in mask.regions():
-        heads = _Heads(q, k, part)
+        heads = _GroupedQueryLayout(q, k, part)
         folded = (
             heads.fold(dout),
             heads.fold(q),
@@ -48,13 +48,13 @@ def attend_backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask) -> None:
             heads.fold(out),
             heads.fold(lse),
         )
-        grads = _kernel_backward(*folded, part.triangle)
+        grads = _kernel_backward(*folded, part.is_causal)
         heads.place(dq).add_(heads.unfold(grads[0]))
-        dk[:, :, part.cols] += heads.of_keys(grads[1])
-        dv[:, :, part.cols] += heads.of_keys(grads[2])
+        dk[:, :, part.cols] += heads.sum_key_grads(grads[1])
+        dv[:, :, part.cols] += heads.sum_key_grads(grads[2])
 
 
-class _Heads:
+class _GroupedQueryLayout:
     """Layout of [B, H/g, ...] keys and [B, H, ...] queries for a kernel that needs as many key heads as query heads.
 
     rectangle  all queries see the same keys: fold the g query heads into the positions, [B, H/g, g * R, ...]
@@ -63,7 +63,7 @@ class _Heads:
 
     def __init__(self, q: Tensor, k: Tensor, part: ScoreRegion):
         self.part, self.group = part, q.shape[1] // k.shape[1]
-        self.folds = self.group > 1 and not part.triangle
+        self.folds = self.group > 1 and not part.is_causal
 
     def place(self, x: Tensor) -> Tensor:
         """Return the region's rows of x [B, H, T, ...], a view in the shape that `unfold` returns."""
@@ -80,22 +80,22 @@ class _Heads:
         cols = x[:, :, self.part.cols]
         return cols if self.folds or self.group == 1 else cols.repeat_interleave(self.group, dim=1)
 
-    def of_keys(self, grad: Tensor) -> Tensor:
+    def sum_key_grads(self, grad: Tensor) -> Tensor:
         return grad if self.folds or self.group == 1 else grad.unflatten(1, (-1, self.group)).sum(2)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, triangle: bool) -> tuple[Tensor, Tensor]:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, triangle)
-    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, triangle)[:2]
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)
+    return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[:2]
 
 
-def _kernel_backward(dout, q, k, v, out, lse, triangle: bool):
+def _kernel_backward(dout, q, k, v, out, lse, is_causal: bool):
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, lse, 0.0, triangle
+            dout, q, k, v, out, lse, 0.0, is_causal
         )
-    no_draw = torch.zeros((), dtype=torch.int64, device=q.device)  # unused dropout RNG state
+    unused_rng = torch.zeros((), dtype=torch.int64, device=q.device)  # unused dropout RNG state
     return _aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, triangle, no_draw, no_draw
+        dout, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused_rng, unused_rng
     )

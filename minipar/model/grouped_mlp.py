@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 
 
-def apply_experts(
+def grouped_swiglu(
     x: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -46,14 +46,14 @@ def apply_experts(
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, counts, later, anchor, gate, up, down):
+    def forward(ctx, x, counts, deferred_to, anchor, gate, up, down):
         g, u = (x.new_empty(x.shape[0], gate.shape[1]) for _ in range(2))
         y = torch.empty_like(x)
-        for e, rows in _runs(counts):
+        for e, rows in _expert_slices(counts):
             torch.mm(x[rows], gate[e].t(), out=g[rows])
             torch.mm(x[rows], up[e].t(), out=u[rows])
             torch.mm(F.silu(g[rows]).mul_(u[rows]), down[e].t(), out=y[rows])
-        ctx.counts, ctx.later = counts, later
+        ctx.counts, ctx.deferred_to = counts, deferred_to
         ctx.save_for_backward(x, g, u, gate, up, down)
         return y
 
@@ -63,22 +63,22 @@ class _Experts(torch.autograd.Function):
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         needed = ctx.needs_input_grad[4:]
         dweights = [torch.empty_like(w) for w in (gate, up, down)] if any(needed) else None
-        pieces = []
+        saved_per_expert = []
         # Finish one expert before the next: its rows are still in the cache.
-        for e, rows in _runs(ctx.counts):
+        for e, rows in _expert_slices(ctx.counts):
             dh = dy[rows] @ down[e]
             dg = torch.ops.aten.silu_backward(dh * u[rows], g[rows])
             du = dh.mul_(F.silu(g[rows]))
             if dx is not None:
                 torch.mm(dg, gate[e], out=dx[rows]).addmm_(du, up[e])
             piece = x[rows], g[rows], u[rows], dg, du, dy[rows]
-            if ctx.later is not None:
-                pieces.append(piece)
+            if ctx.deferred_to is not None:
+                saved_per_expert.append(piece)
             elif dweights is not None:
                 _weight_products(*piece, *(dw[e] for dw in dweights))
-        if ctx.later is not None:
-            queue, weights = ctx.later
-            queue.put(partial(_add_later, weights, [w.shape for w in (gate, up, down)], pieces))
+        if ctx.deferred_to is not None:
+            queue, weights = ctx.deferred_to
+            queue.put(partial(_add_later, weights, [w.shape for w in (gate, up, down)], saved_per_expert))
         return dx, None, None, None, *(dweights[i] if n else None for i, n in enumerate(needed))
 
 
@@ -90,16 +90,16 @@ def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
 
 
 @torch.no_grad()
-def _add_later(weights, shapes, pieces) -> None:
+def _add_later(weights, shapes, saved_per_expert) -> None:
     """Add the deferred gradients; `shapes` are the unsharded weights', since FSDP may have resharded them by now."""
     dweights = [w.new_empty(shape) for w, shape in zip(weights, shapes)]
-    for e, piece in enumerate(pieces):
+    for e, piece in enumerate(saved_per_expert):
         _weight_products(*piece, *(dw[e] for dw in dweights))
     for weight, dw in zip(weights, dweights):
         accumulate_gradient(weight, dw)
 
 
-def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+def _expert_slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
     """Yield each expert and the slice of its rows."""
     start = 0
     for e, count in enumerate(counts):
@@ -108,10 +108,10 @@ def _runs(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 class Experts(nn.Module):
-    """A module around `apply_experts`, with weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
+    """A module around `grouped_swiglu`, with weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
 
     deferred: WeightGradients | None = None
-    holds_experts = True  # read by `place_whole`, which marks these as expert parameters
+    has_expert_parameters = True  # read by `place_whole`, which marks these as expert parameters
 
     def __init__(self, num_experts: int, dim: int, hidden_dim: int, device=None, dtype=None):
         super().__init__()
@@ -121,7 +121,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(empty(num_experts, dim, hidden_dim))
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        return apply_experts(x, self.gate, self.up, self.down, counts, self.deferred)
+        return grouped_swiglu(x, self.gate, self.up, self.down, counts, self.deferred)
 
     def extra_repr(self) -> str:
         return "num_experts={}, hidden_dim={}, dim={}".format(*self.gate.shape)

@@ -15,7 +15,7 @@ from torch import Tensor
 from minipar.model.moe_config import cut_group
 
 
-class Groups(NamedTuple):
+class RoutingGroups(NamedTuple):
     """The routing groups of [batch, tokens]: runs of `size` tokens, the last run of a sequence possibly shorter."""
 
     batch: int
@@ -64,8 +64,8 @@ def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
     size = group_tokens or max(1, length)
     place = torch.arange(length, device=positions.device)
     starts = positions[..., place // size * size]
-    begins_well = starts % size == 0 if group_tokens is not None else starts == 0
-    if ((positions - starts == place % size) & begins_well).all():
+    is_aligned = starts % size == 0 if group_tokens is not None else starts == 0
+    if ((positions - starts == place % size) & is_aligned).all():
         return
     row = positions.reshape(-1, positions.shape[-1])[0].tolist()
     raise ValueError(cut_group(row, group_tokens))

@@ -29,11 +29,11 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
     deviation = 0.02
     if name.endswith((".o.weight", ".down.weight", ".experts.down")):
         deviation /= math.sqrt(2 * config.num_layers)
-    generator = torch.Generator().manual_seed(_digest(seed, name))
+    generator = torch.Generator().manual_seed(_seed_of_name(seed, name))
     return torch.randn(shape, generator=generator) * deviation
 
 
-def _digest(seed: int, name: str) -> int:
+def _seed_of_name(seed: int, name: str) -> int:
     """Return a 63-bit hash; Python's own hash() differs from process to process."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -30,7 +30,7 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     lse.copy_(torch.logaddexp(lse, part_lse))
 
 
-def no_keys(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_attention(q: Tensor) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of attention over no keys, in float32 or wider: the initial value for `merge_`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)

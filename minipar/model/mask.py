@@ -36,7 +36,7 @@ class ScoreRegion(NamedTuple):
 
     rows: slice
     cols: slice
-    triangle: bool
+    is_causal: bool
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,17 @@ class Mask:
         Each tile of keys comes with its dense mask, [rows, cols] or [B, 1, rows, cols], or None where nothing is hidden.
         """
         (low, high), keys = self.bounds(), indices(self.keys)
-        cols = [(part, int(keys[part].min()), int(keys[part].max())) for part in _cuts(len(keys), side)]
-        for rows in _cuts(low.shape[-1], side):
-            some_low, some_high = low[..., rows], high[..., rows]
-            least_low, most_low = int(some_low.min()), int(some_low.max())
-            least_high, most_high = int(some_high.min()), int(some_high.max())
+        cols = [(part, int(keys[part].min()), int(keys[part].max())) for part in _slices(len(keys), side)]
+        for rows in _slices(low.shape[-1], side):
+            tile_low, tile_high = low[..., rows], high[..., rows]
+            least_low, most_low = int(tile_low.min()), int(tile_low.max())
+            least_high, most_high = int(tile_high.min()), int(tile_high.max())
             found = []
             for part, first, last in cols:
                 if last < least_low or first >= most_high:
                     continue
                 whole = most_low <= first and last < least_high
-                found.append((part, None if whole else _hidden(some_low, some_high, keys[part])))
+                found.append((part, None if whole else _hidden(tile_low, tile_high, keys[part])))
             yield rows, found
 
     def regions(self) -> Iterator[ScoreRegion]:
@@ -113,12 +113,14 @@ class Mask:
             for key in self.keys:
                 seen = key if self.end is None else key.before(self.end)
                 for part in _regions(query, seen, self.causal):
-                    yield ScoreRegion(_shift(part.rows, row), _shift(part.cols, col), part.triangle)
+                    yield ScoreRegion(_shift(part.rows, row), _shift(part.cols, col), part.is_causal)
                 col += key.length
             row += query.length
 
 
-def whole_mask(num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None) -> Mask:
+def single_process_mask(
+    num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None
+) -> Mask:
     """Return the mask where the keys are the whole sequence and the queries its last tokens, or all of them."""
     return Mask((TokenRun(num_keys - num_queries, num_queries),), (TokenRun(0, num_keys),), causal, positions)
 
@@ -138,7 +140,7 @@ def _hidden(low: Tensor, high: Tensor, keys: Tensor) -> Tensor:
     return hidden if hidden.dim() == 2 else hidden[:, None]
 
 
-def _cuts(length: int, size: int) -> list[slice]:
+def _slices(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from minipar.errors import divisors, one_of, require_divides, require_positive
-from minipar.model.moe_config import MixtureConfig
-from minipar.options import check_types, documented, option
+from minipar.model.moe_config import MoEConfig
+from minipar.options import check_types, option, with_option_table
 
 Attention = Literal["fused", "plain", "flash"]
 
 
-@documented
+@with_option_table
 @dataclass(frozen=True)
-class ModelConfig(MixtureConfig):
+class ModelConfig(MoEConfig):
     """The sizes of a Llama-style Transformer; the defaults make a byte-level model of 0.87 M parameters.
 
     Raises ValueError where a size is impossible or sizes do not fit each other.

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from minipar.errors import require_positive
 from minipar.model.aux_loss import MoEMetrics, balance_losses, z_losses
 from minipar.model.grouped_mlp import Experts
-from minipar.model.groups import Groups
+from minipar.model.groups import RoutingGroups
 from minipar.model.init import initialize
 from minipar.model.mlp import SwiGLU
 from minipar.model.model_config import ModelConfig
-from minipar.model.moe_config import MixtureConfig
+from minipar.model.moe_config import MoEConfig
 from minipar.model.overrides import MoEOverrides
-from minipar.model.permute import Plan, combine, compact_plan, padded_plan, permute_rows
+from minipar.model.permute import PermutePlan, combine, permute_rows, plan_kept_rows, plan_padded_rows
 from minipar.model.router import Router, expert_choice, position_in_expert, token_choice
 
 
@@ -51,7 +51,7 @@ class LocalDispatch(NamedTuple):
     rows: Tensor
     counts: Tensor
 
-    def arrive(self) -> tuple[Tensor, Sequence[int]]:
+    def receive(self) -> tuple[Tensor, Sequence[int]]:
         return self.rows, self.counts.tolist()
 
     def combine(self, out: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class MoE(nn.Module):
 
     x, y        [B, T, D] or [T, D]
     positions   [T] or [B, T]    sample_ids  [B]    step     as in `Transformer`: they key the jitter and the noise
-    hidden_dim  each expert's width; options are `MixtureConfig`'s
+    hidden_dim  each expert's width; options are `MoEConfig`'s
     num_groups  None or, where calls get parts of a batch, the whole batch's number of routing groups: auxiliary losses are
                 means over these, so that the parts' losses sum to the whole batch's
 
@@ -94,7 +94,7 @@ class MoE(nn.Module):
     ):
         super().__init__()
         require_positive(num_experts=num_experts)
-        self.options = MixtureConfig(
+        self.options = MoEConfig(
             num_experts=num_experts, top_k=top_k, capacity_factor=capacity_factor, **options
         )
         self.overrides = MoEOverrides()
@@ -109,7 +109,7 @@ class MoE(nn.Module):
         self.register_buffer(
             "balance_bias", torch.zeros(num_experts, device=device) if self.options.balance_bias else None
         )
-        self.unbalanced_load: Tensor | int = 0  # since the last `update_balance_bias`
+        self.load_since_update: Tensor | int = 0  # since the last `update_balance_bias`
         if not self.router.weight.is_meta:
             initialize(self, ModelConfig(num_layers=1), seed)
 
@@ -129,18 +129,18 @@ class MoE(nn.Module):
         positions = torch.arange(T, device=x.device) if positions is None else positions
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         logits = self.router(x, positions, sample_ids, step)
-        groups = Groups(B, T, self.options.group_tokens or max(1, T))
+        groups = RoutingGroups(B, T, self.options.group_tokens or max(1, T))
         routing = self.route(logits, groups)
         y = self._apply_experts(self._copy_input(x).reshape(-1, D), routing, groups).view(B, T, D)
         if self.overrides.reduce_output is not None:
             y = self.overrides.reduce_output(y)
-        return y, self._measure(logits, routing, groups)
+        return y, self._make_metrics(logits, routing, groups)
 
     def _copy_input(self, x: Tensor) -> Tensor:
         """Hook on the experts' input and on their outputs' weights: tensor parallelism puts the copy operator here."""
         return x if self.overrides.copy_input is None else self.overrides.copy_input(x)
 
-    def route(self, logits: Tensor, groups: Groups) -> Routing:
+    def route(self, logits: Tensor, groups: RoutingGroups) -> Routing:
         """Let tokens choose experts, or experts choose tokens, and keep the choices within the capacity.
 
         logits  [B, T, E]
@@ -162,25 +162,25 @@ class MoE(nn.Module):
         )
         return Routing(*(groups.join(t) for t in (expert, place, kept, weight)), load, kept_load)
 
-    def _apply_experts(self, x: Tensor, routing: Routing, groups: Groups) -> Tensor:
+    def _apply_experts(self, x: Tensor, routing: Routing, groups: RoutingGroups) -> Tensor:
         """[M, D] -> [M, D]"""
         plan = self._plan(routing, groups)
         dispatched = (self.overrides.dispatch or LocalDispatch)(permute_rows(x, plan), plan.counts)
         shared = None if self.shared is None else self.shared(x)  # while the rows are being sent
-        rows, counts = dispatched.arrive()
+        rows, counts = dispatched.receive()
         out = dispatched.combine(self.experts(rows, counts))
         y = combine(out, self._copy_input(routing.weight), plan)
         return y if shared is None else y + shared
 
-    def _plan(self, routing: Routing, groups: Groups) -> Plan:
+    def _plan(self, routing: Routing, groups: RoutingGroups) -> PermutePlan:
         expert, kept, E = routing.expert, routing.kept, self.options.num_experts
         if not self.overrides.pad_to_capacity or self.options.capacity_factor is None:
-            return compact_plan(expert, kept, E)
+            return plan_kept_rows(expert, kept, E)
         capacity = min(self.options.capacity(groups.size), groups.tokens)
         of_tokens = groups.of_tokens(expert.device)
-        return padded_plan(expert, kept, routing.place, of_tokens, E, groups.number, capacity)
+        return plan_padded_rows(expert, kept, routing.place, of_tokens, E, groups.number, capacity)
 
-    def _measure(self, logits: Tensor, routing: Routing, groups: Groups) -> MoEMetrics:
+    def _make_metrics(self, logits: Tensor, routing: Routing, groups: RoutingGroups) -> MoEMetrics:
         options, real = self.options, groups.real(logits.device)
         probs = logits.softmax(-1)
         num_groups = max(1, groups.number if self.num_groups is None else self.num_groups)
@@ -198,16 +198,16 @@ class MoE(nn.Module):
             unserved=(~routing.kept.any(1)).sum(),
             entropy_sum=torch.special.entr(probs.detach()).sum(),
         )
-        self._remember(metrics.detach())
+        self._record_metrics(metrics.detach())
         return metrics
 
-    def _remember(self, metrics: MoEMetrics) -> None:
+    def _record_metrics(self, metrics: MoEMetrics) -> None:
         self.metrics = metrics if self.metrics is None else self.metrics + metrics
         if self.training and self.balance_bias is not None:
-            self.unbalanced_load = self.unbalanced_load + metrics.load
+            self.load_since_update = self.load_since_update + metrics.load
 
 
-def mixtures(model: nn.Module) -> Iterator[tuple[str, MoE]]:
+def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
     """Return the mixtures of experts inside `model`, as pairs (name, module)."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, MoE))
 
@@ -218,14 +218,14 @@ def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float =
     Required where the model is called on parts of a batch (microbatches, or this rank's samples): an auxiliary loss is
     the mean over all groups of the batch. `loss_scale` is the factor that multiplies the loss before its backward, if any.
     """
-    for _, moe in mixtures(model):
+    for _, moe in moe_layers(model):
         moe.num_groups, moe.loss_scale = num_groups, loss_scale
 
 
 def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
     """Return each mixture's metrics since the last call, by name, and reset them."""
-    taken = {name: moe.metrics for name, moe in mixtures(model) if moe.metrics is not None}
-    for _, moe in mixtures(model):
+    taken = {name: moe.metrics for name, moe in moe_layers(model) if moe.metrics is not None}
+    for _, moe in moe_layers(model):
         moe.metrics = None
     return taken
 
@@ -238,10 +238,10 @@ def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm=None) -> None
     layout gives the same biases. Call it after each optimizer step.
     Source: arXiv:2408.15664, algorithm 1.
     """
-    for _, moe in mixtures(model):
+    for _, moe in moe_layers(model):
         if moe.balance_bias is None:
             continue
-        load = moe.unbalanced_load + torch.zeros_like(moe.balance_bias, dtype=torch.int64)
+        load = moe.load_since_update + torch.zeros_like(moe.balance_bias, dtype=torch.int64)
         load = load if comm is None else comm.all_reduce(load)
         moe.balance_bias += rate * (load.sum() - load * len(load)).sign()
-        moe.unbalanced_load = 0
+        moe.load_since_update = 0

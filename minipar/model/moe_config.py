@@ -8,15 +8,15 @@ from fractions import Fraction
 from typing import Literal
 
 from minipar.errors import require_positive
-from minipar.options import check_types, documented, normalised, option
+from minipar.options import check_types, normalise_types, option, with_option_table
 
 Router = Literal["top_k", "noisy_top_k", "expert_choice"]
 DropOrder = Literal["position", "weight"]
 
 
-@documented
+@with_option_table
 @dataclass(frozen=True, kw_only=True)
-class MixtureConfig:
+class MoEConfig:
     """The options of a mixture of experts; ModelConfig inherits them, and num_experts=0 means a model without experts.
 
     A routing group is a property of the model, not of a layout. A group cut short by the sequence's end has the capacity
@@ -50,15 +50,15 @@ class MixtureConfig:
 
     def __post_init__(self):
         check_types(self)
-        normalised(self)
+        normalise_types(self)
         if self.num_experts:
             self._check_sizes()
             self._check_choices()
             self._check_numbers()
 
     @property
-    def mixture_options(self) -> dict:
-        return {f.name: getattr(self, f.name) for f in fields(MixtureConfig)}
+    def moe_options(self) -> dict:
+        return {f.name: getattr(self, f.name) for f in fields(MoEConfig)}
 
     def capacity(self, group_tokens: int) -> int:
         """Return how many of a group's T tokens one expert accepts: ceil(k * T / E * capacity_factor), at most T.

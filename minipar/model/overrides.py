@@ -58,7 +58,7 @@ class AttentionOverrides:
                  context_parallel: other ranks hold the other keys; recompute="selective": recomputed in the backward
     project_qkv  (x) -> q, k, v
                  tensor_parallel: the three sharded matrices have one input, so one reduction of dx suffices
-    cache        a KeyValues, which prepends the keys and values of earlier tokens
+    cache        a KeyValueCache, which prepends the keys and values of earlier tokens
                  cache.py: generation reads each token once
     """
 
@@ -82,8 +82,8 @@ class MLPOverrides:
 class MoEOverrides:
     """Override points of an `MoE`.
 
-    dispatch         (rows, counts) -> an object whose `arrive()` returns the rows of this rank's experts, and their counts,
-                     and whose `combine(out)` returns the experts' outputs in the order of `rows`
+    dispatch         (rows, counts) -> an object whose `receive()` returns the rows of this rank's experts and their
+                     counts, and whose `combine(out)` returns the experts' outputs in the order of `rows`
                      expert_parallel: by all-to-all
     pad_to_capacity  give every expert `capacity` rows per group, used or not
                      expert_parallel: message sizes are known before routing

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-class Plan(NamedTuple):
+class PermutePlan(NamedTuple):
     """The maps between choices and rows; rows are sorted by expert.
 
     choice  [R]     each row's choice, -1 for an unused row
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     counts: Tensor
 
 
-def compact_plan(expert: Tensor, kept: Tensor, num_experts: int) -> Plan:
+def plan_kept_rows(expert: Tensor, kept: Tensor, num_experts: int) -> PermutePlan:
     """Plan one row for each kept choice, sorted by expert, then by token.
 
     expert, kept  [M, k]
@@ -36,10 +36,10 @@ def compact_plan(expert: Tensor, kept: Tensor, num_experts: int) -> Plan:
     choice = target.argsort(stable=True)[: int(counts.sum())]
     row = torch.full_like(target, -1)
     row[choice] = torch.arange(len(choice), device=row.device)
-    return Plan(choice, row.view_as(expert), counts)
+    return PermutePlan(choice, row.view_as(expert), counts)
 
 
-def padded_plan(
+def plan_padded_rows(
     expert: Tensor,
     kept: Tensor,
     place: Tensor,
@@ -47,7 +47,7 @@ def padded_plan(
     num_experts: int,
     num_groups: int,
     capacity: int,
-) -> Plan:
+) -> PermutePlan:
     """Plan `capacity` rows for every expert and group, used or not, so that sizes are known before routing.
 
     expert, kept, place  [M, k]    group  [M]
@@ -57,10 +57,10 @@ def padded_plan(
     rows_each = num_groups * capacity
     choice = torch.full((num_experts * rows_each,), -1, device=row.device)
     choice[row[kept]] = kept.flatten().nonzero()[:, 0]
-    return Plan(choice, row, torch.full((num_experts,), rows_each, device=row.device))
+    return PermutePlan(choice, row, torch.full((num_experts,), rows_each, device=row.device))
 
 
-def permute_rows(x: Tensor, plan: Plan) -> Tensor:
+def permute_rows(x: Tensor, plan: PermutePlan) -> Tensor:
     """Copy each token to the rows of its choices: rows_r = x_t, or 0 for an unused row r.
 
     x  [M, D]    rows  [R, D]
@@ -70,7 +70,7 @@ def permute_rows(x: Tensor, plan: Plan) -> Tensor:
     return _PermuteRows.apply(x, plan)
 
 
-def combine(out: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+def combine(out: Tensor, weight: Tensor, plan: PermutePlan) -> Tensor:
     """Sum each token's expert outputs, weighted: y_t = sum over its kept choices j of weight_tj out_row(t,j).
 
     out  [R, D]    weight  [M, k]    y  [M, D]      0 for a token without a kept choice
@@ -85,11 +85,11 @@ class _PermuteRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, plan):
         ctx.plan = plan
-        return _take(x, _token(plan))
+        return _gather_or_zero(x, _token_of_row(plan))
 
     @staticmethod
     def backward(ctx, drows):
-        return sum(_take(drows, row) for row in ctx.plan.row.unbind(1)), None
+        return sum(_gather_or_zero(drows, row) for row in ctx.plan.row.unbind(1)), None
 
 
 class _Combine(torch.autograd.Function):
@@ -97,22 +97,24 @@ class _Combine(torch.autograd.Function):
     def forward(ctx, out, weight, plan):
         ctx.plan = plan
         ctx.save_for_backward(out, weight)
-        return sum(_take(out, row) * w[:, None] for row, w in zip(plan.row.unbind(1), weight.unbind(1)))
+        return sum(
+            _gather_or_zero(out, row) * w[:, None] for row, w in zip(plan.row.unbind(1), weight.unbind(1))
+        )
 
     @staticmethod
     def backward(ctx, dy):
         (out, weight), plan = ctx.saved_tensors, ctx.plan
-        dout = _take(dy, _token(plan)) * _take(weight.reshape(-1, 1), plan.choice)
-        dweight = [(dy * _take(out, row)).sum(1) for row in plan.row.unbind(1)]
+        dout = _gather_or_zero(dy, _token_of_row(plan)) * _gather_or_zero(weight.reshape(-1, 1), plan.choice)
+        dweight = [(dy * _gather_or_zero(out, row)).sum(1) for row in plan.row.unbind(1)]
         return dout, torch.stack(dweight, 1), None
 
 
-def _token(plan: Plan) -> Tensor:
+def _token_of_row(plan: PermutePlan) -> Tensor:
     """Return each row's token, -1 for an unused row."""
     return plan.choice.div(plan.row.shape[1], rounding_mode="floor")
 
 
-def _take(x: Tensor, index: Tensor) -> Tensor:
+def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], 0 where the index is -1."""
     missing = index < 0
     if not missing.any():

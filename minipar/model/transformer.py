@@ -18,7 +18,7 @@ from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import TransformerOverrides
 
-IGNORED = -100  # a target with this value does not count in the loss
+IGNORE_INDEX = -100  # a target with this value does not count in the loss
 
 
 class Transformer(nn.Module):
@@ -146,7 +146,7 @@ class Transformer(nn.Module):
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
         _check_shape("targets", targets, [(x.shape[0], self.sequence_length(x))])
         if count is None:
-            count = (targets != IGNORED).sum()
+            count = (targets != IGNORE_INDEX).sum()
         return self(x, positions, sample_ids, step, targets) / torch.as_tensor(count).clamp(min=1)
 
     def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
@@ -195,7 +195,7 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     logits [..., V]    targets [...] int64
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def _checked_layers(layers: Iterable[int] | None, num_layers: int) -> list[int]:

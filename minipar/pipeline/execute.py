@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.model import IGNORED
+from minipar.model import IGNORE_INDEX
 from minipar.pipeline.batch import Batch, split_batch
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.stage import Stage
@@ -144,7 +144,7 @@ class Pipeline:
         if self.schedule.num_stages - 1 not in self.stages:
             return None
         if count is None:
-            count = self.schedule.num_microbatches if self.loss_fn else (targets != IGNORED).sum()
+            count = self.schedule.num_microbatches if self.loss_fn else (targets != IGNORE_INDEX).sum()
         return torch.as_tensor(count).clamp(min=1)
 
 

@@ -12,7 +12,7 @@ import types
 from contextlib import contextmanager, suppress
 from multiprocessing import connection
 
-from minipar.comm.diagnosis import deadlock, surplus
+from minipar.comm.diagnosis import deadlock, unmatched_messages
 from minipar.errors import RankError
 from minipar.runtime import worker
 from minipar.runtime.serialization import CallerEnvironment, dumps, loads
@@ -61,7 +61,7 @@ class Pool:
                 self._pipes[rank].send_bytes(job)
         answers = _Call(self, range(world_size), "done", on_report).wait()
         counts = {rank: own for rank, (_, own) in answers.items()}
-        if found := surplus(counts):
+        if found := unmatched_messages(counts):
             sentences = "\n".join(pair.sentence for pair in found)
             raise RankError(found[0].rank, sentences, returned=_results(answers))
         by_rank = _results(answers)

@@ -12,10 +12,10 @@ split_experts.py    mixture of experts, each expert split by its hidden features
 limits.py           tp sizes that a model's dimensions allow
 split_model.py      `tensor_parallel`: shards every layer of the model
 gather_shards.py    full state dict from the shards
-memory.py           activation memory of a layer
+activation_memory.py           activation memory of a layer
 grid.py             linear layers on a grid of ranks: 2D and 2.5D
 cube.py             a linear layer on a cube of ranks: 3D
-layouts.py          communication and memory of a linear layer in 1D, 2D, 2.5D and 3D
+linear_costs.py     communication and memory of a linear layer in 1D, 2D, 2.5D and 3D
 """
 
 import lazy_loader

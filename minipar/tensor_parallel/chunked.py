@@ -20,11 +20,11 @@ from torch import Tensor
 
 from minipar.errors import require_divides
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
-from minipar.tensor_parallel.column import Matrix, weight_gradient
-from minipar.tensor_parallel.sequence import TOKENS
+from minipar.tensor_parallel.column import ShardedWeight, weight_gradient
+from minipar.tensor_parallel.sequence import TOKEN_DIM
 
 
-def rotating(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
+def ring_all_gather_chunks(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (rank, that rank's chunk) for every rank, this rank first, while the next chunk is being received.
 
     Sends tp-1 chunks.
@@ -40,7 +40,7 @@ def rotating(comm, chunk: Tensor) -> Iterator[tuple[int, Tensor]]:
         chunk = chunk if last else arriving.wait()
 
 
-def summing(comm, term: Callable[[int], Tensor]) -> Tensor:
+def ring_reduce_scatter_terms(comm, term: Callable[[int], Tensor]) -> Tensor:
     """Return this rank's chunk of a ring reduce-scatter, whose terms are computed while partial sums are being sent.
 
     term(c) is this rank's term of rank c's sum, which starts at rank c+1 and is sent from rank to rank until rank c.
@@ -55,7 +55,7 @@ def summing(comm, term: Callable[[int], Tensor]) -> Tensor:
     return total
 
 
-def gather_matmul(comm, x: Tensor, matrices: Sequence[Matrix]) -> tuple[Tensor, ...]:
+def gather_matmul(comm, x: Tensor, matrices: Sequence[ShardedWeight]) -> tuple[Tensor, ...]:
     """Compute `column_parallel(comm, x, matrices, sequence_parallel=True)` in chunks.
 
     x    [B, T/tp, D]  this rank's tokens        w_i  [F_i/tp, D]        y_i  [B, T, F_i/tp]
@@ -65,22 +65,24 @@ def gather_matmul(comm, x: Tensor, matrices: Sequence[Matrix]) -> tuple[Tensor, 
 
     Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred weight gradients share one later gather of x.
     """
-    visible = [None if m.is_deferred else m.weight for m in matrices]
-    waiting = [m.deferred for m in matrices if m.is_deferred]
-    anchor = None if x.requires_grad or not waiting else waiting[0].anchor
-    return _GatherMatmul.apply(x, comm, matrices, anchor, *visible)
+    autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
+    queues = [m.deferred for m in matrices if m.is_deferred]
+    anchor = None if x.requires_grad or not queues else queues[0].anchor
+    return _GatherMatmul.apply(x, comm, matrices, anchor, *autograd_weights)
 
 
 class _GatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, matrices, anchor, *visible):
+    def forward(ctx, x, comm, matrices, anchor, *autograd_weights):
         ctx.comm, ctx.matrices = comm, matrices
-        ctx.now = [needed and not m.is_deferred for m, needed in zip(matrices, ctx.needs_input_grad[4:])]
+        ctx.immediate = [
+            needed and not m.is_deferred for m, needed in zip(matrices, ctx.needs_input_grad[4:])
+        ]
         ctx.save_for_backward(x, *(m.weight for m in matrices))
         pieces: list = [None] * comm.size
-        for rank, chunk in rotating(comm, x):
+        for rank, chunk in ring_all_gather_chunks(comm, x):
             pieces[rank] = [F.linear(chunk, m.weight) for m in matrices]
-        return tuple(torch.cat(ys, TOKENS) for ys in zip(*pieces))
+        return tuple(torch.cat(ys, TOKEN_DIM) for ys in zip(*pieces))
 
     @staticmethod
     def backward(ctx, *dys):
@@ -88,29 +90,31 @@ class _GatherMatmul(torch.autograd.Function):
         comm, matrices = ctx.comm, ctx.matrices
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = summing(comm, lambda rank: sum(_of_rank(comm, dy, rank) @ w for dy, w in zip(dys, weights)))
-        now = [(m, dy) for m, dy, needed in zip(matrices, dys, ctx.now) if needed]
-        later = [(m, dy) for m, dy in zip(matrices, dys) if m.is_deferred]
-        if later:
-            later[0][0].deferred.put(partial(_add_later, comm, x, later))
-        dws = iter(_weight_gradients(comm, x, now) if now else ())
-        return dx, None, None, None, *(next(dws) if needed else None for needed in ctx.now)
+            dx = ring_reduce_scatter_terms(
+                comm, lambda rank: sum(_tokens_of_rank(comm, dy, rank) @ w for dy, w in zip(dys, weights))
+            )
+        immediate = [(m, dy) for m, dy, needed in zip(matrices, dys, ctx.immediate) if needed]
+        deferred = [(m, dy) for m, dy in zip(matrices, dys) if m.is_deferred]
+        if deferred:
+            deferred[0][0].deferred.put(partial(_add_later, comm, x, deferred))
+        dws = iter(_weight_gradients(comm, x, immediate) if immediate else ())
+        return dx, None, None, None, *(next(dws) if needed else None for needed in ctx.immediate)
 
 
-def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> list[Tensor]:
+def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[ShardedWeight, Tensor]]) -> list[Tensor]:
     """Compute dw = dy^T x for several dy while x is gathered in chunks, and sum each dw over its replicas."""
     # Use activation shapes: FSDP may have resharded the weights before their deferred gradients run.
     dws = [x.new_zeros(dy.shape[-1], x.shape[-1]) for _, dy in pairs]
-    for rank, chunk in rotating(comm, x):
+    for rank, chunk in ring_all_gather_chunks(comm, x):
         for dw, (_, dy) in zip(dws, pairs):
-            dw += weight_gradient(_of_rank(comm, dy, rank), chunk)
+            dw += weight_gradient(_tokens_of_rank(comm, dy, rank), chunk)
     return [dw if m.replicas is None else m.replicas.all_reduce_(dw) for dw, (m, _) in zip(dws, pairs)]
 
 
 @torch.no_grad()
-def _add_later(comm, x: Tensor, pairs: Sequence[tuple[Matrix, Tensor]]) -> None:
-    for (matrix, _), dw in zip(pairs, _weight_gradients(comm, x, pairs)):
-        accumulate_gradient(matrix.weight, dw)
+def _add_later(comm, x: Tensor, pairs: Sequence[tuple[ShardedWeight, Tensor]]) -> None:
+    for (sharded_weight, _), dw in zip(pairs, _weight_gradients(comm, x, pairs)):
+        accumulate_gradient(sharded_weight.weight, dw)
 
 
 def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | None = None) -> Tensor:
@@ -122,44 +126,48 @@ def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | 
 
     Sends (tp-1)/tp * B*T*F elements forward, and as many backward. A deferred weight gradient keeps the gathered dy.
     """
-    require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
-    matrix = Matrix(weight, deferred)
-    anchor = deferred.anchor if matrix.is_deferred and not x.requires_grad else None
-    return _MatmulScatter.apply(x, comm, matrix, anchor, None if matrix.is_deferred else weight)
+    require_divides("tp", comm.size, "tokens", x.shape[TOKEN_DIM])
+    sharded_weight = ShardedWeight(weight, deferred)
+    anchor = deferred.anchor if sharded_weight.is_deferred and not x.requires_grad else None
+    return _MatmulScatter.apply(
+        x, comm, sharded_weight, anchor, None if sharded_weight.is_deferred else weight
+    )
 
 
 class _MatmulScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, matrix, anchor, visible):
-        ctx.comm, ctx.matrix = comm, matrix
-        ctx.trains = matrix.is_deferred or ctx.needs_input_grad[4]
-        ctx.save_for_backward(x if ctx.trains else None, matrix.weight)
-        return summing(comm, lambda rank: F.linear(_of_rank(comm, x, rank), matrix.weight))
+    def forward(ctx, x, comm, sharded_weight, anchor, autograd_weights):
+        ctx.comm, ctx.sharded_weight = comm, sharded_weight
+        ctx.needs_dw = sharded_weight.is_deferred or ctx.needs_input_grad[4]
+        ctx.save_for_backward(x if ctx.needs_dw else None, sharded_weight.weight)
+        return ring_reduce_scatter_terms(
+            comm, lambda rank: F.linear(_tokens_of_rank(comm, x, rank), sharded_weight.weight)
+        )
 
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        comm, matrix = ctx.comm, ctx.matrix
-        dxs, rounds = [None] * comm.size, rotating(comm, dy)
-        if matrix.is_deferred:
-            rounds = list(rounds)
-            matrix.deferred.put(partial(_add_row_gradient, comm, matrix.weight, x, rounds))
-        dw = torch.zeros_like(weight) if ctx.trains and not matrix.is_deferred else None
-        for rank, chunk in rounds:
+        comm, sharded_weight = ctx.comm, ctx.sharded_weight
+        dxs, dy_chunks = [None] * comm.size, ring_all_gather_chunks(comm, dy)
+        if sharded_weight.is_deferred:
+            dy_chunks = list(dy_chunks)
+            sharded_weight.deferred.put(partial(_add_row_gradient, comm, sharded_weight.weight, x, dy_chunks))
+        dw = torch.zeros_like(weight) if ctx.needs_dw and not sharded_weight.is_deferred else None
+        for rank, chunk in dy_chunks:
             dxs[rank] = chunk @ weight
             if dw is not None:
-                dw += weight_gradient(chunk, _of_rank(comm, x, rank))
-        return torch.cat(dxs, TOKENS), None, None, None, dw
+                dw += weight_gradient(chunk, _tokens_of_rank(comm, x, rank))
+        return torch.cat(dxs, TOKEN_DIM), None, None, None, dw
 
 
 @torch.no_grad()
-def _add_row_gradient(comm, weight: Tensor, x: Tensor, rounds: list[tuple[int, Tensor]]) -> None:
-    dw = x.new_zeros(rounds[0][1].shape[-1], x.shape[-1])
-    for rank, chunk in rounds:
-        dw += weight_gradient(chunk, _of_rank(comm, x, rank))
+def _add_row_gradient(comm, weight: Tensor, x: Tensor, dy_chunks: list[tuple[int, Tensor]]) -> None:
+    dw = x.new_zeros(dy_chunks[0][1].shape[-1], x.shape[-1])
+    for rank, chunk in dy_chunks:
+        dw += weight_gradient(chunk, _tokens_of_rank(comm, x, rank))
     accumulate_gradient(weight, dw)
 
 
-def _of_rank(comm, x: Tensor, rank: int) -> Tensor:
+def _tokens_of_rank(comm, x: Tensor, rank: int) -> Tensor:
     """Return the tokens of x that belong to `rank`."""
-    return x.chunk(comm.size, TOKENS)[rank]
+    return x.chunk(comm.size, TOKEN_DIM)[rank]

@@ -23,7 +23,7 @@ from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
 
 
-class Matrix(NamedTuple):
+class ShardedWeight(NamedTuple):
     """A weight [F/tp, D] of a column-parallel product.
 
     deferred   None, or the queue to which backward adds the weight gradient instead of computing it
@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
 
 def column_parallel(
-    comm, x: Tensor, matrices: Sequence[Matrix], sequence_parallel: bool = False
+    comm, x: Tensor, matrices: Sequence[ShardedWeight], sequence_parallel: bool = False
 ) -> tuple[Tensor, ...]:
     """Multiply one input by several weights whose output features are split over `comm`: y_i = x w_i^T.
 
@@ -55,31 +55,31 @@ def column_parallel(
     that backward, since only the shard of x is saved: x is gathered again while dx is computed. And 2(g-1)/g * |w_i|
     for the gradient of a w_i that g ranks hold. A deferred weight gradient keeps the gathered x.
     """
-    visible = [None if m.is_deferred else m.weight for m in matrices]
-    waiting = [m.deferred for m in matrices if m.is_deferred]
-    anchor = None if x.requires_grad or not waiting else waiting[0].anchor
-    return _ColumnParallel.apply(x, comm, matrices, sequence_parallel, anchor, *visible)
+    autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
+    queues = [m.deferred for m in matrices if m.is_deferred]
+    anchor = None if x.requires_grad or not queues else queues[0].anchor
+    return _ColumnParallel.apply(x, comm, matrices, sequence_parallel, anchor, *autograd_weights)
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, matrices, sequence_parallel, anchor, *visible):
+    def forward(ctx, x, comm, matrices, sequence_parallel, anchor, *autograd_weights):
         ctx.comm, ctx.matrices, ctx.sequence_parallel = comm, matrices, sequence_parallel
-        ctx.trains = [m.is_deferred or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
-        ctx.save_for_backward(x if any(ctx.trains) else None, *(m.weight for m in matrices))
+        ctx.needs_dw = [m.is_deferred or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
+        ctx.save_for_backward(x if any(ctx.needs_dw) else None, *(m.weight for m in matrices))
         whole = start_gather_tokens(comm, x)() if sequence_parallel else x
         return tuple(F.linear(whole, m.weight) for m in matrices)
 
     @staticmethod
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
-        regather = ctx.sequence_parallel and any(ctx.trains)
+        regather = ctx.sequence_parallel and any(ctx.needs_dw)
         whole = start_gather_tokens(ctx.comm, x) if regather else lambda: x
         finish_dx = _start_dx(ctx, dys, weights) if ctx.needs_input_grad[0] else lambda: None
         x = whole()
         finish_dws = [
-            _start_dw(m, dy, x) if trains else lambda: None
-            for m, dy, trains in zip(ctx.matrices, dys, ctx.trains)
+            _start_dw(m, dy, x) if needs_dw else lambda: None
+            for m, dy, needs_dw in zip(ctx.matrices, dys, ctx.needs_dw)
         ]
         return finish_dx(), None, None, None, None, *(finish() for finish in finish_dws)
 
@@ -95,21 +95,25 @@ def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
     return ctx.comm.all_reduce_(dx, async_op=True).wait  # in place: nothing else refers to dx
 
 
-def _start_dw(matrix: Matrix, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
+def _start_dw(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
     """Compute dw and start its sum over the replicas, or defer both."""
-    if matrix.is_deferred:
-        matrix.deferred.put(partial(add_later, matrix, dy, x))
+    if sharded_weight.is_deferred:
+        sharded_weight.deferred.put(partial(add_later, sharded_weight, dy, x))
         return lambda: None
     dw = weight_gradient(dy, x)
-    return (lambda: dw) if matrix.replicas is None else matrix.replicas.all_reduce_(dw, async_op=True).wait
+    return (
+        (lambda: dw)
+        if sharded_weight.replicas is None
+        else sharded_weight.replicas.all_reduce_(dw, async_op=True).wait
+    )
 
 
 @torch.no_grad()
-def add_later(matrix: Matrix, dy: Tensor, x: Tensor) -> None:
+def add_later(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> None:
     dw = weight_gradient(dy, x)
-    if matrix.replicas is not None:
-        matrix.replicas.all_reduce_(dw)
-    accumulate_gradient(matrix.weight, dw)
+    if sharded_weight.replicas is not None:
+        sharded_weight.replicas.all_reduce_(dw)
+    accumulate_gradient(sharded_weight.weight, dw)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

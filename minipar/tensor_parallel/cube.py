@@ -29,20 +29,20 @@ class Cube:
     Raises ValueError where the number of ranks is not a cube.
     """
 
-    def __init__(self, comm, turned: bool = False):
+    def __init__(self, comm, swap_jl: bool = False):
         p = self.p = round(comm.size ** (1 / 3))
         if p**3 != comm.size:
             raise ValueError(f"tp={comm.size} is not a cube; use 1, 8, 27 ...")
         i, j, l = comm.rank // p**2, comm.rank // p % p, comm.rank % p
-        step_j, step_l = (1, p) if turned else (p, 1)
-        self.i, self.j, self.l = (i, l, j) if turned else (i, j, l)
+        step_j, step_l = (1, p) if swap_jl else (p, 1)
+        self.i, self.j, self.l = (i, l, j) if swap_jl else (i, j, l)
         line = range(p)
         here = comm.rank
         self.along_i = comm.subgroup([here + (n - self.i) * p**2 for n in line], "i")
-        self.along_j = comm.subgroup([here + (n - self.j) * step_j for n in line], "l" if turned else "j")
-        self.along_l = comm.subgroup([here + (n - self.l) * step_l for n in line], "j" if turned else "l")
+        self.along_j = comm.subgroup([here + (n - self.j) * step_j for n in line], "l" if swap_jl else "j")
+        self.along_l = comm.subgroup([here + (n - self.l) * step_l for n in line], "j" if swap_jl else "l")
         plane = [n * p**2 + m * step_l + self.j * step_j for n in line for m in line]
-        self.same_j = comm.subgroup(plane, "same l" if turned else "same j")
+        self.same_j = comm.subgroup(plane, "same l" if swap_jl else "same j")
 
 
 def cube_linear(cube: Cube, x: Tensor, weight: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class _CubeLinear(torch.autograd.Function):
 
 
 class CubeLinear(nn.Module):
-    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `turned` layer's input is a plain layer's output.
+    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `swap_jl` layer's input is a plain layer's output.
 
     Costs: `cube_linear`, and an all-reduce of b's gradient [F/p] over the ranks of equal j.
     Raises ValueError where p^2 does not divide F, or p does not divide D.
@@ -95,9 +95,9 @@ class CubeLinear(nn.Module):
         self.register_parameter("bias", bias)
 
     @classmethod
-    def from_linear(cls, linear, comm, turned: bool = False) -> CubeLinear:
+    def from_linear(cls, linear, comm, swap_jl: bool = False) -> CubeLinear:
         """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
-        cube = Cube(comm, turned)
+        cube = Cube(comm, swap_jl)
         p = cube.p
         require_divides("p^2", p**2, "out_features", linear.weight.shape[0])
         require_divides("p", p, "in_features", linear.weight.shape[1])

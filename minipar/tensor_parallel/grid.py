@@ -74,7 +74,7 @@ class _Summa(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         y = x.new_zeros(x.shape[0], weight.shape[0])
         for k in range(grid.q):
-            y += F.linear(_along(grid.row, x, k), _along(grid.column, weight, k))
+            y += F.linear(_broadcast_block(grid.row, x, k), _broadcast_block(grid.column, weight, k))
         return y
 
     @staticmethod
@@ -83,20 +83,20 @@ class _Summa(torch.autograd.Function):
         dx = dw = None
         for k in range(grid.q):
             if ctx.needs_input_grad[0]:
-                term = dy @ _along(grid.column, weight, k)
-                dx = _first(grid.row.reduce(term, root=k, algorithm="tree"), dx)
+                term = dy @ _broadcast_block(grid.column, weight, k)
+                dx = _not_none(grid.row.reduce(term, root=k, algorithm="tree"), dx)
             if ctx.needs_input_grad[1]:
-                term = dy.t() @ _along(grid.row, x, k)
-                dw = _first(grid.column.reduce(term, root=k, algorithm="tree"), dw)
+                term = dy.t() @ _broadcast_block(grid.row, x, k)
+                dw = _not_none(grid.column.reduce(term, root=k, algorithm="tree"), dw)
         return dx, None if dw is None else grid.depth.all_reduce_(dw), None
 
 
-def _along(line, block: Tensor, k: int) -> Tensor:
+def _broadcast_block(line, block: Tensor, k: int) -> Tensor:
     """Broadcast the k-th rank's block to every rank of the line."""
     return line.broadcast(block, root=k, algorithm="tree")
 
 
-def _first(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _not_none(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a
 
 

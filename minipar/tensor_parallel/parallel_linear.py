@@ -23,9 +23,9 @@ from minipar.errors import require_divides
 from minipar.mesh import place_whole
 from minipar.model.deferrable_linear import WeightGradients, linear
 from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
-from minipar.tensor_parallel.column import Matrix, column_parallel
+from minipar.tensor_parallel.column import ShardedWeight, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
-from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
+from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -71,16 +71,16 @@ class ColumnParallelLinear(nn.Module):
             require_divides(what, num_shards, "out_features", linear.weight.shape[0])
         require_divides("num_shards", num_shards, "tp", comm.size)
         place_whole(linear)
-        holders = comm.size // num_shards
-        index = comm.rank // holders
-        cut = partial(cut_parameter, dim=0, index=index, count=num_shards, copies=holders > 1)
-        ranks = range(index * holders, (index + 1) * holders)
-        replicas = comm.subgroup(ranks, "replicas") if holders > 1 else None
+        ranks_per_shard = comm.size // num_shards
+        index = comm.rank // ranks_per_shard
+        cut = partial(shard_parameter, dim=0, index=index, count=num_shards, copies=ranks_per_shard > 1)
+        ranks = range(index * ranks_per_shard, (index + 1) * ranks_per_shard)
+        replicas = comm.subgroup(ranks, "replicas") if ranks_per_shard > 1 else None
         bias = None if linear.bias is None else cut(linear.bias)
         return cls(cut(linear.weight), bias, comm, gather_output, sequence_parallel, chunked, replicas)
 
-    def matrix(self) -> Matrix:
-        return Matrix(self.weight, self.deferred, self.replicas)
+    def sharded_weight(self) -> ShardedWeight:
+        return ShardedWeight(self.weight, self.deferred, self.replicas)
 
     def add_bias(self, y: Tensor) -> Tensor:
         if self.bias is None:
@@ -94,7 +94,7 @@ class ColumnParallelLinear(nn.Module):
 
 def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
     """Apply several column-parallel layers to one input, with one copy operator and so one sum of dx for all."""
-    first, matrices = layers[0], [layer.matrix() for layer in layers]
+    first, matrices = layers[0], [layer.sharded_weight() for layer in layers]
     if first.sequence_parallel and first.chunked:
         ys = gather_matmul(first.comm, x, matrices)
     else:
@@ -139,7 +139,7 @@ class RowParallelLinear(nn.Module):
         """Keep this rank's shard of `linear`, a whole layer that is the same on every rank."""
         require_divides("tp", comm.size, "in_features", linear.weight.shape[1])
         place_whole(linear)
-        weight = cut_parameter(linear.weight, 1, comm.rank, comm.size)
+        weight = shard_parameter(linear.weight, 1, comm.rank, comm.size)
         bias = None if linear.bias is None else replicate_parameter(linear.bias)
         return cls(weight, bias, comm, input_is_parallel, sequence_parallel, chunked)
 
@@ -147,7 +147,7 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = autograd.split(self.comm, x, dim=-1)
         y = self._sum_over_ranks(x)
-        return y if self.bias is None else y + self._shared_bias()
+        return y if self.bias is None else y + self._bias_with_summed_gradient()
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         if self.sequence_parallel and self.chunked:
@@ -157,6 +157,6 @@ class RowParallelLinear(nn.Module):
             return reduce_scatter_tokens(self.comm, term)
         return autograd.all_reduce(self.comm, term)
 
-    def _shared_bias(self) -> Tensor:
+    def _bias_with_summed_gradient(self) -> Tensor:
         # Under sequence parallelism b is added to this rank's tokens only: the copy operator sums its gradient over ranks.
         return autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias

@@ -24,7 +24,7 @@ from minipar.errors import require_divides
 from minipar.model.block import Block
 from minipar.model.norm import RMSNorm, rms_norm
 
-TOKENS = -2  # the dim of the tokens in [B, T, D]
+TOKEN_DIM = -2  # the dim of the tokens in [B, T, D]
 
 
 def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
@@ -32,23 +32,23 @@ def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
 
     Sends (tp-1)/tp * B*T*D elements, and as many backward.
     """
-    require_divides("tp", comm.size, "tokens", x.shape[TOKENS])
-    return autograd.reduce_scatter(comm, x, dim=TOKENS)
+    require_divides("tp", comm.size, "tokens", x.shape[TOKEN_DIM])
+    return autograd.reduce_scatter(comm, x, dim=TOKEN_DIM)
 
 
 def start_gather_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
     """Start to all-gather x [B, T/tp, D]; the returned function waits and returns the whole [B, T, D]."""
-    pending = comm.all_gather(x.transpose(0, TOKENS), async_op=True)
-    return lambda: pending.wait().transpose(0, TOKENS).contiguous()
+    pending = comm.all_gather(x.transpose(0, TOKEN_DIM), async_op=True)
+    return lambda: pending.wait().transpose(0, TOKEN_DIM).contiguous()
 
 
 def start_reduce_scatter_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
     """Start to reduce-scatter x [B, T, D]; the returned function waits and returns this rank's tokens [B, T/tp, D]."""
-    pending = comm.reduce_scatter(x.transpose(0, TOKENS).contiguous(), async_op=True)
-    return lambda: pending.wait().transpose(0, TOKENS).contiguous()
+    pending = comm.reduce_scatter(x.transpose(0, TOKEN_DIM).contiguous(), async_op=True)
+    return lambda: pending.wait().transpose(0, TOKEN_DIM).contiguous()
 
 
-class ShardRMSNorm(RMSNorm):
+class SequenceParallelRMSNorm(RMSNorm):
     """RMSNorm of this rank's tokens, with a weight that is whole on every rank.
 
     x, y  [B, T/tp, D]    w  [D]    backward   dw = sum over ranks of their tokens' dw    one all-reduce of D elements
@@ -62,19 +62,19 @@ class ShardRMSNorm(RMSNorm):
         return rms_norm(x, autograd.copy(self.comm, self.weight), self.eps)
 
 
-class ShardDropout:
+class SequenceParallelDropout:
     """A block's dropout of this rank's tokens [B, T/tp, D]: it drops the same elements as in one process."""
 
     def __init__(self, block: Block, comm):
         self.dropout, self.comm = block.dropout, comm
 
     def __call__(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
-        tokens = x.shape[TOKENS]
+        tokens = x.shape[TOKEN_DIM]
         mine = positions.narrow(-1, self.comm.rank * tokens, tokens)
         return self.dropout(x, site, mine, sample_ids, step)
 
 
-class ShardLength:
+class SequenceParallelLength:
     """Number of tokens per sample, from a stage's input: tokens [B, T] of the first stage, else hidden [B, T/tp, D]."""
 
     def __init__(self, first: bool, comm):

@@ -7,7 +7,7 @@ from torch import nn
 from minipar.mesh import Placement, placement_of, set_placement
 
 
-def cut_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
+def shard_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
     """Return shard `index` of `count` along `dim` as a new parameter; `copies`: other tp ranks hold this shard too.
 
     The parameter may already be a shard along another dim, as experts are over ep.

@@ -10,11 +10,11 @@ from functools import partial
 
 from minipar.comm import autograd
 from minipar.model.moe import MoE
-from minipar.tensor_parallel.sequence import TOKENS, reduce_scatter_tokens
-from minipar.tensor_parallel.shards import cut_parameter, replicate_parameter
+from minipar.tensor_parallel.sequence import TOKEN_DIM, reduce_scatter_tokens
+from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
 
 
-def cut_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
+def split_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
     """Keep this rank's hidden features of every expert, in place: rows of gate and up, and the same columns of down.
 
     gate, up  [E, F/tp, D]    down  [E, D, F/tp]    the shared expert likewise; the router is whole on every rank
@@ -26,16 +26,16 @@ def cut_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
     2 B*T*D forward, to gather the tokens and to scatter the sums, and of B*T*(3 D + 2 k) backward.
     """
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-        cut = cut_parameter(getattr(moe.experts, name), dim, comm.rank, comm.size)
+        cut = shard_parameter(getattr(moe.experts, name), dim, comm.rank, comm.size)
         setattr(moe.experts, name, cut)
     if moe.shared is not None:
         for linear, dim in ((moe.shared.gate, 0), (moe.shared.up, 0), (moe.shared.down, 1)):
-            linear.weight = cut_parameter(linear.weight, dim, comm.rank, comm.size)
+            linear.weight = shard_parameter(linear.weight, dim, comm.rank, comm.size)
     for parameter in moe.router.parameters():
         replicate_parameter(parameter)
     moe.overrides.copy_input = partial(autograd.copy, comm)
     moe.overrides.reduce_output = partial(autograd.all_reduce, comm)
     if sequence_parallel:
-        moe.overrides.gather_tokens = partial(autograd.gather, comm, dim=TOKENS)
+        moe.overrides.gather_tokens = partial(autograd.gather, comm, dim=TOKEN_DIM)
         moe.overrides.reduce_output = partial(reduce_scatter_tokens, comm)
     return moe

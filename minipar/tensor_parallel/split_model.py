@@ -36,10 +36,14 @@ from minipar.tensor_parallel.parallel_linear import (
     RowParallelLinear,
     project_together,
 )
-from minipar.tensor_parallel.sequence import ShardDropout, ShardLength, ShardRMSNorm
+from minipar.tensor_parallel.sequence import (
+    SequenceParallelDropout,
+    SequenceParallelLength,
+    SequenceParallelRMSNorm,
+)
 from minipar.tensor_parallel.shards import replicate_parameter
-from minipar.tensor_parallel.split_experts import cut_experts
-from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelFinish, VocabParallelTiedHead
+from minipar.tensor_parallel.split_experts import split_experts
+from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
 
 
 def tensor_parallel(
@@ -76,7 +80,7 @@ def tensor_parallel(
     check_tensor_parallel(model.config, comm.size, pad_vocab)
     _require_not_wrapped(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
-    _say_if_padded(model.config.vocab_size, comm)
+    _warn_if_padded(model.config.vocab_size, comm)
     place_whole(model)
     plan = TensorParallelPlan(comm, sequence_parallel, chunked)
     if model.first:
@@ -84,13 +88,13 @@ def tensor_parallel(
             model.embedding, comm, sequence_parallel, uneven=True
         )
     for block in model.layers.values():
-        cut_block(block, plan)
+        shard_block(block, plan)
     if model.last:
-        model.norm = cut_norm(model.norm, plan)
-        model.head = cut_head(model.head, plan)
-        model.overrides.output = VocabParallelFinish(model.config.vocab_size, comm)
+        model.norm = shard_norm(model.norm, plan)
+        model.head = shard_head(model.head, plan)
+        model.overrides.output = VocabParallelOutput(model.config.vocab_size, comm)
     if sequence_parallel:
-        model.overrides.sequence_length = ShardLength(model.first, comm)
+        model.overrides.sequence_length = SequenceParallelLength(model.first, comm)
     return model
 
 
@@ -113,7 +117,7 @@ class TensorParallelPlan:
         )
 
 
-def cut_block(block: Block, plan: TensorParallelPlan) -> None:
+def shard_block(block: Block, plan: TensorParallelPlan) -> None:
     """Replace each layer of a block by this rank's shard of it."""
     for name, layer in list(block.named_children()):
         if type(layer) not in PARALLELIZE_BY_TYPE:
@@ -121,10 +125,10 @@ def cut_block(block: Block, plan: TensorParallelPlan) -> None:
             raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
         setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
     if plan.sequence_parallel:
-        block.overrides.dropout = ShardDropout(block, plan.comm)
+        block.overrides.dropout = SequenceParallelDropout(block, plan.comm)
 
 
-def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
+def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
     """Give each rank num_heads/tp query heads and the key/value heads that these read.
 
     Where there are fewer key/value heads than ranks, several ranks hold the same one.
@@ -140,35 +144,35 @@ def cut_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
     return attention
 
 
-def cut_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
+def shard_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
     """Give each rank the same features of gate and up, which are multiplied elementwise, and of down's input."""
     mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
     mlp.overrides.project_gate_up = partial(project_together, (mlp.gate, mlp.up))
     return mlp
 
 
-def cut_norm(norm: RMSNorm, plan: TensorParallelPlan) -> nn.Module:
+def shard_norm(norm: RMSNorm, plan: TensorParallelPlan) -> nn.Module:
     replicate_parameter(norm.weight)
-    return ShardRMSNorm(norm, plan.comm) if plan.sequence_parallel else norm
+    return SequenceParallelRMSNorm(norm, plan.comm) if plan.sequence_parallel else norm
 
 
-def cut_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:
-    return cut_experts(moe, plan.comm, plan.sequence_parallel)
+def shard_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:
+    return split_experts(moe, plan.comm, plan.sequence_parallel)
 
 
 # The function that splits each type of layer: add a line to support another type.
 PARALLELIZE_BY_TYPE = MappingProxyType(
-    {Attention: cut_attention, SwiGLU: cut_mlp, MoE: cut_moe, RMSNorm: cut_norm}
+    {Attention: shard_attention, SwiGLU: shard_mlp, MoE: shard_moe, RMSNorm: shard_norm}
 )
 
 
-def cut_head(head: nn.Module, plan: TensorParallelPlan) -> nn.Module:
+def shard_head(head: nn.Module, plan: TensorParallelPlan) -> nn.Module:
     if isinstance(head, TiedHead):
         return VocabParallelTiedHead(plan.comm, plan.sequence_parallel)
     return plan.column(head, uneven=True)
 
 
-def _say_if_padded(vocab_size: int, comm) -> None:
+def _warn_if_padded(vocab_size: int, comm) -> None:
     if vocab_size % comm.size and comm.rank == 0:
         padded = -(-vocab_size // comm.size) * comm.size
         warnings.warn(

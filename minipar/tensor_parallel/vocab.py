@@ -20,10 +20,10 @@ from minipar.comm import autograd
 from minipar.errors import one_of, require_divides
 from minipar.mesh import place_whole
 from minipar.model.deferrable_linear import TiedHead
-from minipar.model.transformer import IGNORED
-from minipar.tensor_parallel.column import Matrix, column_parallel
+from minipar.model.transformer import IGNORE_INDEX
+from minipar.tensor_parallel.column import ShardedWeight, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
-from minipar.tensor_parallel.shards import cut_parameter
+from minipar.tensor_parallel.shards import shard_parameter
 
 # Logits turned into probabilities at a time, so that no temporary tensor has the size of all logits.
 BLOCK_ELEMS = 1 << 20
@@ -62,12 +62,12 @@ class VocabParallelEmbedding(nn.Module):
         place_whole(embedding)
         first_token = vocab_bounds(embedding.weight.shape[0], comm.size)[comm.rank]
         return cls(
-            cut_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, sequence_parallel
+            shard_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, sequence_parallel
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        local, elsewhere = _local_tokens(tokens, self.first_token, self.weight.shape[0])
-        y = F.embedding(local, self.weight).masked_fill(elsewhere[..., None], 0.0)
+        local, not_local = _local_tokens(tokens, self.first_token, self.weight.shape[0])
+        y = F.embedding(local, self.weight).masked_fill(not_local[..., None], 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(self.comm, y)
         return autograd.all_reduce(self.comm, y)
@@ -81,11 +81,13 @@ class VocabParallelTiedHead(TiedHead):
         self.comm, self.sequence_parallel = comm, sequence_parallel
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        (logits,) = column_parallel(self.comm, x, [Matrix(weight, self.deferred)], self.sequence_parallel)
+        (logits,) = column_parallel(
+            self.comm, x, [ShardedWeight(weight, self.deferred)], self.sequence_parallel
+        )
         return logits
 
 
-class VocabParallelFinish:
+class VocabParallelOutput:
     """The model's output from the head's logits [B, T, V/tp]: the gathered logits, or with targets the sum of losses."""
 
     def __init__(self, vocab_size: int, comm):
@@ -103,7 +105,7 @@ def vocab_parallel_cross_entropy(
     comm,
     logits: Tensor,
     targets: Tensor,
-    ignore_index: int = IGNORED,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     reduction: str = "mean",
     vocab_size: int | None = None,
@@ -137,18 +139,18 @@ def vocab_parallel_cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, comm, targets, first, vocab_size, ignore_index, smoothing):
-        local, elsewhere = _local_tokens(targets, first, logits.shape[1])
-        peak, log_sum, target_logit, mean_logit = _statistics(
-            comm, logits, local, elsewhere, smoothing, vocab_size
+        local, not_local = _local_tokens(targets, first, logits.shape[1])
+        max_logit, log_sum, target_logit, mean_logit = _statistics(
+            comm, logits, local, not_local, smoothing, vocab_size
         )
         counted = targets != ignore_index
-        ctx.save_for_backward(logits, peak + log_sum, local, elsewhere, counted)
+        ctx.save_for_backward(logits, max_logit + log_sum, local, not_local, counted)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return torch.where(counted, log_sum - (1 - smoothing) * target_logit - smoothing * mean_logit, 0.0)
 
     @staticmethod
     def backward(ctx, dloss):
-        logits, log_sum, local, elsewhere, counted = ctx.saved_tensors
+        logits, log_sum, local, not_local, counted = ctx.saved_tensors
         dloss = torch.where(counted, dloss, 0.0)
         dz = torch.empty_like(logits)
         for rows in _row_blocks(logits):
@@ -156,25 +158,25 @@ class _CrossEntropy(torch.autograd.Function):
             if ctx.smoothing:
                 probabilities -= ctx.smoothing / ctx.vocab_size
             dz[rows] = probabilities.mul_(dloss[rows, None])
-        at_target = torch.where(elsewhere, 0.0, (ctx.smoothing - 1) * dloss)
+        at_target = torch.where(not_local, 0.0, (ctx.smoothing - 1) * dloss)
         dz.scatter_add_(1, local[:, None], at_target[:, None].to(dz.dtype))
         return dz, *(None,) * 6
 
 
-def _statistics(comm, logits, local, elsewhere, smoothing, vocab_size) -> tuple[Tensor, ...]:
+def _statistics(comm, logits, local, not_local, smoothing, vocab_size) -> tuple[Tensor, ...]:
     """Return each row's largest logit over the whole vocabulary; and, relative to it, the row's log-sum-exp, target's logit
     and mean logit. Relative values keep the digits of a small loss. The mean is right only if `smoothing` is not 0."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    peak = comm.all_reduce_(logits.amax(1).to(wide), op="max")
+    max_logit = comm.all_reduce_(logits.amax(1).to(wide), op="max")
     sums = logits.new_empty((3 if smoothing else 2, len(logits)), dtype=wide)
     for rows in _row_blocks(logits):
-        shifted = logits[rows] - peak[rows, None]
+        shifted = logits[rows] - max_logit[rows, None]
         if smoothing:
             sums[2, rows] = shifted.sum(1)
         sums[0, rows] = shifted.exp_().sum(1)
-    sums[1] = (logits.gather(1, local[:, None]).squeeze(1) - peak).masked_fill_(elsewhere, 0.0)
+    sums[1] = (logits.gather(1, local[:, None]).squeeze(1) - max_logit).masked_fill_(not_local, 0.0)
     comm.all_reduce_(sums)
-    return peak, sums[0].log(), sums[1], sums[-1] / vocab_size
+    return max_logit, sums[0].log(), sums[1], sums[-1] / vocab_size
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:
@@ -185,8 +187,8 @@ def _row_blocks(logits: Tensor) -> list[slice]:
 def _local_tokens(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return each token's row in this rank's shard, 0 if another rank has it, and a mask of the latter."""
     local = tokens - first
-    elsewhere = (local < 0) | (local >= count)
-    return local.masked_fill(elsewhere, 0), elsewhere
+    not_local = (local < 0) | (local >= count)
+    return local.masked_fill(not_local, 0), not_local
 
 
 def vocab_bounds(vocab_size: int, tp: int) -> list[int]:

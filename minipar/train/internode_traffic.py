@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 from math import gcd
 
-from minipar.mesh import crossing, mesh_of_sizes, place_whole, placement_of
+from minipar.mesh import axes_across_nodes, mesh_without_comm, place_whole, placement_of
 from minipar.model import Transformer
 
 
@@ -32,7 +32,7 @@ def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
     ranks_per_node  number of ranks on one machine: torchrun's LOCAL_WORLD_SIZE
     """
     sizes = config.mesh_sizes
-    if not crossing(sizes, ranks_per_node)["tp"]:
+    if not axes_across_nodes(sizes, ranks_per_node)["tp"]:
         return
     tp = gcd(sizes["tp"], ranks_per_node)
     inside = sizes | dict(tp=tp, dp=sizes["dp"] * sizes["tp"] // tp)
@@ -51,7 +51,7 @@ def leaving_bytes(config, mesh_sizes: dict[str, int], ranks_per_node: int) -> tu
 
     A rank's messages leave its node where its right neighbour is on another node.
     """
-    mesh = mesh_of_sizes(mesh_sizes)
+    mesh = mesh_without_comm(mesh_sizes)
     num_nodes = -(-mesh.world_size // ranks_per_node)
 
     def leavers(*axes: str) -> int:
@@ -71,7 +71,7 @@ def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
     all-reduces the gradients of the norms, D elements each, once per microbatch. Left out: the all-reduce of a key/value
     head's gradients between the tp ranks that share it.
     """
-    mesh, model = mesh_of_sizes(mesh_sizes), config.model
+    mesh, model = mesh_without_comm(mesh_sizes), config.model
     tokens = config.batch_size * config.seq_len // (mesh.sizes["dp"] * mesh.sizes["cp"])
     itemsize, split = config.torch_dtype.itemsize, config.sequence_parallel
     again = (2 if model.dropout else 1.5 if split else 1) if config.recompute == "full" else 0
@@ -88,7 +88,7 @@ def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:
 
     Every parameter is counted as cut by tp and pp: norms, which are not, are small. A tied embedding is on two stages.
     """
-    sizes = mesh_of_sizes(mesh_sizes).sizes
+    sizes = mesh_without_comm(mesh_sizes).sizes
     model = Transformer(config.model, device="meta")
     elems = {True: 0, False: 0}
     place_whole(model)

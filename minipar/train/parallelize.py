@@ -23,7 +23,7 @@ from torch import nn
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.fsdp import FSDP
-from minipar.data_parallel.updates import Updates, WrapperUpdates
+from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole
 from minipar.model import Block, Transformer
@@ -42,13 +42,13 @@ class RankState:
     stages    the transformed modules that this rank holds
     pipeline  runs the stages, wrapped in DDP or FSDP (under ZeRO-1 and -2, as they are)
     updates   the optimizer, over this rank's part of the parameters
-    shares    the fraction of the square of each of `updates.tensors` that this rank counts in the gradient norm
+    shares    the fraction of the square of each of `optimizer.tensors` that this rank counts in the gradient norm
     """
 
     mesh: Mesh
     stages: list[Transformer]
     pipeline: Pipeline
-    updates: Updates
+    optimizer: OptimizerInterface
     shares: list[float] = field(default_factory=list)
 
 
@@ -59,10 +59,10 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
         _stage(config, mesh, device, number, schedule.num_stages)
         for number in schedule.stages_of(mesh.coordinates.pp)
     ]
-    modules, updates = _data_parallel(config, mesh, stages, schedule.num_stages)
+    modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
-    state = RankState(mesh, stages, pipeline, updates)
-    state.shares = norm_shares(updates.tensors, mesh.world)
+    state = RankState(mesh, stages, pipeline, optimizer)
+    state.shares = norm_shares(optimizer.tensors, mesh.world)
     return state
 
 
@@ -116,7 +116,7 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
         buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
     optimizer = torch.optim.AdamW(parameter_groups(_named(modules), config.weight_decay), **options)
-    return modules, WrapperUpdates(optimizer)
+    return modules, TorchOptimizerAdapter(optimizer)
 
 
 def _named(modules: list[nn.Module]):

@@ -22,7 +22,7 @@ PARAMETER, BUFFER = "parameter", "buffer"
 def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
     """Return this rank's parts, and the scalar optimizer state of its parameters: {name: {"step": 3.0}}."""
     parts, numbers = [], {}
-    for x, own in state.updates.states():
+    for x, own in state.optimizer.tensors_and_states():
         placement = placement_of(x)
         if placement.tied_to is not None:
             continue  # a copy: its original is stored
@@ -43,11 +43,11 @@ def restore(state: RankState, checkpoint: Checkpoint) -> None:
     """Load a checkpoint, written on any mesh, into this rank's state. Raises ValueError where something is missing."""
     for stage in state.stages:
         for param in stage.parameters():
-            param.copy_(checkpoint.read(PARAMETER, _canonical(placement_of(param))))
+            param.copy_(checkpoint.read(PARAMETER, _in_grid_order(placement_of(param))))
     for placement, buffer in buffers_of(state):
         buffer.copy_(checkpoint.read(BUFFER, placement))
-    for x, own in state.updates.states():
-        placement = _canonical(placement_of(x))
+    for x, own in state.optimizer.tensors_and_states():
+        placement = _in_grid_order(placement_of(x))
         x.copy_(checkpoint.read(PARAMETER, placement))
         for key in sorted(checkpoint.kinds - {PARAMETER, BUFFER}):
             if checkpoint.has(key, placement.name):
@@ -85,5 +85,5 @@ def buffers_of(state: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
             yield Placement.whole(name, buffer.shape), buffer
 
 
-def _canonical(placement: Placement) -> Placement:
+def _in_grid_order(placement: Placement) -> Placement:
     return placement if placement.tied_to is None else replace(placement, name=placement.tied_to)

@@ -29,17 +29,17 @@ def train_step(
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.lr, config.warmup)
-    for group in state.updates.param_groups:
+    for group in state.optimizer.param_groups:
         group["lr"] = lr
-    state.updates.zero_grad()
+    state.optimizer.zero_grad()
     loss = gradients(world, state, config, text, step)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(state.updates.tensors, config.grad_clip or float("inf"), world, state.shares)
+        norm = clip_grad_norm_(state.optimizer.tensors, config.grad_clip or float("inf"), world, state.shares)
         finite = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
         if finite:
-            state.updates.step()
+            state.optimizer.step()
         elif config.on_nan == "stop":
             raise ArithmeticError(
                 f"step {step}: the loss is {loss.item()} and the gradient norm {norm.item()}; "
@@ -74,10 +74,10 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
     # ZeroOptimizer reduces gradients during the backward. That is correct only for a single, whole backward: nothing
     # may be added to a gradient once it is reduced (by another microbatch, a deferred weight gradient, a tied stage).
     accumulates = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
-    with state.updates.no_sync() if accumulates else nullcontext():
+    with state.optimizer.no_sync() if accumulates else nullcontext():
         loss = state.pipeline.step(**inputs)
     if accumulates:
-        state.updates.synchronize()
+        state.optimizer.synchronize()
     return reduce_loss(world, state, config, loss)
 
 

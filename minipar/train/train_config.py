@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from minipar.model.model_config import ModelConfig
-from minipar.options import check_types, documented, normalised, option
+from minipar.options import check_types, normalise_types, option, with_option_table
 from minipar.runtime.environment import MAX_RANKS, under_torchrun
 from minipar.schedules.registry import ScheduleName
 from minipar.train.check_config import check_layout
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 AXES = ("pp", "dp", "cp", "tp", "ep")
 
 
-@documented
+@with_option_table
 @dataclass(frozen=True)
 class TrainConfig:
     """A run of `minipar train`. The defaults train 0.87 M parameters to a loss below 2 in 150 steps.
@@ -123,7 +123,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_types(self)
-        normalised(self)
+        normalise_types(self)
         for name in (*AXES, "steps", "batch_size", "seq_len", "microbatches"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in NOT_NEGATIVE:

@@ -172,7 +172,7 @@ def _all_numbers(world, mine: dict) -> dict:
 
 def held_parameters(state: RankState) -> list[tuple[Placement, torch.Tensor]]:
     """Copy to the CPU the parts of the parameters that this rank updates, with their placements."""
-    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in state.updates.tensors]
+    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in state.optimizer.tensors]
 
 
 def whole_parameters(held: list[list[tuple[Placement, torch.Tensor]]]) -> dict[str, torch.Tensor]:

@@ -105,8 +105,8 @@ def _observe_rank(world, config: TrainConfig, text: torch.Tensor) -> Observed:
         held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
         seen.append(Snapshot(what, step, held))
 
-    weights = lambda: [(x, x.detach()) for x in state.updates.tensors]  # noqa: E731
-    gradients = lambda: [(x, x.grad) for x in state.updates.tensors]  # noqa: E731
+    weights = lambda: [(x, x.detach()) for x in state.optimizer.tensors]  # noqa: E731
+    gradients = lambda: [(x, x.grad) for x in state.optimizer.tensors]  # noqa: E731
     keep("initial weights", None, weights)
     for step in range(config.steps):
         observe = partial(keep, f"gradients, step {step}", step, gradients)

@@ -1,6 +1,6 @@
 """Deadlocks and lost messages, told from by_rank alone."""
 
-from minipar.comm.diagnosis import deadlock, surplus
+from minipar.comm.diagnosis import deadlock, unmatched_messages
 from minipar.comm.messages import Message, MessageCounts
 
 CHANNEL = "comm 'world'"
@@ -25,19 +25,23 @@ def test_a_message_says_what_it_is():
 
 
 def test_nothing_is_surplus_where_all_was_received():
-    assert surplus({0: counts(sent={1: (3, 8)}), 1: counts(received={0: (3, 8)})}) == []
+    assert unmatched_messages({0: counts(sent={1: (3, 8)}), 1: counts(received={0: (3, 8)})}) == []
 
 
 def test_a_surplus_names_the_pair_and_how_many():
     by_rank = {0: counts(sent={1: (3, 8)}), 1: counts(received={0: (1, 8)}, sent={0: (0, 0)})}
-    assert surplus(by_rank) == [(0, f"rank 0 sent rank 1 2 messages on {CHANNEL} that was not received")]
+    assert unmatched_messages(by_rank) == [
+        (0, f"rank 0 sent rank 1 2 messages on {CHANNEL} that was not received")
+    ]
     by_rank = {0: counts(), 1: counts(received={0: (1, 8)})}
-    assert surplus(by_rank) == [(1, f"rank 1 asked rank 0 for 1 message on {CHANNEL} that was not sent")]
+    assert unmatched_messages(by_rank) == [
+        (1, f"rank 1 asked rank 0 for 1 message on {CHANNEL} that was not sent")
+    ]
 
 
 def test_lanes_count_apart():
     sent = MessageCounts([], {(CHANNEL, "collective", 1): (1, 8, "")}, {})
-    assert len(surplus({0: sent, 1: counts(received={0: (1, 8)})})) == 2
+    assert len(unmatched_messages({0: sent, 1: counts(received={0: (1, 8)})})) == 2
 
 
 def receiving_from(peer, sent=None):

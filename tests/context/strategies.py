@@ -16,7 +16,7 @@ from minipar.context import (
     ulysses_attention,
     usp_attention,
 )
-from minipar.context.limits import LAYOUTS, multiple_of
+from minipar.context.limits import LAYOUTS, length_multiple
 from minipar.model import plain_attention
 from tests.strategies import seeds, world_sizes
 
@@ -101,7 +101,7 @@ def cases(draw, sizes=world_sizes, attentions=ATTENTIONS, layouts=LAYOUTS):
     num_heads, impl = draw(st.integers(1, 6)), draw(st.sampled_from(["tiled", "fused", "auto"]))
     group = draw(st.sampled_from(divisors(num_heads)))
     ulysses_size = draw(st.sampled_from(divisors(size))) if attention == "usp" else 1
-    seq_len = multiple_of(size, layout, ulysses_size) * draw(st.integers(1, 3))
+    seq_len = length_multiple(size, layout, ulysses_size) * draw(st.integers(1, 3))
     causal = draw(st.booleans())
     lengths = draw(_documents(seq_len)) if causal and draw(st.booleans()) else ()
     options = {"pad": True} if attention in ("ulysses", "usp") else {}

@@ -33,28 +33,28 @@ def mask_by_local_position():
 
 def gradients_out_of_step_with_their_owner():
     """The gradient of k and v goes a rank too far on every way: it comes home to another owner."""
-    pass_on = ring.Ring.pass_on
+    start_shift = ring.Ring.start_shift
 
     def too_far(self, x, kind="ring_attention"):
-        handle = pass_on(self, x, kind)
+        handle = start_shift(self, x, kind)
         if kind == "ring_attention":
             return handle
         x, rank, p = handle.wait(), self.comm.rank, self.comm.size
         return self.comm.exchange(x, (rank + 1) % p, x.shape, x.dtype, (rank - 1) % p, async_op=True)
 
-    return [mock.patch.object(ring.Ring, "pass_on", too_far)]
+    return [mock.patch.object(ring.Ring, "start_shift", too_far)]
 
 
 def gradients_never_sent_home():
     """Each rank keeps the gradients of the keys it was lent."""
-    original = ring.Ring.pass_on
+    original = ring.Ring.start_shift
 
-    def pass_on(self, x, kind="ring_attention"):
+    def start_shift(self, x, kind="ring_attention"):
         if kind == "ring_attention":
             return original(self, x, kind)
         return SimpleNamespace(wait=lambda: torch.zeros_like(x))
 
-    return [mock.patch.object(ring.Ring, "pass_on", pass_on)]
+    return [mock.patch.object(ring.Ring, "start_shift", start_shift)]
 
 
 def ordered_as_the_ranks_are():

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.context import causal_work, join_local, local_batch, local_positions, padded_length, take_local
-from minipar.context.limits import LAYOUTS, multiple_of
-from minipar.model import IGNORED
+from minipar.context.limits import LAYOUTS, length_multiple
+from minipar.model import IGNORE_INDEX
 from tests.context.strategies import divisors
 
 layouts = st.sampled_from(LAYOUTS)
@@ -15,7 +15,7 @@ layouts = st.sampled_from(LAYOUTS)
 def splits(draw):
     size, layout = draw(st.integers(1, 8)), draw(layouts)
     ulysses_size = draw(st.sampled_from(divisors(size)))
-    return draw(st.integers(0, 4)) * multiple_of(size, layout, ulysses_size), size, layout, ulysses_size
+    return draw(st.integers(0, 4)) * length_multiple(size, layout, ulysses_size), size, layout, ulysses_size
 
 
 @given(splits())
@@ -76,7 +76,7 @@ def test_padding_comes_last_and_predicts_nothing():
     assert join_local([part.tokens for part in parts], "zigzag")[:, :10].equal(tokens)
     whole = join_local([part.targets for part in parts], "zigzag")
     assert whole[:, :10].equal(targets)
-    assert whole[:, 10:].eq(IGNORED).all()
+    assert whole[:, 10:].eq(IGNORE_INDEX).all()
     assert join_local([part.positions for part in parts], "zigzag", dim=0).tolist() == list(range(16))
 
 

@@ -55,10 +55,10 @@ def test_a_step_sends_three_times_the_parameters_less_what_is_kept_or_frozen(siz
     options = list(product(["no", "reentrant", "not reentrant"], [True, False], [True, False]))
     for results in minipar.run(all_sent, options, world_size=size, timeout_s=10):
         for (_, reshard, _), (steps, trained, frozen, parts, num_trained) in zip(options, results):
-            gathered = trained + frozen + (2 if reshard else 1) * parts
+            gather_parameters = trained + frozen + (2 if reshard else 1) * parts
             flags = -(-num_trained // size) * size
             for sent in steps:
-                assert sent.get("all_gather", 0) == 8 * (size - 1) * gathered // size
+                assert sent.get("all_gather", 0) == 8 * (size - 1) * gather_parameters // size
                 assert sent.get("reduce_scatter", 0) == 8 * (size - 1) * (trained + parts) // size
                 assert sent.get("all_reduce", 0) == 2 * (size - 1) * flags // size
 
@@ -106,8 +106,8 @@ def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of
             assert held == 8 * total // size + 8 * own + 4 * 20  # the optimizer's state has no padding
             compute = 2 if dtype else 4
             # Two units whole, two of full gradients, and one more that autograd has just made; activations.
-            gathered = 2 * compute * UNIT + (2 * 4 + compute) * UNIT
-            assert peak <= held + gathered + 12 * 64 * size * 4 + 64 * 4 * 60
+            gather_parameters = 2 * compute * UNIT + (2 * 4 + compute) * UNIT
+            assert peak <= held + gather_parameters + 12 * 64 * size * 4 + 64 * 4 * 60
 
 
 class NeverReshards(FSDP):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from minipar.model import IGNORED, ModelConfig, Transformer, mixtures
+from minipar.model import IGNORE_INDEX, ModelConfig, Transformer, moe_layers
 from tests.strategies import seeds, splits
 
 
@@ -23,7 +23,7 @@ class Case(NamedTuple):
 
     def model(self) -> Transformer:
         model = Transformer(self.config, self.seed).double()
-        for _, moe in mixtures(model):
+        for _, moe in moe_layers(model):
             # Larger than at the start of a training, so that experts are unlike and some are avoided.
             moe.router.weight.data *= 0 if self.ties else 50
         return model
@@ -33,7 +33,7 @@ class Case(NamedTuple):
         generator = torch.Generator().manual_seed(self.seed + step)
         shape = (sum(self.samples), self.length)
         tokens, targets = torch.randint(self.config.vocab_size, (2, *shape), generator=generator)
-        return tokens, targets.masked_fill(torch.rand(shape, generator=generator) < 0.25, IGNORED)
+        return tokens, targets.masked_fill(torch.rand(shape, generator=generator) < 0.25, IGNORE_INDEX)
 
     def rows(self, dp: int) -> torch.Tensor:
         """Which samples a dp rank has."""
@@ -44,7 +44,7 @@ factors = st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, None])
 
 
 @st.composite
-def mixture_options(draw, num_experts: int) -> dict:
+def moe_options(draw, num_experts: int) -> dict:
     """Any of the routers, with any of what keeps the load even."""
     router = draw(st.sampled_from(["top_k", "top_k", "noisy_top_k", "expert_choice"]))
     free = router != "expert_choice"
@@ -76,7 +76,7 @@ def cases(draw, max_ranks: int = 8) -> Case:
         hidden_dim=draw(st.integers(1, 5)),
         max_seq_len=16,
         moe_every=draw(st.integers(1, 2)),
-        **draw(mixture_options(ep * draw(st.integers(1, 3)))),
+        **draw(moe_options(ep * draw(st.integers(1, 3)))),
     )
     return Case(
         config=config,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, gather, placement_of
-from minipar.model import IGNORED, Transformer, set_num_groups
+from minipar.model import IGNORE_INDEX, Transformer, set_num_groups
 from minipar.model.model_config import ModelConfig
 from minipar.tensor_parallel import tensor_parallel
 from tests.strategies import assert_equal_to, seeds
@@ -28,7 +28,7 @@ def gradients(world, config, sizes, seed, sequence_parallel, experts_first):
     tokens, targets = batch(config, seed)
     set_num_groups(model, config.num_groups(4, TOKENS))
     rows = torch.arange(4).chunk(sizes["dp"])[mesh.coordinates.dp]
-    count = int((targets != IGNORED).sum())
+    count = int((targets != IGNORE_INDEX).sum())
     loss = model.loss(tokens[rows], targets[rows], sample_ids=rows, count=count)
     loss.backward()
     comm_of = gradient_comm(mesh)
@@ -40,7 +40,7 @@ def gradients(world, config, sizes, seed, sequence_parallel, experts_first):
 def batch(config, seed):
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = torch.randint(config.vocab_size, (2, 4, TOKENS), generator=generator)
-    return tokens, targets.masked_fill(torch.rand(4, TOKENS, generator=generator) < 0.25, IGNORED)
+    return tokens, targets.masked_fill(torch.rand(4, TOKENS, generator=generator) < 0.25, IGNORE_INDEX)
 
 
 @given(

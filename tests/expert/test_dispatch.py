@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar import model
 from minipar.expert import SwitchMoE, expert_parallel
-from minipar.expert.overlapped_all_to_all import Exchange, Route, regroup
+from minipar.expert.overlapped_all_to_all import AllToAllRoute, OverlappedAllToAll, transpose_segments
 from minipar.mesh import gather, placement_of
 from tests.strategies import assert_equal_to, seeds, splits
 
@@ -27,9 +27,9 @@ def test_regrouping_transposes_segments_and_regrouping_again_undoes_it(data, a, 
     rows = torch.tensor([(i, j, n) for i in range(a) for j in range(b) for n in range(sizes[i][j])]).view(
         -1, 3
     )
-    found = regroup(rows, sizes)
+    found = transpose_segments(rows, sizes)
     assert found.tolist() == sorted(rows.tolist(), key=lambda row: (row[1], row[0], row[2]))
-    assert torch.equal(regroup(found, list(zip(*sizes))), rows)
+    assert torch.equal(transpose_segments(found, list(zip(*sizes))), rows)
 
 
 @given(
@@ -124,13 +124,13 @@ def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
         moe.shared.gate.weight.register_hook(lambda _: order.append("shared, backward"))
         with pytest.MonkeyPatch.context() as patch:
             for name in ("begin", "finish"):
-                right = getattr(Exchange, name)
+                right = getattr(OverlappedAllToAll, name)
 
                 def noted(self, *args, name=name, right=right):
                     order.append(name)
                     return right(self, *args)
 
-                patch.setattr(Exchange, name, noted)
+                patch.setattr(OverlappedAllToAll, name, noted)
             y, _ = moe(torch.randn(2, 4, D, requires_grad=True))
             y.sum().backward()
         return order
@@ -148,7 +148,7 @@ def test_two_levels_bring_what_one_brings_in_fewer_messages_across(data, nodes, 
     sizes = [[data.draw(st.integers(0, 3)) for _ in range(p)] for _ in range(p)]
 
     def body(world):
-        flat, levels = Route(world), Route(world, node_size)
+        flat, levels = AllToAllRoute(world), AllToAllRoute(world, node_size)
         n = sum(sizes[world.rank])
         x = torch.arange(world.rank * 1000.0, world.rank * 1000 + n)[:, None].expand(n, 2).contiguous()
         want = flat.begin(x, sizes, async_op=False)

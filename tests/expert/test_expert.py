@@ -11,7 +11,7 @@ import minipar
 import minipar.model.moe as moe_module
 from minipar.expert import AllToAll, expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole, placement_of
-from minipar.model import IGNORED, ModelConfig, set_num_groups, take_metrics, update_balance_bias
+from minipar.model import IGNORE_INDEX, ModelConfig, set_num_groups, take_metrics, update_balance_bias
 from tests.expert.strategies import Case, cases
 from tests.strategies import assert_equal_to
 
@@ -27,7 +27,7 @@ def own_loss(case: Case, mesh: Mesh, model, step: int = 0):
     """This rank's part of the loss."""
     tokens, targets = case.tokens(step)
     rows = case.rows(mesh.coordinates.dp)
-    count = int((targets != IGNORED).sum())
+    count = int((targets != IGNORE_INDEX).sum())
     return model.loss(tokens[rows], targets[rows], sample_ids=rows, step=step, count=count)
 
 
@@ -154,9 +154,11 @@ def own_number_of_groups(world, patch):
 
 def capacity_per_rank(world, patch):
     """All tokens of a rank in one group: another number of ranks, another model."""
-    right = moe_module.Groups
+    right = moe_module.RoutingGroups
     patch.setattr(
-        moe_module, "Groups", lambda B, T, g: right(B, T, g) if B == 6 else right(1, B * T, max(1, B * T))
+        moe_module,
+        "RoutingGroups",
+        lambda B, T, g: right(B, T, g) if B == 6 else right(1, B * T, max(1, B * T)),
     )
 
 

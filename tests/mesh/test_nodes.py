@@ -11,7 +11,7 @@ from minipar.mesh import Mesh
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
 from minipar.train.internode_traffic import (
-    crossing,
+    axes_across_nodes,
     gradient_bytes,
     leaving_bytes,
     tp_bytes,
@@ -37,12 +37,12 @@ def test_an_axis_crosses_where_one_of_its_groups_is_on_two_nodes():
         for n in range(1, mesh.world_size + 2):
             nodes = {axis: [{rank // n for rank in group} for group in groups[axis]] for axis in groups}
             want = {axis: any(len(of_group) > 1 for of_group in nodes[axis]) for axis in groups}
-            assert crossing(dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep), n) == want
+            assert axes_across_nodes(dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep), n) == want
 
 
 def test_a_node_without_ranks_is_refused():
     with pytest.raises(ValueError, match="ranks_per_node=0"):
-        crossing(dict(tp=2), 0)
+        axes_across_nodes(dict(tp=2), 0)
 
 
 WITH_EXPERTS = ModelConfig(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.model import ModelConfig, Transformer, attention, flash
-from minipar.model.cache import Cache, KeyValues, caching
+from minipar.model.cache import GenerationCache, KeyValueCache, caching
 from minipar.model.mask import Mask, TokenRun
 from tests.strategies import assert_equal_to, seeds, splits
 
@@ -55,7 +55,7 @@ def draw_tokens(seed: int, *shape: int) -> torch.Tensor:
 @torch.no_grad()
 def check_reading_in_pieces(config: ModelConfig, pieces: list[int], seed: int, batch: int = 2) -> None:
     model, tokens = loud_model(config, seed), draw_tokens(seed, batch, sum(pieces))
-    with caching(model, room=sum(pieces)) as cache:
+    with caching(model, max_tokens=sum(pieces)) as cache:
         read = torch.cat([model(tokens[:, cache.length :][:, :n]) for n in pieces if n], dim=1)
         assert cache.length == sum(pieces)
     assert_equal_to(read, model(tokens), rtol=1e-9)
@@ -75,17 +75,22 @@ def torch_causal(q, k, v, causal=True, positions=None):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
-def forgets_the_last(self, k, v, extend=KeyValues.extend):
+def forgets_the_last(self, k, v, extend=KeyValueCache.extend):
     self.length = max(0, self.length - 1)
     return extend(self, k, v)
 
 
 FAULTS = {
-    "the mask is not aligned, plain": ("plain", attention, "whole_mask", aligned_at_the_start),
-    "the mask is not aligned, flash": ("flash", flash, "whole_mask", aligned_at_the_start),
+    "the mask is not aligned, plain": ("plain", attention, "single_process_mask", aligned_at_the_start),
+    "the mask is not aligned, flash": ("flash", flash, "single_process_mask", aligned_at_the_start),
     "the mask is the kernel's": ("fused", attention, "CORES", {"fused": torch_causal}),
-    "positions do not advance": ("fused", Cache, "positions", lambda self, n, device: torch.arange(n)),
-    "a token is overwritten": ("fused", KeyValues, "extend", forgets_the_last),
+    "positions do not advance": (
+        "fused",
+        GenerationCache,
+        "positions",
+        lambda self, n, device: torch.arange(n),
+    ),
+    "a token is overwritten": ("fused", KeyValueCache, "extend", forgets_the_last),
 }
 
 
@@ -103,7 +108,7 @@ def test_a_cache_with_a_fault_is_seen(monkeypatch, name):
 @given(config=configs(), prompt=st.integers(1, 15), num_tokens=st.integers(1, 8))
 def test_each_token_is_read_once_while_the_text_fits_and_then_the_window_anew(config, prompt, num_tokens):
     model, tokens, lengths = loud_model(config), draw_tokens(0, 1, prompt + num_tokens), []
-    with torch.no_grad(), caching(model, room=prompt + num_tokens) as cache:
+    with torch.no_grad(), caching(model, max_tokens=prompt + num_tokens) as cache:
         for length in range(prompt, prompt + num_tokens):
             unread = cache.unread(tokens[:, :length])
             lengths.append(unread.shape[1])
@@ -116,29 +121,29 @@ def test_each_token_is_read_once_while_the_text_fits_and_then_the_window_anew(co
 @pytest.mark.parametrize("options", ROUTED_TOGETHER)
 def test_where_experts_fill_up_everything_is_read_anew(options):
     model = loud_model(ModelConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, **options))
-    with caching(model, room=8) as cache, torch.no_grad():
+    with caching(model, max_tokens=8) as cache, torch.no_grad():
         for length in (5, 6, 7):
             unread = cache.unread(draw_tokens(0, 1, length))
             assert unread.shape == (1, length)
             model(unread)
 
 
-@given(seed=seeds, group=st.sampled_from([1, 2]), room=st.integers(5, 9))
-def test_what_is_kept_is_two_vectors_a_token_and_key_value_head(seed, group, room):
+@given(seed=seeds, group=st.sampled_from([1, 2]), max_tokens=st.integers(5, 9))
+def test_what_is_kept_is_two_vectors_a_token_and_key_value_head(seed, group, max_tokens):
     config = ModelConfig(
         vocab_size=13, dim=16, num_layers=2, num_heads=4, num_kv_heads=4 // group, max_seq_len=8
     )
     model = loud_model(config, seed)
-    with caching(model, room) as cache, torch.no_grad():
+    with caching(model, max_tokens) as cache, torch.no_grad():
         model(draw_tokens(seed, 3, 5))
         kept = [x.numel() for layer in cache.layers for x in (layer._keys, layer._values)]
-    assert sum(kept) == 2 * 2 * 3 * config.num_kv_heads * config.head_dim * min(room, 8)
+    assert sum(kept) == 2 * 2 * 3 * config.num_kv_heads * config.head_dim * min(max_tokens, 8)
 
 
 def test_afterwards_the_model_is_as_it_was_even_after_an_error():
     model = loud_model(ModelConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, max_seq_len=8))
     want, before = model(draw_tokens(0, 1, 5)), {id(m): sorted(vars(m)) for m in model.modules()}
-    with pytest.raises(ValueError, match="9 tokens a sample exceed"), caching(model, room=9):
+    with pytest.raises(ValueError, match="9 tokens a sample exceed"), caching(model, max_tokens=9):
         model(draw_tokens(0, 1, 9))
     assert {id(m): sorted(vars(m)) for m in model.modules()} == before
     assert torch.equal(model(draw_tokens(0, 1, 5)), want)

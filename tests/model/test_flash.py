@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minipar.live_bytes import LiveBytes
 from minipar.model import ModelConfig, Transformer, flash, flash_attention, plain_attention
-from minipar.model.lse_merge import merge_, no_keys
+from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, TokenRun
 from tests.model.test_attention import draw_qkv, sizes
 from tests.strategies import assert_equal_to, seeds
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_finite_differences(causal, impl):
 @given(seed=seeds, cut=st.integers(0, 9), impl=st.sampled_from(IMPLEMENTATIONS))
 def test_parts_of_the_keys_merged_by_their_log_sum_exps_are_the_whole(seed, cut, impl):
     q, k, v = (x.detach() for x in draw_qkv(seed, 2, 4, 2, 9, 4))
-    out, lse = no_keys(q)
+    out, lse = empty_attention(q)
     for keys in (TokenRun(cut, 9 - cut), TokenRun(0, cut)):  # the later first: early queries see none of them
         mask, some = Mask((TokenRun(0, 9),), (keys,)), slice(keys.start, keys.start + keys.length)
         part = flash_attention(q, k[:, :, some], v[:, :, some], mask=mask, return_lse=True, impl=impl)

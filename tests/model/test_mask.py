@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model.mask import Mask, TokenRun, indices, whole_mask
+from minipar.model.mask import Mask, TokenRun, indices, single_process_mask
 
 
 @st.composite
@@ -63,13 +63,13 @@ def test_tiles_hold_all_that_is_seen(mask, side):
 @given(masks(documents=False))
 def test_rectangles_and_triangles_are_the_mask_and_do_not_overlap(mask):
     times_seen = torch.zeros(mask.hidden().shape, dtype=torch.int64)
-    for rows, cols, triangle in mask.regions():
+    for rows, cols, is_causal in mask.regions():
         height, width = rows.stop - rows.start, cols.stop - cols.start
         assert height > 0
         assert width > 0
-        assert height == width or not triangle
+        assert height == width or not is_causal
         ones = torch.ones(height, width, dtype=torch.int64)
-        times_seen[rows, cols] += ones.tril() if triangle else ones
+        times_seen[rows, cols] += ones.tril() if is_causal else ones
     assert torch.equal(times_seen, (~mask.hidden()).long())
 
 
@@ -77,15 +77,15 @@ def test_two_runs_never_need_more_than_three_parts():
     for start in range(-9, 9):
         mask = Mask((TokenRun(10 + start, 5),), (TokenRun(10, 7),))
         assert len(list(mask.regions())) <= 3
-    assert list(whole_mask(6, 6, True).regions()) == [(slice(0, 6), slice(0, 6), True)]
-    assert list(whole_mask(6, 4, False).regions()) == [(slice(0, 6), slice(0, 4), False)]
+    assert list(single_process_mask(6, 6, True).regions()) == [(slice(0, 6), slice(0, 6), True)]
+    assert list(single_process_mask(6, 4, False).regions()) == [(slice(0, 6), slice(0, 4), False)]
 
 
 def test_what_cannot_be_is_refused():
     positions = torch.arange(4)
     with pytest.raises(ValueError, match="use causal=True"):
-        whole_mask(4, 4, False, positions)
+        single_process_mask(4, 4, False, positions)
     with pytest.raises(ValueError, match="use impl='tiled'"):
-        list(whole_mask(4, 4, True, positions).regions())
+        list(single_process_mask(4, 4, True, positions).regions())
     with pytest.raises(ValueError, match="runs of steps 2 and 1"):
         list(Mask((TokenRun(0, 3, 2),), (TokenRun(0, 3, 1),)).regions())

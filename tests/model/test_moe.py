@@ -10,18 +10,18 @@ from hypothesis import strategies as st
 
 import minipar.model.moe as moe_module
 from minipar.model import (
-    MixtureConfig,
     ModelConfig,
     MoE,
+    MoEConfig,
     Transformer,
     WeightGradients,
     defer_weight_gradients,
-    mixtures,
+    moe_layers,
     set_num_groups,
     take_metrics,
     update_balance_bias,
 )
-from minipar.model.groups import Groups, check_whole_groups
+from minipar.model.groups import RoutingGroups, check_whole_groups
 from tests.strategies import assert_equal_to, seeds, splits
 
 D, HIDDEN = 4, 3
@@ -109,13 +109,13 @@ def crowded():
         (
             "capacity off by one",
             lambda m: m.setattr(
-                MixtureConfig, "capacity", lambda self, g, right=MixtureConfig.capacity: right(self, g) - 1
+                MoEConfig, "capacity", lambda self, g, right=MoEConfig.capacity: right(self, g) - 1
             ),
         ),
         (
             "k forgotten in the capacity",
             lambda m: m.setattr(
-                MixtureConfig,
+                MoEConfig,
                 "capacity",
                 lambda self, g: math.ceil(g / self.num_experts * self.capacity_factor),
             ),
@@ -131,7 +131,9 @@ def crowded():
         (
             "capacity for all samples together",
             lambda m: m.setattr(
-                moe_module, "Groups", lambda B, T, g: Groups(1, B * T, B * T) if g == T else Groups(B, T, g)
+                moe_module,
+                "RoutingGroups",
+                lambda B, T, g: RoutingGroups(1, B * T, B * T) if g == T else RoutingGroups(B, T, g),
             ),
         ),
         (
@@ -154,7 +156,7 @@ _combine = moe_module.combine
 @settings(max_examples=8)
 def test_gradients_are_those_of_finite_differences(drawn, padded, shared):
     moe, x = drawn
-    options = {**moe.options.mixture_options, "shared_dim": shared, "balance_coef": 0.3, "z_coef": 0.2}
+    options = {**moe.options.moe_options, "shared_dim": shared, "balance_coef": 0.3, "z_coef": 0.2}
     whole = MoE(D, HIDDEN, **options).double()
     whole.router.weight.data.copy_(moe.router.weight)
     whole.overrides.pad_to_capacity = padded
@@ -204,7 +206,7 @@ def test_the_heavier_choices_are_served_first_where_asked():
     moe, x = make(2, 1, 0.5, drop_order="weight"), tokens(3, 1, 8)
     with torch.no_grad():
         moe.router.weight[0] = x.mean((0, 1)) * 5
-    routing = moe.route(moe.router(x, torch.arange(8), torch.arange(1)), Groups(1, 8, 8))
+    routing = moe.route(moe.router(x, torch.arange(8), torch.arange(1)), RoutingGroups(1, 8, 8))
     for e in range(2):
         chose = routing.expert[:, 0] == e
         served, turned_away = (routing.weight[chose & (routing.kept[:, 0] == k), 0] for k in (True, False))
@@ -428,7 +430,7 @@ def test_random_numbers_depend_on_sample_position_and_step_in_training_only():
 
 def test_a_bf16_model_routes_in_float32():
     model = Transformer(ModelConfig(num_experts=4, num_layers=2, dim=32), dtype=torch.bfloat16)
-    moe = dict(mixtures(model))["layers.1.mlp"]
+    moe = dict(moe_layers(model))["layers.1.mlp"]
     assert moe.router.weight.dtype == torch.float32
     assert moe.experts.gate.dtype == torch.bfloat16
     text = torch.randint(256, (2, 16))
@@ -553,7 +555,7 @@ def test_a_layout_that_cuts_a_group_is_refused():
 def test_every_second_layer_has_experts_unless_told_otherwise():
     def layers(**kwargs):
         model = Transformer(ModelConfig(num_layers=4, dim=8, num_heads=2, num_experts=2, **kwargs))
-        return [name for name, _ in mixtures(model)]
+        return [name for name, _ in moe_layers(model)]
 
     assert layers() == ["layers.1.mlp", "layers.3.mlp"]
     assert layers(moe_every=1) == [f"layers.{i}.mlp" for i in range(4)]
@@ -570,7 +572,7 @@ def test_every_second_layer_has_experts_unless_told_otherwise():
 
 
 def test_experts_start_like_other_layers():
-    moe = dict(mixtures(Transformer(ModelConfig(num_experts=4, num_layers=4))))["layers.3.mlp"]
+    moe = dict(moe_layers(Transformer(ModelConfig(num_experts=4, num_layers=4))))["layers.3.mlp"]
     assert moe.experts.gate.std().item() == pytest.approx(0.02, rel=0.05)
     assert moe.experts.down.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.05)
     assert not torch.equal(moe.experts.up[0], moe.experts.up[1])

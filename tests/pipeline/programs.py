@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minipar.model import IGNORED, ModelConfig, Transformer
+from minipar.model import IGNORE_INDEX, ModelConfig, Transformer
 from minipar.pipeline import Pipeline, Schedule, partition
 
 
@@ -14,14 +14,14 @@ def make_batch(config: ModelConfig, batch_size: int, seed: int = 0):
     shape = (batch_size, config.max_seq_len)
     tokens, targets = (torch.randint(0, config.vocab_size, shape, generator=generator) for _ in range(2))
     targets[torch.rand(shape, generator=generator) < torch.rand(batch_size, 1, generator=generator) / 2] = (
-        IGNORED
+        IGNORE_INDEX
     )
     return tokens, targets
 
 
 def accumulate(model: Transformer, tokens, targets, m: int, step: int = 0):
     """One process: the loss of the whole batch, its gradients summed microbatch by microbatch."""
-    count, total = (targets != IGNORED).sum(), None
+    count, total = (targets != IGNORE_INDEX).sum(), None
     ids = torch.arange(len(tokens))
     for x, t, i in zip(tokens.chunk(m), targets.chunk(m), ids.chunk(m)):
         loss = model.loss(x, t, sample_ids=i, step=step, count=count)

@@ -14,7 +14,7 @@ import minipar
 from minipar.data_parallel import DDP
 from minipar.data_parallel.fsdp import FSDP
 from minipar.mesh import Mesh, gather, placement_of
-from minipar.model import IGNORED, Block, ModelConfig, Transformer
+from minipar.model import IGNORE_INDEX, Block, ModelConfig, Transformer
 from minipar.pipeline import (
     SCHEDULES,
     Pipeline,
@@ -256,7 +256,7 @@ def _replicated(world, config, schedule, batch, wrapper):
     tokens, targets = batch
     ids = torch.arange(len(tokens)).chunk(2)[data.rank]
     options = {
-        "count": (targets != IGNORED).sum(),
+        "count": (targets != IGNORE_INDEX).sum(),
         "per_sample": {"sample_ids": ids},
         "stage_kwargs": {"step": 3},
     }
@@ -321,10 +321,12 @@ def test_every_boundary_between_ranks_carries_m_outputs_a_direction(schedule):
     m = schedule.num_microbatches
     batch = make_batch(config, 2 * m)
     sent = minipar.run(_traffic, config, schedule, batch, world_size=schedule.num_ranks, timeout_s=10)
-    crossing = {"gpipe": 2, "1f1b": 3, "interleaved": 5, "breadth-first": 5, "zb-v": 4}[schedule.name]
+    axes_across_nodes = {"gpipe": 2, "1f1b": 3, "interleaved": 5, "breadth-first": 5, "zb-v": 4}[
+        schedule.name
+    ]
     output_bytes = 2 * config.max_seq_len * config.dim * 8
-    steady = 2 * crossing * m * output_bytes
-    assert [sum(per_rank) for per_rank in zip(*sent)] == [steady + 80 * crossing, steady]
+    steady = 2 * axes_across_nodes * m * output_bytes
+    assert [sum(per_rank) for per_rank in zip(*sent)] == [steady + 80 * axes_across_nodes, steady]
 
 
 def _evaluated(world, config, schedule, batch):
@@ -350,6 +352,6 @@ def test_evaluating_runs_and_sends_the_forwards_alone_and_drops_nothing_out(sche
     results = minipar.run(_evaluated, config, schedule, batch, world_size=schedule.num_ranks, timeout_s=10)
     (loss,) = (loss for loss, _, _ in results if loss is not None)
     assert_equal_to(loss, want.detach(), what="loss")
-    crossing = sum(a != b for a, b in zip(schedule.stage_rank, schedule.stage_rank[1:]))
-    assert sum(sent for _, sent, _ in results) == crossing * tokens.numel() * config.dim * 8
+    axes_across_nodes = sum(a != b for a, b in zip(schedule.stage_rank, schedule.stage_rank[1:]))
+    assert sum(sent for _, sent, _ in results) == axes_across_nodes * tokens.numel() * config.dim * 8
     assert all(untouched for _, _, untouched in results)

@@ -13,7 +13,7 @@ from minipar.spec import SPECIFICATIONS
 from minipar.spec.pipeline import gpipe_peak, one_f_one_b_peak
 from minipar.spec.pipeline import specification as pipeline_specification
 from minipar.tensor_parallel.parallel_linear import project_together
-from minipar.tensor_parallel.sequence import TOKENS, ShardRMSNorm
+from minipar.tensor_parallel.sequence import TOKEN_DIM, SequenceParallelRMSNorm
 
 HEADER_BYTES = 80  # by which a stage tells the next one what it sends
 SPECS = {
@@ -30,8 +30,8 @@ def collective(name: str, algorithm: str):
 conjugates = SimpleNamespace(
     copy=autograd.copy,
     all_reduce=autograd.all_reduce,
-    gather_tokens=partial(autograd.all_gather, dim=TOKENS),
-    scatter_tokens=partial(autograd.reduce_scatter, dim=TOKENS),
+    gather_tokens=partial(autograd.all_gather, dim=TOKEN_DIM),
+    scatter_tokens=partial(autograd.reduce_scatter, dim=TOKEN_DIM),
 )
 
 
@@ -64,7 +64,7 @@ def attention(comm, x, q, k, v, o, head_dim=4):
 
 
 def sequence_parallel(comm, x, norm, gate, up, down, **options):
-    shard_norm = ShardRMSNorm(SimpleNamespace(eps=1e-5, weight=norm), comm)
+    shard_norm = SequenceParallelRMSNorm(SimpleNamespace(eps=1e-5, weight=norm), comm)
     return x + mlp(comm, shard_norm(x), gate, up, down, sequence_parallel=True, **options)
 
 

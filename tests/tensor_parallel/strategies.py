@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from minipar.model import IGNORED, ModelConfig, Transformer
+from minipar.model import IGNORE_INDEX, ModelConfig, Transformer
 from tests.strategies import seeds, world_sizes
 
 
@@ -29,7 +29,7 @@ class Case(NamedTuple):
         generator = torch.Generator().manual_seed(self.seed + step)
         shape, vocab = (self.batch, self.length), self.config.vocab_size
         tokens, targets = torch.randint(vocab, (2, *shape), generator=generator)
-        return tokens, targets.masked_fill(torch.rand(shape, generator=generator) < 0.25, IGNORED)
+        return tokens, targets.masked_fill(torch.rand(shape, generator=generator) < 0.25, IGNORE_INDEX)
 
 
 def divisors(n: int) -> list[int]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.model.deferrable_linear import WeightGradients, linear
-from minipar.tensor_parallel import Matrix, column_parallel, gather_matmul, matmul_scatter
+from minipar.tensor_parallel import ShardedWeight, column_parallel, gather_matmul, matmul_scatter
 from minipar.tensor_parallel import chunked as module
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
 from tests.strategies import assert_equal_to, seeds, world_sizes
@@ -33,10 +33,13 @@ def compare(world, batch: int, tokens: int, seed: int) -> None:
     x, w, v = leaves(seed + world.rank, (batch, tokens, 3), (4, 3), (2, 3))
     dys = leaves(seed, (batch, tokens * p, 4), (batch, tokens * p, 2))
     whole = run_and_count(
-        comm, lambda x, w, v: column_parallel(comm, x, [Matrix(w), Matrix(v)], True), dys, (x, w, v)
+        comm,
+        lambda x, w, v: column_parallel(comm, x, [ShardedWeight(w), ShardedWeight(v)], True),
+        dys,
+        (x, w, v),
     )
     pieces = run_and_count(
-        comm, lambda x, w, v: gather_matmul(comm, x, [Matrix(w), Matrix(v)]), dys, (x, w, v)
+        comm, lambda x, w, v: gather_matmul(comm, x, [ShardedWeight(w), ShardedWeight(v)]), dys, (x, w, v)
     )
     assert pieces[2] == whole[2] == 3 * (p - 1) * x.nbytes
     for a, b in zip((*pieces[0], *pieces[1]), (*whole[0], *whole[1])):
@@ -60,7 +63,7 @@ def deferred_only(world) -> list[int]:
     """x needs no gradient, and the weight's waits: there is still a backward to wait for."""
     queue = WeightGradients()
     x, w = leaves(world.rank, (1, 2, 3), (4, 3))
-    (y,) = gather_matmul(world, x.detach(), [Matrix(w, queue)])
+    (y,) = gather_matmul(world, x.detach(), [ShardedWeight(w, queue)])
     z = matmul_scatter(world, x.detach(), w, queue) if world.size <= 2 else y
     (y.sum() + z.sum()).backward()
     waiting, before = len(queue), w.grad
@@ -96,7 +99,7 @@ def events_of(world) -> list[str]:
     x, w = leaves(0, (1, 2, 3), (4, 3))
     world.exchange, module.F.linear = leaving, multiplied
     try:
-        gather_matmul(world, x, [Matrix(w)])
+        gather_matmul(world, x, [ShardedWeight(w)])
         events.append("|")
         matmul_scatter(world, torch.cat([x] * world.size, 1), w)
     finally:

@@ -55,7 +55,7 @@ def dropout_by_local_position(world):
     def local(self, x, site, positions, *args):
         return self.dropout(x, site, positions.narrow(-1, 0, x.shape[1]), *args)
 
-    sequence.ShardDropout.__call__ = local
+    sequence.SequenceParallelDropout.__call__ = local
     return True
 
 
@@ -91,7 +91,7 @@ FAULTS = [
 def seen(world, fault) -> str:
     """What the comparison says with the fault in; the run's modules are put back, as ranks outlive a call."""
     kept = [(owner, dict(vars(owner))) for owner in (column, linear, sequence)]
-    classes = [(c, dict(vars(c))) for c in (linear.ColumnParallelLinear, sequence.ShardDropout)]
+    classes = [(c, dict(vars(c))) for c in (linear.ColumnParallelLinear, sequence.SequenceParallelDropout)]
     try:
         compare_outputs(world, case(fault(world), world.size))
         return "nothing"

@@ -12,7 +12,7 @@ import minipar
 from minipar.comm import autograd
 from minipar.mesh import gather, placement_of
 from minipar.model.deferrable_linear import Linear, WeightGradients, linear
-from minipar.tensor_parallel import ColumnParallelLinear, Matrix, RowParallelLinear, column_parallel
+from minipar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, ShardedWeight, column_parallel
 from minipar.tensor_parallel import column as module
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
@@ -132,7 +132,7 @@ def naive_and_overlapped(world, case: Layer, defer: bool) -> None:
     naive = [linear(copied, w) for w in weights]
     torch.autograd.backward(naive, [dy, 2 * dy, 3 * dy])
     x_again = x.detach().requires_grad_()
-    fused = column_parallel(world, x_again, [Matrix(w, queue) for w in again])
+    fused = column_parallel(world, x_again, [ShardedWeight(w, queue) for w in again])
     torch.autograd.backward(fused, [dy, 2 * dy, 3 * dy])
     assert all(torch.equal(a, b) for a, b in zip(naive, fused))
     assert_equal_to(x_again.grad, x.grad, what="dx")

@@ -90,7 +90,7 @@ def explode(config, at: int):
     def broken(world, state, config, text, step, observe=None):
         def poison():
             if step == at and world.rank == world.size - 1:
-                state.updates.tensors[0].grad.fill_(float("nan"))
+                state.optimizer.tensors[0].grad.fill_(float("nan"))
 
         return plain(world, state, config, text, step, poison)
 

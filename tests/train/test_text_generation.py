@@ -14,7 +14,7 @@ import minipar
 from minipar.comm import Comm
 from minipar.mesh import Mesh, Placement, placement_of
 from minipar.model import ModelConfig, Transformer, generate
-from minipar.model.cache import Cache, KeyValues
+from minipar.model.cache import GenerationCache, KeyValueCache
 from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train import TrainConfig, generate_text, train
@@ -80,11 +80,11 @@ SMALL = ModelConfig(vocab_size=16, dim=32, num_layers=2, num_heads=8, num_kv_hea
 def kept_heads_swapped(mesh, stage):
     """The kept heads of the first tp rank are in another order than its new ones."""
 
-    def swapped(self, k, v, extend=KeyValues.extend):
+    def swapped(self, k, v, extend=KeyValueCache.extend):
         keys, values = extend(self, k, v)
         return torch.cat((keys[:, :, :-1].flip(1), keys[:, :, -1:]), dim=2), values
 
-    return mock.patch.object(KeyValues, "extend", swapped) if mesh.coordinates.tp == 0 else nullcontext()
+    return mock.patch.object(KeyValueCache, "extend", swapped) if mesh.coordinates.tp == 0 else nullcontext()
 
 
 def heads_of_a_neighbour(mesh, stage):
@@ -100,7 +100,9 @@ def heads_of_a_neighbour(mesh, stage):
 def positions_stand_still(mesh, stage):
     """The second stage takes every new token for the first."""
     still = lambda self, num_tokens, device: torch.arange(num_tokens)  # noqa: E731
-    return mock.patch.object(Cache, "positions", still) if mesh.coordinates.pp == 1 else nullcontext()
+    return (
+        mock.patch.object(GenerationCache, "positions", still) if mesh.coordinates.pp == 1 else nullcontext()
+    )
 
 
 def the_first_stage_writes_its_own_text(mesh, stage):

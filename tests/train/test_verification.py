@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from minipar.model import IGNORED, ModelConfig
+from minipar.model import IGNORE_INDEX, ModelConfig
 from minipar.pipeline import SCHEDULES
 from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.train.train_config import TrainConfig
@@ -97,9 +97,9 @@ def ignoring(observe):
 
         def batch_of_step(*args):
             batch = plain(*args)
-            targets = batch.targets.masked_fill(batch.targets == ord(" "), IGNORED)
-            targets[-1] = IGNORED
-            return batch._replace(targets=targets, count=int((targets != IGNORED).sum()))
+            targets = batch.targets.masked_fill(batch.targets == ord(" "), IGNORE_INDEX)
+            targets[-1] = IGNORE_INDEX
+            return batch._replace(targets=targets, count=int((targets != IGNORE_INDEX).sum()))
 
         for place in places:
             place.batch_of_step = batch_of_step
@@ -166,7 +166,7 @@ def faulty_observer(world, config, text, times=1.5):
         def spoil():
             if world.rank in ((1,) if world.size == 2 else (4, 6)):
                 (spoiled,) = [
-                    x for x in state.updates.tensors if x.placement.name == "layers.2.mlp.up.weight"
+                    x for x in state.optimizer.tensors if x.placement.name == "layers.2.mlp.up.weight"
                 ]
                 spoiled.grad.mul_(times)
             observe()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from minipar.model import MoE, MoEMetrics
-from minipar.model.groups import Groups
+from minipar.model.groups import RoutingGroups
 from visualize.expert import draw_loads, draw_queues, load_figure, queue_figure
 
 
@@ -13,7 +13,7 @@ def metrics(load, kept):
 
 def test_every_choice_is_a_box_and_what_is_dropped_is_hatched_beyond_the_line():
     moe, x = MoE(4, 3, 4, 2, 0.75), torch.randn(1, 12, 4)
-    routing = moe.route(moe.router(x, torch.arange(12), torch.arange(1)), Groups(1, 12, 12))
+    routing = moe.route(moe.router(x, torch.arange(12), torch.arange(1)), RoutingGroups(1, 12, 12))
     figure = queue_figure(routing.expert.tolist(), routing.kept.tolist(), capacity=5)
     (axes,) = figure.axes
     hatched = [box for box in axes.patches if box.get_hatch()]

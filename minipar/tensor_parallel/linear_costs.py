@@ -29,17 +29,17 @@ class Cost(NamedTuple):
     held: Fraction
 
 
-def column(t: int, m: int, d_in: int, d_out: int) -> Cost:
+def column_cost(t: int, m: int, d_in: int, d_out: int) -> Cost:
     """1D, split by output features: every rank holds the whole input."""
     return Cost(Fraction(2 * (t - 1) * m * d_in, t), Fraction(d_in * d_out + m * d_out, t) + m * d_in)
 
 
-def row(t: int, m: int, d_in: int, d_out: int) -> Cost:
+def row_cost(t: int, m: int, d_in: int, d_out: int) -> Cost:
     """1D, split by input features: every rank holds the whole output."""
     return Cost(Fraction(2 * (t - 1) * m * d_out, t), Fraction(d_in * d_out + m * d_in, t) + m * d_out)
 
 
-def summa(t: int, m: int, d_in: int, d_out: int, depth: int = 1) -> Cost:
+def summa_cost(t: int, m: int, d_in: int, d_out: int, depth: int = 1) -> Cost:
     """2D, or 2.5D with depth > 1."""
     q2 = t // depth
     w, x = Fraction(d_in * d_out, q2), Fraction(m * d_in, t)
@@ -47,14 +47,14 @@ def summa(t: int, m: int, d_in: int, d_out: int, depth: int = 1) -> Cost:
     return Cost(3 * (isqrt(q2) - 1) * (x + w) + sums, w + x + Fraction(m * d_out, t))
 
 
-def cube(t: int, m: int, d_in: int, d_out: int) -> Cost:
+def cube_cost(t: int, m: int, d_in: int, d_out: int) -> Cost:
     """3D."""
     p = round(t ** (1 / 3))
     w, x, y = Fraction(d_in * d_out, t), Fraction(m * d_in, t), Fraction(m * d_out, t)
     return Cost((p - 1) * (3 * x + 3 * w + 2 * y), w + x + y)
 
 
-def pair(first: Callable[..., Cost], second: Callable[..., Cost], t: int, m: int, d: int, f: int) -> Cost:
+def mlp_cost(first: Callable[..., Cost], second: Callable[..., Cost], t: int, m: int, d: int, f: int) -> Cost:
     """Add the costs of the two matrices of an MLP, D -> F -> D."""
     up, down = first(t, m, d, f), second(t, m, f, d)
     return Cost(up.sent + down.sent, up.held + down.held)

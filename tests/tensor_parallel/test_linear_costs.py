@@ -11,7 +11,13 @@ from torch import nn
 import minipar
 from minipar.mesh import gather, placement_of
 from minipar.model import Linear
-from minipar.tensor_parallel import ColumnParallelLinear, CubeLinear, RowParallelLinear, SummaLinear, layouts
+from minipar.tensor_parallel import (
+    ColumnParallelLinear,
+    CubeLinear,
+    RowParallelLinear,
+    SummaLinear,
+)
+from minipar.tensor_parallel.linear_costs import column_cost, cube_cost, mlp_cost, row_cost, summa_cost
 from tests.strategies import assert_equal_to, seeds
 
 DOUBLE = 8
@@ -99,11 +105,11 @@ def sent_and_held(world, layout: str, m: int, d: int, f: int) -> tuple[int, int]
 
 
 FORMULAS = {
-    "column": layouts.column,
-    "row": layouts.row,
-    "2D": layouts.summa,
-    "2.5D": lambda *sizes: layouts.summa(*sizes, depth=2),
-    "3D": layouts.cube,
+    "column": column_cost,
+    "row": row_cost,
+    "2D": summa_cost,
+    "2.5D": lambda *sizes: summa_cost(*sizes, depth=2),
+    "3D": cube_cost,
 }
 
 
@@ -117,17 +123,14 @@ def test_each_layout_sends_and_holds_what_the_table_says(layout, ranks):
 
 def test_one_dimension_wins_in_a_machine_and_loses_in_a_large_grid():
     """An MLP of 4096 -> 16384: with 8 ranks and few rows 1D sends least, with 64 ranks and many rows, most."""
-    one_dimension, d, f = (layouts.column, layouts.row), 4096, 16384
+    one_dimension, d, f = (column_cost, row_cost), 4096, 16384
     few, many = 2048, 262144
-    assert (
-        layouts.pair(*one_dimension, 4, few, d, f).sent
-        < layouts.pair(layouts.summa, layouts.summa, 4, few, d, f).sent
-    )
-    sent = {name: layouts.pair(a, b, 64, many, d, f).sent for name, a, b in (
-        ("1D", *one_dimension), ("2D", layouts.summa, layouts.summa), ("3D", layouts.cube, layouts.cube))}  # fmt: skip
+    assert mlp_cost(*one_dimension, 4, few, d, f).sent < mlp_cost(summa_cost, summa_cost, 4, few, d, f).sent
+    cuts = {"1D": one_dimension, "2D": (summa_cost, summa_cost), "3D": (cube_cost, cube_cost)}
+    sent = {name: mlp_cost(*costs, 64, many, d, f).sent for name, costs in cuts.items()}
     assert sent["3D"] < sent["2D"] < sent["1D"]
-    held = layouts.pair(*one_dimension, 64, many, d, f).held
-    assert held > 5 * layouts.pair(layouts.cube, layouts.cube, 64, many, d, f).held
+    held = mlp_cost(*one_dimension, 64, many, d, f).held
+    assert held > 5 * mlp_cost(cube_cost, cube_cost, 64, many, d, f).held
 
 
 def refuse(world) -> list[str]:

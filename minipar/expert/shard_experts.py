@@ -16,7 +16,7 @@ from torch import nn
 from minipar.errors import require_divides
 from minipar.expert.dispatch import AllToAll
 from minipar.mesh import place_whole, placement_of, set_placement
-from minipar.model.moe import MoE, mixtures
+from minipar.model.moe import MoE, moe_layers
 
 
 def expert_parallel(
@@ -37,7 +37,7 @@ def expert_parallel(
     unchanged. Sends, per mixture, what `AllToAll` sends. Raises ValueError where ep does not divide num_experts or experts
     are already sharded, before anything is changed; or where node_size does not divide ep.
     """
-    layers = list(mixtures(model))
+    layers = list(moe_layers(model))
     for _, moe in layers:
         require_divides("ep", comm.size, "num_experts", moe.options.num_experts)
         if moe.experts.gate.shape[0] != moe.options.num_experts:
@@ -46,22 +46,22 @@ def expert_parallel(
                 "they are spread already; call expert_parallel once"
             )
     for name, moe in layers:
-        spread_experts(moe, comm, name)
+        shard_moe(moe, comm, name)
         if comm.size > 1:
-            hides = bool(moe.shared) if overlap is None else overlap
-            moe.overrides.dispatch = AllToAll(comm.using(algorithm), hides, node_size)
+            overlaps = bool(moe.shared) if overlap is None else overlap
+            moe.overrides.dispatch = AllToAll(comm.using(algorithm), overlaps, node_size)
             moe.overrides.pad_to_capacity = True
     return model
 
 
-def spread_experts(moe: MoE, comm, name: str) -> None:
+def shard_moe(moe: MoE, comm, name: str) -> None:
     """Keep this rank's experts of one mixture, whose canonical name is `name`; give all its parameters placements."""
     place_whole(moe, f"{name}." if name else "")
     for own_name, parameter in list(moe.experts.named_parameters()):
-        setattr(moe.experts, own_name, _own_experts(parameter, comm))
+        setattr(moe.experts, own_name, _local_experts(parameter, comm))
 
 
-def _own_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
+def _local_experts(parameter: nn.Parameter, comm) -> nn.Parameter:
     E = parameter.shape[0]
     start, length = comm.rank * E // comm.size, E // comm.size
     own = nn.Parameter(parameter.detach()[start : start + length].clone(), parameter.requires_grad)

@@ -40,14 +40,14 @@ def layer_activation_bytes(
     tokens  per sample, before sequence parallelism shards them
     dtype   of 32 bits or more
     """
-    whole = batch * tokens
-    here = whole // tp if sequence_parallel else whole
+    all_tokens = batch * tokens
+    local_tokens = all_tokens // tp if sequence_parallel else all_tokens
     plain = config.attention == "plain"
     return {
-        "norms": 2 * (3 * config.dim + 1) * here * dtype.itemsize,
-        "attention": attention_elems(config, tokens, tp) * whole * dtype.itemsize,
-        "mlp": 4 * config.hidden_dim // tp * whole * dtype.itemsize,
-        "dropouts": 2 * config.dim * here if config.dropout else 0,
+        "norms": 2 * (3 * config.dim + 1) * local_tokens * dtype.itemsize,
+        "attention": attention_elems(config, tokens, tp) * all_tokens * dtype.itemsize,
+        "mlp": 4 * config.hidden_dim // tp * all_tokens * dtype.itemsize,
+        "dropouts": 2 * config.dim * local_tokens if config.dropout else 0,
         "positions": tokens * config.head_dim * dtype.itemsize + (tokens * tokens if plain else 0),
     }
 

@@ -9,7 +9,7 @@ import minipar
 from minipar.context import check_context_parallel, context_parallel, local_batch, next_tokens
 from minipar.context.limits import LAYOUTS
 from minipar.mesh import placement_of
-from minipar.model import IGNORED, ModelConfig, Transformer
+from minipar.model import IGNORE_INDEX, ModelConfig, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from tests.context.strategies import ATTENTIONS
 from tests.strategies import assert_equal_to
@@ -28,7 +28,7 @@ def batch(seed: int, seq_len: int = 16, samples: int = 4, documents: bool = Fals
         positions = positions - torch.where(starts, positions, 0).cummax(dim=1).values
     return (
         tokens,
-        next_tokens(tokens, positions.expand(tokens.shape)).masked_fill(ignored, IGNORED),
+        next_tokens(tokens, positions.expand(tokens.shape)).masked_fill(ignored, IGNORE_INDEX),
         positions,
     )
 
@@ -57,7 +57,7 @@ def compare(world, sizes: dict, options: dict, config: ModelConfig, pad: bool = 
 
     def whole(step):
         tokens, targets, positions = batch(step, 13 if pad else 16, documents=config.documents)
-        return tokens, targets, positions, torch.arange(4) * 3 + 1, (targets != IGNORED).sum()
+        return tokens, targets, positions, torch.arange(4) * 3 + 1, (targets != IGNORE_INDEX).sum()
 
     def mine(step):
         tokens, targets, positions, sample_ids, count = whole(step)

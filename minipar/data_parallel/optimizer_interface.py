@@ -1,7 +1,7 @@
 """One interface for every ZeRO stage: what the trainer, the loss scaler and checkpoints need of an optimizer.
 
-`ZeroOptimizer` implements it. `WrapperUpdates` implements it for a torch optimizer over DDP's or FSDP's parameters, where
-the wrapper around the model, not the optimizer, reduces the gradients.
+`ZeroOptimizer` implements it. `TorchOptimizerAdapter` implements it for a torch optimizer over DDP's or
+FSDP's parameters, where the wrapper around the model, not the optimizer, reduces the gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Updates(Protocol):
+class OptimizerInterface(Protocol):
     """The optimizer interface.
 
     param_groups   options, the learning rate among them
@@ -22,7 +22,7 @@ class Updates(Protocol):
     states()       pairs of a tensor, or its master copy, and its optimizer state
     no_sync()      a context whose backwards only accumulate, if it is the optimizer that reduces gradients
     synchronize()  reduce the accumulated gradients
-    reduce_rest()  the same, unless a backward has reduced them already
+    reduce_pending()  the same, unless a backward has reduced them already
     step()         divide the gradients by `grad_scale`, and update
     """
 
@@ -31,21 +31,21 @@ class Updates(Protocol):
     @property
     def tensors(self) -> list[Tensor]: ...
 
-    def states(self) -> Iterator[tuple[Tensor, dict]]: ...
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]: ...
 
     def no_sync(self) -> AbstractContextManager: ...
 
     def synchronize(self) -> None: ...
 
-    def reduce_rest(self) -> None: ...
+    def reduce_pending(self) -> None: ...
 
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     def step(self, *, grad_scale: float = 1.0): ...
 
 
-class WrapperUpdates:
-    """`Updates` of a torch optimizer whose gradients are reduced by DDP or FSDP, or not at all."""
+class TorchOptimizerAdapter:
+    """`OptimizerInterface` of a torch optimizer whose gradients are reduced by DDP or FSDP, or not at all."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
@@ -58,7 +58,7 @@ class WrapperUpdates:
     def tensors(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def states(self) -> Iterator[tuple[Tensor, dict]]:
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
         return ((p, self.optimizer.state[p]) for p in self.tensors)
 
     def no_sync(self) -> AbstractContextManager:
@@ -67,7 +67,7 @@ class WrapperUpdates:
     def synchronize(self) -> None:
         """Do nothing: the wrapper around the model has reduced them."""
 
-    def reduce_rest(self) -> None:
+    def reduce_pending(self) -> None:
         """Do nothing: the wrapper around the model has reduced them."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -81,6 +81,6 @@ class WrapperUpdates:
         return self.optimizer.step()
 
 
-def updates_of(optimizer: torch.optim.Optimizer) -> Updates:
-    """Return the optimizer itself where it implements `Updates`, else a `WrapperUpdates` of it."""
-    return optimizer if hasattr(optimizer, "states") else WrapperUpdates(optimizer)
+def as_optimizer_interface(optimizer: torch.optim.Optimizer) -> OptimizerInterface:
+    """Return the optimizer itself where it implements `OptimizerInterface`, else a `TorchOptimizerAdapter` of it."""
+    return optimizer if hasattr(optimizer, "states") else TorchOptimizerAdapter(optimizer)
