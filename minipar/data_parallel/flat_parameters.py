@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import range_in_param, slice_of_chunk
-from minipar.data_parallel.freed_parameter import allow_use
+from minipar.data_parallel.freed_parameter import allow_use, forbid_use
 from minipar.data_parallel.offload import Memory
 from minipar.mesh import placement_of, set_placement
 
@@ -160,23 +160,23 @@ class FlatParameters:
             allow_use(param)
             param.data = view
 
-    def use_sharded(self, forbid_use: bool = False) -> None:
-        """UNSHARDED -> UNSHARDING: make the parameters shards again. `forbid_use`: computing with them raises."""
+    def use_sharded(self, forbid: bool = False) -> None:
+        """UNSHARDED -> UNSHARDING: make the parameters shards again. `forbid`: computing with them raises."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED if self.whole else State.UNSHARDING
             for param, view in self.shard_views.items():
                 param.data = view
                 param.grad = self._shard_grads.pop(param, None)
         for param in self.params:
-            if forbid_use and not self.whole:
+            if forbid and not self.whole:
                 forbid_use(param, self.names[param], self.unit)
             else:
                 allow_use(param)
 
-    def reshard(self, forbid_use: bool = False) -> None:
+    def reshard(self, forbid: bool = False) -> None:
         """Any state -> SHARDED: free the memory of `full`."""
         self._wait()  # the all-gather may still be writing to `full`
-        self.use_sharded(forbid_use)
+        self.use_sharded(forbid)
         if self.state is State.UNSHARDING:
             self.full.untyped_storage().resize_(0)
             self.state = State.SHARDED

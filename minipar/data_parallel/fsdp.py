@@ -187,9 +187,9 @@ class FSDP(nn.Module):
         for flat in self.flats:
             flat.check()
             if self._synchronised or self.order.reshard_after_forward:
-                flat.reshard(forbid_use=True)
+                flat.reshard(forbid=True)
             else:
-                flat.use_sharded(forbid_use=flat.state is State.SHARDED)
+                flat.use_sharded(forbid=flat.state is State.SHARDED)
 
     def _end_forward(self) -> None:
         """Make all parameters shards until the backward; with gradients enabled, gathered buffers keep their memory."""
@@ -217,7 +217,7 @@ class FSDP(nn.Module):
         if not self._end.armed:
             self._end.arm()
             for other in self.units:
-                other.use_sharded(forbid_use=True)
+                other.use_sharded(forbid=True)
         unit.active += 1
         self.order.unshard(unit, in_backward())
 
@@ -227,7 +227,7 @@ class FSDP(nn.Module):
             return
         unit.active = 0
         if self._synchronised or self.order.reshard_after_forward:
-            unit.reshard(forbid_use=True)
+            unit.reshard(forbid=True)
         if self._synchronised:
             self.reducer.reduce(unit)
 

@@ -31,13 +31,13 @@ class Unit:
         for flat in self.flats:
             flat.use_unsharded()
 
-    def use_sharded(self, forbid_use: bool = False) -> None:
+    def use_sharded(self, forbid: bool = False) -> None:
         for flat in self.flats:
-            flat.use_sharded(forbid_use)
+            flat.use_sharded(forbid)
 
-    def reshard(self, forbid_use: bool = False) -> None:
+    def reshard(self, forbid: bool = False) -> None:
         for flat in self.flats:
-            flat.reshard(forbid_use)
+            flat.reshard(forbid)
 
     def reduce(self) -> None:
         for gradients in self.gradients:
@@ -82,7 +82,7 @@ class UnitOrder:
     def unshard(self, unit: Unit, backward: bool) -> None:
         """Reshard the delayed unit, unshard this one, and prefetch the next."""
         if self.pending_reshard is not None and self.pending_reshard is not unit:
-            self.pending_reshard.reshard(forbid_use=True)
+            self.pending_reshard.reshard(forbid=True)
         self.pending_reshard = None
         unit.unshard()
         following = self._following(unit, self.backward_order if backward else self.forward_order)
@@ -93,7 +93,7 @@ class UnitOrder:
     def delay_reshard(self, unit: Unit) -> None:
         """Delay resharding until another unit runs: the forward's last unit is the backward's first."""
         if self.pending_reshard is not None and self.pending_reshard is not unit:
-            self.pending_reshard.reshard(forbid_use=True)
+            self.pending_reshard.reshard(forbid=True)
         self.pending_reshard = unit
 
     def _following(self, unit: Unit, order: tuple[Unit, ...]) -> Unit | None:

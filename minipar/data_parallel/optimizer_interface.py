@@ -19,7 +19,7 @@ class OptimizerInterface(Protocol):
 
     param_groups   options, the learning rate among them
     tensors        the tensors this rank updates: each with its Placement and, after a backward, its `.grad`
-    states()       pairs of a tensor, or its master copy, and its optimizer state
+    tensors_and_states()  pairs of a tensor, or its master copy, and its optimizer state
     no_sync()      a context whose backwards only accumulate, if it is the optimizer that reduces gradients
     synchronize()  reduce the accumulated gradients
     reduce_pending()  the same, unless a backward has reduced them already
@@ -83,4 +83,4 @@ class TorchOptimizerAdapter:
 
 def as_optimizer_interface(optimizer: torch.optim.Optimizer) -> OptimizerInterface:
     """Return the optimizer itself where it implements `OptimizerInterface`, else a `TorchOptimizerAdapter` of it."""
-    return optimizer if hasattr(optimizer, "states") else TorchOptimizerAdapter(optimizer)
+    return optimizer if hasattr(optimizer, "tensors_and_states") else TorchOptimizerAdapter(optimizer)

@@ -86,9 +86,9 @@ class GenerationCache:
 def caching(model: nn.Module, max_tokens: int) -> Iterator[GenerationCache]:
     """Return a context in which the model caches keys and values: call the model on `cache.unread(tokens)`.
 
-    room  the number of tokens to cache at most; more than max_seq_len are never needed
+    max_tokens  the number of tokens to cache at most; more than max_seq_len are never needed
 
-    Every attention inside caches 2 * B * (its key/value heads) * head_dim * room elements, freed on exit.
+    Every attention inside caches 2 * B * (its key/value heads) * head_dim * max_tokens elements, freed on exit.
     Raises ValueError under context parallelism, where the model reads a part of each sample, and inside another `caching`.
     """
     transformer = next(m for m in model.modules() if isinstance(m, Transformer))

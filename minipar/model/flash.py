@@ -78,10 +78,10 @@ def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKerne
         return impl
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl={impl!r} is unknown; use {one_of(IMPLEMENTATIONS)}")
-    obstacle = fused.obstacle(q, mask)
-    if impl == "fused" and obstacle:
-        raise ValueError(f"impl='fused' has no kernel for {obstacle}; use 'tiled' or 'auto'")
-    if impl == "tiled" or obstacle:
+    reason = fused.unsupported_reason(q, mask)
+    if impl == "fused" and reason:
+        raise ValueError(f"impl='fused' has no kernel for {reason}; use 'tiled' or 'auto'")
+    if impl == "tiled" or reason:
         return AttentionKernel(forward_, backward_)
     return AttentionKernel(fused.forward_, fused.backward_)
 

@@ -43,7 +43,7 @@ def continue_text(
     was_training = model.training
     model.eval()
     try:
-        with caching(model, room=batch.shape[1] + num_tokens) as cache:
+        with caching(model, max_tokens=batch.shape[1] + num_tokens) as cache:
             for _ in range(num_tokens):
                 batch = torch.cat((batch, next_token(cache.unread(batch))), dim=1)
     finally:

@@ -90,7 +90,7 @@ def scaled(world, kind):
         if step == 1 and world.rank == world.size - 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
-        seen.append((scaler.step(optimizer), scaler.scale_now))
+        seen.append((scaler.step(optimizer), scaler.current_scale))
     weights = net.full_state_dict() if kind == "fsdp" else net.state_dict()
     return seen, [w.clone() for w in weights.values()]
 

@@ -136,7 +136,7 @@ def test_what_is_kept_is_two_vectors_a_token_and_key_value_head(seed, group, max
     model = loud_model(config, seed)
     with caching(model, max_tokens) as cache, torch.no_grad():
         model(draw_tokens(seed, 3, 5))
-        kept = [x.numel() for layer in cache.layers for x in (layer._keys, layer._values)]
+        kept = [x.numel() for layer in cache.key_values for x in (layer._keys, layer._values)]
     assert sum(kept) == 2 * 2 * 3 * config.num_kv_heads * config.head_dim * min(max_tokens, 8)
 
 

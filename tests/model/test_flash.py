@@ -19,7 +19,7 @@ IMPLEMENTATIONS = ("tiled", "fused")
 def small_tiles(monkeypatch):
     """Tiles so small that these sequences have several."""
     monkeypatch.setattr(flash, "TILE_ELEMS", 1)
-    monkeypatch.setattr(flash, "SHORTEST_SIDE", 3)
+    monkeypatch.setattr(flash, "MIN_TILE_SIDE", 3)
 
 
 def assert_same(out, want, inputs, dy) -> None:
@@ -149,7 +149,7 @@ def peak_bytes(attention, T: int) -> int:
 
 
 def test_memory_is_linear_in_the_length_where_the_matrix_is_quadratic(monkeypatch):
-    monkeypatch.setattr(flash, "SHORTEST_SIDE", 32)
+    monkeypatch.setattr(flash, "MIN_TILE_SIDE", 32)
     flash_peaks = [peak_bytes(flash_attention, T) for T in (512, 1024, 2048)]
     steps = flash_peaks[1] - flash_peaks[0], flash_peaks[2] - flash_peaks[1]
     assert abs(steps[1] / steps[0] - 2) < 0.1

@@ -46,8 +46,8 @@ def dx_not_summed(world):
 
 
 def shared_heads_not_summed(world):
-    matrix = linear.ColumnParallelLinear.matrix
-    linear.ColumnParallelLinear.matrix = lambda self: matrix(self)._replace(replicas=None)
+    sharded_weight = linear.ColumnParallelLinear.sharded_weight
+    linear.ColumnParallelLinear.sharded_weight = lambda self: sharded_weight(self)._replace(replicas=None)
     return False
 
 
@@ -101,7 +101,7 @@ def seen(world, fault) -> str:
         for owner, names in kept:
             vars(owner).update(names)
         for owner, names in classes:
-            for name in ("matrix", "__call__"):
+            for name in ("sharded_weight", "__call__"):
                 if name in names:
                     setattr(owner, name, names[name])
 

@@ -49,7 +49,7 @@ pairs = st.builds(Pair, fours, fours, fours, st.booleans(), seeds)
 def layers_of(layout: str, up, down, world):
     """Both layers cut, and which part of x and of the output a rank holds."""
     if layout == "3D":
-        first, second = CubeLinear.from_linear(up, world), CubeLinear.from_linear(down, world, turned=True)
+        first, second = CubeLinear.from_linear(up, world), CubeLinear.from_linear(down, world, swap_jl=True)
         return first, second, first.input, second.output
     depth = 2 if layout == "2.5D" else 1
     first, second = (SummaLinear.from_linear(layer, world, depth) for layer in (up, down))
