@@ -28,14 +28,15 @@ slow: .venv/installed ## the same properties over more examples and larger world
 bench: .venv/installed ## time minipar against torch's own, as ratios
 	$(BIN)/minipar bench
 
-lint: .venv/installed ## formatter and linter, changing nothing
+lint: .venv/installed ## formatter, linter and type checker, changing nothing
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy --strict --follow-imports=silent --no-error-summary tests/typed
 
 format: .venv/installed ## format the code and fix what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and runs
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -27,7 +27,8 @@ from minipar.chunks import bounds, chunk_sizes
 from minipar.comm import autograd
 from minipar.context.limits import check_heads
 from minipar.context.token_layout import order_of_gathered
-from minipar.model.flash import check_shapes, flash_attention
+from minipar.model.flash import check_shapes
+from minipar.model.flash import flash_attention as flash_attention
 from minipar.model.mask import Mask, TokenRun
 
 

@@ -18,7 +18,14 @@ import lazy_loader
 import minipar.schedules
 from minipar.schedules import *  # noqa: F403
 
-_getattr, _dir, _own = lazy_loader.attach_stub(__name__, __file__)
+_getattr, _dir, _own = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "execute": ["Pipeline"],
+        "measure": ["measured", "measured_costs"],
+        "partition": ["balance", "partition"],
+    },
+)
 __getattr__ = _getattr
 __all__ = sorted([*_own, *minipar.schedules.__all__])  # noqa: PLE0605
 

@@ -40,10 +40,12 @@ def mesh(world: Comm) -> tuple[int, int]:
 def strategies(world: Comm) -> float:
     config = minipar.ModelConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, max_seq_len=8)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
-    ddp: minipar.DDP = minipar.DDP(minipar.Transformer(config, seed=0), world, bucket_mb=1.0)
-    loss: Tensor = ddp.module.loss(tokens, tokens)
+    model = minipar.Transformer(config, seed=0)
+    ddp: minipar.DDP = minipar.DDP(model, world, bucket_mb=1.0)
+    logits: Tensor = ddp(tokens)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     with ddp.no_sync():
-        loss.backward()
+        torch.autograd.backward(loss)
     ddp.synchronize()
     norm: Tensor = minipar.clip_grad_norm_(ddp.parameters(), 1.0)
     zero = minipar.ZeroOptimizer(
@@ -53,8 +55,8 @@ def strategies(world: Comm) -> float:
     fsdp: minipar.FSDP = minipar.FSDP(nn.Linear(4, 4), world, units=nn.Linear, reshard_after_forward=True)
     state: dict[str, Tensor] = fsdp.full_state_dict()
     placement: Placement = placement_of(next(ddp.module.parameters()))
-    scaler = DynamicLossScaler(2.0**4)
-    return float(norm) + len(state) + placement.numel + scaler.scale
+    scaler = DynamicLossScaler(world, initial=2.0**4)
+    return float(norm) + len(state) + placement.numel + float(scaler.scale(logits.detach().sum()))
 
 
 def layers(world: Comm) -> float:
@@ -68,11 +70,12 @@ def layers(world: Comm) -> float:
     q = torch.ones(1, 2, 4, 4)
     around: Tensor = minipar.ring_attention(world, q, q, q, causal=True)
     across: Tensor = minipar.ulysses_attention(world, q, q, q)
-    alone: Tensor = minipar.flash_attention(q, q, q)
+    alone = minipar.flash_attention(q, q, q)
+    assert isinstance(alone, Tensor)
     moe = minipar.SwitchMoE(4, 4, 2, top_k=1, capacity_factor=1.25, comm=world)
     answer, metrics = moe(x)
     dropped: int = int(metrics.dropped)
-    return float(sum(t.sum() for t in (y, rows, loss, around, across, alone, answer))) + dropped
+    return float(sum(t.detach().sum() for t in (y, rows, loss, around, across, alone, answer))) + dropped
 
 
 def pipelines(world: Comm) -> float | None:
