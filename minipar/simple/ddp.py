@@ -27,6 +27,8 @@ class DDP(nn.Module):
     def __init__(self, module, comm, bucket_mb=25.0):
         super().__init__()
         self.module, self.comm = module, comm
+        if len({param.dtype for param in module.parameters()}) > 1:
+            raise ValueError("parameters of several dtypes: minipar.DDP makes buckets for each")
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data.copy_(comm.broadcast(tensor.data))
         self.buckets = [[]]
@@ -41,13 +43,10 @@ class DDP(nn.Module):
         self.bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket}
         for param in self.bucket_of:
             param.register_post_accumulate_grad_hook(self._gradient_is_ready)
-        self._begin()
 
     def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
-
-    def _begin(self):
         self.missing, self.handles = [set(bucket) for bucket in self.buckets], []
+        return self.module(*args, **kwargs)
 
     def _gradient_is_ready(self, param):  # a hook: autograd calls it during the backward
         if len(self.missing[self.bucket_of[param]]) == 0:
@@ -67,4 +66,3 @@ class DDP(nn.Module):
             averaged = handle.wait().split([p.numel() for p in bucket])
             for param, grad in zip(bucket, averaged):
                 param.grad = grad.view_as(param)
-        self._begin()

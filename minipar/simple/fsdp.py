@@ -11,9 +11,8 @@ A rank sends 3 (p-1)/p of the parameters per step; DDP sends 2 (p-1)/p. Between 
 parameter; DDP holds 16. Autograd saves views of w for the backward, so w stays the same tensor: only its storage is freed
 and allocated again.
 
-In the library: minipar.FSDP, which adds prefetch, parameters outside units, units inside units, unused, frozen and tied
-parameters, mixed precision, hybrid sharding, recomputation.
-Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277.
+In the library: minipar.FSDP adds prefetch, parameters outside units, nested units, unused, frozen, tied parameters, mixed
+precision, hybrid sharding, recomputation. Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277.
 """
 
 import torch
@@ -29,11 +28,10 @@ class Unit:
         flat = torch.cat([p.data.flatten() for p in self.params])
         flat = comm.broadcast(F.pad(flat, (0, -len(flat) % comm.size)))
         self.shard = nn.Parameter(flat.chunk(comm.size)[comm.rank].clone())
-        self.whole, start = torch.empty_like(flat), 0
-        for p in self.params:
+        self.whole, sizes = torch.empty_like(flat), [p.numel() for p in self.params]
+        for p, part in zip(self.params, self.whole[: sum(sizes)].split(sizes)):
             # p shares the storage but not the version counter: to autograd, refilling `whole` does not change p.
-            p.data = self.whole[start : start + p.numel()].view_as(p)
-            start += p.numel()
+            p.data = part.view_as(p)
             p.register_post_accumulate_grad_hook(self.gradient_is_ready)
         self.free()
         module.register_forward_pre_hook(lambda *_: self.gather())
@@ -45,6 +43,8 @@ class Unit:
         self.whole.copy_(self.comm.all_gather(self.shard.data))
 
     def after_forward(self, output):
+        if not isinstance(output, torch.Tensor):
+            raise ValueError("a unit returns one tensor here; minipar.FSDP knows of tuples and more")
         if output.requires_grad:  # its gradient is ready just before the unit's backward begins
             output.register_hook(lambda _: self.gather())
         self.free()
@@ -76,4 +76,4 @@ class FSDP(nn.Module):
         self.units = [Unit(m, comm) for m in units]
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
         # Not `self.module = module`: a registered child's whole parameters would join the shards in `parameters()`.
-        self.forward = lambda *args, **kwargs: module(*args, **kwargs)
+        self.forward = lambda *args, **kwargs: module.train(self.training)(*args, **kwargs)

@@ -18,15 +18,15 @@ class Stage:
     """A rank's stage during one step. `kept[k]`: microbatch k's input and output, from its forward to its backward."""
 
     def __init__(self, comm, module, loss_fn, inputs, targets, m, shape, dtype):
-        if len(inputs if comm.rank == 0 else targets if comm.rank == comm.size - 1 else range(m)) % m:
+        own = inputs if comm.rank == 0 else targets if comm.rank == comm.size - 1 else range(m)
+        if m < 1 or len(own) % m:
             raise ValueError(f"{m} microbatches do not divide the batch; minipar.Pipeline says what does")
         self.comm, self.module, self.loss_fn, self.m = comm, module, loss_fn, m
         # One Comm per direction: a send that waits for its receiver must not block messages in the other direction.
         self.activations = comm.subgroup(range(comm.size), "activations")
         self.gradients = comm.subgroup(range(comm.size), "gradients")
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
-        self.inputs = inputs.chunk(m) if self.first else None
-        self.targets = targets.chunk(m) if self.last else None
+        self.inputs, self.targets = (x.chunk(m) if x is not None else None for x in (inputs, targets))
         self.shape, self.dtype = shape, dtype  # of one microbatch's activation between stages
         self.kept, self.loss, self.sent = {}, 0.0, []
 

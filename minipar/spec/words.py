@@ -33,16 +33,16 @@ def differs(
     largest = (want if whole is None else whole).abs().max().item()
     if (got - want).abs().max().item() <= rtol * largest + FLOOR:
         return None
-    return f"{what} {_how(got, want, largest, size)}"
+    return f"{what} {_how(got, want, largest, size, rtol)}"
 
 
-def _how(got: Tensor, want: Tensor, largest: float, size: int) -> str:
-    if got.abs().max() <= RTOL * largest:
+def _how(got: Tensor, want: Tensor, largest: float, size: int, rtol: float) -> str:
+    if got.abs().max() <= rtol * largest:
         return "is zero"
     ratio = ((got * want).sum() / (want * want).sum()).item()
     if abs(ratio - 1) > 1e-6 and (got - ratio * want).abs().max() <= 1e-9 * largest:
         return _factor(ratio, size)
-    wrong = (got - want).abs() > RTOL * largest + FLOOR
+    wrong = (got - want).abs() > rtol * largest + FLOOR
     at = tuple(wrong.nonzero()[0].tolist())
     return (
         f"is wrong in {int(wrong.sum())} of {wrong.numel()} entries, first at {list(at)}: "

@@ -1,6 +1,7 @@
 """The ground floor is small, honest, and as right as the library."""
 
 import ast
+import contextlib
 import subprocess
 import sys
 from functools import partial
@@ -191,6 +192,45 @@ def test_the_page_that_does_it_all_ends_with_the_numbers_of_one_process():
     assert float(last.split()[-1]) < 1e-12
 
 
+class TwoOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+def after_a_failed_backward(world):
+    """The gradients of a step that follows a backward which raised on every rank, before any bucket was complete."""
+    net = chain(1)
+    wrapped = ddp.DDP(net, world)
+
+    def fail(grad):
+        raise RuntimeError("out of memory")
+
+    out = wrapped(samples(world.rank, 0, 5))
+    out.register_hook(fail)
+    with contextlib.suppress(RuntimeError):
+        out.sum().backward()
+    wrapped.zero_grad()
+    loss_of(wrapped(samples(world.rank, 1, 5))).backward()
+    averaged = [p.grad.clone() for p in net.parameters()]
+    alone = chain(1)
+    loss_of(alone(samples(world.rank, 1, 5))).backward()
+    return averaged, [world.all_reduce(p.grad, "mean") for p in alone.parameters()]
+
+
+def fsdp_modes_and_tuples(world):
+    wrapped = fsdp.FSDP(nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4)), world, nn.Linear).eval()
+    same = torch.equal(wrapped(torch.ones(2, 4)), wrapped(torch.ones(2, 4)))
+    with pytest.raises(ValueError, match="minipar.FSDP"):
+        fsdp.FSDP(TwoOutputs(4, 4), world, nn.Linear)(torch.ones(2, 4))
+    return same
+
+
+def test_the_floor_after_an_error_and_in_evaluation():
+    for averaged, want in minipar.run(after_a_failed_backward, world_size=2, timeout_s=10):
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(averaged, want))
+    assert minipar.run(fsdp_modes_and_tuples, world_size=2, timeout_s=10) == [True, True]
+
+
 # What it refuses ----------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +254,7 @@ x = torch.zeros(1, 4, 6)
     [
         (lambda: autograd.scatter_tokens(World(), x), "minipar.comm.autograd.reduce_scatter"),
         (lambda: ddp.DDP(nn.Linear(2, 2).requires_grad_(False), World()), "minipar.DDP"),
+        (lambda: ddp.DDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), World()), "minipar.DDP"),
         (lambda: zero.Zero1([nn.Parameter(x, False)], torch.optim.SGD, World()), "minipar.ZeroOptimizer"),
         (
             lambda: fsdp.FSDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), World(), nn.Linear),
@@ -229,6 +270,7 @@ x = torch.zeros(1, 4, 6)
             "vocab_parallel_cross_entropy",
         ),
         (lambda: pipeline.gpipe(World(), nn.Identity(), None, x, None, 2), "minipar.Pipeline"),
+        (lambda: pipeline.gpipe(World(), nn.Identity(), None, x, None, 0), "minipar.Pipeline"),
         (lambda: moe.switch(World(), x, torch.zeros(4, 6), *[torch.zeros(1, 6, 6)] * 3), "minipar.SwitchMoE"),
         (lambda: ring_attention.ring_attention(World(), x, x, x[:, :2]), "minipar.ring_attention"),
         (
