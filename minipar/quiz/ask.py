@@ -1,0 +1,92 @@
+"""The quiz in the terminal: spoken questions of the book, and numeric ones whose numbers are new each time."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from random import Random
+
+from minipar.exercises.cards import judged
+from minipar.exercises.problems import PROBLEMS
+from minipar.quiz.book import Question
+from minipar.quiz.progress import Progress
+
+NUMERIC_EVERY = 4  # each fourth question is numeric, where no topic is named
+
+
+def ask(
+    questions: Sequence[Question],
+    progress: Progress,
+    num: int,
+    read: Callable[[str], str],
+    show: Callable[[str], None],
+    rng: Random,
+    numeric: bool = True,
+) -> tuple[int, int]:
+    """Ask `num` questions, what was missed first. Return how many were right, and how many were asked.
+
+    read   returns the user's line; raises EOFError where there is no more, which ends the quiz
+    """
+    by_id = {question.id: question for question in questions}
+    problems = {problem.__name__: problem for problem in PROBLEMS} if numeric else {}
+    spoken = iter(progress.order(by_id, rng))
+    counted = iter(progress.order(problems, rng))
+    right = asked = 0
+    try:
+        for number in range(1, num + 1):
+            name = next(counted, None) if numeric and number % NUMERIC_EVERY == 0 else None
+            name = name or next(spoken, None)
+            if name is None:
+                break
+            show(f"\n{number} of {num}")
+            knew = (
+                _numeric(problems[name], read, show, rng)
+                if name in problems
+                else _spoken(by_id[name], read, show)
+            )
+            progress.record(name, knew)
+            right, asked = right + knew, asked + 1
+    except EOFError:
+        pass
+    return right, asked
+
+
+def _spoken(question: Question, read, show) -> bool:
+    show(wrapped(f"[{question.topic}] {question.question}"))
+    read("   say it aloud, then press Enter ")
+    show(answer_text(question))
+    return _yes("   did you have it? [y/n] ", read)
+
+
+def _yes(prompt: str, read) -> bool:
+    while (answer := read(prompt).strip().lower()[:1]) not in ("y", "n"):
+        prompt = "   y or n? "
+    return answer == "y"
+
+
+def _numeric(problem, read, show, rng: Random) -> bool:
+    card = problem(rng)
+    show(wrapped(card.question))
+    right = judged(card, read(f"   {card.unit}? ")) is True
+    show(wrapped(f"{'Right' if right else 'No'}: {card.answer:.4g} {card.unit}. {card.worked}", "   "))
+    return right
+
+
+def answer_text(question: Question) -> str:
+    parts = [
+        question.answer,
+        f"Next: {question.follow_up}",
+        f"Trap: {question.trap}",
+        f"Shown by: {question.proof}",
+    ]
+    return "\n".join(wrapped(part, "   ") for part in parts)
+
+
+def without_terminal(questions: Sequence[Question], num: int) -> str:
+    """Return the first questions with their answers, for where nobody can type."""
+    shown = [f"{wrapped(q.question)}\n{answer_text(q)}" for q in questions[:num]]
+    return "\n\n".join(shown)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 96, initial_indent=indent, subsequent_indent=indent)

@@ -1,0 +1,89 @@
+"""The interview book as Markdown: one page a topic, and an index.
+
+python -m minipar.quiz.pages lessons/interview
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from minipar.quiz.book import Question, book, topics
+
+LEVELS = {1: "everybody is asked", 2: "to work on training", 3: "to build it"}
+
+
+def pages(cells: dict[str, str]) -> dict[str, str]:
+    """Return file name -> text of every page.
+
+    cells   id of a lesson's cell -> the notebook's file name, to link each proof
+    """
+    written = {f"{topic.replace(' ', '-')}.md": _page(topic, cells) for topic in topics()}
+    rows = [
+        f"| [{topic}]({topic.replace(' ', '-')}.md) | {sum(q.topic == topic for q in book())} |"
+        for topic in topics()
+    ]
+    index = [
+        "# The interview book",
+        "",
+        f"{len(book())} questions with spoken answers of at most 90 words, the follow-up, the answer that sounds right and",
+        "is not, and what shows it: a cell of a lesson, a test, or a file of the ground floor. Figures that follow from a formula",
+        "are recomputed by a test. `minipar quiz` asks them; `minipar quiz --json` writes them for flash cards.",
+        "",
+        "| topic | questions |",
+        "|---|---|",
+        *rows,
+    ]
+    return {"README.md": "\n".join(index) + "\n", **written}
+
+
+def _page(topic: str, cells: dict[str, str]) -> str:
+    asked = sorted((q for q in book() if q.topic == topic), key=lambda q: q.level)
+    return "\n".join([f"# {topic.capitalize()}", "", *(_entry(q, cells) for q in asked)])
+
+
+def _entry(question: Question, cells: dict[str, str]) -> str:
+    return "\n".join(
+        [
+            f"## {question.question}",
+            "",
+            f"*{LEVELS[question.level]}*",
+            "",
+            question.answer,
+            "",
+            f"- **Next**: {question.follow_up}",
+            f"- **Trap**: {question.trap}",
+            f"- **Shown by**: {_link(question.proof, cells)}",
+            "",
+        ]
+    )
+
+
+def _link(proof: str, cells: dict[str, str]) -> str:
+    kind, _, what = proof.partition(" ")
+    if kind == "lesson":
+        return f"[lesson {what[:2]}](../{cells[what]}), cell `{what[3:]}`"
+    if kind == "floor":
+        return f"[`minipar/simple/{what}.py`](../../minipar/simple/{what}.py)"
+    file, _, name = what.partition("::")
+    return f"[`{name}`](../../{file})"
+
+
+def cells_of(lessons: Path) -> dict[str, str]:
+    """Return "NN-id" -> file name, of every cell of every notebook in the folder. NN is the lesson's number."""
+    found = {}
+    for path in sorted(lessons.glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            found[f"{path.name[:2]}-{cell['id'].removeprefix(path.name[:2] + '-')}"] = path.name
+    return found
+
+
+def write(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in pages(cells_of(folder.parent)).items():
+        (folder / name).write_text(text)
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
