@@ -1,0 +1,37 @@
+"""PowerSGD: the mean of a gradient matrix over ranks, as the product of two thin matrices.
+
+    M = gradient + residual                          [n, m], each rank's own
+    P = orthonormal(mean over ranks of M Q)          [n, r]
+    Q = mean over ranks of M^T P                     [m, r]; kept for the next step, which starts from it
+    sent = P Q^T         residual = M - sent
+
+The mean of a product with a common matrix is the product of the mean, so ordinary all-reduces sum P and Q: r (n + m)
+elements instead of n m. One step of power iteration finds the largest directions of the mean better each time, as Q is
+kept; what it misses is in the residual, and comes later.
+
+In the library: minipar.data_parallel.compress.PowerSGD, which adds vectors, tensors, matrices too small to gain, state.
+Source: arXiv:1905.13727, algorithm 1.
+"""
+
+import torch
+
+
+class PowerSGD:
+    """Call it on each step's gradient of one weight: an approximate mean over ranks, the same on all of them."""
+
+    def __init__(self, comm, rank):
+        if rank < 1:
+            raise ValueError(f"rank={rank}; use 1 or more, as minipar.data_parallel.compress.PowerSGD does")
+        self.comm, self.rank, self.residual, self.q = comm, rank, 0.0, None
+
+    def __call__(self, gradient):
+        """gradient [n, m]  ->  [n, m]"""
+        matrix = gradient + self.residual
+        if self.q is None:  # the same random start on every rank
+            generator = torch.Generator().manual_seed(0)
+            self.q = torch.randn(matrix.shape[1], self.rank, generator=generator).to(matrix)
+        p = torch.linalg.qr(self.comm.all_reduce(matrix @ self.q, "mean")).Q
+        self.q = self.comm.all_reduce(matrix.t() @ p, "mean")
+        sent = p @ self.q.t()
+        self.residual = matrix - sent
+        return sent

@@ -1,0 +1,58 @@
+"""Sign compression with error feedback: the mean of a vector over p ranks, at one bit per element and a scale.
+
+    sent = scale * sign(x + residual)        residual = x + residual - sent        scale = mean of |x + residual|
+
+What a step does not send is in the residual, and is sent later: the sum of all that was sent, plus the residual, is the sum
+of all x. Without the residual small elements would never be sent rightly.
+
+Averaging takes two phases, as an all-reduce does. Rank r receives everybody's signs of chunk r, averages, and sends the
+mean to all, as signs again, with a residual of its own. So all ranks end with the same bits. A rank sends
+
+    2 (p-1) (n/(8p) + 4) bytes        against 2 (p-1)/p 4n of a float32 ring: about 32 times less
+
+In the library: minipar.data_parallel.compress, which adds int8, fp8, top-k, random-k, PowerSGD, 1-bit Adam, DiLoCo.
+Sources: EF-SignSGD, arXiv:1901.09847; the two phases: 1-bit Adam, arXiv:2102.02888, section 4.2.
+"""
+
+import torch
+
+
+def encode(x):
+    """Return the signs of x [n], 8 to a byte, and the scale as 4 bytes: [n/8 + 4] of uint8."""
+    if len(x) % 8:
+        raise ValueError(
+            f"{len(x)} elements are no whole bytes of signs; minipar.data_parallel.compress pads"
+        )
+    bits = (x >= 0).view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+    return torch.cat((bits.sum(1, dtype=torch.uint8), x.abs().mean().float().view(1).view(torch.uint8)))
+
+
+def decode(payload):
+    """Return scale * sign, [n]."""
+    bits = payload[:-4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return (bits.flatten().float() * 2 - 1) * payload[-4:].clone().view(torch.float32)
+
+
+class SignMean:
+    """Call it on each step's vector: an approximate mean over ranks, the same on all of them."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.residual = self.residual_of_mean = 0.0
+
+    def __call__(self, x):
+        """x [n], n a multiple of 8 p  ->  [n]"""
+        p = self.comm.size
+        if len(x) % (8 * p):
+            raise ValueError(
+                f"{p} ranks need a multiple of {8 * p} elements, not {len(x)}; "
+                "minipar.data_parallel.compress pads"
+            )
+        x = x + self.residual
+        payloads = torch.stack([encode(chunk) for chunk in x.chunk(p)])
+        self.residual = x - torch.cat([decode(payload) for payload in payloads])
+        received = self.comm.all_to_all(payloads)  # [p, n/(8p) + 4]: chunk r of everybody
+        mean = torch.stack([decode(payload) for payload in received]).mean(0) + self.residual_of_mean
+        payload = encode(mean)
+        self.residual_of_mean = mean - decode(payload)
+        return torch.cat([decode(payload) for payload in self.comm.all_gather(payload[None])])
