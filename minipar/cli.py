@@ -1,5 +1,6 @@
 """The `minipar` command. Slow imports are made inside the command that needs them, so that `--help` is fast."""
 
+# longer than 250 lines because every command's flags and help are declared side by side
 # No `from __future__ import annotations`: tyro evaluates the annotations, and some name local variables.
 
 import sys
@@ -10,9 +11,14 @@ from typing import Annotated, Literal
 import tyro
 
 from minipar.errors import RankError
+from minipar.exercises.command import exercise_command
 from minipar.flags import config_of, flags_of, parse_command, settings_of
-from minipar.report import Progress, print_summary
+from minipar.museum.command import museum_command
+from minipar.quiz.command import quiz_command
+from minipar.report import Progress, draw_exercise, draw_losses, print_summary
 from minipar.schedules.registry import ScheduleName
+from minipar.train.check_paths import CHECKPOINTS, check_export, check_generate, check_paths, require_writable
+from minipar.train.legal_configs import configs_to_verify
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
 DESCRIPTION = (
@@ -48,6 +54,10 @@ def _commands(settings: dict) -> dict:
         "export": export_command,
         "timeline": timeline_command,
         "bench": bench_command,
+        "plan": plan_command,
+        "exercise": exercise_command(draw_exercise),
+        "museum": museum_command(draw_losses),
+        "quiz": quiz_command,
     }
 
 
@@ -75,6 +85,7 @@ def _train_command(settings: dict):
 
 def _train(flags) -> None:
     config = config_of(flags, TrainConfig)
+    check_paths(config)
     from minipar.train import train
 
     with Progress(config) as progress:
@@ -107,6 +118,7 @@ def _verify_command(settings: dict):
 
 def _verify(flags) -> None:
     config = config_of(flags, TrainConfig)
+    check_paths(config, writes=False)
     from minipar.train.verification import table, verify
 
     result = verify(config)
@@ -116,15 +128,14 @@ def _verify(flags) -> None:
 
 def _sweep(flags, world_size: int) -> None:
     config = config_of(flags, TrainConfig)
+    check_paths(config)
+    configs = configs_to_verify(config, world_size)
     from tqdm import tqdm
 
     from minipar.train.atomic_files import prepare_folder, write_whole
-    from minipar.train.verification import legal_configs, table, verify
+    from minipar.train.verification import table, verify
     from visualize.verify import draw_sweep, sweep_markdown
 
-    configs = list(legal_configs(config, world_size))
-    if not configs:
-        raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
     folder = config.out or Path("runs/verify")
     prepare_folder(folder)
     results = [verify(one) for one in tqdm(configs, unit="mesh")]
@@ -159,10 +170,12 @@ def generate_command(
     return partial(_generate, run, prompt, tokens, temperature, tp=tp, pp=pp, seed=seed)
 
 
-def _generate(run: Path, prompt: str, *args, **kwargs) -> None:
+def _generate(run: Path, prompt: str, tokens: int, temperature: float, **options) -> None:
+    check_generate(run, tokens, temperature, options["tp"], options["pp"])
     from minipar.train import generate_text
 
-    print(prompt + generate_text(run, prompt, *args, **kwargs).removeprefix(prompt))
+    text = generate_text(run, prompt, tokens, temperature, **options)
+    print(prompt + text.removeprefix(prompt))
 
 
 def export_command(
@@ -179,10 +192,10 @@ def export_command(
 
 
 def _export(run: Path, out: Path, layout: str) -> None:
+    check_export(run, out, layout)
     from minipar.train.atomic_files import prepare_folder
     from minipar.train.export import export_llama, export_model
     from minipar.train.restore import Checkpoint, newest_whole
-    from minipar.train.trainer import CHECKPOINTS
 
     path = newest_whole(run / CHECKPOINTS)
     if path is None:
@@ -225,9 +238,59 @@ def timeline_command(
 def _timeline(
     schedule, stages: int, microbatches: int, measure: bool, out: Path | None, options: dict
 ) -> None:
+    if out is not None:
+        require_writable(out.parent)
     from visualize.pipeline_command import timeline
 
     timeline(schedule, stages, microbatches, measure=measure, out=out, **options)
+
+
+def plan_command(
+    model: str = "llama-70b",
+    gpus: int = 64,
+    machine: str = "a100-80gb",
+    seq: int = 4096,
+    batch: int = 1024,
+    precision: str = "mixed",
+    explain: str | None = None,
+    top: int = 10,
+    json: bool = False,
+    run: bool = False,
+    picture: Path | None = None,
+):
+    """Predict memory and time of training on GPUs you may not have: every legal layout, those that fit, the fastest first.
+
+    Args:
+        model: a name (llama-7b, llama3-405b, gpt3-175b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
+        gpus: number of GPUs.
+        machine: a name (a100-80gb, h100, h200, b200, v100 ...), or a .toml file that describes a GPU and its node.
+        seq: tokens per sample.
+        batch: samples per step, over all GPUs.
+        precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.
+        explain: itemise one layout instead of searching: dp4-pp2-tp8-zero1-mb1-1f1b-full.
+        top: number of layouts to print.
+        json: print the numbers as JSON, in seconds and bytes.
+        run: also print the commands that train the winner.
+        picture: a .png, .svg or .pdf to draw memory against the card, and time against memory, to.
+    """
+    options = dict(precision=precision, explain=explain, as_json=json, run=run, top=top)
+    return partial(_plan, picture, model, gpus, machine, seq, batch, options)
+
+
+def _plan(
+    picture: Path | None, model: str, gpus: int, machine: str, seq: int, batch: int, options: dict
+) -> None:
+    from minipar.cost.plan_command import plan_command
+
+    if picture is not None:
+        from visualize.cost import check_picture, draw_plan
+
+        check_picture(picture)
+        require_writable(picture.parent)
+    outcome = plan_command(model, gpus, machine, seq, batch, **options)
+    print(outcome.text)
+    if picture is not None:
+        print(f"wrote {draw_plan(outcome.job, outcome.layouts, picture, outcome.plan)}", file=sys.stderr)
 
 
 def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):

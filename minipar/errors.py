@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from numbers import Integral
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def require_divides(what: str, d: int, whole: str, n: int) -> None:

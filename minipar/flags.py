@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import io
 import itertools
+import re
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
@@ -105,6 +106,7 @@ def parse_command(argv: list[str], commands: dict, description: str):
         near = difflib.get_close_matches(argv[0], commands, 1)
         meant = f"; did you mean {near[0]}?" if near else f"; use {', '.join(commands)}"
         raise ValueError(f"{argv[0]!r} is no command{meant}")
+    _require_values(argv)
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr):
@@ -115,6 +117,14 @@ def parse_command(argv: list[str], commands: dict, description: str):
         if end.code != 2:
             raise
         raise ValueError(_one_line(stderr.getvalue(), argv)) from None
+
+
+def _require_values(argv: list[str]) -> None:
+    """Raise ValueError for an empty argument, which would be read as the current folder where a path is wanted."""
+    for before, word in zip(["", *argv], argv):
+        flag = word.removesuffix("=") if word.startswith("--") and word.endswith("=") else before
+        if (not word or flag != before) and flag != "--prompt":
+            raise ValueError(f"{flag or 'the first argument'} is empty; give a value, or leave it out")
 
 
 def _one_line(box: str, argv: list[str]) -> str:
@@ -130,5 +140,8 @@ def _one_line(box: str, argv: list[str]) -> str:
     suggested = next((line for line in lines if line.startswith("--") and line.strip("-")), None)
     if first.startswith("Unrecognized") and suggested:
         first += f"; did you mean {suggested.split()[0].rstrip(',')}?"
+    if wrong := re.match(r"invalid choice '(.*?)' .* Expected one of \((.*)\)", first):
+        near = difflib.get_close_matches(wrong[1], re.findall(r"'(.*?)'", wrong[2]), 1)
+        first += f"; did you mean {near[0]}?" if near else ""
     command = f" {argv[0]}" if argv and not argv[0].startswith("-") else ""
     return f"{first}; see minipar{command} --help"

@@ -7,7 +7,7 @@ import math
 from dataclasses import field, fields
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from minipar.errors import one_of
 
@@ -34,8 +34,13 @@ def check_types(config) -> None:
             check_type(name, getattr(config, name), hint)
 
 
+def _kinds(hint) -> tuple:
+    """The members of a union, however it was written; any other type alone."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
 def check_type(name: str, value, hint) -> None:
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    kinds = _kinds(hint)
     if any(_has_type(value, kind) for kind in kinds):
         return
     choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
@@ -70,7 +75,7 @@ def normalise_types(config) -> None:
     """Convert every field in place to the Python type of its annotation: str to Path, numpy integer to int or float."""
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        kinds = _kinds(hint)
         plain = value
         if isinstance(value, str) and Path in kinds:
             plain = Path(value)

@@ -58,3 +58,35 @@ def print_summary(result) -> None:
         f"look in {result.folder}/: loss.png, timeline.png, trace.json (open it in ui.perfetto.dev), "
         "metrics.jsonl, sample.txt"
     )
+
+
+def draw_exercise(exercise, path) -> str | None:
+    """Draw a run of a learner's file: a schedule as text, messages as a picture beside the file; say where it is."""
+    from minipar.exercises.check import printing_little
+    from minipar.exercises.recording import record_schedule, record_spans
+    from minipar.runtime.launch import shutdown
+    from minipar.schedules import Costs, simulate
+    from visualize.pipeline_text import grid_text
+    from visualize.trace import draw_trace
+
+    try:
+        with printing_little():
+            schedule = record_schedule(exercise, path)
+            spans = {} if schedule else record_spans(exercise, path)
+    finally:
+        shutdown()
+    if schedule is not None:
+        return grid_text(simulate(schedule, Costs()))
+    if not spans:
+        return None
+    title = f"{exercise.title}: {len(spans)} ranks, your messages"
+    return f"your run: {draw_trace(spans, path.with_suffix('.png'), title)}"
+
+
+def draw_losses(losses: dict[str, list[float]], path) -> str:
+    """Draw a faulty training's losses beside those of the right one; return the path."""
+    from visualize.training import draw_training
+
+    (name, right), (_, wrong) = losses.items()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(draw_training([{"step": i, "loss": x} for i, x in enumerate(wrong)], path, {name: right}))

@@ -3,6 +3,7 @@
 Where the other rank's wait is looked at, a barrier lets both arrive first.
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -53,6 +54,37 @@ def keeps_another_waiting(world):
     if world.rank == 1:
         threading.Event().wait(60)
     _receive(world, 1)
+
+
+def sleeps(world):
+    if world.rank == 1:
+        threading.Event().wait(60)
+    world.barrier()
+
+
+def spins(world):
+    if world.rank == 1:
+        while True:
+            pass
+    world.barrier()
+
+
+def spins_in_native_code(world):
+    if world.rank == 1:
+        sum(itertools.repeat(1))
+    world.barrier()
+
+
+def is_stopped(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    world.barrier()
+
+
+def sleeps_through_a_native_collective(world):
+    if world.rank == 1:
+        threading.Event().wait(60)
+    world.all_reduce(THREE, algorithm="native")
 
 
 def both_receive_first(world):

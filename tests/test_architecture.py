@@ -5,8 +5,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.comm.collectives import ALGORITHMS
+from minipar.context import local_positions
+from minipar.context.limits import local_positions_list
+from minipar.model.groups import check_whole_groups
+from minipar.model.moe_config import require_whole_groups
+from minipar.schedules.registry import SCHEDULES, ScheduleName
+from minipar.train.train_config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,7 +37,8 @@ data_parallel tensor_parallel pipeline expert context
 spec
 train
 visualize
-exercises museum quiz
+exercises museum
+quiz
 flags report
 cli
 __main__
@@ -119,9 +132,9 @@ def reserved_faults(tree: ast.AST, path: Path):
     """What only certain files may touch: torch.distributed, and the environment."""
     uses = [(module, line) for module, line, _ in imported(tree, path)]
     uses += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    # Serialization and worker carry the caller's environment over to the ranks whole; only launch reads settings.
+    # Caller and worker carry the caller's environment over to the ranks whole; only launch reads settings.
     environment = tuple(
-        f"minipar/runtime/{name}.py" for name in ("environment", "launch", "serialization", "worker")
+        f"minipar/runtime/{name}.py" for name in ("caller", "environment", "launch", "worker")
     )
     transports = tuple(
         f"minipar/comm/{name}.py" for name in ("existing_group", "grouped", "native", "transport")
@@ -241,3 +254,135 @@ def test_a_path_of_a_machine_is_told_from_an_address():
         assert MACHINE_PATH.search(text)
     for text in (f"https://example.org{home}", "~/work/minipar", "tests/root/x", "runs/NAME"):
         assert not MACHINE_PATH.search(text)
+
+
+# What a strategy may change in a model: what minipar/model/overrides.py declares ---------------------------------
+
+STRATEGIES = ("data_parallel", "tensor_parallel", "expert", "context", "pipeline")
+MODULE_NAMES = {
+    "attention",
+    "block",
+    "experts",
+    "layer",
+    "linear",
+    "mlp",
+    "model",
+    "module",
+    "moe",
+    "net",
+    "stage",
+}
+PARAMETER_NAMES = {"weight", "bias"}  # declared as "parameters"
+NAMED_AT_RUN_TIME = {"block", "moe.experts"}  # a layer's child modules, and the experts' parameters
+
+
+def declared_overrides() -> tuple[set[str], set[str]]:
+    """(override points, the other attributes that strategies replace), read from the one file that declares them."""
+    tree = ast.parse((ROOT / "minipar/model/overrides.py").read_text())
+    records = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Overrides")
+    ]
+    points = {a.target.id for record in records for a in record.body if isinstance(a, ast.AnnAssign)}
+    table = [line for line in ast.get_docstring(tree).splitlines() if line.startswith("    ")]
+    return points, PARAMETER_NAMES | set(re.findall(r"\w+", " ".join(table).replace("norms", "norm")))
+
+
+def assigned(tree: ast.AST):
+    """(object, attribute, line) of every assignment to an attribute; the attribute is None if only the run knows it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield dotted(node.value), node.attr, node.lineno
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("setattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
+            yield dotted(node.args[0]), name, node.lineno
+
+
+def override_faults(source: str, path: str) -> list[str]:
+    """Assignments of a strategy to the model that are not declared, as `file:line: what`."""
+    points, replaced = declared_overrides()
+    found = []
+    for target, name, line in assigned(ast.parse(source)):
+        last = target.split(".")[-1]
+        if last == "overrides":
+            wrong = name not in points
+        elif target in ("self", "ctx") or last not in MODULE_NAMES:
+            continue
+        else:
+            wrong = name not in replaced if name else target not in NAMED_AT_RUN_TIME
+        if wrong:
+            found.append(f"{path}:{line}: {target}.{name} is not declared in minipar/model/overrides.py")
+    return found
+
+
+@pytest.mark.parametrize("path", sources(*(f"minipar/{name}" for name in STRATEGIES)), ids=str)
+def test_strategies_assign_to_the_model_what_it_declares_and_nothing_else(path):
+    assert override_faults((ROOT / path).read_text(), str(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("model.overrides.loss = f", "model.overrides.loss"),
+        ("block.attention.overrides.core_ = f", "core_"),
+        ("model.forward_hidden = f", "model.forward_hidden"),
+        ("for layer in model.layers: layer.attention.rope = None", "rope"),
+        ("attention.q, attention.scale = a, b", "attention.scale"),
+        ("model.layers += extra", "model.layers"),
+        ("del block.mlp_norm", "block.mlp_norm"),
+        ("setattr(model, 'config', c)", "model.config"),
+        ("setattr(attention, name, c)", "attention.None"),
+    ],
+)
+def test_an_undeclared_assignment_to_the_model_is_found(source, fault):
+    (found,) = override_faults(source, "x.py")
+    assert fault in found
+
+
+def test_what_the_model_declares_may_be_assigned():
+    allowed = ["model.overrides.output = f", "attention.q = f", "attention.num_heads = 2", "block.overrides.call = f",
+               "linear.weight = w", "unit.module.forward = f", "self.model = model", "setattr(block, name, f)"]  # fmt: skip
+    assert override_faults("\n".join(allowed), "x.py") == []
+
+
+# One rule in two places --------------------------------------------------------------------------------------------
+
+
+def test_the_schedules_one_can_ask_for_are_those_there_are():
+    """The names of the type, which flags and editors show, and the registry's; in one order."""
+    assert get_args(ScheduleName) == tuple(SCHEDULES)
+    assert get_type_hints(TrainConfig)["schedule"] == ScheduleName
+
+
+def test_the_algorithms_one_can_ask_for_are_those_there_are():
+    there_are = {name for names in ALGORITHMS.values() for name in names} - {"pairwise"}
+    assert set(get_args(get_type_hints(TrainConfig)["algorithm"])) == there_are | {"auto", "native"}
+
+
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(1, 12), st.data())
+def test_whole_routing_groups_are_told_with_torch_and_without(group_tokens, start, length, data):
+    """Runs of positions, of which some are whole groups, and runs with a position moved."""
+    positions = list(range(start, start + length))
+    if data.draw(st.booleans()):
+        positions[data.draw(st.integers(0, length - 1))] += data.draw(st.sampled_from([-1, 1, group_tokens]))
+
+    def words(check, given):
+        try:
+            return check(given, group_tokens)
+        except ValueError as error:
+            return str(error)
+
+    assert words(check_whole_groups, torch.tensor(positions)) == words(require_whole_groups, positions)
+
+
+@given(
+    st.sampled_from(["contiguous", "zigzag", "striped"]),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_a_ranks_positions_are_told_with_torch_and_without(layout, groups, ulysses_size, pieces):
+    size = groups * ulysses_size
+    seq_len = 2 * size * pieces
+    for rank in range(size):
+        positions = local_positions(seq_len, rank, size, layout, ulysses_size)
+        assert positions.tolist() == local_positions_list(seq_len, rank, size, layout, ulysses_size)

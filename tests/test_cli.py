@@ -12,6 +12,7 @@ from minipar.cli import main
 from minipar.model import ModelConfig
 from minipar.train.log import read_metrics
 from minipar.train.restore import Checkpoint, newest_whole
+from tests.programs import interruptible
 
 
 def outcome(capsys, *argv):
@@ -59,19 +60,77 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
         (["fly"], "'fly' is no command; use train, verify"),
         ([], "Expected one of"),
         (["train", "--lr", "inf"], "lr=inf"),
+        (["train", "--weight-decay", "inf"], "weight_decay=inf"),
+        (["train", "--model.rope-theta", "inf"], "rope_theta=inf"),
         (["train", "--config", "no/such/file"], "No such file"),
+        (["train", "--text", "no/such/file"], "No such file"),
+        (["verify", "--text", "."], "Is a directory"),
+        (["train", "--resume", "missing"], "resume=missing has no whole checkpoint"),
+        (["train", "--out", "/dev/null/x"], "/dev/null is not a folder"),
+        (["train", "--out", ""], "--out is empty; give a value"),
+        (["train", "--out="], "--out is empty; give a value"),
+        (["train", "--name", "../up"], "name='../up' is not the name of one folder; use out"),
+        (["train", "--batch-size", "1000000007", "--dp", "3"], "use 1 or 1000000007"),
+        (["verify", "--moe", "4", "--model.num-layers", "1"], "use moe_every=1"),
+        (["verify", "--all", "--world-size", "0"], "world_size=0; use a whole number"),
+        (["verify", "--all", "--world-size", "7"], "no mesh of so many ranks"),
+        (["train", "--dtype", "bfloat61"], "did you mean bfloat16?"),
+        (["timeline", "--schedule", "1fb1"], "did you mean 1f1b?"),
+        (["timeline", "--stages", "0"], "stages=0; use a whole number"),
+        (["timeline", "--comm", "nan"], "comm=nan"),
+        (["timeline", "--costs", "1", "inf", "1"], "I=inf"),
+        (["timeline", "--out", "/dev/null/x"], "cannot be written"),
+        (["generate", "no/such/run"], "run=no/such/run has no whole checkpoint"),
+        (["export", "no/such/run", "--out", "x"], "run=no/such/run has no whole checkpoint"),
     ],
 )
-def test_a_line_that_cannot_be_read_is_one_line_and_exit_2_before_torch_is_imported(argv, says):
+def test_a_bad_line_is_one_line_and_exit_2_before_torch_is_imported_and_leaves_nothing(tmp_path, argv, says):
     program = (
         "import sys; from minipar.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "finally: print(*({'torch', 'numpy', 'matplotlib'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, cwd=tmp_path
+    )
     assert (done.returncode, done.stdout.strip()) == (2, "")
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("train", "--sequence-parallel"),
+        ("train", "--model.num-kv-heads"),
+        ("verify", "--world-size"),
+        ("generate", "--temperature"),
+        ("export", "--layout"),
+        ("timeline", "--memory-limit"),
+        ("bench", "--quick"),
+    ],
+)
+def test_a_flag_with_two_letters_swapped_is_refused_with_its_name(capsys, command, flag):
+    wrong = flag[:5] + flag[6] + flag[5] + flag[7:]
+    required = {"generate": ["run"], "export": ["run", "--out", "x"]}.get(command, [])
+    code, out, err = outcome(capsys, command, *required, wrong, "3")
+    assert (code, out) == (2, "")
+    assert f"did you mean {flag}?" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_existing_run_is_generated_from_and_exported_to_only_what_can_be(capsys, tmp_path):
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    run = str(tmp_path)
+    for argv, says in [
+        (["generate", run, "--tokens", "-1"], "tokens=-1"),
+        (["generate", run, "--temperature", "nan"], "temperature=nan"),
+        (["generate", run, "--tp", "0"], "tp=0; use a whole number"),
+        (["export", run, "--out", run], "is a folder; use the name of a file"),
+    ]:
+        code, out, err = outcome(capsys, *argv)
+        assert (code, out, says in err, len(err.splitlines())) == (2, "", True, 1), err
 
 
 def test_help_names_every_command_and_flag(capsys):
@@ -152,7 +211,9 @@ def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_pat
         "16",
     ]
     command += ["--checkpoint-every", "1", "--steps", "2000", "--verify-steps", "0", "--batch-size", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
+    )
     try:
         deadline = time.monotonic() + 60
         while newest_whole(tmp_path / "checkpoints") is None and time.monotonic() < deadline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from minipar.errors import require_positive
 from minipar.schedules import Costs, Timeline, make_schedule, simulate
 from minipar.schedules.registry import LOOPED, chunks_per_rank
 from visualize.pipeline_text import grid_text, headline
@@ -23,6 +24,9 @@ def timeline(
     out: Path | None = Path("runs/timeline"),
 ) -> None:
     """Print schedules as grids and, unless `out` is None, draw them to it; arguments as in `minipar timeline --help`."""
+    require_positive(
+        stages=stages, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks})
+    )
     timelines: list[tuple[str, Timeline]] = []
     for name in schedules:
         # `chunks` is for the looped schedules; the others drawn beside them keep their own number of chunks.

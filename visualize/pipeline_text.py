@@ -11,7 +11,7 @@ def grid_text(timeline: Timeline) -> str:
     """The headline, then one row per rank: "F3" is the forward of microbatch 3, "·" is idle; at the end peak activations.
 
     A column is as long as the shortest action, or 1/400 of the makespan where that is longer; an action of several
-    columns shows dashes after its name. Where a rank holds several stages, a, b, ... name its first, second, ... stage.
+    columns shows dashes after its name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order.
     """
     start, unit = _origin(timeline), _unit(timeline)
     columns = _column(timeline.makespan / unit)
@@ -47,9 +47,13 @@ def chunk_of(timeline: Timeline, action: Action) -> int:
 
 def _label(timeline: Timeline, action: Action) -> str:
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    return f"{action.op}{action.microbatch}" + (
-        "abcdefghijklmnopqrstuvwxyz"[chunk_of(timeline, action)] if several else ""
-    )
+    return f"{action.op}{action.microbatch}" + (_letters(chunk_of(timeline, action)) if several else "")
+
+
+def _letters(number: int) -> str:
+    """Count as the columns of a spreadsheet do: a, b, ... z, aa, ab, ..."""
+    before, last = divmod(number, 26)
+    return (_letters(before - 1) if before else "") + chr(ord("a") + last)
 
 
 def _origin(timeline: Timeline) -> float:

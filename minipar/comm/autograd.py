@@ -15,7 +15,8 @@
 the same from it, so every rank has the full gradient, and the backward takes this rank's chunk. After `all_gather` the
 ranks compute different things, so the backward sums their gradients. Confusing the two is off by a factor of p.
 Each backward is the adjoint: <y, A x> = <A^T y, x>, summed over ranks. A `grad_output` is never written to. Every
-backward is itself one of these operators, so second derivatives (create_graph=True) are right too.
+backward is itself one of these operators, so second derivatives (create_graph=True) are right too, but for send and
+recv, which refuse them: the other rank would have to take part in a derivative that only one rank asks for.
 Source: Megatron-LM, arXiv:1909.08053, section 3 (f and g); arXiv:2205.05198, section 4.2.2 (g and g-bar).
 """
 
@@ -38,6 +39,24 @@ class _Conjugate(Function):
     @staticmethod
     def backward(ctx, grad):
         return _Conjugate.apply(grad, ctx.adjoint, ctx.operator), None, None
+
+
+class _PointToPoint(Function):
+    """As `_Conjugate`, but differentiable once only."""
+
+    @staticmethod
+    def forward(ctx, x, operator, adjoint):
+        ctx.adjoint = adjoint
+        return operator(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True in a backward through comm.autograd.send or recv, which have no second derivative; "
+                "use comm.autograd.all_to_all"
+            )
+        return ctx.adjoint(grad), None, None
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +119,7 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
 
 def send(comm, x: torch.Tensor, to: int) -> torch.Tensor:
     """Send x to rank `to`. Returns an empty tensor: calling backward from it receives the gradient of x from `to`."""
-    return _Conjugate.apply(
+    return _PointToPoint.apply(
         x, lambda t: _send_returning_empty(comm, t, to), lambda _: comm.recv(x.shape, x.dtype, to)
     )
 
@@ -108,7 +127,7 @@ def send(comm, x: torch.Tensor, to: int) -> torch.Tensor:
 def recv(comm, shape, dtype: torch.dtype, source: int) -> torch.Tensor:
     """Receive a tensor from rank `source`. Backward sends its gradient to `source`."""
     start = torch.empty(0, dtype=dtype, device=comm.device, requires_grad=True)
-    return _Conjugate.apply(
+    return _PointToPoint.apply(
         start,
         lambda _: comm.recv(shape, dtype, source),
         lambda g: _send_returning_empty(comm, g.contiguous(), source),

@@ -25,24 +25,39 @@ ALGORITHMS = {
     "all_to_all": {"pairwise": pairwise.all_to_all},
 }
 
-# Sizes of the whole vector above which fewer steps, or fewer additions, no longer make up for sending more bytes. Measured
-# with gloo on loopback by `minipar bench collectives`.
-SHORT_BYTES, LONG_BYTES = 1 << 20, 32 << 20
+# Of the whole vector. The two long ones were measured with gloo on loopback, by `minipar bench collectives`.
+SHORT_BYTES_PER_RANK = 16  # a few numbers; buckets are padded to more, so that none of them is short
+LONG_BYTES = 1 << 20  # from here on the steps of a ring cost less than the copies of halving
+TREE_BYTES = 32 << 20  # from here on they cost less than sending the whole vector log p times
 
 
 def choose(collective: str, comm_size: int, num_bytes: int) -> str:
-    """Return the algorithm that "auto" stands for. Its arguments are equal on all ranks, so all ranks choose the same."""
+    """Return the algorithm that "auto" stands for. Its arguments are equal on all ranks, so all ranks choose the same.
+
+    num_bytes   of the whole vector
+
+    On p ranks, of a vector of at least 16p bytes whose length p divides, a rank sends the least there is:
+
+        all_reduce       2(p-1)/p of it
+        reduce_scatter   (p-1)/p of it, added in the same order as by all_reduce: the results are bitwise equal
+        all_gather       (p-1)/p of it
+
+    Recursive doubling has half the steps of halving_doubling: it saves log p alpha, and sends (log p - 2(p-1)/p) n bytes
+    more. It is chosen only where these cost less: on 2 ranks, where they are none, and below 16p bytes.
+    """
     power_of_two = comm_size & (comm_size - 1) == 0
+    short = num_bytes < SHORT_BYTES_PER_RANK * comm_size
+    halving = short or (power_of_two and num_bytes < LONG_BYTES)  # for both: they must add in one order
     if collective == "all_reduce":
-        if num_bytes < (SHORT_BYTES if comm_size > 2 else LONG_BYTES // 4):
+        if short or (comm_size == 2 and num_bytes < 8 * LONG_BYTES):
             return "doubling"
-        return "halving_doubling" if power_of_two else "ring"
-    if collective in ("reduce", "broadcast"):
-        return "tree" if num_bytes < LONG_BYTES or comm_size <= 2 else "ring"
+        return "halving_doubling" if halving or comm_size == 2 else "ring"
     if collective == "reduce_scatter":
-        return "halving_doubling" if power_of_two and comm_size > 2 and num_bytes < SHORT_BYTES else "ring"
+        return "halving_doubling" if halving and comm_size > 2 else "ring"
     if collective == "all_gather":
         return "halving_doubling" if power_of_two else "ring"
+    if collective in ("reduce", "broadcast"):
+        return "tree" if num_bytes < TREE_BYTES or comm_size <= 2 else "ring"
     return "pairwise"
 
 

@@ -17,7 +17,7 @@ from minipar.comm.collectives import check_root, find_algorithm, require_algorit
 from minipar.comm.existing_group import transport_on
 from minipar.comm.messages import Traffic
 from minipar.comm.ring import gathered_sizes
-from minipar.comm.stream import run_recorded
+from minipar.comm.stream import Handle, run_recorded
 from minipar.comm.transport import PendingMessages, Transport
 from minipar.trace import Trace
 
@@ -184,7 +184,7 @@ class Comm:
     def _run(self, kind: str, signature: str, operation, async_op: bool):
         """Run a collective on the stream, or directly where another collective of this Comm calls it."""
         if self._channel.stream.inside():
-            return operation()
+            return Handle.finished_with(operation()) if async_op else operation()
         return self._on_stream(kind, partial(self._run_labelled, kind, signature, operation), async_op)
 
     def _run_labelled(self, kind: str, signature: str, operation):
@@ -245,6 +245,6 @@ class Comm:
                 raise ValueError(
                     f"{kind} on {self._channel.key}: rank {self.rank} must send to itself and receive from itself"
                 )
-            out.copy_(x)
+            out.copy_(x.detach())
             return PendingMessages(self._transport, (), out)
         return self._transport.post(self._channel, kind, x, to, out, source, self.traffic)

@@ -56,6 +56,17 @@ def deadlock(
     return {rank: "; ".join(reasons) for rank, reasons in why.items()}
 
 
+def last_waited_for(rank: int, waits_for: dict[int, int]) -> int:
+    """Follow the waits from `rank` on, and return the rank at the end of the chain; in a circle, return `rank`."""
+    here, seen = rank, set()
+    while here in waits_for:
+        if here in seen:
+            return rank
+        seen.add(here)
+        here = waits_for[here]
+    return here
+
+
 def _why_never_completes(counts, rank: int, message, finished: set[int]) -> str | None:
     if not isinstance(message, Message):
         return None

@@ -13,6 +13,14 @@ class PeerLost(RuntimeError):
     """The peer of a message is gone; that rank has the reason."""
 
 
+class PeerLate(TimeoutError):
+    """A wait for a message of rank `peer`, a world rank, has passed its deadline."""
+
+    def __init__(self, sentence: str, peer: int):
+        super().__init__(sentence)
+        self.peer = peer
+
+
 class Traffic:
     """Bytes and messages that this rank has sent through one Comm and all its subgroups.
 

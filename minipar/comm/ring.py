@@ -85,7 +85,7 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
     p, out = comm.size, torch.empty_like(x, memory_format=torch.contiguous_format)
     chunks = _chunks(out.view(-1), bounds(chunk_sizes(x.numel(), p)))
     if comm.rank == root:
-        out.copy_(x)
+        out.copy_(x.detach())
         for handle in [comm.send(chunks[r], r, async_op=True) for r in range(p) if r != root]:
             handle.wait()
     else:

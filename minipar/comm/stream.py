@@ -44,6 +44,14 @@ class Handle:
             raise self._error
         return self._result
 
+    @classmethod
+    def finished_with(cls, result) -> Handle:
+        """Return the handle of an operation that has finished with this result."""
+        handle = cls()
+        handle._result = result
+        handle.finished.set()
+        return handle
+
     def run(self, operation: Callable) -> None:
         try:
             self._result = operation()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from minipar.comm.messages import Channel, ChannelId, Message, MessageCounts, PeerLost, Traffic
+from minipar.comm.messages import Channel, ChannelId, Message, MessageCounts, PeerLate, PeerLost, Traffic
 from minipar.comm.native import named_group
 from minipar.comm.stream import ThreadStream, Waits
 from minipar.trace import Trace
@@ -78,14 +78,16 @@ class Transport:
         self.groups.clear()
 
     def wait(self, work, message: Message) -> None:
-        """Wait for a posted message until the deadline. Raises TimeoutError, or PeerLost where the connection broke."""
+        """Wait for a posted message. Raises PeerLate past the deadline, PeerLost where the connection broke."""
         thread, start_s = threading.get_ident(), time.monotonic()
         self.waits[thread] = message
         try:
             work.wait(self._timeout)
         except RuntimeError as error:
             if time.monotonic() - start_s >= 0.9 * self.timeout_s:
-                raise TimeoutError(f"rank {self.rank} waited {self.timeout_s:g} s to {message}") from None
+                raise PeerLate(
+                    f"rank {self.rank} waited {self.timeout_s:g} s to {message}", message.peer
+                ) from None
             raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
         finally:
             self.waits.pop(thread, None)

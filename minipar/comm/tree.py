@@ -22,7 +22,7 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
     """Return the root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if comm.rank == root:
-        out.copy_(x)
+        out.copy_(x.detach())
     _broadcast_in(comm, out, root)
     return out
 
@@ -75,6 +75,6 @@ def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, reduction)
         comm.send(sums, (place - distance + root) % p)
         return
     if sums is not out:
-        out.copy_(x)
+        out.copy_(sums)
     if reduction.divide:
         out.div_(p)

@@ -47,7 +47,8 @@ def context_parallel(
     Raises ValueError where ulysses_size does not divide cp, the heads cannot be split, or the layout would split routing
     groups: here if the whole sequence is one group, otherwise in the model's forward.
     """
-    check_context_parallel(model.config, comm.size, None, layout, attention, ulysses_size, **options)
+    tp = _tensor_parallel_size(model)
+    check_context_parallel(model.config, comm.size, None, layout, attention, ulysses_size, tp, **options)
     core = _core(comm, layout, attention, impl, ulysses_size, options)
     for block in model.layers.values():
         block.attention.overrides.core = core
@@ -55,6 +56,12 @@ def context_parallel(
         model.config, comm.rank, comm.size, layout, ulysses_size
     )
     return model
+
+
+def _tensor_parallel_size(model: Transformer) -> int:
+    """The ranks over which the model's heads are split already: attention exchanges the heads that are left here."""
+    blocks = list(model.layers.values())
+    return model.config.num_heads // blocks[0].attention.num_heads if blocks else 1
 
 
 def _core(comm, layout: str, attention: str, impl: str, ulysses_size: int, options: dict):

@@ -8,10 +8,13 @@ One all-to-all sends queries, keys and values together. Attention itself needs n
 the same work, whatever the mask; but P must divide the heads, or the last ranks get fewer (`pad`). Where there are fewer
 key/value heads than ranks, each of them is sent to all ranks whose queries read it.
 
-Sent per rank, for N tokens, h = heads * head_dim and h_kv = kv heads * head_dim, for each sample:
+Sent per rank, for N tokens of each sample, h = heads * head_dim and h_kv = K * head_dim:
 
     forward    (2 h + 2 h_kv) N (P-1)/P^2 elements: 4 N h (P-1)/P^2 without grouped queries.     backward   the same
-    where P exceeds the number of key/value heads, the term 2 h_kv is multiplied by P / kv heads
+
+K counts a key/value head once for each rank that reads it: the number of key/value heads where P divides it, P where P is a
+multiple of it (and divides the heads), more than either where neither divides the other. Where ranks have different
+numbers of heads, the formula is the mean over ranks.
 
 Source: DeepSpeed-Ulysses, arXiv:2309.14509, section 3.
 """

@@ -7,7 +7,9 @@ the heads; ring attention then runs over the R ranks, one of each group, that ha
 The number of heads limits only U, so there can be more ranks than heads. Each ring sends 1/U of the heads, so ring traffic
 shrinks by U, at the cost of the all-to-alls inside nodes.
 
-    forward    sends what Ulysses sends over U ranks with N/R tokens, and what a ring sends over R ranks with h_kv/U
+    forward    sends what Ulysses sends over U ranks with N/R tokens, and what a ring sends over R ranks with h_kv/U, where
+               h_kv is that of Ulysses; with h/U where a rank's queries do not share its key/value heads evenly, since
+               these are then repeated for each query head
 
 Source: arXiv:2405.07719, section 3.
 """

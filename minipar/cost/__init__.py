@@ -1,1 +1,37 @@
-"""What a run will take: memory, traffic and time, by formula. Imports neither torch nor numpy."""
+"""What a run will take: memory, traffic and time, by formula. Imports neither torch nor numpy.
+
+In reading order:
+
+machines.py     GPUs, the links inside a node and the cards that leave it, with their sources
+models.py       sizes of a model; parameters and FLOPs that follow from them. model_table.py: those of known models
+toml_table.py   either from a TOML file
+layout.py       Layout: how a job is split; Job: model, machine, batch; which layouts are legal
+stages.py       layers of each pipeline rank, live activations and idle time of each schedule, in closed form
+activations.py  bytes that a layer keeps for its backward
+memory.py       bytes per rank, itemised: states, activations, logits, gathered units, buffers
+collectives.py  seconds of a collective, latency and bandwidth
+links.py        the links that a mesh axis really has: members per node, cards per node
+traffic.py      bytes sent per step and rank, by axis, and how many of them leave the node
+work.py         seconds of a layer's and the head's arithmetic: one efficiency rule
+timing.py       seconds of a step, by part; MFU and HFU
+planner.py      every legal layout, pruned and ranked
+reasons.py      why the other layouts lost; what would help where nothing fits
+report.py       the text of `minipar plan`
+plan_command.py the command
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "layout": ["Implementation", "Job", "Layout", "parse_layout"],
+        "machines": ["MACHINES", "Machine", "find_machine"],
+        "memory": ["model_state_bytes", "rank_memory", "worst_rank_memory"],
+        "model_table": ["MODELS", "find_model"],
+        "models": ["ModelShape"],
+        "planner": ["plan"],
+        "timing": ["step_time"],
+        "traffic": ["step_traffic"],
+    },
+)

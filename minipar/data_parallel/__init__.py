@@ -1,7 +1,10 @@
 """Data parallelism: every rank has the model, or its shard of it, and a part of the batch. In reading order:
 
+arguments.py               arguments common to DDP, ZeRO and FSDP, checked
 buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
+partial_gradients.py       what `.grad` is where a rank has only a part: torch's clipping of it raises
 gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO
+buffers.py                 running means and other buffers: rank 0's, before each forward
 ddp.py                     DDP: every rank has a replica, and gradients are all-reduced
 sharded_bucket.py          a bucket of which each rank owns a chunk
 offload.py                 memory for shards and optimizer state: the device's, the host's, or files on disk
@@ -9,7 +12,7 @@ chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  the optimizers that may update a shard of a parameter
 lamb.py                    one that needs norms of whole parameters, and all-reduces them
 unused_parameters.py       the parameters that any rank used
-optimizer_state.py         a sharded optimizer's state gathered, and loaded from the gathered form
+optimizer_state.py         a sharded optimizer's state in torch's form: gathered, or this rank's part; out and in
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
 freed_parameter.py         the error on using a parameter whose unit is resharded
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded

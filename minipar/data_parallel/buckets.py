@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from minipar.mesh import placement_of
+
 ALIGNMENT_BYTES = 64  # of every view and chunk: a cache line, and enough for vector loads
 
 
@@ -22,7 +24,8 @@ class Bucket:
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
-    flags   for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient. Empty in other buckets
+    flags   for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient. Empty in other buckets.
+            ZeRO has them too, unused, so that its chunks, and the order in which ranks add, are those of DDP
     """
 
     def __init__(self, params: list[nn.Parameter], comm, flagged: list[nn.Parameter] = ()):
@@ -34,18 +37,41 @@ class Bucket:
             starts.append(end)
             end = _round_up(end + param.numel(), step)
         self.flat = torch.zeros(_round_up(end + len(flagged), step * comm.size), dtype=dtype, device=device)
-        self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for i, p in zip(starts, params)}
+        # `.data`: each view counts its own changes, and not those of the other views.
+        self.views = {p: self.flat.data[i : i + p.numel()].view(p.shape) for i, p in zip(starts, params)}
         self.flags = self.flat[end : end + len(flagged)]
+        self._reduced: dict[
+            nn.Parameter, int
+        ] = {}  # parameter -> version of its view when its gradient was reduced
+        self._kept: dict[nn.Parameter, Tensor] = {}  # reduced gradients set aside while others are reduced
 
     @torch.no_grad()
-    def collect(self, param: nn.Parameter) -> None:
-        """Copy the parameter's gradient into its view and make the view its `.grad`. Without a gradient, zero the view."""
-        view = self.views[param]
-        if param.grad is None:
+    def collect(self, param: nn.Parameter) -> bool:
+        """Copy the parameter's gradient into its view and make the view its `.grad`. Return whether there is one to reduce.
+
+        Without a gradient, zero the view; also where it was reduced before and nothing was added: `write` restores it.
+        """
+        view, gradient = self.views[param], param.grad
+        if gradient is None:
             view.zero_()
-        elif param.grad.data_ptr() != view.data_ptr():
-            view.copy_(param.grad)
+        elif require_dense(param, gradient).data_ptr() != view.data_ptr():
+            view.copy_(gradient)
             param.grad = view
+        elif self._reduced.get(param) == view._version:
+            self._kept[param] = view.clone()
+            view.zero_()
+            return False
+        return gradient is not None
+
+    @torch.no_grad()
+    def write(self, param: nn.Parameter, used: bool) -> None:
+        """After the reduction, make the view the gradient of a parameter that any rank used; restore that of another."""
+        view, kept = self.views[param], self._kept.pop(param, None)
+        if kept is not None:
+            view.add_(kept) if used else view.copy_(kept)
+        if used:
+            param.grad = view
+        self._reduced[param] = view._version
 
 
 def make_buckets(
@@ -77,6 +103,15 @@ def make_buckets(
         Bucket(params, key[0], groups[key] if last[key] == i else ())
         for i, (key, params) in enumerate(contents)
     ]
+
+
+def require_dense(param: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return the gradient. Raises RuntimeError where it is sparse, since it then has no place in a flat buffer."""
+    if gradient.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of {placement_of(param).name} is sparse; use nn.Embedding(..., sparse=False)"
+        )
+    return gradient
 
 
 def flat_bytes(params: list[Tensor], comm_size: int, num_flags: int = 0) -> int:

@@ -19,6 +19,8 @@ class ChunkOptimizer:
     optimizer  `optimizer_cls` over `masters`, with the options of the parameters' groups
 
     step       master = optimizer(master, gradient / scale);   shard = master
+
+    Where a parameter was changed since the last step, its master weight is too: the parameter decides.
     """
 
     def __init__(self, bucket: ShardedBucket, optimizer_cls, groups: list[dict], dtype, memory: Memory):
@@ -36,18 +38,28 @@ class ChunkOptimizer:
                 inner.append({**_options(group), "params": masters})
         comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
         self.optimizer = optimizer_cls(inner, **comm)
-        self._offloaded_states: dict[
-            str, Tensor
-        ] = {}  # key -> the state `key` of the whole chunk, in `memory`
+        # key -> the state `key` of the whole chunk, in `memory`
+        self._offloaded_states: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Copy to the master weights what was written to the parameters since the last step: loaded weights, say."""
+        if not self.has_master:
+            return
+        own = self.bucket.own.to(self.chunk.device)
+        changed = own != self.chunk.to(own.dtype)
+        if changed.any():
+            self.chunk.copy_(torch.where(changed, own.to(self.chunk.dtype), self.chunk))
 
     @torch.no_grad()
     def step(self, groups: list[dict], grad_scale: float = 1.0) -> None:
         for i, inner in zip(self._groups, self.optimizer.param_groups):
             inner.update(_options(groups[i]))
+        self.refresh_masters()
         for param, master in self.masters.items():
             gradient = self.bucket.shards[param].grad
             if gradient is not None:
-                gradient = gradient.to(master)
+                gradient = gradient.as_subclass(Tensor).to(master)
                 master.grad = gradient / grad_scale if grad_scale != 1 else gradient
         self.optimizer.step()
         for master in self.masters.values():

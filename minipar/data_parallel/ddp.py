@@ -1,20 +1,28 @@
 """DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running.
 
-`simple/ddp.py`, plus buckets by dtype and Comm, unused and frozen parameters, no_sync, and recovery from exceptions.
+`simple/ddp.py`, plus buckets by dtype and Comm, unused, frozen and thawed parameters, buffers that change, no_sync, and
+recovery from exceptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from minipar.comm import Comm
+from minipar.data_parallel.arguments import (
+    bucket_sizes,
+    function_of_parameter,
+    refuse_copy,
+    require_reduce,
+    require_whole,
+)
 from minipar.data_parallel.buckets import Bucket, make_buckets
-from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward
-from minipar.errors import one_of
+from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward, in_backward
 from minipar.mesh import place_whole, placement_of, set_placement
 
 
@@ -27,17 +35,23 @@ class DDP(nn.Module):
     reduce      "mean", as torch's DDP: for a loss that is a mean over this rank's samples.
                 "sum": for a loss already divided by the global number of tokens
     algorithm   of the all-reduce
+    broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
+    reduce_dtype        of the gradient reduction, whose result is rounded to the parameters' dtype; default: that
 
     forward     the module's
     backward    grad = 1/p * sum over ranks of grad; bucket by bucket, waited for at the very end
 
-    A parameter that no rank used keeps the gradient that `zero_grad` gave it, None or zero. A parameter that only some
-    ranks used counts as zero on the other ranks. Gradients are views of the buckets. Accumulate under `no_sync()`: a
-    gradient that an earlier backward has already reduced would be reduced again.
+    A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. A parameter that only some ranks used
+    counts as zero on the other ranks. Gradients are views of the buckets. Accumulate under `no_sync()`: a gradient that
+    an earlier backward has already reduced would be reduced again. Parameters thawed or added after wrapping get rank 0's
+    values and buckets of their own at the next forward. Set broadcast_buffers=False where two forwards come before a
+    backward and the model changes buffers that its backward needs.
 
     Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, one flag per parameter in the last
-    bucket (the usage bitmap), rounded up to 64p bytes.
-    Raises ValueError for a bad argument; RuntimeError where a gradient changes after its bucket was reduced.
+    bucket (the usage bitmap), rounded up to 64p bytes. A forward with gradients and outside `no_sync` broadcasts the
+    buffers: all ranks together send their bytes p-1 times.
+    Raises ValueError for a bad argument; RuntimeError where a gradient changes after its bucket was reduced, is sparse, or
+    where a later DDP or ZeroOptimizer was made for a parameter; TypeError for a copy of the wrapper.
     Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
     """
 
@@ -50,31 +64,43 @@ class DDP(nn.Module):
         algorithm: str = "auto",
         first_bucket_mb: float = 1.0,
         axis: str = "dp",
+        broadcast_buffers: bool = True,
+        reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
-        if not bucket_mb > 0 or not first_bucket_mb > 0:
-            raise ValueError(f"bucket_mb={bucket_mb} and first_bucket_mb={first_bucket_mb} must be above 0")
-        self.module, self.reduce, self.algorithm = module, reduce, algorithm
-        comm_of = (lambda _: comm) if isinstance(comm, Comm) else comm
-        self._broadcast_from_rank0(comm_of, axis)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        self.buckets = make_buckets(
-            trained, comm_of, int(bucket_mb * 2**20), int(min(bucket_mb, first_bucket_mb) * 2**20)
-        )
-        self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
-        self._handles = []
+        require_reduce(reduce)
+        self._bucket_sizes = bucket_sizes(bucket_mb, first_bucket_mb)
+        self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
+        self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
+        self._comm_of = function_of_parameter(comm)
+        self._handles: list = []
+        self._sent: list[
+            tuple[Bucket, Tensor]
+        ] = []  # for each handle, what it reduces: `flat`, or that in reduce_dtype
+        self.reducer = GradientReducer([], self._launch, self._finish, "DDP")
+        self.buckets: list[Bucket] = self.reducer.buckets
+        self._add(list(module.parameters()))
+        copy_buffers_of_rank0(module, [self._comm_of])
 
     def forward(self, *args, **kwargs):
-        self.reducer.reset_after_error()
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        if not in_backward():  # not a recomputation
+            self._before_forward()
         outputs = self.module(*args, **kwargs)
-        if not (torch.is_grad_enabled() and self.reducer.synchronised):
-            return outputs
-        end = self.reducer.end
-        return tree_map_only(Tensor, lambda x: arm_on_backward(x, end) if x.requires_grad else x, outputs)
+        if self.reducer.synchronised:
+            arm_on_backward(outputs, self.reducer.end)
+        return outputs
 
-    def no_sync(self):
+    def _before_forward(self) -> None:
+        self.reducer.reset_after_error()
+        self._add(
+            [p for p in self.module.parameters() if p.requires_grad and p not in self.reducer.bucket_of]
+        )
+        if self.broadcast_buffers and self.reducer.synchronised:
+            copy_buffers_of_rank0(self.module, [self._comm_of])
+
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards only accumulate; the next backward outside reduces the sum."""
         return self.reducer.no_sync()
 
@@ -84,25 +110,37 @@ class DDP(nn.Module):
 
     def _launch(self, bucket: Bucket) -> None:
         if bucket.flagged:
-            used = [float(p.grad is not None) for p in bucket.flagged]
+            used = [float(p in self.reducer.used) for p in bucket.flagged]
             bucket.flags.copy_(torch.tensor(used))
+        sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
+        self._sent.append((bucket, sent))
         reduce = bucket.comm.all_reduce_
-        self._handles.append(reduce(bucket.flat, self.reduce, algorithm=self.algorithm, async_op=True))
+        self._handles.append(reduce(sent, self.reduce, algorithm=self.algorithm, async_op=True))
 
     def _finish(self) -> None:
         """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
+        launched = list(zip(self._handles, self._sent))
+        self._handles, self._sent = [], []
+        for handle, (bucket, sent) in launched:
             handle.wait()
+            if sent is not bucket.flat:
+                bucket.flat.copy_(sent)
         for bucket in self.buckets:
             for param, used in zip(bucket.flagged, bucket.flags.tolist()):
-                if used and param.grad is None:
-                    param.grad = self.reducer.bucket_of[param].views[param]
+                self.reducer.bucket_of[param].write(param, bool(used))
 
     @torch.no_grad()
-    def _broadcast_from_rank0(self, comm_of, axis: str) -> None:
+    def _add(self, params: list[nn.Parameter]) -> None:
+        """Give the parameters rank 0's values and, where they are trained, buckets."""
+        if not params:
+            return
         place_whole(self.module)
-        for param in self.module.parameters():
-            set_placement(param, placement_of(param).replicate(axis))
-        for tensor in [*self.module.parameters(), *self.module.buffers()]:
-            tensor.copy_(comm_of(tensor).broadcast(tensor))
+        require_whole(params, "DDP")
+        for param in params:
+            set_placement(param, placement_of(param).replicate(self.axis))
+            param.copy_(self._comm_of(param).broadcast(param))
+        trained = [p for p in params if p.requires_grad]
+        self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
+
+    def __reduce_ex__(self, protocol):
+        refuse_copy("DDP", "copy its .module, and wrap the copy if it is to be trained")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.flat_parameters import FlatParameters, State
+from minipar.data_parallel.partial_gradients import as_shard_gradient
 from minipar.data_parallel.unused_parameters import used_on_any_rank
 
 
@@ -34,7 +36,7 @@ class FlatGradients:
     @torch.no_grad()
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a full gradient to the pending ones. Its memory may be kept and changed in place."""
-        gradient = gradient.to(self.reduce_dtype)
+        gradient = require_dense(param, gradient).to(self.reduce_dtype)
         before = self.pending.get(param)
         self.pending[param] = gradient if before is None else before.add_(gradient)
 
@@ -91,6 +93,7 @@ class FlatGradients:
             if param in used:
                 part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
+                part = as_shard_gradient(part, 1 if flat.whole else flat.comm.size)
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def discard(self) -> None:

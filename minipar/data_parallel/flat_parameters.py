@@ -69,6 +69,7 @@ class FlatParameters:
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype if compute_dtype and not self.whole else self.dtype
+        self._gathered_versions: dict[nn.Parameter, int] = {}  # of the shards, when they were last gathered
         self._pending_gather = None  # the handle of the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
 
@@ -141,6 +142,7 @@ class FlatParameters:
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.full[slice(*self.range)]
         own.copy_(self.shard)
+        self._gathered_versions = {p: p._version for p in self.params}
         self.memory.release([self.shard])
         self._pending_gather = self.comm.all_gather(
             own, out=self.full, algorithm=self.algorithm, async_op=True
@@ -185,6 +187,10 @@ class FlatParameters:
         if self._pending_gather is not None:
             self._pending_gather.wait()
             self._pending_gather = None
+
+    def stale(self) -> bool:
+        """Return whether a shard was written to since it was last gathered: by an optimizer's step, say."""
+        return any(param._version != version for param, version in self._gathered_versions.items())
 
     # Invariants -------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,14 @@
 """FSDP, or ZeRO-3: parameters are sharded too, and each unit's are unsharded only while the unit runs.
 
 `simple/fsdp.py`, plus units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
-precision, no_sync, recomputation, and recovery from exceptions.
+precision, no_sync, recomputation, buffers that change, and recovery from exceptions.
 """
 
 from __future__ import annotations
 
 # longer than 250 lines because the hooks of a unit's forward and of its backward are read together
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -17,19 +17,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm import Comm
+from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
+from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.fsdp_unit import (
-    Unit,
-    UnitOrder,
-    as_function_of_parameter,
-    find_units,
-    group_parameters,
-)
-from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward
+from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, find_units, group_parameters
+from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward, take_over, tensors_in
 from minipar.data_parallel.offload import memory_for
-from minipar.errors import one_of
 from minipar.mesh import place_whole
 from minipar.model.overrides import GRADIENT_RECEIVER
 
@@ -49,19 +44,25 @@ class FSDP(nn.Module):
     replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
     init          (canonical name, shape) -> value, for a module on the meta device
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
+    broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
-    Wrap first, then make the optimizer from `parameters()`: these are now flat shards, and so are their gradients. All
-    ranks must run the same units in the same order. The unit whose forward ends last stays unsharded for its backward,
-    which comes first.
+    Wrap first, then make the optimizer from `parameters()`: these are now flat shards, and so are their gradients. It must
+    update each element from that element alone (see elementwise_optimizers.py). Clip with `minipar.clip_grad_norm_`:
+    torch's would take the norm of a shard for the whole, and is refused. All ranks must run the same units in the same
+    order. The unit whose forward ends last stays unsharded for its backward, which comes first. torch.compile cannot trace
+    the hooks: compile first and wrap the result, FSDP(torch.compile(module), comm), without compiling units themselves.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     once in reduce_dtype to reduce-scatter its gradients if it is trained. Each parameter is rounded up to 64 elements and
-    each unit to 64p. Also sends an all-reduce of one byte per parameter. In all 3P elements, where DDP sends 2P.
+    each unit to 64p. Also sends an all-reduce of one byte per parameter. In all 3P elements, where DDP sends 2P. A forward
+    with gradients and outside `no_sync` broadcasts the buffers: all ranks together send their bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running one and the next.
-    Raises ValueError for a bad argument; RuntimeError where a resharded parameter is used or a storage was replaced.
+    Raises ValueError for a bad argument; RuntimeError where a resharded parameter is used, a storage was replaced, a frozen
+    parameter was thawed, a gradient is sparse, or the backward reaches a unit whose output hides its tensors; TypeError
+    for a copy.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -83,15 +84,17 @@ class FSDP(nn.Module):
         offload: str | None = None,
         folder: str | None = None,
         axis: str = "dp",
+        broadcast_buffers: bool = True,
     ):
         super().__init__()
-        if reduce not in ("mean", "sum"):
-            raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
+        arguments.require_reduce(reduce)
         self.module, self.compute_dtype = module, compute_dtype
         place_whole(module)
+        arguments.require_whole(module.parameters(), "a second FSDP")
+        take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
         self.units = [Unit(name, m) for name, m in modules]
-        comm_of, replicas_of = as_function_of_parameter(comm), as_function_of_parameter(replicas)
+        comm_of, replicas_of = map(arguments.function_of_parameter, (comm, replicas))
         rest_is_replicated = not shard_rest and not root_is_unit
         memory = memory_for(offload, folder)
         groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
@@ -101,7 +104,9 @@ class FSDP(nn.Module):
             full_state.init_shards(flat, init, axis)
             unit.flats.append(flat)
             unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
-        full_state.broadcast_buffers(module, comm_of, replicas_of)
+        full_state.require_values_of_buffers(module)
+        self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
+        copy_buffers_of_rank0(module, self._comms_of)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.reducer = UnitReducer(self.units, algorithm)
         self.order = UnitOrder(reshard_after_forward, prefetch)
@@ -117,10 +122,9 @@ class FSDP(nn.Module):
     def _install_hooks(self) -> None:
         for unit in self.units:
             unit.module.forward = partial(self._unit_forward, unit, unit.module.forward)
-        for param, gradients in self.reducer.gradients_of.items():
-            if gradients.flat.trained:
-                param.register_post_accumulate_grad_hook(self._on_gradient)
-                setattr(param, GRADIENT_RECEIVER, partial(self.reducer.take, param))
+            for param in (p for flat in unit.flats if flat.trained for p in flat.params):
+                param.register_post_accumulate_grad_hook(partial(self._on_gradient, unit))
+                setattr(param, GRADIENT_RECEIVER, partial(self._take, param))
 
     # A forward --------------------------------------------------------------------------------------------------
     #
@@ -129,14 +133,14 @@ class FSDP(nn.Module):
 
     def _unit_forward(self, unit: Unit, forward, *args, **kwargs):
         """Run the forward of a unit's module, with a hook before and a hook after it."""
-        args, kwargs = self._before_forward(unit, args, kwargs)
+        args, kwargs, has_backward = self._before_forward(unit, args, kwargs)
         try:
             outputs = forward(*args, **kwargs)
         except BaseException:
             if not in_backward():  # in a backward, recomputation stops early by raising
                 self._reset()
             raise
-        self._after_forward(unit, outputs)
+        self._after_forward(unit, outputs, has_backward)
         return outputs
 
     def _before_forward(self, unit: Unit, args, kwargs):
@@ -148,18 +152,22 @@ class FSDP(nn.Module):
             self._depth += 1
             self.order.begin_unit(unit)
         self.order.unshard(unit, in_backward())
+        has_backward = False
         if torch.is_grad_enabled():
-            args, kwargs = self._watch_inputs(unit, args, kwargs)
+            args, kwargs, has_backward = self._watch_inputs(unit, args, kwargs)
         if self.compute_dtype is not None:
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
-        return args, kwargs
+        return args, kwargs, has_backward
 
-    def _after_forward(self, unit: Unit, outputs) -> None:
-        if torch.is_grad_enabled():
-            watched = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+    def _after_forward(self, unit: Unit, outputs, has_backward: bool) -> None:
+        if has_backward:
+            watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-        if unit.active == 0 and (self.order.reshard_after_forward or not torch.is_grad_enabled()):
+            else:  # perhaps there is a way round the outputs: then the backward must find the parameters unsharded
+                unit.output_is_hidden = True
+        keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
+        if unit.active == 0 and not keep and not unit.output_is_hidden:
             self.order.delay_reshard(unit)
         if not in_backward():
             self.order.end_unit(unit)
@@ -168,7 +176,10 @@ class FSDP(nn.Module):
                 self._end_forward()
 
     def _watch_inputs(self, unit: Unit, args, kwargs):
-        """Call `_after_backward` when all inputs have gradients: the unit then no longer needs its parameters."""
+        """Call `_after_backward` when all inputs have gradients: the unit then no longer needs its parameters.
+
+        Also return whether the unit has a backward.
+        """
         # Watch views, not the inputs themselves: then this unit is resharded before the unit that computed the input is
         # unsharded and prefetches another. A leaf's hook, unlike a view's, may also run before a parameter's gradient is
         # computed.
@@ -176,7 +187,7 @@ class FSDP(nn.Module):
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         if watched:
             register_multi_grad_hook(watched, lambda _: self._after_backward(unit), mode="all")
-        return args, kwargs
+        return args, kwargs, bool(watched) or any(flat.trained for flat in unit.flats)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
@@ -184,12 +195,16 @@ class FSDP(nn.Module):
     def _begin_forward(self) -> None:
         """Reshard what is still unsharded: an optimizer may have stepped since. See `no_sync` for the exception."""
         self.order.begin()
+        for unit in self.units:
+            unit.output_is_hidden = False
         for flat in self.flats:
             flat.check()
-            if self._synchronised or self.order.reshard_after_forward:
+            if self._synchronised or self.order.reshard_after_forward or flat.stale():
                 flat.reshard(forbid=True)
             else:
                 flat.use_sharded(forbid=flat.state is State.SHARDED)
+        if self.broadcast_buffers and self._synchronised and torch.is_grad_enabled():
+            copy_buffers_of_rank0(self.module, self._comms_of)
 
     def _end_forward(self) -> None:
         """Make all parameters shards until the backward; with gradients enabled, gathered buffers keep their memory."""
@@ -231,8 +246,17 @@ class FSDP(nn.Module):
         if self._synchronised:
             self.reducer.reduce(unit)
 
-    def _on_gradient(self, param: nn.Parameter) -> None:
+    def _on_gradient(self, unit: Unit, param: nn.Parameter) -> None:
         gradient, param.grad = param.grad, None
+        if unit.output_is_hidden:
+            name = self.reducer.gradients_of[param].flat.names[param]
+            raise RuntimeError(
+                f"the backward reached {name}, but not through the output of its unit, {unit.name!r}, in which there is "
+                "no tensor to be seen; return the tensors, in containers, dataclasses or attributes of an object"
+            )
+        self._take(param, gradient)
+
+    def _take(self, param: nn.Parameter, gradient: Tensor) -> None:
         self.reducer.take(param, gradient)
 
     def _finish(self) -> None:
@@ -263,12 +287,17 @@ class FSDP(nn.Module):
     # For the caller ---------------------------------------------------------------------------------------------
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards accumulate full gradients; the next one outside, or `synchronize`, reduces the sum.
 
         With `reshard_after_forward=False`, units also stay unsharded inside: one all-gather, not one per backward.
         """
-        before, self._synchronised = self._synchronised, False
+        with self._reducing(False):
+            yield
+
+    @contextmanager
+    def _reducing(self, synchronised: bool):
+        before, self._synchronised = self._synchronised, synchronised
         try:
             yield
         finally:
@@ -276,10 +305,9 @@ class FSDP(nn.Module):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
-        before, self._synchronised = self._synchronised, True
-        self._reset_backward_state()
-        self._finish()
-        self._synchronised = before
+        with self._reducing(True):
+            self._reset_backward_state()
+            self._finish()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
@@ -292,3 +320,6 @@ class FSDP(nn.Module):
     def summon_full_parameters(self, writeback: bool = True):
         """A context in which parameters are unsharded, in their own dtype; with `writeback`, changes to them are kept."""
         return full_state.full_parameters(self, writeback)
+
+    def __reduce_ex__(self, protocol):
+        arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")

@@ -31,17 +31,12 @@ def init_shards(flat: FlatParameters, init: Callable | None, axis: str) -> None:
     flat.cut(value_of, axis, broadcast=False)
 
 
-@torch.no_grad()
-def broadcast_buffers(module: nn.Module, comm_of: Callable, replicas_of: Callable) -> None:
-    """Broadcast rank 0's buffers over the ranks that shard, then over the replicas."""
+def require_values_of_buffers(module: nn.Module) -> None:
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise ValueError(
                 f"the buffer {name} is on the meta device; give it a value before the module is wrapped"
             )
-        for comm in (comm_of(buffer), replicas_of(buffer)):
-            if comm is not None:
-                buffer.copy_(comm.broadcast(buffer))
 
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
@@ -73,6 +68,8 @@ def load_full_state_dict(fsdp, state: dict[str, Tensor]) -> None:
         for name, x in own.items()
     }
     _check(state, shape_of)
+    for flat in fsdp.flats:
+        flat.reshard()  # what is unsharded has the old values
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
             flat = fsdp.reducer.gradients_of[x].flat
@@ -118,3 +115,5 @@ def full_parameters(fsdp, writeback: bool) -> Iterator[None]:
                 flat.shard_views[param].copy_(value.reshape(-1)[low:high])
             param.data = flat.shard_views[param]
             param.grad = gradients[param]
+        for flat in fsdp.flats if writeback else ():
+            flat.reshard()  # what is unsharded has the old values

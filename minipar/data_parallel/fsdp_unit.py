@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
-from torch import Tensor, nn
-
-from minipar.comm import Comm
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters
 
@@ -14,7 +13,9 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 class Unit:
     """The flat parameters of one module, without those of units inside it, and their gradients.
 
-    active   how many calls of the module are in their backward
+    active            how many calls of the module are in their backward
+    output_is_hidden  whether the last forward's output had no tensor that requires a gradient, though the unit has a
+                      backward; the unit then stays unsharded
     """
 
     def __init__(self, name: str, module: nn.Module):
@@ -22,6 +23,7 @@ class Unit:
         self.flats: list[FlatParameters] = []
         self.gradients: list[FlatGradients] = []
         self.active = 0
+        self.output_is_hidden = False
 
     def unshard(self) -> None:
         for flat in self.flats:
@@ -105,6 +107,7 @@ class UnitOrder:
 def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], bool]:
     """Return (name, module) of the root and of every match of `units`, outer ones first; and whether the root matches."""
     if units is None:
+        _refuse_old_norms([("root", module)])
         return [("root", module)], True
     matches = units
     if isinstance(units, type | tuple):
@@ -118,7 +121,19 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
             f"units={units!r} matches no module inside {type(module).__name__}; "
             "use a module class, a tuple of them, a predicate, or None for all of it as one unit"
         )
+    _refuse_old_norms([("root", module), *found])
     return [("root", module), *found], matches(module)
+
+
+def _refuse_old_norms(modules: list[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError where a hook computes a unit's weight before its forward, so before it is unsharded."""
+    for name, module in modules:
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm | SpectralNorm):
+                raise ValueError(
+                    f"torch.nn.utils.{hook.__module__.split('.')[-1]} of unit {name!r} computes {hook.name} before the "
+                    "unit's forward, which is too early; use the one in torch.nn.utils.parametrizations"
+                )
 
 
 def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
@@ -135,10 +150,6 @@ def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter
             before = chains.get(param, around)
             chains[param] = [i for i in around if i in before]
     return {param: chain[-1] for param, chain in chains.items()}
-
-
-def as_function_of_parameter(comm) -> Callable[[Tensor], Comm | None]:
-    return (lambda _: comm) if isinstance(comm, Comm | None) else comm
 
 
 def group_parameters(

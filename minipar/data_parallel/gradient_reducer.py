@@ -9,13 +9,16 @@ collectives that ranks call in different orders hang, or mix up buckets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
+from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import placement_of
 
 
@@ -46,21 +49,54 @@ def in_backward() -> bool:
 class GradientReducer:
     """Reduce buckets in order during the backward; DDP and ZeRO supply `launch` and `finish`.
 
-    buckets  in the order in which to reduce them, the same on every rank; each has `params` and `collect(param)`
+    buckets  in the order in which to reduce them, the same on every rank; each has `params` and `collect(param)`, which
+             returns whether this rank has a gradient to reduce
     launch   (bucket): start its reduction; all its gradients have been collected
     finish   (): wait for all launched reductions, and write the gradients
+    owner    "DDP" or "ZeroOptimizer"
+    used     the parameters with a gradient on this rank, of the buckets launched so far
+
+    A parameter has one reducer. A later DDP or ZeroOptimizer takes it over, and using the earlier one then raises.
     """
 
-    def __init__(self, buckets: Sequence, launch: Callable, finish: Callable[[], None]):
-        self.buckets, self.launch, self.finish = buckets, launch, finish
-        self.bucket_of = {p: bucket for bucket in buckets for p in bucket.params}
-        # Parameters with a gradient on this rank, until the caller clears the set.
+    def __init__(self, buckets: Sequence, launch: Callable, finish: Callable[[], None], owner: str):
+        self.buckets, self.launch, self.finish, self.owner = [], launch, finish, owner
+        self.bucket_of: dict[nn.Parameter, object] = {}
         self.used: set[nn.Parameter] = set()
         self.synchronised = True
         self.end = BackwardEnd(self._end_of_backward)
+        self._hooks: list = []
+        self._replaced_by: str | None = None
         self.begin()
+        self.add(buckets)
+
+    def add(self, buckets: Sequence) -> None:
+        """Reduce these buckets too, after the others."""
+        if not buckets:
+            return
+        self.buckets += buckets
+        for bucket in buckets:
+            take_over(bucket.params, self.owner)
+            for param in bucket.params:
+                self.bucket_of[param] = bucket
+                self._hooks.append(param.register_post_accumulate_grad_hook(self.on_gradient))
+        self.begin()
+
+    def retire(self, replaced_by: str) -> None:
+        """Remove the hooks from all parameters. `check` raises from now on."""
+        self._replaced_by = replaced_by
+        for hook in self._hooks:
+            hook.remove()
         for param in self.bucket_of:
-            param.register_post_accumulate_grad_hook(self.on_gradient)
+            if isinstance(param.grad, ReducedGradient):
+                param.grad = None
+
+    def check(self) -> None:
+        if self._replaced_by is not None:
+            raise RuntimeError(
+                f"this {self.owner} no longer reduces gradients: a later {self._replaced_by} was made for some of its "
+                "parameters; use that one"
+            )
 
     def begin(self) -> None:
         """Reset to the start of a backward: no bucket is launched, and all gradients are missing."""
@@ -70,6 +106,7 @@ class GradientReducer:
 
     def reset_after_error(self) -> None:
         """Before a forward, reset if an exception ended the last backward."""
+        self.check()
         if self.end.armed and not in_backward():
             self.begin()
 
@@ -81,8 +118,8 @@ class GradientReducer:
                 f"the gradient of {placement_of(param).name} changed after its bucket was reduced: "
                 "it was used in a nested backward (reentrant checkpointing?)"
             )
-        self.used.add(param)
-        bucket.collect(param)
+        if bucket.collect(param):
+            self.used.add(param)
         if not self.synchronised:
             return
         self.end.arm()
@@ -93,9 +130,10 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self.buckets[self._launched]
         for param in self._missing[bucket]:
-            if param.grad is not None:  # from a backward under no_sync
+            if bucket.collect(param):  # from a backward under no_sync
                 self.used.add(param)
-            bucket.collect(param)
+            else:
+                self.used.discard(param)
         self._launched += 1
         self.launch(bucket)
 
@@ -116,22 +154,37 @@ class GradientReducer:
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
+        self.check()
         self.begin()
         self._end_of_backward()
 
 
-def arm_on_backward(output: Tensor, end: BackwardEnd) -> Tensor:
-    """Return the output; its backward arms `end`, so that a rank takes part even if no parameter there gets a gradient."""
-    return _ArmOnBackward.apply(output, end)
+def take_over(params: Iterable[nn.Parameter], by: str) -> None:
+    """Retire the reducers that these parameters have: those of a DDP or ZeroOptimizer made for them before."""
+    for param in params:
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            earlier = getattr(hook, "__self__", None)
+            if isinstance(earlier, GradientReducer):
+                earlier.retire(by)
 
 
-class _ArmOnBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, end):
-        ctx.end = end
-        return x.view_as(x)
+def arm_on_backward(outputs, end: BackwardEnd) -> None:
+    """Arm `end` in the backward of any output, so that a rank takes part even if no parameter there gets a gradient."""
+    for x in tensors_in(outputs):
+        if x.requires_grad:
+            x.register_hook(lambda _: end.arm())
 
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.end.arm()
-        return grad, None
+
+def tensors_in(outputs, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of a module's outputs: in containers, and in the attributes of dataclasses and other objects."""
+    for x in tree_leaves(outputs):
+        if isinstance(x, Tensor):
+            yield x
+        elif depth and not isinstance(x, type | nn.Module | Callable):
+            yield from tensors_in(_attributes(x), depth - 1)
+
+
+def _attributes(x) -> list:
+    if is_dataclass(x):
+        return [getattr(x, field.name, None) for field in fields(x)]
+    return list(getattr(x, "__dict__", {}).values())

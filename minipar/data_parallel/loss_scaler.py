@@ -14,8 +14,8 @@ class DynamicLossScaler:
 
     comm       all ranks that hold a part of any parameter: each sees only its own gradients, and all must skip together
     current_scale  starts at `initial`
-    interval   after so many steps in a row without overflow, the scale is multiplied by `growth`; at an overflow, by
-               `backoff`
+    interval   after so many steps in a row without overflow, the scale is multiplied by `growth`
+    hysteresis at the `hysteresis`-th overflow since the scale last grew, and at later ones, it is multiplied by `backoff`
 
     backward   scaler.scale(loss).backward()
     step       grad = grad / scale, then the optimizer's step, if all gradients are finite on every rank; else no step
@@ -31,15 +31,17 @@ class DynamicLossScaler:
         growth: float = 2.0,
         backoff: float = 0.5,
         interval: int = 2000,
+        hysteresis: int = 1,
     ):
-        if not initial > 0 or not growth > 1 or not 0 < backoff < 1 or interval < 1:
+        if not initial > 0 or not growth > 1 or not 0 < backoff < 1 or interval < 1 or hysteresis < 1:
             raise ValueError(
-                f"initial={initial} must be above 0, growth={growth} above 1, backoff={backoff} between 0 and 1 "
-                f"and interval={interval} at least 1"
+                f"initial={initial} must be above 0, growth={growth} above 1, backoff={backoff} between 0 and 1, "
+                f"interval={interval} and hysteresis={hysteresis} at least 1"
             )
         self.current_scale, self._comm = float(initial), comm
         self._growth, self._backoff, self._interval = growth, backoff, interval
-        self._good_steps = 0  # in a row
+        self._hysteresis = hysteresis
+        self._good_steps, self._overflows = 0, 0  # in a row; since the scale last grew
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.current_scale
@@ -50,7 +52,7 @@ class DynamicLossScaler:
         stepped = not self._overflowed(interface)
         if stepped:
             interface.step(grad_scale=self.current_scale)
-        self._update(stepped)
+        self.update(stepped)
         return stepped
 
     def _overflowed(self, interface: OptimizerInterface) -> bool:
@@ -60,10 +62,22 @@ class DynamicLossScaler:
         flag = torch.tensor([float(found)], device=self._comm.device)
         return bool(self._comm.all_reduce(flag, "max").item())
 
-    def _update(self, stepped: bool) -> None:
-        self._good_steps = self._good_steps + 1 if stepped else 0
-        if not stepped:
+    def update(self, stepped: bool) -> None:
+        """Change the scale after a step that was taken or, because a gradient overflowed, skipped."""
+        if stepped:
+            self._good_steps += 1
+            if self._good_steps == self._interval:
+                self.current_scale *= self._growth
+                self._good_steps = self._overflows = 0
+            return
+        self._good_steps, self._overflows = 0, self._overflows + 1
+        if self._overflows >= self._hysteresis:
             self.current_scale *= self._backoff
-        elif self._good_steps == self._interval:
-            self.current_scale *= self._growth
-            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """Return what changes while training: equal on every rank."""
+        return {"scale": self.current_scale, "good_steps": self._good_steps, "overflows": self._overflows}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.current_scale = float(state["scale"])
+        self._good_steps, self._overflows = int(state["good_steps"]), int(state["overflows"])

@@ -1,4 +1,10 @@
-"""A sharded optimizer's state, gathered into the state that torch's own optimizer would have, and loaded from it."""
+"""A sharded optimizer's state in torch's form, {"state": {number: {key: value}}, "param_groups": [...]}, out and in.
+
+    full    gathered: the state that torch's own optimizer would have, which any number of ranks can load
+    own     this rank's part of each value, and under "parts" which part that is: only such a rank can load it
+
+Where the optimizer keeps master weights, they are in the state too, under "master".
+"""
 
 from __future__ import annotations
 
@@ -14,13 +20,14 @@ MASTER = "master"  # the key of the optimizer's own copy of a parameter, where i
 
 
 def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
-    """Return {"state": {parameter number: {key: value}}, "param_groups": [...]}, as torch.optim.Optimizer.state_dict.
+    """Return the full state, on every rank, on the CPU.
 
-    Every rank gets the whole state, on the CPU. Sends one all-gather per bucket and key: K (p-1)/p P elements for K keys.
+    Sends one all-gather per bucket and key: K (p-1)/p P elements for K keys.
     """
     numbers = _param_indices(groups)
     state: dict[int, dict] = {}
     for chunk in chunks:
+        chunk.refresh_masters()
         for key in _per_element_keys(chunk):
             for param, value in _gather_state(chunk, key):
                 state.setdefault(numbers[param], {})[key] = value
@@ -28,10 +35,36 @@ def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
             for key, value in chunk.optimizer.state.get(master, {}).items():
                 if not is_per_element(key, value, master):
                     state.setdefault(numbers[param], {})[key] = _copy(value)
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    for group, option in zip(groups, options):
-        option["params"] = [numbers[p] for p in group["params"]]
-    return {"state": dict(sorted(state.items())), "param_groups": options}
+    return {"state": dict(sorted(state.items())), "param_groups": _packed(groups)}
+
+
+def own_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
+    """Return this rank's part of the state. As in torch, its tensors are the optimizer's own, and change with it."""
+    numbers, state, parts = _param_indices(groups), {}, {}
+    for chunk in chunks:
+        chunk.refresh_masters()
+        for param, master in chunk.masters.items():
+            own = dict(chunk.optimizer.state.get(master, {}))
+            if chunk.has_master:
+                own[MASTER] = master.detach()
+            if own:
+                state[numbers[param]] = own
+            parts[numbers[param]] = _part(chunk, param)
+    return {"state": dict(sorted(state.items())), "param_groups": _packed(groups), "parts": parts}
+
+
+def _part(chunk: ChunkOptimizer, param: nn.Parameter) -> dict[str, int]:
+    start, end = chunk.bucket.part(param)
+    return {"rank": chunk.bucket.comm.rank, "size": chunk.bucket.comm.size, "start": start, "end": end}
+
+
+def _packed(groups: list[dict]) -> list[dict]:
+    """Return the groups with the parameters' numbers in place of the parameters."""
+    numbers = _param_indices(groups)
+    return [
+        {**{k: _copy(v) for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
+        for group in groups
+    ]  # fmt: skip
 
 
 def _per_element_keys(chunk: ChunkOptimizer) -> list[str]:
@@ -61,52 +94,97 @@ def _gather_state(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Paramete
         yield param, flat[start : start + param.numel()].view(param.shape).clone()
 
 
-@torch.no_grad()
 def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full: dict) -> None:
-    """Load this rank's part of a state made by `full_state_dict`, on any number of ranks, or by torch's own optimizer.
+    """Load this rank's part of a full state, made on any number of ranks, or by torch's own optimizer. Sends nothing.
 
-    Sends nothing.
     Raises ValueError where groups or parameters differ, or a shape does (naming the parameter).
     """
-    _check(groups, full)
+    _require_same_groups(groups, full)
+    if "parts" in full:
+        raise ValueError("this is one rank's state, from state_dict(); load it with load_state_dict")
+    _load(chunks, groups, full, whole=True)
+
+
+def load_own_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], own: dict) -> None:
+    """Load a state that the same rank of the same number of ranks made, with the same buckets. Sends nothing.
+
+    Raises ValueError where that is not so, or groups or shapes differ.
+    """
+    if "parts" not in own:
+        raise ValueError(
+            f"the state has keys {sorted(own)} and no 'parts': it is not from ZeroOptimizer.state_dict(); "
+            "load the state of one process, or full_state_dict()'s, with load_full_state_dict"
+        )
+    _require_same_groups(groups, own)
     numbers = _param_indices(groups)
-    for group, given in zip(groups, full["param_groups"]):
-        group.update({k: v for k, v in given.items() if k not in ("params", "param_names")})
+    here = {numbers[p]: (_part(chunk, p), placement_of(p).name) for chunk in chunks for p in chunk.masters}
+    for number in sorted(here.keys() | own["parts"].keys()):
+        part, name = here.get(number, (None, f"parameter {number}"))
+        if own["parts"].get(number) != part:
+            raise ValueError(
+                f"the state's part of {name} is {_in_words(own['parts'].get(number))}, this rank's is {_in_words(part)}; "
+                "to change ranks or buckets use full_state_dict and load_full_state_dict"
+            )
+    _load(chunks, groups, own, whole=False)
+
+
+def _in_words(part: dict[str, int] | None) -> str:
+    return (
+        "elements {start} to {end}, of rank {rank} of {size}".format(**part)
+        if part
+        else "none (it is not trained)"
+    )
+
+
+@torch.no_grad()
+def _load(chunks: list[ChunkOptimizer], groups: list[dict], given: dict, whole: bool) -> None:
+    numbers = _param_indices(groups)
+    for chunk in chunks:
+        for param, master in chunk.masters.items():
+            for key, value in given["state"].get(numbers[param], {}).items():
+                _require_shape(key, value, param, param if whole else master)
+    for group, options in zip(groups, given["param_groups"]):
+        group.update({k: _copy(v) for k, v in options.items() if k not in ("params", "param_names")})
     for chunk in chunks:
         chunk.optimizer.state.clear()
         for param, master in chunk.masters.items():
-            state = dict(full["state"].get(numbers[param], {}))
-            low, high = chunk.bucket.part(param)
+            part = slice(*chunk.bucket.part(param)) if whole else slice(None)
             own = {
-                key: value.reshape(-1)[low:high].to(master.device, copy=True)
-                if is_per_element(key, value, param)
+                key: _as_state_of(master, value.reshape(-1)[part])
+                if is_per_element(key, value, param if whole else master)
                 else _copy(value)
-                for key, value in state.items()
+                for key, value in given["state"].get(numbers[param], {}).items()
             }
+            saved_master = own.pop(MASTER, chunk.bucket.shards[param])
             if chunk.has_master:
-                master.copy_(own.pop(MASTER, chunk.bucket.shards[param]))
+                master.copy_(saved_master)
             if own:
                 chunk.optimizer.state[master] = own
         chunk.offload_state()
 
 
-def _check(groups: list[dict], full: dict) -> None:
-    sizes, given = ([len(g["params"]) for g in gs] for gs in (groups, full["param_groups"]))
-    if sizes != given:
+def _as_state_of(master: Tensor, value: Tensor) -> Tensor:
+    """Return a copy where the master weight is, in its dtype."""
+    return value.detach().to(master.device, master.dtype if value.is_floating_point() else None, copy=True)
+
+
+def _require_same_groups(groups: list[dict], given: dict) -> None:
+    sizes, given_sizes = ([len(g["params"]) for g in gs] for gs in (groups, given["param_groups"]))
+    if sizes != given_sizes:
         raise ValueError(
-            f"the state is of groups of {given} parameters, this optimizer has groups of {sizes}"
+            f"the state is of groups of {given_sizes} parameters, this optimizer has groups of {sizes}"
         )
-    numbers = _param_indices(groups)
-    for param, number in numbers.items():
-        for key, value in full["state"].get(number, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
-                raise ValueError(
-                    f"{key} of {placement_of(param).name} has shape {tuple(value.shape)}, "
-                    f"the parameter {tuple(param.shape)}"
-                )
-    unexpected = sorted(full["state"].keys() - set(numbers.values()))
+    unexpected = sorted(given["state"].keys() - set(range(sum(sizes))))
     if unexpected:
-        raise ValueError(f"the state is of parameters {unexpected}, this optimizer has {len(numbers)}")
+        raise ValueError(f"the state is of parameters {unexpected}, this optimizer has {sum(sizes)}")
+
+
+def _require_shape(key: str, value, param: nn.Parameter, like: Tensor) -> None:
+    if isinstance(value, Tensor) and value.dim() and value.shape != like.shape:
+        raise ValueError(
+            f"{key} of {placement_of(param).name} has shape {tuple(value.shape)}, "
+            f"this optimizer's {tuple(like.shape)}"
+        )
 
 
 def _param_indices(groups: list[dict]) -> dict[nn.Parameter, int]:

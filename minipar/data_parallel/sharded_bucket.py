@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
+from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
 from minipar.mesh import placement_of, set_placement
 
 
@@ -43,6 +44,9 @@ class ShardedBucket:
         self.shards = {p: self._shard(p, axis) for p in self.params}
         self.gradient: Tensor | None = None
         self._accumulated: Tensor | None = None
+        self._reduced = {
+            p: ReducedGradient(p, placement_of(p).name, shard) for p, shard in self.shards.items()
+        }
         if not keep_full_grads:
             self._free()
 
@@ -80,14 +84,47 @@ class ShardedBucket:
 
     # Gradients ------------------------------------------------------------------------------------------------
 
+    # Once reduced, a gradient is in `shard.grad`, and `param.grad` is a ReducedGradient. Whoever sets `param.grad` to None,
+    # `model.zero_grad()` say, thereby drops the reduced gradient; what a later backward adds is reduced and added.
+
     @torch.no_grad()
-    def collect(self, param: nn.Parameter) -> None:
-        """Copy the parameter's gradient into the flat gradients; without a gradient, copy zeros."""
+    def collect(self, param: nn.Parameter) -> bool:
+        """Copy the parameter's gradient into the flat gradients; without one, copy zeros. Return whether it has one."""
         self._allocate()
-        if self.gradient is not None:  # from an earlier backward: this backward's is to be added to it
-            self._accumulated = self.gradient.clone() if self.keep_full_grads else self.gradient
-            self.gradient = None
+        if self.gradient is not None:
+            self._accumulate()
+        reduced = param.grad
+        if not isinstance(reduced, ReducedGradient):
+            self._drop(param)
+            return self.bucket.collect(param)
+        param.grad = reduced.added
         self.bucket.collect(param)
+        reduced.added, param.grad = param.grad, reduced
+        return True
+
+    def _accumulate(self) -> None:
+        """Set aside what earlier backwards reduced: the next reduction is to be added to it."""
+        self._accumulated = self.gradient.clone() if self.keep_full_grads else self.gradient
+        self.gradient = None
+        for param, shard in self.shards.items():
+            if shard.grad is not None:
+                shard.grad = self._gradient_of_shard(param, self._accumulated)
+
+    def _gradient_of_shard(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
+        return as_shard_gradient(self.slice_of_chunk(param, chunk), self.comm.size)
+
+    def _drop(self, param: nn.Parameter) -> None:
+        """Drop the reduced gradient of a parameter, if it has one."""
+        shard = self.shards[param]
+        if shard.grad is not None:
+            shard.grad.zero_()
+            shard.grad = None
+
+    def drop_discarded(self) -> None:
+        """Drop the reduced gradients of the parameters whose `.grad` was set to None since the reduction."""
+        for param in self.params:
+            if param.grad is None:
+                self._drop(param)
 
     def reduce(self, op: str, algorithm: str) -> Callable[[], None]:
         """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result."""
@@ -101,7 +138,7 @@ class ShardedBucket:
             out=flat[slice(*self.range)] if in_place else None,
         )
         for param in self.params:
-            param.grad = None
+            param.grad = self._reduced[param].added = None
         return lambda: self._store_reduced(handle.wait())
 
     @torch.no_grad()
@@ -116,6 +153,14 @@ class ShardedBucket:
             self.gradient = self.bucket.flat[slice(*self.range)]
             if self.gradient.data_ptr() != reduced.data_ptr():
                 self.gradient.copy_(reduced)
+
+    def write(self, used: set[nn.Parameter]) -> None:
+        """Set the `.grad` of the shards of `used` parameters."""
+        for param, shard in self.shards.items():
+            shard.grad = param.grad = None
+            if param in used:
+                shard.grad = self._gradient_of_shard(param, self.gradient)
+                param.grad = self._reduced[param]
 
     def discard_grads(self) -> None:
         """Drop the gradients."""

@@ -7,22 +7,22 @@ offload, and a state dict that can be loaded on another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.data_parallel import arguments, optimizer_state
 from minipar.data_parallel.buckets import make_buckets
 from minipar.data_parallel.chunk_optimizer import ChunkOptimizer
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.offload import memory_for
-from minipar.data_parallel.optimizer_state import full_state_dict, load_full_state_dict
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.unused_parameters import used_on_any_rank
-from minipar.errors import one_of
-from minipar.mesh import Placement, placement_of, set_placement
+from minipar.mesh import placement_of, set_placement
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -42,16 +42,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
     step           shard = optimizer_cls(shard, shard.grad)        then all-gather, while the next bucket is updated
 
     After a backward, gradients are in `shards`, a leaf tensor with a Placement per parameter: `shard.grad` (None where no
-    rank used the parameter). `param.grad` is then None. Under `no_sync()` they accumulate in `param.grad` instead.
-    Parameters in the order of registration fill the same buckets as in DDP, so the sums are bitwise DDP's. Parameters
-    that groups put in another order fill other buckets with other chunks: on 3 or more ranks, rounding differs.
+    rank used the parameter). `param.grad` is then a ReducedGradient, which only `zero_grad`, the optimizer's or the
+    model's, and later backwards can use. Under `no_sync()` gradients accumulate in `param.grad` instead.
+    Parameters added by `add_param_group`, or thawed before `zero_grad` or `step`, get buckets of their own. A parameter
+    written to (weights were loaded) gives its value to its master weight. Buffers are not the optimizer's: make them
+    equal on all ranks yourself.
+    Parameters in the order of registration fill the same buckets as in DDP, so the sums are bitwise DDP's with algorithm
+    "auto", "ring" or "halving_doubling". Parameters that groups put in another order fill other buckets with other chunks:
+    on 3 or more ranks, rounding differs.
 
     Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
     all-reduce of one byte per parameter. In all 2P elements, as DDP. Holds, in mixed precision with Adam, 4 + 12/p bytes
     per parameter in stage 1, and 2 + 14/p in stage 2. Backwards outside no_sync accumulate in the shards: M of them send
     (M+1)P elements, and the memory of stage 2 stays as above. Under no_sync, all but the last send nothing, so that M
     backwards send 2P, but full gradients are held.
-    Raises ValueError for a bad argument, RuntimeError where a parameter's storage was replaced.
+    Raises ValueError for a bad argument or a state that does not fit, TypeError for a copy, RuntimeError where a
+    parameter's storage was replaced, a later optimizer or DDP was made for it, or torch clips or unscales its gradient.
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7.
     """
 
@@ -74,75 +80,108 @@ class ZeroOptimizer(torch.optim.Optimizer):
         axis: str = "dp",
         **kwargs,
     ):
-        _check_arguments(stage, reduce, bucket_mb, first_bucket_mb)
+        if stage not in (1, 2):
+            raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
+        arguments.require_reduce(reduce)
         require_per_element(optimizer_cls, per_element)
         self.optimizer_cls, self.stage, self.reduce, self.algorithm = optimizer_cls, stage, reduce, algorithm
-        defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
-        super().__init__(params, defaults)
-        comm_of = (lambda _: comm) if isinstance(comm, Comm) else comm
-        _set_default_placements(self.param_groups)
-        every = [p for group in self.param_groups for p in group["params"]]
-        trained = [p for p in every if p.requires_grad]
-        for frozen in (p for p in every if not p.requires_grad):
-            frozen.data.copy_(comm_of(frozen).broadcast(frozen.data))
-        memory = memory_for(offload, folder)
-        self._chunks = []
-        for bucket in make_buckets(trained, comm_of, int(bucket_mb * 2**20), int(first_bucket_mb * 2**20)):
-            dtype = bucket.flat.dtype
-            wide = master_dtype or dtype
-            sharded = ShardedBucket(bucket, stage == 1, reduce_dtype or wide, axis)
-            self._chunks.append(ChunkOptimizer(sharded, optimizer_cls, self.param_groups, wide, memory))
-        self.buckets = [chunk.bucket for chunk in self._chunks]
-        self.reducer = GradientReducer(self.buckets, self._launch, self._finish)
-        self._comm_of = {p: bucket.comm for p, bucket in self.reducer.bucket_of.items()}
+        self._master_dtype, self._reduce_dtype, self._axis = master_dtype, reduce_dtype, axis
+        self._bucket_sizes = arguments.bucket_sizes(bucket_mb, first_bucket_mb)
+        self._comm_of = arguments.function_of_parameter(comm)
+        self._memory = memory_for(offload, folder)
+        self._chunks: list[ChunkOptimizer] = []
         self._unreduced = True
         self._pending: list[Callable[[], None]] = []
+        self.reducer = GradientReducer([], self._launch, self._finish, "ZeroOptimizer")
+        self.buckets: list[ShardedBucket] = self.reducer.buckets
+        self._begun = False
+        defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
+        super().__init__(params, defaults)
+        self._begun = True
+        self._shard(self.param_groups)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group, in buckets of its own. Every rank must call it."""
+        super().add_param_group(param_group)
+        if self._begun:  # torch calls this for the first groups too, one by one
+            self._shard(self.param_groups[-1:])
+
+    @torch.no_grad()
+    def _shard(self, groups: list[dict]) -> None:
+        """Give the groups' parameters rank 0's values and, where they are trained, buckets."""
+        arguments.place_by_number(self.param_groups)
+        params = [p for group in groups for p in group["params"]]
+        arguments.require_whole(params, "ZeroOptimizer")
+        for frozen in (p for p in params if not p.requires_grad):
+            frozen.copy_(self._comm_of(frozen).broadcast(frozen))
+        self._shard_trained()
+
+    def _shard_trained(self) -> None:
+        """Shard the trained parameters that are in no bucket: at first all, later those of a new group, or thawed."""
+        self.reducer.check()
+        params = self._trained_without_bucket()
+        for bucket in make_buckets(params, self._comm_of, *self._bucket_sizes):
+            wide = self._master_dtype or bucket.flat.dtype
+            sharded = ShardedBucket(bucket, self.stage == 1, self._reduce_dtype or wide, self._axis)
+            chunk = ChunkOptimizer(sharded, self.optimizer_cls, self.param_groups, wide, self._memory)
+            self._chunks.append(chunk)
+            self._unreduced = True
+        self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
+
+    def _trained_without_bucket(self) -> list[nn.Parameter]:
+        params = [p for group in self.param_groups for p in group["params"]]
+        return [p for p in params if p.requires_grad and p not in self.reducer.bucket_of]
 
     @property
     def shards(self) -> list[Tensor]:
         """This rank's part of each trained parameter, in the order of the parameters: take gradient norms of these."""
+        for param in self._trained_without_bucket():
+            if param.grad is not None:
+                raise RuntimeError(f"{placement_of(param).name} was thawed after zero_grad(); thaw it before")
+        for bucket in self.buckets:
+            bucket.drop_discarded()
         params = [p for group in self.param_groups for p in group["params"]]
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The shards: see `OptimizerInterface`."""
-        return self.shards
+    tensors = shards  # in `OptimizerInterface`
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
         """Yield each shard, or its master copy, and its optimizer state, to be read or replaced by tensors of its shape."""
         for chunk in self._chunks:
+            chunk.refresh_masters()
             for param, master in chunk.masters.items():
                 set_placement(master, placement_of(chunk.bucket.shards[param]))
                 yield master, chunk.optimizer.state[master]
 
     # Gradients ------------------------------------------------------------------------------------------------
 
-    def no_sync(self):
+    def no_sync(self) -> AbstractContextManager[None]:
         """A context whose backwards only accumulate full gradients; the next one outside, or `step`, reduces the sum."""
+        self.reducer.check()
         self._unreduced = True
         return self.reducer.no_sync()
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
+        self._shard_trained()
         self.reducer.synchronize()
 
     def reduce_pending(self) -> None:
         """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`."""
+        self._shard_trained()
         if self._unreduced:
             self.synchronize()
+        for bucket in self.buckets:
+            bucket.drop_discarded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._shard_trained()
         super().zero_grad(set_to_none)
         self._unreduced = True
         if set_to_none:
-            self.reducer.used.clear()
             for bucket in self.buckets:
                 bucket.discard_grads()
-        for shard in self.shards:
-            if shard.grad is not None:
-                shard.grad.zero_()
 
     def _launch(self, bucket: ShardedBucket) -> None:
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
@@ -152,13 +191,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _finish(self) -> None:
         """Wait for the reduce-scatters, and set the shards' `.grad`."""
-        used = self.reducer.used = used_on_any_rank(self._comm_of, self.reducer.used, self.algorithm)
+        comms = {p: bucket.comm for p, bucket in self.reducer.bucket_of.items()}
+        used = used_on_any_rank(comms, self.reducer.used, self.algorithm)
         waits, self._pending = self._pending, []
         for wait in waits:
             wait()
         for bucket in self.buckets:
-            for param, shard in bucket.shards.items():
-                shard.grad = bucket.slice_of_chunk(param, bucket.gradient) if param in used else None
+            bucket.write(used)
         self._unreduced = False
 
     # The step -------------------------------------------------------------------------------------------------
@@ -170,6 +209,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.reducer.check()
         for bucket in self.buckets:
             bucket.check()
         self.reduce_pending()
@@ -185,39 +225,25 @@ class ZeroOptimizer(torch.optim.Optimizer):
             handle.wait()
         return loss
 
+    # Its state ------------------------------------------------------------------------------------------------
+
     def full_state_dict(self) -> dict:
         """Return the state dict that `optimizer_cls` on one process would have, on every rank, plus "master" weights."""
-        return full_state_dict(self._chunks, self.param_groups)
+        return optimizer_state.full_state_dict(self._chunks, self.param_groups)
 
     def load_full_state_dict(self, full: dict) -> None:
-        """Load a full state, made on any number of ranks or by `optimizer_cls` itself. Load the parameters first."""
-        load_full_state_dict(self._chunks, self.param_groups, full)
+        """Load a full state, made on any number of ranks or by `optimizer_cls` itself. Load the parameters too."""
+        optimizer_state.load_full_state_dict(self._chunks, self.param_groups, full)
 
     def state_dict(self) -> dict:
-        """Return this rank's part only, to be loaded by the same rank of the same number of ranks."""
-        return {"chunks": [chunk.optimizer.state_dict() for chunk in self._chunks]}
+        """Return this rank's part of the state, options and master weights included; nothing is sent."""
+        return optimizer_state.own_state_dict(self._chunks, self.param_groups)
 
-    def load_state_dict(self, state: dict) -> None:
-        for chunk, own in zip(self._chunks, state["chunks"]):
-            chunk.optimizer.load_state_dict(own)
-            chunk.offload_state()
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load `state_dict()` of the same rank, number of ranks and buckets. Load the parameters too."""
+        optimizer_state.load_own_state_dict(self._chunks, self.param_groups, state_dict)
 
-
-def _set_default_placements(groups: list[dict]) -> None:
-    """Give each parameter without a Placement one, under its name in its group or, where it has none, its number."""
-    number = 0
-    for group in groups:
-        names = group.get("param_names") or [f"parameter {number + i}" for i in range(len(group["params"]))]
-        for name, param in zip(names, group["params"]):
-            if getattr(param, "placement", None) is None:
-                set_placement(param, Placement.whole(name, param.shape))
-        number += len(group["params"])
-
-
-def _check_arguments(stage, reduce, bucket_mb, first_bucket_mb) -> None:
-    if stage not in (1, 2):
-        raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
-    if reduce not in ("mean", "sum"):
-        raise ValueError(f"reduce={reduce!r} is unknown; use {one_of(('mean', 'sum'))}")
-    if not bucket_mb > 0 or not first_bucket_mb > 0:
-        raise ValueError(f"bucket_mb={bucket_mb} and first_bucket_mb={first_bucket_mb} must be above 0")
+    def __reduce_ex__(self, protocol):
+        arguments.refuse_copy(
+            "a ZeroOptimizer", "keep its state_dict() or full_state_dict(), and make another"
+        )

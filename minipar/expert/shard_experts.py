@@ -35,9 +35,11 @@ def expert_parallel(
 
     Call it before or after `tensor_parallel`, but before `DDP`, `FSDP` and optimizers. A stage without mixtures is
     unchanged. Sends, per mixture, what `AllToAll` sends. Raises ValueError where ep does not divide num_experts or experts
-    are already sharded, before anything is changed; or where node_size does not divide ep.
+    are already sharded, or node_size does not divide ep, before anything is changed.
     """
     layers = list(moe_layers(model))
+    if node_size is not None:
+        require_divides("node_size", node_size, "ep", comm.size)
     for _, moe in layers:
         require_divides("ep", comm.size, "num_experts", moe.options.num_experts)
         if moe.experts.gate.shape[0] != moe.options.num_experts:

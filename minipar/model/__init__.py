@@ -23,9 +23,11 @@ aux_loss.py           losses that balance the experts' load, and routing metrics
 init.py               initial weights from the seed and a parameter's name
 moe.py                a mixture of experts
 block.py              one layer
+vocabulary.py         the check that tokens are in the vocabulary
 transformer.py        the whole model, a stage of it, and the loss
 cache.py              the key/value cache
 sampling.py           text generation
+huggingface.py        Hugging Face's Llama, read by this model's names
 """
 
 import lazy_loader

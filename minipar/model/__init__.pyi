@@ -11,6 +11,7 @@ from .deferrable_linear import WeightGradients as WeightGradients
 from .deferrable_linear import defer_weight_gradients as defer_weight_gradients
 from .deferrable_linear import linear as linear
 from .flash import flash_attention as flash_attention
+from .huggingface import from_huggingface as from_huggingface
 from .init import initial_weight as initial_weight
 from .init import initialize as initialize
 from .mlp import SwiGLU as SwiGLU

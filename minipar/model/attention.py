@@ -25,12 +25,12 @@ def plain_attention(
     causal     the queries are the last T of the S tokens: query i sees keys 0 ... S - T + i
     positions  None, or [T] or [B, T]   each token's position in its document; a token sees only its own document
 
-    Keeps B*H*T*S probabilities for the backward.
+    Keeps B*H*T*S probabilities for the backward. Raises ValueError for positions without causal, as the other cores do.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if causal:
+    if causal or positions is not None:
         hidden = single_process_mask(q.shape[2], k.shape[2], causal, positions).hidden()
         scores = scores.masked_fill(hidden.to(q.device), -math.inf)
     return scores.softmax(-1) @ v

@@ -19,8 +19,11 @@ ATTENTION_SITE, MLP_SITE = 0, 1  # which of a layer's two dropout masks
 class Block(nn.Module):
     """Pre-norm residual block: add attention over the tokens so far, then the MLP of each token.
 
-    x, y       [B, T, D]
-    positions  [T] or [B, T]    sample_ids  [B]
+    x, y        [B, T, D]
+    positions   [T] or [B, T]  for rotary embeddings and attention's mask: each token's position in its document
+    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None: the
+                positions, which are the same where a sample is one document
+    sample_ids  [B]            each row's number in the step's batch, which keys them too
 
     h = x + dropout(attention(norm(x)))
     y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses are attached to y
@@ -42,25 +45,30 @@ class Block(nn.Module):
         else:
             self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
 
-    def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0, indices: Tensor | None = None
+    ) -> Tensor:
+        indices = positions if indices is None else indices
         if self.overrides.call is not None:
-            return self.overrides.call(self._forward, x, positions, sample_ids, step)
-        return self._forward(x, positions, sample_ids, step)
+            return self.overrides.call(self._forward, x, positions, indices, sample_ids, step)
+        return self._forward(x, positions, indices, sample_ids, step)
 
-    def _forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def _forward(
+        self, x: Tensor, positions: Tensor, indices: Tensor, sample_ids: Tensor, step: int
+    ) -> Tensor:
         dropout = self.overrides.dropout or self.dropout
         attention_out = self.attention(self.attention_norm(x), positions)
-        x = x + dropout(attention_out, ATTENTION_SITE, positions, sample_ids, step)
-        mlp_out = self._feed_forward(self.mlp_norm(x), positions, sample_ids, step)
-        return x + dropout(mlp_out, MLP_SITE, positions, sample_ids, step)
+        x = x + dropout(attention_out, ATTENTION_SITE, indices, sample_ids, step)
+        mlp_out = self._feed_forward(self.mlp_norm(x), indices, sample_ids, step)
+        return x + dropout(mlp_out, MLP_SITE, indices, sample_ids, step)
 
-    def _feed_forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def _feed_forward(self, x: Tensor, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not isinstance(self.mlp, MoE):
             return self.mlp(x)
-        y, metrics = self.mlp(x, positions, sample_ids, step)
+        y, metrics = self.mlp(x, indices, sample_ids, step)
         return attach_aux_loss(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
-    def dropout(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def dropout(self, x: Tensor, site: int, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not (self.training and self.dropout_rate > 0):
             return x
-        return counter_dropout(x, self.dropout_rate, self.seed, step, self.layer, site, sample_ids, positions)
+        return counter_dropout(x, self.dropout_rate, self.seed, step, self.layer, site, sample_ids, indices)

@@ -16,23 +16,23 @@ def dropout(
     layer: int,
     site: int,
     sample_ids: Tensor,
-    positions: Tensor,
+    indices: Tensor,
     feature_offset: int = 0,
 ) -> Tensor:
     """Zero each element with probability p and divide the others by 1 - p, by a counter-based mask.
 
     x, y        [B, T, D]
     sample_ids  [B]            each row's number in the step's batch
-    positions   [T] or [B, T]  each token's position in its sample
+    indices     [T] or [B, T]  each token's index in its sample, whatever documents the sample holds
     feature_offset             the global index of x's first feature, where features are split over ranks
 
-    y = x / (1 - p) where hash(seed, step, layer, site, sample, position, feature) >= p * 2^32, else 0
+    y = x / (1 - p) where hash(seed, step, layer, site, sample, index, feature) >= p * 2^32, else 0
 
     A rank that holds any part of the batch computes that part of the same mask; there is no generator state to
     synchronize. Keeps the mask, 1 byte per element, for the backward.
     Source: counter-based generators, Salmon et al., SC 2011; the mixer is MurmurHash3's 32-bit finaliser.
     """
-    mask = keep_mask(x.shape[-1], p, (seed, step, layer, site), sample_ids, positions, feature_offset)
+    mask = keep_mask(x.shape[-1], p, (seed, step, layer, site), sample_ids, indices, feature_offset)
     return torch.where(mask, x * (1 / (1 - p)), 0.0)
 
 
@@ -41,27 +41,27 @@ def keep_mask(
     p: float,
     key: tuple[int, ...],
     sample_ids: Tensor,
-    positions: Tensor,
+    indices: Tensor,
     feature_offset: int = 0,
 ) -> Tensor:
     """Return the mask of kept elements, bool [B, T, D]; arguments as in `dropout`, key = (seed, step, layer, site)."""
-    return _hash(num_features, key, sample_ids, positions, feature_offset) >= round(p * 2**32)
+    return _hash(num_features, key, sample_ids, indices, feature_offset) >= round(p * 2**32)
 
 
-def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor) -> Tensor:
+def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor) -> Tensor:
     """Return numbers uniform in (0, 1), float64 [B, T, num_features], by the same hash; key = (seed, step, layer, site)."""
-    return (_hash(num_features, key, sample_ids, positions) + 0.5) / 2**32
+    return (_hash(num_features, key, sample_ids, indices) + 0.5) / 2**32
 
 
 def _hash(
-    num_features: int, key: tuple[int, ...], sample_ids: Tensor, positions: Tensor, feature_offset: int = 0
+    num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor, feature_offset: int = 0
 ) -> Tensor:
     """Return a 32-bit hash for each element of [B, T, num_features]."""
     state = 0
     for word in key:
         state = _mix(_mix(state, word & _LOW_32), word >> 32)
-    tokens = _mix(_mix(state, sample_ids)[:, None], positions)
-    features = torch.arange(feature_offset, feature_offset + num_features, device=positions.device)
+    tokens = _mix(_mix(state, sample_ids)[:, None], indices)
+    features = torch.arange(feature_offset, feature_offset + num_features, device=indices.device)
     return _mix(tokens[..., None], features)
 
 

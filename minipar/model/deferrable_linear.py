@@ -46,8 +46,9 @@ class WeightGradients:
 
     def run(self) -> None:
         """Compute every entry and add it to its weight's gradient."""
-        for product in self.pop_all():
-            product()
+        products = self.pop_all()
+        while products:
+            products.pop(0)()  # removed from the list, so that its tensors are freed
 
     def __len__(self) -> int:
         return len(self._products)

@@ -62,7 +62,8 @@ class MoE(nn.Module):
     """Experts in place of an MLP: y_t = sum over token t's kept choices of weight * expert(x_t), + shared(x_t).
 
     x, y        [B, T, D] or [T, D]
-    positions   [T] or [B, T]    sample_ids  [B]    step     as in `Transformer`: they key the jitter and the noise
+    indices     [T] or [B, T]  each token's index in its sample; with sample_ids [B] and step, as in `Transformer`, they
+                key the jitter and the noise
     hidden_dim  each expert's width; options are `MoEConfig`'s
     num_groups  None or, where calls get parts of a batch, the whole batch's number of routing groups: auxiliary losses are
                 means over these, so that the parts' losses sum to the whole batch's
@@ -116,19 +117,19 @@ class MoE(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        indices: Tensor | None = None,
         sample_ids: Tensor | None = None,
         step: int = 0,
     ) -> tuple[Tensor, MoEMetrics]:
         if x.dim() == 2:
-            y, metrics = self(x[None], positions, sample_ids, step)
+            y, metrics = self(x[None], indices, sample_ids, step)
             return y[0], metrics
         if self.overrides.gather_tokens is not None:
             x = self.overrides.gather_tokens(x)
         B, T, D = x.shape
-        positions = torch.arange(T, device=x.device) if positions is None else positions
+        indices = torch.arange(T, device=x.device) if indices is None else indices
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
-        logits = self.router(x, positions, sample_ids, step)
+        logits = self.router(x, indices, sample_ids, step)
         groups = RoutingGroups(B, T, self.options.group_tokens or max(1, T))
         routing = self.route(logits, groups)
         y = self._apply_experts(self._copy_input(x).reshape(-1, D), routing, groups).view(B, T, D)
@@ -154,7 +155,7 @@ class MoE(nn.Module):
             scores = logits if self.balance_bias is None else probs + self.balance_bias
             expert, weight = token_choice(probs, scores.detach(), options.top_k)
             expert, weight = groups.split(expert, fill=E), groups.split(weight)
-            priority = weight.detach() if options.drop_order == "weight" else None
+            priority = weight.detach().log() if options.drop_order == "weight" else None
             place = position_in_expert(expert, E, priority)
         kept = (expert < E) & (place < capacity)
         load, kept_load = (

@@ -8,6 +8,7 @@ records have slots: assigning a point that is not declared here raises Attribute
     param.data            by views of flat buckets                                                     ZeRO
     num_heads             of an Attention, and num_kv_heads, by the heads that this rank computes      tensor_parallel
     deferred              of a layer, by a queue for its weight gradients (deferrable_linear.py)       pipeline
+    forward               of a unit, by itself between two hooks                                       FSDP
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TransformerOverrides:
                        tensor_parallel: logits [B, T, V/tp] are gathered for the caller, and never for the loss
     sequence_length    (x) -> tokens per sample, given this stage's input
                        tensor_parallel: under sequence parallelism, stages exchange shards [B, T/tp, D]
-    default_positions  (T, device) -> [T], where the caller gives no positions
+    default_positions  (T, device) -> [T], each token's index in its sample: its position where the caller gives none
                        context_parallel: this rank's tokens are not the first T; cache.py: the tokens follow earlier ones
     """
 
@@ -42,8 +43,8 @@ class BlockOverrides:
 
     call     (forward, *args) -> forward's result: a wrapper around the block's whole forward
              recompute: activation checkpointing; relocate_activations: saved tensors sharded over tp, or in CPU memory
-    dropout  (x, site, positions, sample_ids, step) -> x
-             tensor_parallel: under sequence parallelism x holds this rank's tokens, and `positions` those of all tp ranks
+    dropout  (x, site, indices, sample_ids, step) -> x
+             tensor_parallel: under sequence parallelism x holds this rank's tokens, and `indices` those of all tp ranks
     """
 
     call: Callable | None = None

@@ -2,9 +2,14 @@
 
 A router scores every expert for every token. Then either each token takes its best experts (`token_choice`), or each
 expert takes its best tokens (`expert_choice`). Ties go to the expert, or the token, of the lower number.
+
+Equal tokens have equal scores, and so have experts that started equal, but for rounding, which depends on the mesh:
+`tie_ranks` makes ties of them, so that every mesh chooses alike.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +28,7 @@ class Router(Linear):
 
     jitter > 0   in training, x is first *multiplied* by uniform numbers from [1 - jitter, 1 + jitter]
     noisy        in training, logits + normal * softplus(x w_noise^T): the noise's width is learned
-    `layer` and `seed` key the random numbers, which depend on sample, position and step, not on the rank that draws them.
+    `layer` and `seed` key the random numbers, which depend on sample, index and step, not on the rank that draws them.
 
     Raises ValueError where a logit is nan or infinite.
     Source: arXiv:2101.03961, section 2.4 (float32) and appendix C (jitter); arXiv:1701.06538, equation 4 (noise).
@@ -37,9 +42,9 @@ class Router(Linear):
         self.jitter, self.layer, self.seed = jitter, layer, seed
         self.noise = Linear(dim, num_experts, device=device, dtype=wide) if noisy else None
 
-    def forward(self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
+    def forward(self, x: Tensor, indices: Tensor, sample_ids: Tensor, step: int = 0) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        where = step, positions, sample_ids
+        where = step, indices, sample_ids
         if self.training and self.jitter > 0:
             x = x * (1 + self.jitter * (2 * self._uniform(x.shape[-1], JITTER_SITE, *where).to(x.dtype) - 1))
         logits = linear(x, self.weight.to(x.dtype), None, self.deferred)
@@ -51,9 +56,28 @@ class Router(Linear):
         return logits
 
     def _uniform(
-        self, num_features: int, site: int, step: int, positions: Tensor, sample_ids: Tensor
+        self, num_features: int, site: int, step: int, indices: Tensor, sample_ids: Tensor
     ) -> Tensor:
-        return uniform(num_features, (self.seed, step, self.layer, site), sample_ids, positions)
+        return uniform(num_features, (self.seed, step, self.layer, site), sample_ids, indices)
+
+
+# In logits, or in shares of a probability. Rounding in float32 changes a score by about 1e-6, in float64 by much less.
+TIE_TOLERANCE = 2.0**-17
+
+
+def tie_ranks(scores: Tensor, dim: int) -> Tensor:
+    """Return each score's rank along `dim`, 0 for the largest.
+
+    scores, ranks  any shape; scores may be -inf
+
+    A score at most `TIE_TOLERANCE` below the next larger one has that one's rank. Rounding changes a rank only where it
+    moves a difference across the tolerance; scores rounded to a grid would change wherever equal scores lie at a
+    boundary of the grid.
+    """
+    ordered = scores.sort(dim=dim, descending=True)
+    larger = ordered.values.roll(1, dim)  # the first is compared with the last, and is not smaller
+    ranks = (larger - ordered.values > TIE_TOLERANCE).cumsum(dim)
+    return torch.empty_like(ranks).scatter_(dim, ordered.indices, ranks)
 
 
 def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
@@ -66,7 +90,7 @@ def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Ten
 
     Source: arXiv:2101.03961, equation 2; GShard, arXiv:2006.16668, section 2.2.
     """
-    expert = scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
+    expert = tie_ranks(scores, dim=-1).sort(dim=-1, stable=True).indices[..., :top_k]
     weight = probs.gather(-1, expert)
     return expert, weight if top_k == 1 else weight / weight.sum(-1, keepdim=True)
 
@@ -75,14 +99,14 @@ def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None
     """Return each choice's position in its expert's queue, counted from 0 within its group.
 
     expert    [N, g, k]   `num_experts` for no expert
-    priority  [N, g, k]   larger comes first; None: by token position, and for one token in the order of its choices
+    priority  [N, g, k]   larger comes first; None: by token position, as for equal priorities
 
     Queued by position, a token's place does not depend on later tokens: routing is causal. By priority it is not.
     Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 4.1 (batch prioritized routing).
     """
     queue = expert.flatten(1)
     if priority is not None:
-        order = priority.flatten(1).sort(dim=-1, descending=True, stable=True).indices
+        order = tie_ranks(priority.flatten(1), dim=1).sort(dim=1, stable=True).indices
         queue = queue.gather(1, order)
     before = F.one_hot(queue, num_experts + 1).cumsum(1) - 1
     place = before.gather(2, queue[..., None])[..., 0]
@@ -103,7 +127,11 @@ def expert_choice(probs: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, T
     Source: arXiv:2202.09368, section 3.2.
     """
     num_experts = probs.shape[-1]
-    ranked = probs.masked_fill(~real[..., None], -1).sort(dim=1, descending=True, stable=True).indices
+    ranked = (
+        tie_ranks(probs.log().masked_fill(~real[..., None], -math.inf), dim=1)
+        .sort(dim=1, stable=True)
+        .indices
+    )
     place = torch.empty_like(ranked)
     place.scatter_(1, ranked, torch.arange(probs.shape[1], device=probs.device)[:, None].expand_as(ranked))
     taken = (place < capacity) & real[..., None]

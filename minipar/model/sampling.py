@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minipar.model.cache import caching
 from minipar.model.model_config import ModelConfig
+from minipar.model.vocabulary import check_vocabulary
 
 
 @torch.no_grad()
@@ -70,10 +71,5 @@ def checked_prompt(config: ModelConfig, prompt_tokens, num_tokens: int, temperat
         raise ValueError(
             f"num_tokens={num_tokens} and temperature={temperature} must not be negative; use 0 or more"
         )
-    vocab_size = config.vocab_size
-    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
-        raise ValueError(
-            f"prompt_tokens range from {tokens.min()} to {tokens.max()}; vocab_size={vocab_size} "
-            f"allows 0 to {vocab_size - 1}"
-        )
+    check_vocabulary("prompt_tokens", tokens, config.vocab_size)
     return tokens

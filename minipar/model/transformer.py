@@ -17,6 +17,7 @@ from minipar.model.init import initialize
 from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import TransformerOverrides
+from minipar.model.vocabulary import check_vocabulary
 
 IGNORE_INDEX = -100  # a target with this value does not count in the loss
 
@@ -27,9 +28,11 @@ class Transformer(nn.Module):
     first       the stage has the embedding: its input is tokens [B, T] int64; else hidden [B, T, D]
     layers      layer numbers in the whole model, ascending; None: all
     last        the stage has the final norm and the head: its output is logits [B, T, V]; else hidden [B, T, D]
-    positions   [T] or [B, T]  each token's position in its sample; default 0 ... T-1
+    positions   [T] or [B, T]  each token's position in its sample, or with `config.documents` in its document; default
+                               0 ... T-1
     sample_ids  [B]            each row's number in the step's batch; default 0 ... B-1
-    step        the training step; with positions, sample_ids and `seed` it keys dropout and the routers' noise
+    step        the training step; with `seed`, sample_ids and each token's index in its sample, it keys dropout and the
+                routers' noise
     targets     [B, T] int64; given these, the last stage returns the sum of cross-entropies instead of the logits
 
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
@@ -39,6 +42,7 @@ class Transformer(nn.Module):
     that is not the first holds a copy of the embedding under the name head.weight, listed in `tied_copies`.
 
     Every stage starts from the same weights as the whole model. On device="meta" no weights are filled.
+    Raises ValueError where shapes do not fit, or tokens or targets are not in the vocabulary.
     """
 
     def __init__(
@@ -89,17 +93,15 @@ class Transformer(nn.Module):
     ) -> Tensor:
         self._check_input(x)
         B, T = x.shape[0], self.sequence_length(x)
-        if positions is None:
-            positions = (self.overrides.default_positions or self.default_positions)(T, x.device)
-        elif self.config.num_experts:
-            check_whole_groups(positions, self.config.group_tokens)
+        indices = self._indices(T, x.device, positions)
+        positions = indices if positions is None else positions
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         _check_shape("positions", positions, [(T,), (B, T)])
         _check_shape("sample_ids", sample_ids, [(B,)])
         if self.first:
             x = self.embedding(x)
         for block in self.layers.values():
-            x = block(x, positions, sample_ids, step)
+            x = block(x, positions, sample_ids, step, indices)
         if not self.last:
             return x
         x = self.norm(x)
@@ -112,8 +114,16 @@ class Transformer(nn.Module):
         return logits if targets is None else cross_entropy_sum(logits, targets)
 
     def default_positions(self, T: int, device) -> Tensor:
-        """Return each token's position in its sample, where the caller gives none."""
+        """Return each token's index in its sample."""
         return torch.arange(T, device=device)
+
+    def _indices(self, T: int, device, positions: Tensor | None) -> Tensor:
+        """Return each token's index in its sample: its given position, unless positions start anew with each document."""
+        if positions is None or self.config.documents:
+            return (self.overrides.default_positions or self.default_positions)(T, device)
+        if self.config.num_experts:
+            check_whole_groups(positions, self.config.group_tokens)
+        return positions
 
     def sequence_length(self, x: Tensor) -> int:
         """Return the number of tokens per sample, given this stage's input."""
@@ -178,6 +188,8 @@ class Transformer(nn.Module):
     def _check_input(self, x: Tensor) -> None:
         if self.first and (x.dim() != 2 or x.dtype != torch.int64):
             raise ValueError(f"tokens are {_describe(x)}; this stage embeds int64 tokens [B, T]")
+        if self.first:
+            check_vocabulary("tokens", x, self.config.vocab_size)
         if not self.first and (x.dim() != 3 or x.shape[2] != self.config.dim or not x.is_floating_point()):
             raise ValueError(
                 f"hidden is {_describe(x)}; this stage takes floats [B, T, dim={self.config.dim}]"
@@ -193,7 +205,10 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum logsumexp(logits) - logits[target] over the targets that are not -100, in float32 or wider.
 
     logits [..., V]    targets [...] int64
+
+    Raises ValueError where a target is not in the vocabulary.
     """
+    check_vocabulary("targets", targets, logits.shape[-1], IGNORE_INDEX)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 

@@ -77,6 +77,7 @@ class Pipeline:
         count: int | Tensor | None = None,
         per_sample: dict[str, Tensor] | None = None,
         stage_kwargs: dict[str, Any] | None = None,
+        loss_scale: float = 1.0,
     ) -> Tensor | None:
         """Add the gradients of one batch to `.grad`; return the loss on the last stage's rank, None on the others.
 
@@ -87,10 +88,11 @@ class Pipeline:
                       batch, give each the whole batch's count: their losses and gradients then sum to the whole's
         per_sample    keyword arguments of this rank's stages that are cut like the batch, such as `sample_ids`
         stage_kwargs  keyword arguments passed whole, such as `positions` and `step`
+        loss_scale    multiplies the gradients, not the loss that is returned
 
         A Transformer without `sample_ids` gets 0 ... B-1.
         """
-        step = self._prepared(inputs, targets, count, per_sample, stage_kwargs)
+        step = self._prepared(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
         try:
             loss = step.run(self._program)
@@ -120,9 +122,9 @@ class Pipeline:
             for stage in self.stages.values():
                 stage.end()
 
-    def _prepared(self, inputs, targets, count=None, per_sample=None, stage_kwargs=None) -> _Step:
+    def _prepared(self, inputs, targets, count=None, per_sample=None, stage_kwargs=None, scale=1.0) -> _Step:
         batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
-        return _Step(self, batch, self._divisor(targets, count))
+        return _Step(self, batch, self._divisor(targets, count), scale)
 
     def forget_shapes(self) -> None:
         """Allow the next step's outputs to have other shapes than the last step's. Call it on every rank."""
@@ -151,8 +153,8 @@ class Pipeline:
 class _Step:
     """One run of the program, with the results not consumed yet: each is consumed once."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None):
-        self._pipeline, self._batch, self._divisor = pipeline, batch, divisor
+    def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None, loss_scale: float):
+        self._pipeline, self._batch, self._divisor, self._loss_scale = pipeline, batch, divisor, loss_scale
         self._results: dict[Action, Tensor] = {}
         self._loss: Tensor | None = None
         self._last = pipeline.schedule.num_stages - 1
@@ -221,7 +223,7 @@ class _Step:
         if number < self._last:
             gradient = self._results.pop(Action("I", number + 1, k))
         else:
-            gradient = torch.ones_like(self._loss)
+            gradient = torch.full_like(self._loss, self._loss_scale)
         gradient = stage.backward(k, gradient)
         if number:
             self._results[Action("I", number, k)] = gradient

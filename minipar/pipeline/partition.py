@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from minipar.errors import require_positive
-from minipar.model import Transformer
+from minipar.model import Block, MoE, Transformer
 
 
 def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:
@@ -28,19 +28,31 @@ def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None
 
 
 def layer_costs(model: Transformer) -> list[float]:
-    """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix.
+    """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix it meets.
 
-    Attention adds dim * max_seq_len per layer: two products, each over max_seq_len / 2 keys on average. The
-    embedding, which copies a row, adds dim to the first layer; the head adds its matrix to the last.
+    Of E experts, a token meets top_k; under expert choice, E * capacity / group on average. Attention adds
+    dim * max_seq_len per layer: two products, each over max_seq_len / 2 keys on average. The embedding, which copies a
+    row, adds dim to the first layer; the head adds its matrix to the last.
     """
     config = model.config
-    costs = [
-        float(config.dim * config.max_seq_len + sum(w.numel() for w in layer.parameters() if w.dim() > 1))
-        for layer in model.layers.values()
-    ]
+    attention = config.dim * config.max_seq_len
+    costs = [attention + _active_elems(layer, config.max_seq_len) for layer in model.layers.values()]
     costs[0] += config.dim
     costs[-1] += config.dim * config.vocab_size
     return costs
+
+
+def _active_elems(layer: Block, seq_len: int) -> float:
+    """The elements of the layer's weight matrices that multiply a token."""
+    elems = float(sum(w.numel() for w in layer.parameters() if w.dim() > 1))
+    if not isinstance(layer.mlp, MoE):
+        return elems
+    options, experts = layer.mlp.options, sum(w.numel() for w in layer.mlp.experts.parameters())
+    share = options.top_k / options.num_experts
+    if options.router == "expert_choice":
+        group = options.group_tokens or seq_len
+        share = options.capacity(group) / group
+    return elems - experts * (1 - share)
 
 
 def balance(costs: Sequence[float], num_stages: int) -> list[range]:

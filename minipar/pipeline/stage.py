@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients
+from minipar.model.overrides import GradientSync
 
 Product = Callable[[], None]
 
@@ -41,7 +42,7 @@ class Stage:
         self._left = num_microbatches
         self._reduced = False  # did the last backward reduce the gradients?
         self._sync = ExitStack()
-        if hasattr(self.module, "no_sync"):
+        if isinstance(self.module, GradientSync):
             self._sync.enter_context(self.module.no_sync())
 
     def forward(self, microbatch: int, x: Tensor, kwargs: dict, finish: Callable | None = None) -> Tensor:
@@ -92,7 +93,7 @@ class Stage:
     def synchronize(self) -> None:
         """Sum the gradients over replicas, if the module is wrapped in data parallelism and its last backward did not."""
         self._sync.close()
-        if hasattr(self.module, "synchronize") and not self._reduced:
+        if isinstance(self.module, GradientSync) and not self._reduced:
             self.module.synchronize()
 
     def end(self) -> None:

@@ -1,10 +1,12 @@
-"""The environment variables that torchrun sets. Imports no torch."""
+"""What this process is: a rank of torchrun's, a rank of a local pool, or neither. Imports no torch."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 MAX_RANKS = 64  # in a local pool
+_RANK = "minipar rank "
 
 
 def under_torchrun() -> bool:
@@ -15,3 +17,13 @@ def under_torchrun() -> bool:
 def ranks_per_node() -> int:
     """Return the number of torchrun's ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def name_process(rank: int) -> None:
+    """Name this process, which is a rank of a local pool; `logging` shows the name as `processName`."""
+    multiprocessing.current_process().name = f"{_RANK}{rank}"
+
+
+def in_local_pool() -> bool:
+    """Return whether this process is a rank of a local pool. A child of a rank is not one."""
+    return multiprocessing.current_process().name.startswith(_RANK)

@@ -8,20 +8,23 @@ way, or a connection closed by a timeout, would spoil the next run.
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable
+from numbers import Integral, Real
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
 from minipar.comm.communicator import Comm
-from minipar.runtime.environment import MAX_RANKS, ranks_per_node
+from minipar.runtime.environment import MAX_RANKS, in_local_pool, ranks_per_node
+from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
 from minipar.runtime.serialization import dumps
+
+MAX_TIMEOUT_S = 366 * 24 * 3600  # clocks count nanoseconds in 64 bits
 
 
 def run(
@@ -38,36 +41,58 @@ def run(
     Raises ValueError for a bad argument or during another run, RankError where a rank raised, died, waited too long,
     is part of a deadlock, or left a send or a receive without its counterpart. The next run then starts new processes.
     """
-    backend = _check_request(fn, world_size, backend, timeout_s)
-    payload = _packed(fn, args)
+    backend, world_size = _check_request(fn, world_size, backend, timeout_s), int(world_size)
+    payload, turn = _packed(fn, args), object()
+    try:
+        if _turns.setdefault("run", turn) is not turn:
+            raise ValueError(
+                "run was called while another one is under way; call it again when that one has returned"
+            )
+        return _pool_of(world_size, backend).run(payload, world_size, float(timeout_s), on_report)
+    except BaseException:
+        if _turns.get("run") is turn and backend in _pools:
+            _pools.pop(backend).close()
+        raise
+    finally:
+        if _turns.get("run") is turn:
+            del _turns["run"]
+
+
+def _pool_of(world_size: int, backend: str) -> Pool:
+    """Return a pool of at least this size; start one where there is none, or a process of it has ended."""
     pool = _pools.get(backend)
-    if pool is not None and pool.busy:
-        raise ValueError(
-            "run was called while another one is under way; call it again when that one has returned"
-        )
     if pool is None or pool.size < world_size or not pool.alive():
         if pool is not None:
-            pool.close()
-        pool = _pools[backend] = Pool(world_size, backend)
-    try:
-        return pool.run(payload, world_size, timeout_s, on_report)
-    except BaseException:
-        _pools.pop(backend).close()
-        raise
+            _pools.pop(backend).close()
+        if _servers and not _servers[0].alive():
+            _servers.pop().close()
+        if not _servers:
+            _servers.append(ForkServer())
+        pool = _pools[backend] = Pool(_servers[0], world_size, backend)
+    return pool
 
 
 def shutdown() -> None:
-    """End every process of every pool."""
+    """End every process of every pool. The process that starts them stays, for the next run; it ends with this one."""
     while _pools:
         _pools.popitem()[1].close()
+
+
+def _end_all() -> None:
+    """End every process; in a forked child, which has copies of the connections, only let go of its parent's."""
+    shutdown()
+    while _servers:
+        _servers.pop().close()
+    _turns.clear()
 
 
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     """Return the world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
 
     Reads the rank, the world size and the rendezvous address from the environment that torchrun sets.
-    Raises ValueError where one is missing.
+    Raises ValueError where one is missing, or for a bad `timeout_s`.
     """
+    _check_timeout(timeout_s)
     missing = [
         name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
     ]
@@ -124,11 +149,12 @@ def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
 def _check_request(fn, world_size, backend, timeout_s) -> str:
     if not callable(fn):
         raise ValueError(f"fn={fn!r} cannot be called; give a function of (world, *args)")
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= MAX_RANKS:
+    if not _is_number(world_size, Integral) or not 1 <= world_size <= MAX_RANKS:
         raise ValueError(f"world_size={world_size!r} is not a number of local ranks; use 1 to {MAX_RANKS}")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s!r} must be above 0 seconds")
-    if multiprocessing.current_process().daemon:
+    _check_timeout(timeout_s)
+    if sys.platform == "win32":
+        raise ValueError("run starts no ranks on Windows; use the Windows Subsystem for Linux")
+    if in_local_pool():
         raise ValueError("run was called on a rank; a rank talks to the others through its Comm")
     if backend is None:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
@@ -140,6 +166,17 @@ def _check_request(fn, world_size, backend, timeout_s) -> str:
     return backend
 
 
+def _check_timeout(timeout_s) -> None:
+    if not _is_number(timeout_s, Real) or not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"timeout_s={timeout_s!r} is not a number of seconds above 0 and at most {MAX_TIMEOUT_S} (a year)"
+        )
+
+
+def _is_number(value, kind) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 def _packed(fn, args) -> bytes:
     try:
         return dumps((fn, args))
@@ -147,5 +184,10 @@ def _packed(fn, args) -> bytes:
         raise ValueError(f"{fn!r} and its arguments cannot travel to another process: {error}") from error
 
 
-_pools: dict[str, Pool] = {}  # by backend: the only state that outlives a call
-atexit.register(shutdown)
+# What outlives a call: the pools by backend, the process that starts their ranks, and whose turn it is to run.
+_pools: dict[str, Pool] = {}
+_servers: list[ForkServer] = []
+_turns: dict[str, object] = {}
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):  # not on Windows, where run refuses
+    os.register_at_fork(after_in_child=_end_all)

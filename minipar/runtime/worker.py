@@ -7,69 +7,52 @@ report what it waits for, and so that the rank ends as soon as the caller does.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import queue
-import random
-import shutil
 import signal
 import sys
 import threading
 import traceback
 from datetime import timedelta
-from typing import NamedTuple
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from minipar.comm import Comm, PeerLost
+from minipar.comm import Comm, PeerLost, native
 from minipar.comm.grouped import Grouped
-from minipar.comm.messages import MessageCounts
+from minipar.comm.messages import MessageCounts, PeerLate
 from minipar.comm.transport import Tagged, Transport
-from minipar.runtime.serialization import CallerEnvironment, CallerModules, dumps, is_own, loads
+from minipar.runtime.caller import CallerEnvironment, CallerModules
+from minipar.runtime.environment import name_process
+from minipar.runtime.protocol import STACK_SIGNAL, Failure, Job, Status
+from minipar.runtime.serialization import dumps, loads
+from minipar.runtime.stacks import inside_comm, main_stack, own_line
+from minipar.runtime.threads import busy_threads
+from minipar.runtime.torch_state import TorchState
 
 
-class Job(NamedTuple):
-    payload: bytes  # (fn, args)
-    world_size: int
-    run: int
-    timeout_s: float
-    environment: CallerEnvironment
+def main(pipe: int, stacks: int, rank: int, size: int, backend: str, folder: str) -> None:
+    """Run a rank's process: join the process group, then run one job after another.
 
-
-class Status(NamedTuple):
-    """The state of a rank: whether another rank blocks it, what it waits for, and its message counts."""
-
-    blocked: bool
-    where: str
-    counts: MessageCounts
-    line: str = ""  # innermost line of the caller's own code
-
-
-class Failure(NamedTuple):
-    traceback: str
-    secondary: bool  # a consequence of another rank's failure
-    summary: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        last = "".join(traceback.format_exception_only(error)).strip()
-        return cls(_trimmed_traceback(error), isinstance(error, PeerLost), f"failed too: {last}")
-
-
-def main(pipe, rank: int, size: int, backend: str, folder: str) -> None:
-    """Run a rank's process: join the process group, then run one job after another."""
-    # Ctrl-C reaches every process; only the caller handles it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipe    file descriptor of the connection to the caller
+    stacks  file descriptor into which a signal writes the main thread's stack, whatever that thread is doing
+    folder  where the ranks of the pool find each other
+    """
     _wake_without_preempting()
+    name_process(rank)
+    _take_over_output()
+    faulthandler.enable()  # a crash writes its stack to stderr
+    faulthandler.register(STACK_SIGNAL, file=stacks)
     jobs: queue.SimpleQueue = queue.SimpleQueue()
-    worker = Worker(pipe, rank, size)
-    threading.Thread(target=worker.listen, args=(jobs, folder), daemon=True).start()
-    sys.stdout, sys.stderr = _Lines(worker, "stdout"), _Lines(worker, "stderr")
+    worker = Worker(Connection(pipe), rank, size)
+    threading.Thread(target=worker.listen, args=(jobs,), daemon=True).start()
     try:
         worker.join(backend, folder)
     except Exception as error:
-        worker.tell("failed", Failure.of(error))
+        worker.tell("failed", _failure(error))
         return
     worker.tell("ready", None)
     while True:
@@ -81,7 +64,7 @@ class Worker:
         self.rank, self.size = rank, size
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._modules = CallerModules()
+        self._modules, self._torch = CallerModules(), TorchState()
         self._groups: dict = {}  # process groups, kept as long as the process runs
         self._transport: Transport | None = None
 
@@ -89,8 +72,11 @@ class Worker:
         with self._sending, contextlib.suppress(OSError):  # the caller has ended
             self._pipe.send_bytes(dumps((what, value)))
 
-    def listen(self, jobs: queue.SimpleQueue, folder: str) -> None:
-        """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes."""
+    def listen(self, jobs: queue.SimpleQueue) -> None:
+        """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes.
+
+        The fork server ends the process then, too; here it ends even where that server was killed.
+        """
         try:
             while True:
                 message = loads(self._pipe.recv_bytes())
@@ -99,8 +85,7 @@ class Worker:
                 else:
                     self.tell("status", self.status())
         except (EOFError, OSError):
-            shutil.rmtree(folder, ignore_errors=True)  # a caller that was killed has not deleted it
-            os._exit(0)
+            os.killpg(os.getpgrp(), signal.SIGKILL)
 
     def join(self, backend: str, folder: str) -> None:
         """Join the process group through a file. gloo listens on loopback only, so no port opens to the network."""
@@ -120,14 +105,14 @@ class Worker:
         try:
             answer = "done", (dumps(self._call(job)), self._transport.counts())
         except BaseException as error:
-            answer = "failed", Failure.of(error)
+            answer = "failed", _failure(error)
         sys.stdout.flush()
         sys.stderr.flush()
         self.tell(*answer)
 
     def _call(self, job: Job):
         self._take_over(job.environment)
-        _reset_torch()
+        self._torch.reset()
         self._transport = self._make_transport(
             self.group, tuple(range(self.size)), self.rank, self.device, job.timeout_s, run=job.run,
             report=lambda value: self.tell("report", value), groups=self._groups,
@@ -140,6 +125,7 @@ class Worker:
             self._modules.remember()
 
     def _take_over(self, caller: CallerEnvironment) -> None:
+        _take_over_output()
         self._modules.forget_stale(caller)
         sys.path[:], sys.argv[:] = caller.path, caller.argv
         os.environ.clear()
@@ -148,61 +134,39 @@ class Worker:
             os.chdir(caller.directory)
 
     def status(self) -> Status:
-        main = threading.main_thread().ident
-        stack = traceback.walk_stack(sys._current_frames().get(main))
-        own = [
-            f"{os.path.basename(f.f_code.co_filename)}:{line} in {f.f_code.co_name}"
-            for f, line in stack
-            if is_own(f.f_code.co_filename)
-        ]
         if self._transport is None:
             return Status(False, "starting", MessageCounts([], {}, {}))
+        stack, waits = main_stack(), self._transport.waits
+        line, busy = own_line(stack), busy_threads(waits)
         counts = self._transport.counts()
-        messages = [what for what in counts.waiting if not isinstance(what, str)] or counts.waiting
-        waiting = "; ".join(
-            f"waiting to {m}" if not isinstance(m, str) else f"waiting for {m}" for m in messages
-        )
-        where = waiting or "running"
-        counts = counts._replace(waiting=[what for what in counts.waiting if not isinstance(what, str)])
-        blocked = main in self._transport.waits
-        return Status(blocked, f"{where} ({own[0]})" if own else where, counts, own[0] if own else "")
+        messages = [what for what in counts.waiting if not isinstance(what, str)]
+        waiting = [f"waiting to {m}" for m in messages] or [f"waiting for {what}" for what in counts.waiting]
+        where = "; ".join(waiting) or "running"
+        where = "; ".join([f"{where} ({line})" if line else where, *busy])
+        blocked = threading.main_thread().ident in waits and not busy
+        counts = counts._replace(waiting=messages)
+        return Status(blocked, where, counts, line, stack, bool(busy) or not inside_comm(stack))
 
 
-class _Lines(io.TextIOBase):
-    """An output stream that sends its lines to the caller, which prints them with the rank."""
-
-    def __init__(self, worker: Worker, name: str):
-        self._worker, self._name, self._line = worker, name, ""
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        *lines, self._line = (self._line + text).split("\n")
-        if lines:
-            self._worker.tell("print", (self._name, lines))
-        return len(text)
-
-    def flush(self) -> None:
-        if self._line:
-            self.write("\n")
+def _take_over_output() -> None:
+    """Make sys.stdout and sys.stderr line-buffered streams of file descriptors 1 and 2, which lead to the caller."""
+    sys.stdout, sys.stderr = _text(1), _text(2)
 
 
-def _reset_torch() -> None:
-    """Reset torch's global state, so that no earlier function changes what the next one computes."""
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_grad_enabled(True)
-    if torch.are_deterministic_algorithms_enabled():  # the setter imports a compiler, which takes a second
-        torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(1)  # ranks share the cores
-    torch.manual_seed(0)
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
-    for name, hooks in vars(torch.nn.modules.module).items():
-        if name.startswith("_global_") and isinstance(hooks, dict):
-            hooks.clear()
+def _text(fd: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.FileIO(fd, "w", closefd=False), "utf-8", "backslashreplace", line_buffering=True
+    )
+
+
+def _failure(error: BaseException) -> Failure:
+    late = isinstance(error, PeerLate)
+    said = str(error) if late else "".join(traceback.format_exception_only(error)).strip()
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    timed_out = late or (native.__file__ in files and "imed out" in str(error))  # gloo's words, and torch's
+    waited_for = error.peer if late else None
+    secondary = isinstance(error, PeerLost)
+    return Failure(_trimmed_traceback(error), secondary, f"failed too: {said}", timed_out, waited_for)
 
 
 def _trimmed_traceback(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ def _per_stage(name: str, cost: Cost, num_stages: int) -> tuple[float, ...]:
         raise ValueError(
             f"{name} has {len(costs)} entries for {num_stages} stages; give one number or one per stage"
         )
+    if not all(map(math.isfinite, costs)):
+        raise ValueError(f"{name}={cost} is no number to compute with; use a finite one")
     if min(costs, default=0) < 0:
         raise ValueError(f"{name}={cost} is negative; use a cost of at least 0")
     return costs

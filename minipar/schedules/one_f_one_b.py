@@ -39,7 +39,8 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """1F1B with v chunks per rank: rank r holds stages r, r+p, ... and runs microbatches in groups of p.
 
-    bubble over ideal (p-1)/(vm) where p divides m; rank r keeps min(2(p-r-1) + (v-1)p + 1, mv) chunks alive.
+    bubble over ideal (p-1)/(vm) where p divides m, on stages of equal cost, without latency. Where v >= 2, rank r keeps
+    min(2(p-r-1) + (v-1)p + 1, mv) chunks alive if p divides m, and at most that many for any other m.
     Where p does not divide m, the order is that of the next multiple of p, leaving out microbatches m and later:
     correct for every m, and at most as long as with that multiple. v=1 is 1F1B.
     Raises ValueError where p, m or v is below 1.

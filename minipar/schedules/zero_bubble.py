@@ -10,8 +10,9 @@ from minipar.schedules.schedule import Action, Schedule
 def zb_h1(p: int, m: int) -> Schedule:
     """1F1B in which rank r defers its weight gradients by r microbatches, and runs them where 1F1B would wait.
 
-    idle per rank (p-1)(F + I - W), a third of 1F1B's where F=I=W; every rank keeps min(p, m) microbatches
-    alive, as many as rank 0 does under 1F1B.
+    idle per rank (p-1)(F + I) - (min(p, m) - 1) min(F, W), on stages of equal cost, without latency: so (p-1)(F + I - W)
+    where m >= p and W <= F, a third of 1F1B's where F=I=W. Every rank keeps min(p, m) microbatches alive, as many as rank 0
+    does under 1F1B.
     Raises ValueError where p or m is below 1.
     Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1.
     """
@@ -22,7 +23,8 @@ def zb_h1(p: int, m: int) -> Schedule:
 def zb_h2(p: int, m: int) -> Schedule:
     """ZB-H1 with twice the warm-up and twice the deferral: more forwards fill the bubble at the start as well.
 
-    idle per rank (p-1)(F + I - 2W), none where F=I=W; every rank keeps min(2p-1, m) microbatches alive.
+    idle per rank (p-1)(F + I) - (min(2p-1, m) - 1) W, on stages of equal cost, without latency, where W <= F and
+    2W <= F + I: so (p-1)(F + I - 2W) where m >= 2p-1, none where F=I=W. Every rank keeps min(2p-1, m) microbatches alive.
     Raises ValueError where p or m is below 1.
     Source: arXiv:2401.10241, section 2.2.
     """

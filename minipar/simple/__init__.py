@@ -14,6 +14,7 @@ In reading order:
 collectives.py        ring reduce-scatter, all-gather and all-reduce; tree broadcast; all-to-all
 autograd.py           collectives with a backward: Megatron's f and g, and their sequence-parallel pair
 ddp.py                gradients averaged after the backward; then in buckets, during it
+global_loss.py        the loss of a batch whose ranks count different numbers of targets
 zero.py               the optimizer's state sharded over ranks (ZeRO-1), then the gradients too (ZeRO-2)
 fsdp.py               the parameters sharded too: each unit is all-gathered to run, then freed (ZeRO-3)
 tensor_parallel.py    column- and row-parallel matrices, and the MLP and the attention built from them
@@ -24,6 +25,10 @@ moe.py                Switch: capacity, balance loss and z-loss, dispatch and co
 ring_attention.py     attention over a sharded sequence: keys and values are sent around a ring
 ulysses.py            attention over a sharded sequence: all-to-all to all tokens of some heads, and back
 mesh.py               the grid of ranks, and each rank's group along each axis
+grad_norm.py          the norm of a gradient whose parts are on many ranks
+reshard.py            a matrix saved in parts, read as other parts
+sign_compression.py   a mean over ranks at one bit per element, with error feedback
+power_sgd.py          a mean over ranks as the product of two thin matrices
 transformer.py        the model that train.py trains, and a rank's part of it
 train.py              dp x tp x pp on real text: python -m minipar.simple.train
 

@@ -1,4 +1,4 @@
-"""Collectives built from point-to-point messages. All p ranks of `comm` make the same call; no input is written to.
+"""Collectives built from point-to-point messages. All p ranks make the same call; only all_reduce_ writes to its input.
 
 `comm.exchange(x, to, shape, dtype, source)` sends x to rank `to` and receives a tensor of `shape` from rank `source`.
 In a ring, rank r always sends to r+1 and receives from r-1. Each rank sends, for n elements in the whole vector:
@@ -33,8 +33,7 @@ def reduce_scatter(comm, x):
 def all_gather(comm, chunk):
     """Concatenate all ranks' chunks, in rank order, on every rank.   chunk [n, ...] -> [p n, ...]"""
     p, r = comm.size, comm.rank
-    chunks = [torch.empty_like(chunk) for _ in range(p)]
-    chunks[r] = chunk
+    chunks = [chunk] * p  # the other ranks' take their places
     for step in range(p - 1):  # pass on the chunk received last; at first, its own
         newest, next_one = (r - step) % p, (r - step - 1) % p
         chunks[next_one] = comm.exchange(chunks[newest], (r + 1) % p, chunk.shape, chunk.dtype, (r - 1) % p)
@@ -42,27 +41,29 @@ def all_gather(comm, chunk):
 
 
 def all_reduce(comm, x):
-    """Sum x over ranks, on every rank: a reduce-scatter, then an all-gather of the complete chunks."""
-    p, r = comm.size, comm.rank
-    out = x.flatten().clone()
-    chunks = cut(out, p)  # views: writing to a chunk writes to `out`
-    right, left = (r + 1) % p, (r - 1) % p
+    """Sum x over ranks, on every rank."""
+    return all_reduce_(comm, x.clone(memory_format=torch.contiguous_format))
+
+
+def all_reduce_(comm, x):
+    """The same, written into x, which is contiguous: a reduce-scatter, then an all-gather of the complete chunks."""
+    chunks = cut(x.view(-1), comm.size)  # views: writing to a chunk writes to x
+    p, r, right, left = comm.size, comm.rank, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for step in range(1, p):  # reduce-scatter: chunk r ends complete on rank r
         c = chunks[(r - step - 1) % p]
         c += comm.exchange(chunks[(r - step) % p], right, c.shape, c.dtype, left)
     for step in range(p - 1):  # all-gather: begins with chunk r
         c = chunks[(r - step - 1) % p]
         c.copy_(comm.exchange(chunks[(r - step) % p], right, c.shape, c.dtype, left))
-    return out.view(x.shape)
+    return x
 
 
 def broadcast(comm, x, root=0):
     """Copy the root's x to every rank by a binomial tree. The other ranks' x gives only the shape and the dtype."""
     p, place = comm.size, (comm.rank - root) % comm.size  # place: the rank, counted from the root
-    distance, have = 1 << (p - 1).bit_length(), place == 0
-    while distance > 1:
-        distance //= 2  # every rank that has x sends it this far, so each step doubles the ranks that have it
-        if have and place + distance < p:
+    have = place == 0
+    for distance in [2**i for i in reversed(range((p - 1).bit_length()))]:
+        if have and place + distance < p:  # each step doubles the ranks that have x
             comm.send(x, (comm.rank + distance) % p)
         elif not have and place % distance == 0:
             x, have = comm.recv(x.shape, x.dtype, (comm.rank - distance) % p), True
@@ -72,8 +73,7 @@ def broadcast(comm, x, root=0):
 def all_to_all(comm, x, send_sizes, recv_sizes):
     """Send chunk s of x to rank s; chunk s of the result is from rank s.   [sum(send), ...] -> [sum(recv), ...]"""
     p, r = comm.size, comm.rank
-    sent, received = x.split(send_sizes), [None] * p
-    received[r] = sent[r]
+    sent, received = x.split(send_sizes), list(x.split(send_sizes))  # but for its own, to be replaced
     for step in range(1, p):  # in each step every rank sends one chunk and receives one
         to, source = (r + step) % p, (r - step) % p
         received[source] = comm.exchange(sent[to], to, (recv_sizes[source], *x.shape[1:]), x.dtype, source)

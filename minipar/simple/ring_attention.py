@@ -18,24 +18,19 @@ Source: arXiv:2310.01889, section 3.
 """
 
 import torch
-from torch.autograd import Function
 
 
 def ring_attention(comm, q, k, v, causal=True):
     """This rank's block of softmax(q k^T / sqrt(head_dim)) v.   q, k, v, out [B, H, N/p, head_dim]"""
     if not q.shape == k.shape == v.shape:
-        raise ValueError(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} differ; use minipar.ring_attention"
-        )
+        raise ValueError(f"q {[*q.shape]}, k {[*k.shape]}, v {[*v.shape]} differ; use minipar.ring_attention")
     return _RingAttention.apply(q, k, v, comm, causal)
 
 
 def _scores(comm, q, k, source, causal):
     """Score this rank's queries against the keys of rank `source`; causal: -inf where the key is after the query."""
-    n = q.shape[2]
-    scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
-    place = torch.arange(n, device=q.device)
-    later = (source * n + place)[None, :] > (comm.rank * n + place)[:, None]  # in the whole sequence
+    scores, place = q @ k.transpose(2, 3) / q.shape[3] ** 0.5, torch.arange(q.shape[2], device=q.device)
+    later = (source * len(place) + place)[None, :] > (comm.rank * len(place) + place)[:, None]
     return scores.masked_fill(later, -torch.inf) if causal else scores
 
 
@@ -43,38 +38,42 @@ def _pass_on(comm, x):
     return comm.exchange(x, (comm.rank + 1) % comm.size, x.shape, x.dtype, (comm.rank - 1) % comm.size)
 
 
-class _RingAttention(Function):
+def ring_forward(comm, q, k, v, causal=True):
+    """Return out and lse [B, H, N/p], the log-sum-exp of each query's scores over the keys of all ranks."""
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+    kv = torch.stack((k, v))
+    for step in range(comm.size):
+        scores = _scores(comm, q, kv[0], (comm.rank - step) % comm.size, causal)
+        total = torch.logaddexp(lse, scores.logsumexp(3))
+        weights = (scores - total[..., None]).exp()  # <= 1; finite: step 0 is the own block
+        out = (lse - total).exp()[..., None] * out + weights @ kv[1]
+        lse, kv = total, kv if step == comm.size - 1 else _pass_on(comm, kv)
+    return out, lse
+
+
+def ring_backward(comm, q, k, v, out, lse, dout, causal=True):
+    """Return dq, dk, dv of this rank's block."""
+    delta, dq, scale = (dout * out).sum(3, keepdim=True), torch.zeros_like(q), q.shape[3] ** -0.5
+    kv, own, travelling = torch.stack((k, v)), None, 0
+    for step in range(comm.size):
+        weights = (_scores(comm, q, kv[0], (comm.rank - step) % comm.size, causal) - lse[..., None]).exp()
+        dscores = weights * (dout @ kv[1].transpose(2, 3) - delta) * scale
+        dq += dscores @ kv[0]
+        mine = torch.stack((dscores.transpose(2, 3) @ q, weights.transpose(2, 3) @ dout))
+        # The own block's dk and dv stay here; to another's, add the sum that came along with the block, and pass it on.
+        own, travelling = (own, _pass_on(comm, mine + travelling)) if step else (mine, 0)
+        kv = kv if step == comm.size - 1 else _pass_on(comm, kv)
+    return dq, *(own + travelling)
+
+
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, comm, causal):
-        out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
-        kv = torch.stack((k, v))
-        for step in range(comm.size):
-            scores = _scores(comm, q, kv[0], (comm.rank - step) % comm.size, causal)
-            part = scores.logsumexp(3)
-            total = torch.logaddexp(lse, part)
-            weights = (scores - total[..., None]).exp()  # <= 1; finite: step 0 is the own block
-            out = (lse - total).exp()[..., None] * out + weights @ kv[1]
-            lse, kv = total, kv if step == comm.size - 1 else _pass_on(comm, kv)
+        out, lse = ring_forward(comm, q, k, v, causal)
         ctx.comm, ctx.causal = comm, causal
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
-        comm, scale = ctx.comm, q.shape[3] ** -0.5
-        delta, dq = (dout * out).sum(3, keepdim=True), torch.zeros_like(q)
-        kv, travelling = torch.stack((k, v)), None
-        for step in range(comm.size):
-            scores = _scores(comm, q, kv[0], (comm.rank - step) % comm.size, ctx.causal)
-            weights = (scores - lse[..., None]).exp()
-            dscores = weights * (dout @ kv[1].transpose(2, 3) - delta) * scale
-            dq += dscores @ kv[0]
-            mine = torch.stack((dscores.transpose(2, 3) @ q, weights.transpose(2, 3) @ dout))
-            if step == 0:
-                own = mine  # dk, dv of this rank's own block: kept here, to add the other ranks' terms at the end
-            else:  # add to the sum that the previous ranks sent along with this block
-                travelling = _pass_on(comm, mine if travelling is None else travelling + mine)
-            kv = kv if step == comm.size - 1 else _pass_on(comm, kv)
-        dk, dv = own if travelling is None else own + travelling
-        return dq, dk, dv, None, None
+        return *ring_backward(ctx.comm, *ctx.saved_tensors, dout, ctx.causal), None, None

@@ -11,8 +11,10 @@ report of the first stage that fails says which tensor is wrong, on which rank, 
 added twice. In reading order:
 
 specification.py       Specification, Stage and Report; running a check on worlds of several sizes
+from_file.py           an implementation in a file, loaded on each rank, and its deadline
 words.py               a wrong tensor or a wrong byte count, described in a sentence
 collectives.py         reduce-scatter, all-gather, all-reduce, broadcast, all-to-all
+algorithms.py          a shift; all-reduces in place, by halving and doubling, and over nodes
 conjugates.py          operators between ranks and their adjoints
 training.py            small models trained on ranks and by one process, for data_parallel.py, zero.py and fsdp.py
 memory.py              bytes of the tensors that are alive, for zero.py and fsdp.py
@@ -23,9 +25,11 @@ tensor_parallel.py     a sharded MLP, sharded attention, and a sequence-parallel
 vocab.py               the embedding and the cross-entropy with a sharded vocabulary
 pipeline.py            one step of a pipeline
 schedules.py           pipeline schedules as data
-moe.py                 Switch
-context.py             attention over a sharded sequence
+moe.py                 rows to their experts and back; Switch
+context.py             attention over a sharded sequence, and the two halves of ring attention
 mesh.py                the groups of a mesh
+whole_batch.py         the loss over all ranks' tokens, the gradient's norm over all parts
+reshard.py             a matrix saved in parts, read as other parts
 all_specifications.py  SPECIFICATIONS: every specification, by name
 """
 

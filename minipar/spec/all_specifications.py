@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from minipar.spec import (
+    algorithms,
     collectives,
     conjugates,
     context,
@@ -13,14 +14,17 @@ from minipar.spec import (
     mesh,
     moe,
     pipeline,
+    reshard,
     schedules,
     tensor_parallel,
     vocab,
+    whole_batch,
     zero,
 )
 
 MODULES = (
     collectives,
+    algorithms,
     conjugates,
     data_parallel,
     zero,
@@ -32,5 +36,7 @@ MODULES = (
     moe,
     context,
     mesh,
+    whole_batch,
+    reshard,
 )
 SPECIFICATIONS = {s.name: s for s in chain.from_iterable(module.SPECIFICATIONS for module in MODULES)}

@@ -138,7 +138,7 @@ def wrong(world, implementation, call: Call) -> str | None:
     return None
 
 
-def _whose_part(world, implementation, collective: str) -> str | None:
+def whose_part(world, implementation, collective: str) -> str | None:
     """Check with 10**r as rank r's input: each digit of a sum then says how often a rank's part was added."""
     p, mine = world.size, 10**world.rank
     if collective in ("all_reduce", "reduce_scatter"):
@@ -188,7 +188,7 @@ def _wrong_bytes(world, implementation, call: Call) -> str | None:
     return wrong_bytes(world.traffic.sent_bytes, formula, world.rank, world.size, of, name)
 
 
-def _same_bits(world, implementation) -> str | None:
+def same_bits(world, implementation) -> str | None:
     draw = generator(world.size, 7)
     xs = [torch.randn(50, generator=draw) for _ in range(world.size)]
     mine = implementation(world, xs[world.rank])
@@ -209,12 +209,12 @@ SENDERS = {
 def specification(name: str, signature: str, says: str) -> Specification:
     stages = [
         Stage("runs", lambda f: on_ranks(_runs, f, name, sizes=(2, 3, 1))),
-        Stage("small", lambda f: on_ranks(_whose_part, f, name, sizes=(2, 3))),
+        Stage("small", lambda f: on_ranks(whose_part, f, name, sizes=(2, 3))),
         Stage("drawn", lambda f: on_ranks(_right, f, name)),
         Stage("bytes", lambda f: on_ranks(_bytes, f, name, sizes=(3, 4))),
     ]
     if name == "all_reduce":
-        stages.append(Stage("order", lambda f: on_ranks(_same_bits, f, sizes=(3, 4))))
+        stages.append(Stage("order", lambda f: on_ranks(same_bits, f, sizes=(3, 4))))
     return Specification(name, signature, says, tuple(stages))
 
 

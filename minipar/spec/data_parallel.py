@@ -80,22 +80,6 @@ def _overlaps(world, make) -> str | None:
     return None
 
 
-SPECIFICATIONS = [
-    Specification(
-        "ddp",
-        "DDP(module, comm, bucket_mb=25.0)",
-        "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's.",
-        (
-            Stage("runs", lambda f: on_ranks(_trains, f, 0, 1, sizes=(1,))),
-            Stage("small", lambda f: on_ranks(_trains, f, 1, 1, sizes=(2,))),
-            Stage("drawn", lambda f: on_ranks(_trains, f, 2) or on_ranks(_trains, f, 3)),
-            Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(3, 4))),
-            Stage("order", lambda f: on_ranks(_overlaps, f, sizes=(2, 3))),
-        ),
-    )
-]
-
-
 def as_wrapper(average_gradients):
     """Return a class with DDP's interface that calls `average_gradients(module, comm)`, to check it in the same way."""
 
@@ -113,3 +97,38 @@ def as_wrapper(average_gradients):
             average_gradients(self.module, self.comm)
 
     return Averaged
+
+
+def _averages(world, average_gradients, seed: int, steps: int = STEPS) -> str | None:
+    return _trains(world, as_wrapper(average_gradients), seed, steps)
+
+
+def _averaged_bytes(world, average_gradients) -> str | None:
+    return _bytes(world, as_wrapper(average_gradients))
+
+
+SPECIFICATIONS = [
+    Specification(
+        "ddp",
+        "DDP(module, comm, bucket_mb=25.0)",
+        "After backward() every rank has the mean over ranks of the gradients; rank 0's parameters are everybody's.",
+        (
+            Stage("runs", lambda f: on_ranks(_trains, f, 0, 1, sizes=(1,))),
+            Stage("small", lambda f: on_ranks(_trains, f, 1, 1, sizes=(2,))),
+            Stage("drawn", lambda f: on_ranks(_trains, f, 2) or on_ranks(_trains, f, 3)),
+            Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(3, 4))),
+            Stage("order", lambda f: on_ranks(_overlaps, f, sizes=(2, 3))),
+        ),
+    ),
+    Specification(
+        "average_gradients",
+        "average_gradients(module, comm)",
+        "After it every rank's .grad is the mean over ranks.",
+        (
+            Stage("runs", lambda f: on_ranks(_averages, f, 0, 1, sizes=(1,))),
+            Stage("small", lambda f: on_ranks(_averages, f, 1, 1, sizes=(2,))),
+            Stage("drawn", lambda f: on_ranks(_averages, f, 2) or on_ranks(_averages, f, 3)),
+            Stage("bytes", lambda f: on_ranks(_averaged_bytes, f, sizes=(3, 4))),
+        ),
+    ),
+]

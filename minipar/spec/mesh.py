@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification, Stage, on_one_rank
 
 AXES = ("pp", "dp", "cp", "tp")
 
@@ -49,9 +49,9 @@ SPECIFICATIONS = [
         'groups(*axes, pp=1, dp=1, cp=1, tp=1) -> lists of ranks; groups("tp", dp=2, tp=2) -> [[0, 1], [2, 3]]',
         "All groups of ranks that differ along these axes alone; rank = ((pp DP + dp) CP + cp) TP + tp.",
         (
-            Stage("runs", lambda f: _right(f, ("tp",), dict(pp=1, dp=1, cp=1, tp=1))),
-            Stage("small", lambda f: _right(f, ("tp",), dict(pp=1, dp=2, cp=1, tp=2))),
-            Stage("drawn", _drawn),
+            Stage("runs", lambda f: on_one_rank(_right, f, ("tp",), dict(pp=1, dp=1, cp=1, tp=1))),
+            Stage("small", lambda f: on_one_rank(_right, f, ("tp",), dict(pp=1, dp=2, cp=1, tp=2))),
+            Stage("drawn", lambda f: on_one_rank(_drawn, f)),
         ),
     )
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minipar.schedules import Costs, Schedule, simulate, validate
-from minipar.spec.specification import Specification, Stage
+from minipar.spec.specification import Specification, Stage, on_one_rank
 
 SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 4, 7)]
 
@@ -31,13 +31,27 @@ def _as_said(make, p: int, m: int, span: Callable, peak: Callable) -> str | None
     return None
 
 
+def _at_every_size(make, test: Callable, *args) -> str | None:
+    return next(filter(None, (test(make, p, m, *args) for p, m in SIZES)), None)
+
+
+def _refuses(make) -> str | None:
+    for p, m in ((0, 1), (1, 0), (2, -1)):
+        try:
+            make(p, m)
+        except ValueError:
+            continue
+        return f"with p={p}, m={m} it returned a schedule; raise a ValueError that names the argument"
+    return None
+
+
 def _specification(name: str, says: str, span: Callable, peak: Callable) -> Specification:
-    first = lambda test: next(filter(None, (test(p, m) for p, m in SIZES)), None)  # noqa: E731
     stages = (
-        Stage("runs", lambda f: _valid(f, 1, 1)),
-        Stage("small", lambda f: _valid(f, 2, 3) or _as_said(f, 2, 3, span, peak)),
-        Stage("drawn", lambda f: first(lambda p, m: _valid(f, p, m))),
-        Stage("memory", lambda f: first(lambda p, m: _as_said(f, p, m, span, peak))),
+        Stage("runs", lambda f: on_one_rank(_valid, f, 1, 1)),
+        Stage("small", lambda f: on_one_rank(_valid, f, 2, 3) or on_one_rank(_as_said, f, 2, 3, span, peak)),
+        Stage("drawn", lambda f: on_one_rank(_at_every_size, f, _valid)),
+        Stage("memory", lambda f: on_one_rank(_at_every_size, f, _as_said, span, peak)),
+        Stage("refusals", lambda f: on_one_rank(_refuses, f)),
     )
     return Specification(name, f"{name}(p, m) -> Schedule", says, stages)
 

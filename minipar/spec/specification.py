@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from minipar.errors import RankError
+from minipar.runtime.caller import is_own
 from minipar.runtime.launch import run
+from minipar.spec.from_file import FromFile, Hangs, checked
 
 StageName = Literal["runs", "small", "drawn", "bytes", "memory", "order", "refusals"]
-TIMEOUT_S = 10.0  # of one wait; a deadlock is detected and reported sooner
-PACKAGE = Path(__file__).parent.parent
+TIMEOUT_S = 60.0  # of one wait; a deadlock is detected and reported sooner
+FOLDER = Path(__file__).parent
 
 
 class Stage(NamedTuple):
@@ -73,16 +75,16 @@ class Specification:
 
 
 def on_ranks(
-    body: Callable, implementation: Callable, *args, sizes: Iterable[int] = (1, 2, 3, 4)
+    body: Callable, implementation: Callable | FromFile, *args, sizes: Iterable[int] = (1, 2, 3, 4)
 ) -> str | None:
     """Run body(world, implementation, *args) on worlds of these sizes, up to the first mistake; return its description.
 
-    On each rank `body` returns a description of a mistake, or None. An exception, a dead rank, a deadlock and a lost
-    message are described too. Returns None if there is no mistake.
+    On each rank `body` returns a description of a mistake, or None. An exception, a dead rank, a deadlock, a lost message
+    and a rank that does not come to an end are described too. Returns None if there is no mistake.
     """
     for size in sizes:
         try:
-            said = run(body, implementation, *args, world_size=size, timeout_s=TIMEOUT_S)
+            said = run(checked, body, implementation, *args, world_size=size, timeout_s=TIMEOUT_S)
         except RankError as error:
             # A rank that found a mistake has returned early; the other ranks may have failed waiting for it.
             said = [words for _, words in sorted(error.returned.items())]
@@ -95,16 +97,38 @@ def on_ranks(
     return None
 
 
+def on_one_rank(body: Callable, implementation: Callable | FromFile, *args) -> str | None:
+    """Return body(implementation, *args), for an implementation that does not communicate, run on a rank all the same."""
+    try:
+        return run(checked, _without_world, implementation, body, *args, world_size=1, timeout_s=TIMEOUT_S)[0]
+    except RankError as error:
+        return explained(error).removeprefix("rank 0 ").removeprefix("rank 0: ")
+
+
+def _without_world(world, implementation, body: Callable, *args) -> str | None:
+    return body(implementation, *args)
+
+
 def explained(error: RankError) -> str:
     """Describe a failed rank in one line: the last line of its traceback, and the last line it ran outside minipar."""
     lines = error.remote_traceback.strip().splitlines()
     if lines[0].startswith("deadlock") or "not received" in lines[0] or "not sent" in lines[0]:
         return " ".join(line.strip() for line in lines)
-    own = [m for line in lines if (m := re.match(r'\s*File "(.+)", line (\d+), in (.+)', line))]
-    own = [m for m in own if not Path(m[1]).is_relative_to(PACKAGE) and "site-packages" not in m[1]]
+    if not lines[0].startswith("Traceback"):
+        return f"rank {error.rank}: {lines[0]}"
+    frames = [(i, m) for i, line in enumerate(lines) if (m := re.match(r'\s*File "(.+)", line (\d+)', line))]
+    last = max((i for i, _ in frames), default=0)
+    raised = next(line for line in [*lines[last + 1 :], lines[-1]] if not line.startswith(" "))
+    if (name := f"{Hangs.__name__}: ") in raised:
+        return f"rank {error.rank} {raised.partition(name)[2]}"
+    own = [m for _, m in frames if is_own(m[1]) and not m[1].startswith("<")]
     where = f" ({Path(own[-1][1]).name}, line {own[-1][2]})" if own else ""
+    did = "raised"
+    minipars = [m[1] for _, m in frames if Path(m[1]).is_relative_to(FOLDER.parent)]
+    if not own and minipars and Path(minipars[-1]).parent == FOLDER:
+        did = "returned something that cannot be used:"
     others = "; ".join(f"rank {r} {what}" for r, what in sorted(error.waiting.items()) if "waiting" in what)
-    return f"rank {error.rank} raised {lines[-1]}{where}" + (f"; meanwhile {others}" if others else "")
+    return f"rank {error.rank} {did} {raised}{where}" + (f"; meanwhile {others}" if others else "")
 
 
 def _without_rank(words: str) -> str:

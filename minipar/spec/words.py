@@ -54,11 +54,9 @@ def _factor(ratio: float, size: int) -> str:
     if abs(ratio + 1) < 1e-9:
         return "has the wrong sign"
     if ratio > 1:
-        reason = (
-            ": summed, and not divided"
-            if size > 1 and abs(ratio - size) < 1e-9
-            else ": summed twice, or divided by too little"
-        )
+        reason = ": summed twice, or divided by too little" if abs(ratio - round(ratio)) < 1e-9 else ""
+        if size > 1 and abs(ratio - size) < 1e-9:
+            reason = ": summed, and not divided"
         return f"is exactly {ratio:.6g} times too large{reason}"
     if size > 1 and abs(ratio * size - 1) < 1e-9:
         return f"is exactly {size} times too small: divided where a sum was due, or one rank's part alone"

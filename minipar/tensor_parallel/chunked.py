@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.errors import require_divides
-from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
-from minipar.tensor_parallel.column import ShardedWeight, weight_gradient
+from minipar.model.deferrable_linear import WeightGradients
+from minipar.tensor_parallel.column import ShardedWeight, add_later, weight_gradient
 from minipar.tensor_parallel.sequence import TOKEN_DIM
 
 
@@ -63,7 +63,8 @@ def gather_matmul(comm, x: Tensor, matrices: Sequence[ShardedWeight]) -> tuple[T
     backward   dx = sum over ranks of sum_i dy_i w_i, this rank's tokens    in chunks
                dw_i = dy_i^T x                                              while x is gathered again, in chunks
 
-    Sends (tp-1)/tp * B*T*D elements forward, twice that backward. Deferred weight gradients share one later gather of x.
+    Sends (tp-1)/tp * B*T*D elements forward, twice that backward, and 2(g-1)/g * |w_i| for the gradient of a w_i that g
+    ranks hold. Deferred weight gradients share one later gather of x; without weight gradients x is not gathered again.
     """
     autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
     queues = [m.deferred for m in matrices if m.is_deferred]
@@ -78,7 +79,8 @@ class _GatherMatmul(torch.autograd.Function):
         ctx.immediate = [
             needed and not m.is_deferred for m, needed in zip(matrices, ctx.needs_input_grad[4:])
         ]
-        ctx.save_for_backward(x, *(m.weight for m in matrices))
+        needs_x = any(ctx.immediate) or any(m.is_deferred for m in matrices)
+        ctx.save_for_backward(x if needs_x else None, *(m.weight for m in matrices))
         pieces: list = [None] * comm.size
         for rank, chunk in ring_all_gather_chunks(comm, x):
             pieces[rank] = [F.linear(chunk, m.weight) for m in matrices]
@@ -96,25 +98,25 @@ class _GatherMatmul(torch.autograd.Function):
         immediate = [(m, dy) for m, dy, needed in zip(matrices, dys, ctx.immediate) if needed]
         deferred = [(m, dy) for m, dy in zip(matrices, dys) if m.is_deferred]
         if deferred:
-            deferred[0][0].deferred.put(partial(_add_later, comm, x, deferred))
-        dws = iter(_weight_gradients(comm, x, immediate) if immediate else ())
-        return dx, None, None, None, *(next(dws) if needed else None for needed in ctx.immediate)
+            later, later_dys = zip(*deferred)
+            later[0].deferred.put(partial(add_later, later, partial(_column_gradients, comm, x, later_dys)))
+        dws = [None] * len(matrices)
+        if any(ctx.immediate):
+            found = iter(_column_gradients(comm, x, [dy for _, dy in immediate]))
+            dws = [
+                m.sum_over_replicas(next(found)) if now else None for m, now in zip(matrices, ctx.immediate)
+            ]
+        return dx, None, None, None, *dws
 
 
-def _weight_gradients(comm, x: Tensor, pairs: Sequence[tuple[ShardedWeight, Tensor]]) -> list[Tensor]:
-    """Compute dw = dy^T x for several dy while x is gathered in chunks, and sum each dw over its replicas."""
+def _column_gradients(comm, x: Tensor, dys: Sequence[Tensor]) -> list[Tensor]:
+    """Compute dw = dy^T x for several dy while x is gathered in chunks."""
     # Use activation shapes: FSDP may have resharded the weights before their deferred gradients run.
-    dws = [x.new_zeros(dy.shape[-1], x.shape[-1]) for _, dy in pairs]
+    dws = [x.new_zeros(dy.shape[-1], x.shape[-1]) for dy in dys]
     for rank, chunk in ring_all_gather_chunks(comm, x):
-        for dw, (_, dy) in zip(dws, pairs):
+        for dw, dy in zip(dws, dys):
             dw += weight_gradient(_tokens_of_rank(comm, dy, rank), chunk)
-    return [dw if m.replicas is None else m.replicas.all_reduce_(dw) for dw, (m, _) in zip(dws, pairs)]
-
-
-@torch.no_grad()
-def _add_later(comm, x: Tensor, pairs: Sequence[tuple[ShardedWeight, Tensor]]) -> None:
-    for (sharded_weight, _), dw in zip(pairs, _weight_gradients(comm, x, pairs)):
-        accumulate_gradient(sharded_weight.weight, dw)
+    return dws
 
 
 def matmul_scatter(comm, x: Tensor, weight: Tensor, deferred: WeightGradients | None = None) -> Tensor:
@@ -148,24 +150,29 @@ class _MatmulScatter(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         comm, sharded_weight = ctx.comm, ctx.sharded_weight
-        dxs, dy_chunks = [None] * comm.size, ring_all_gather_chunks(comm, dy)
+        needs_dx, dxs, dy_chunks = (
+            ctx.needs_input_grad[0],
+            [None] * comm.size,
+            ring_all_gather_chunks(comm, dy),
+        )
         if sharded_weight.is_deferred:
             dy_chunks = list(dy_chunks)
-            sharded_weight.deferred.put(partial(_add_row_gradient, comm, sharded_weight.weight, x, dy_chunks))
+            compute = partial(_row_gradient, comm, x, dy_chunks)
+            sharded_weight.deferred.put(partial(add_later, [sharded_weight], compute))
         dw = torch.zeros_like(weight) if ctx.needs_dw and not sharded_weight.is_deferred else None
         for rank, chunk in dy_chunks:
-            dxs[rank] = chunk @ weight
+            if needs_dx:
+                dxs[rank] = chunk @ weight
             if dw is not None:
                 dw += weight_gradient(chunk, _tokens_of_rank(comm, x, rank))
-        return torch.cat(dxs, TOKEN_DIM), None, None, None, dw
+        return torch.cat(dxs, TOKEN_DIM) if needs_dx else None, None, None, None, dw
 
 
-@torch.no_grad()
-def _add_row_gradient(comm, weight: Tensor, x: Tensor, dy_chunks: list[tuple[int, Tensor]]) -> None:
+def _row_gradient(comm, x: Tensor, dy_chunks: list[tuple[int, Tensor]]) -> list[Tensor]:
     dw = x.new_zeros(dy_chunks[0][1].shape[-1], x.shape[-1])
     for rank, chunk in dy_chunks:
         dw += weight_gradient(chunk, _tokens_of_rank(comm, x, rank))
-    accumulate_gradient(weight, dw)
+    return [dw]
 
 
 def _tokens_of_rank(comm, x: Tensor, rank: int) -> Tensor:

@@ -38,6 +38,9 @@ class ShardedWeight(NamedTuple):
     def is_deferred(self) -> bool:
         return self.deferred is not None and self.weight.requires_grad and self.weight.is_leaf
 
+    def sum_over_replicas(self, dw: Tensor) -> Tensor:
+        return dw if self.replicas is None else self.replicas.all_reduce_(dw)
+
 
 def column_parallel(
     comm, x: Tensor, matrices: Sequence[ShardedWeight], sequence_parallel: bool = False
@@ -98,7 +101,7 @@ def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
 def _start_dw(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
     """Compute dw and start its sum over the replicas, or defer both."""
     if sharded_weight.is_deferred:
-        sharded_weight.deferred.put(partial(add_later, sharded_weight, dy, x))
+        sharded_weight.deferred.put(partial(add_later, [sharded_weight], lambda: [weight_gradient(dy, x)]))
         return lambda: None
     dw = weight_gradient(dy, x)
     return (
@@ -109,11 +112,10 @@ def _start_dw(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> Callable[
 
 
 @torch.no_grad()
-def add_later(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> None:
-    dw = weight_gradient(dy, x)
-    if sharded_weight.replicas is not None:
-        sharded_weight.replicas.all_reduce_(dw)
-    accumulate_gradient(sharded_weight.weight, dw)
+def add_later(matrices: Sequence[ShardedWeight], compute: Callable[[], list[Tensor]]) -> None:
+    """Compute deferred weight gradients, sum each over its replicas, and add it to its weight's gradient."""
+    for sharded_weight, dw in zip(matrices, compute()):
+        accumulate_gradient(sharded_weight.weight, sharded_weight.sum_over_replicas(dw))
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

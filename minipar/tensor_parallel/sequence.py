@@ -68,9 +68,9 @@ class SequenceParallelDropout:
     def __init__(self, block: Block, comm):
         self.dropout, self.comm = block.dropout, comm
 
-    def __call__(self, x: Tensor, site: int, positions: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def __call__(self, x: Tensor, site: int, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         tokens = x.shape[TOKEN_DIM]
-        mine = positions.narrow(-1, self.comm.rank * tokens, tokens)
+        mine = indices.narrow(-1, self.comm.rank * tokens, tokens)
         return self.dropout(x, site, mine, sample_ids, step)
 
 

@@ -23,7 +23,8 @@ def split_experts(moe: MoE, comm, sequence_parallel: bool) -> MoE:
     backward   dx and the gradient of the combine weights [B*T, k], summed over ranks
 
     Sends 2(tp-1)/tp of B*T*D elements forward and of B*T*(D + k) backward. With `sequence_parallel`, (tp-1)/tp of
-    2 B*T*D forward, to gather the tokens and to scatter the sums, and of B*T*(3 D + 2 k) backward.
+    2 B*T*D forward, to gather the tokens and to scatter the sums, and of B*T*(3 D + 2 k) backward. Under expert choice
+    any expert may take a token: k is then num_experts.
     """
     for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
         cut = shard_parameter(getattr(moe.experts, name), dim, comm.rank, comm.size)

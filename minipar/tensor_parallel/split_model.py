@@ -71,7 +71,7 @@ def tensor_parallel(
     inputs of column-parallel matrices again, 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. Where tp
     exceeds the key/value heads, the ranks that share a head sum its gradients.
     Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
-    without `sequence_parallel`, or the model is already in data parallelism.
+    without `sequence_parallel`, a block holds a layer that cannot be split, or the model is already in data parallelism.
     """
     if chunked and not sequence_parallel:
         raise ValueError(
@@ -79,6 +79,7 @@ def tensor_parallel(
         )
     check_tensor_parallel(model.config, comm.size, pad_vocab)
     _require_not_wrapped(model)
+    _require_known_layers(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _warn_if_padded(model.config.vocab_size, comm)
     place_whole(model)
@@ -120,9 +121,6 @@ class TensorParallelPlan:
 def shard_block(block: Block, plan: TensorParallelPlan) -> None:
     """Replace each layer of a block by this rank's shard of it."""
     for name, layer in list(block.named_children()):
-        if type(layer) not in PARALLELIZE_BY_TYPE:
-            kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
-            raise ValueError(f"{name} is a {type(layer).__name__}, for which there is no cut; use {kinds}")
         setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
     if plan.sequence_parallel:
         block.overrides.dropout = SequenceParallelDropout(block, plan.comm)
@@ -178,6 +176,15 @@ def _warn_if_padded(vocab_size: int, comm) -> None:
         warnings.warn(
             f"vocab_size={vocab_size} is cut over tp={comm.size} as if padded to {padded}", stacklevel=3
         )
+
+
+def _require_known_layers(model: Transformer) -> None:
+    for number, block in model.layers.items():
+        for name, layer in block.named_children():
+            if type(layer) not in PARALLELIZE_BY_TYPE:
+                kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
+                what = f"layers.{number}.{name} is a {type(layer).__name__}"
+                raise ValueError(f"{what}, for which there is no cut; use {kinds}")
 
 
 def _require_not_wrapped(model: Transformer) -> None:

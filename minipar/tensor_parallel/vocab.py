@@ -21,6 +21,7 @@ from minipar.errors import one_of, require_divides
 from minipar.mesh import place_whole
 from minipar.model.deferrable_linear import TiedHead
 from minipar.model.transformer import IGNORE_INDEX
+from minipar.model.vocabulary import check_vocabulary
 from minipar.tensor_parallel.column import ShardedWeight, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
 from minipar.tensor_parallel.shards import shard_parameter
@@ -38,16 +39,14 @@ class VocabParallelEmbedding(nn.Module):
     backward   dw[v] = sum of dy over the occurrences of token v    local; with `sequence_parallel` dy is gathered
 
     Sends 2(tp-1)/tp * B*T*D elements forward; with `sequence_parallel` half of it forward, half backward.
+    Raises ValueError where a token is not in the vocabulary.
     """
 
-    def __init__(self, weight, first_token: int, comm, sequence_parallel: bool = False):
+    def __init__(self, weight, vocab_size: int, comm, sequence_parallel: bool = False):
         super().__init__()
-        self.weight, self.first_token, self.comm, self.sequence_parallel = (
-            weight,
-            first_token,
-            comm,
-            sequence_parallel,
-        )
+        self.weight, self.vocab_size, self.comm = weight, vocab_size, comm
+        self.first_token = vocab_bounds(vocab_size, comm.size)[comm.rank]
+        self.sequence_parallel = sequence_parallel
 
     @classmethod
     def from_embedding(
@@ -60,12 +59,11 @@ class VocabParallelEmbedding(nn.Module):
         if not uneven:
             require_divides("tp", comm.size, "num_embeddings", embedding.weight.shape[0])
         place_whole(embedding)
-        first_token = vocab_bounds(embedding.weight.shape[0], comm.size)[comm.rank]
-        return cls(
-            shard_parameter(embedding.weight, 0, comm.rank, comm.size), first_token, comm, sequence_parallel
-        )
+        weight = shard_parameter(embedding.weight, 0, comm.rank, comm.size)
+        return cls(weight, embedding.weight.shape[0], comm, sequence_parallel)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_vocabulary("tokens", tokens, self.vocab_size)
         local, not_local = _local_tokens(tokens, self.first_token, self.weight.shape[0])
         y = F.embedding(local, self.weight).masked_fill(not_local[..., None], 0.0)
         if self.sequence_parallel:
@@ -122,10 +120,12 @@ def vocab_parallel_cross_entropy(
     Sends, for N targets by ring all-reduces, 2(tp-1)/tp * N for the maximum and 2(tp-1)/tp * 2N for the sum of
     exponentials and the target's logit; with smoothing 3N, for the sum of the logits too. All in float32 or wider.
     Gathering the logits instead sends (tp-1)/tp * N*V. Saves the logits and a few numbers per target.
+    Raises ValueError where a target is neither in the vocabulary nor ignore_index, or for an unknown reduction.
     """
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is unknown; use {one_of(('mean', 'sum', 'none'))}")
     vocab_size = comm.size * logits.shape[-1] if vocab_size is None else vocab_size
+    check_vocabulary("targets", targets, vocab_size, ignore_index)
     first = vocab_bounds(vocab_size, comm.size)[comm.rank]
     losses = _CrossEntropy.apply(
         logits.flatten(0, -2), comm, targets.flatten(), first, vocab_size, ignore_index, label_smoothing
@@ -144,22 +144,23 @@ class _CrossEntropy(torch.autograd.Function):
             comm, logits, local, not_local, smoothing, vocab_size
         )
         counted = targets != ignore_index
-        ctx.save_for_backward(logits, max_logit + log_sum, local, not_local, counted)
+        ctx.save_for_backward(logits, max_logit, log_sum, local, not_local, counted)
         ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
         return torch.where(counted, log_sum - (1 - smoothing) * target_logit - smoothing * mean_logit, 0.0)
 
     @staticmethod
     def backward(ctx, dloss):
-        logits, log_sum, local, not_local, counted = ctx.saved_tensors
+        logits, max_logit, log_sum, local, not_local, counted = ctx.saved_tensors
         dloss = torch.where(counted, dloss, 0.0)
+        at_target = (ctx.smoothing - 1) * (~not_local).to(log_sum.dtype)
         dz = torch.empty_like(logits)
         for rows in _row_blocks(logits):
-            probabilities = (logits[rows] - log_sum[rows, None]).exp_()
+            # 16-bit logits are rounded only at the end: near p = 1 nothing is left of a rounded p after subtracting 1.
+            block = (logits[rows] - max_logit[rows, None]).sub_(log_sum[rows, None]).exp_()
             if ctx.smoothing:
-                probabilities -= ctx.smoothing / ctx.vocab_size
-            dz[rows] = probabilities.mul_(dloss[rows, None])
-        at_target = torch.where(not_local, 0.0, (ctx.smoothing - 1) * dloss)
-        dz.scatter_add_(1, local[:, None], at_target[:, None].to(dz.dtype))
+                block -= ctx.smoothing / ctx.vocab_size
+            block.scatter_add_(1, local[rows, None], at_target[rows, None])
+            dz[rows] = block.mul_(dloss[rows, None])
         return dz, *(None,) * 6
 
 

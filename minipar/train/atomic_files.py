@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 
 def prepare_folder(folder: Path) -> None:
@@ -20,14 +23,22 @@ def prepare_folder(folder: Path) -> None:
 
 def write_whole(path: Path, content: bytes | str) -> None:
     """Write a temporary file, flush it to the disk, rename it: `path` has all of `content`, or is unchanged."""
-    content = content.encode() if isinstance(content, str) else content
-    handle, beside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with whole_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, which becomes `path` when the block ends; after an exception, `path` is unchanged.
+
+    Its mode is that of any new file: what the process's umask leaves.
+    """
+    beside = path.parent / f".{path.name}.{uuid.uuid4().hex}"
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
+        with beside.open("xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(beside, 0o644)
         os.replace(beside, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from minipar.context.limits import check_context_parallel, padded_length
-from minipar.errors import require_divides
+from minipar.errors import divisors, one_of, require_divides
 from minipar.mesh import Mesh
-from minipar.schedules import make_schedule
+from minipar.schedules import Schedule, make_schedule
 from minipar.tensor_parallel.limits import check_tensor_parallel
 
 
@@ -13,8 +13,10 @@ def check_layout(config) -> None:
     """Raise ValueError where the mesh, the model and the batch of a TrainConfig do not fit each other."""
     Mesh(config.world_size, **config.mesh_sizes)
     _check_batch(config)
-    _check_stages(config)
-    check_tensor_parallel(config.model, config.tp)
+    schedule = _check_stages(config)
+    check_tensor_parallel(config.model, config.tp, config.pad_vocab)
+    _check_replicas(config)
+    _check_reduction(config, schedule)
     _check_tokens(config)
     _check_experts(config)
     _check_activations(config)
@@ -26,7 +28,7 @@ def _check_batch(config) -> None:
     require_divides("microbatches", config.microbatches, "a rank's samples (batch_size/dp)", samples)
 
 
-def _check_stages(config) -> None:
+def _check_stages(config) -> Schedule:
     schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
     layers = config.model.num_layers
     if schedule.num_stages > layers:
@@ -34,30 +36,101 @@ def _check_stages(config) -> None:
             f"pp={config.pp} with schedule={config.schedule!r} has {schedule.num_stages} stages, "
             f"and num_layers={layers}; use at most {layers} stages"
         )
+    return schedule
 
 
 def _check_tokens(config) -> None:
     """Check how a sample's tokens are divided: over cp, and over tp under sequence parallelism."""
-    whole = padded_length(config.seq_len, config.cp, config.cp_layout) if config.cp > 1 else config.seq_len
+    _check_ulysses(config)
+    whole = config.seq_len
+    if config.cp > 1:
+        whole = padded_length(config.seq_len, config.cp, config.cp_layout, config.cp_ulysses)
     if whole != config.seq_len:
         raise ValueError(
             f"cp={config.cp} with cp_layout={config.cp_layout!r} does not divide seq_len={config.seq_len}; "
             f"use seq_len={whole}"
         )
-    check_context_parallel(
-        config.model, config.cp, config.seq_len, config.cp_layout, config.cp_attention, tp=config.tp
-    )
+    layout = config.cp_layout, config.cp_attention, config.cp_ulysses
+    check_context_parallel(config.model, config.cp, config.seq_len, *layout, tp=config.tp)
     if config.sequence_parallel:
         require_divides(
             "tp", config.tp, "a rank's tokens of a sample (seq_len/cp)", config.seq_len // config.cp
         )
+    elif config.tp_chunked:
+        raise ValueError(
+            "tp_chunked=True cuts sequence_parallel's messages, and sequence_parallel=False; use both, or neither"
+        )
+
+
+def _check_ulysses(config) -> None:
+    size, attention = config.cp_ulysses, config.cp_attention
+    require_divides("cp_ulysses", size, "cp", config.cp)
+    if attention != "usp" and size > 1:
+        raise ValueError(
+            f"cp_ulysses={size} is for cp_attention=usp, not {attention}; use that, or cp_ulysses=1"
+        )
+    if attention == "usp" and size == 1 and config.cp > 1:
+        raise ValueError(
+            f"cp_attention=usp with cp_ulysses=1 is a ring; use cp_ulysses={one_of(divisors(config.cp)[1:])}, "
+            "or cp_attention=ring"
+        )
+
+
+def _check_reduction(config, schedule: Schedule) -> None:
+    """Check the dtype in which gradients are summed, and that they may be reduced after every microbatch."""
+    if config.reduce_dtype == "float16" and config.dtype != "float16":
+        raise ValueError(
+            f"reduce_dtype=float16 overflows without a loss scale, and dtype={config.dtype} has none; "
+            "use dtype=float16, or reduce_dtype=bfloat16"
+        )
+    if config.reduce_every == "step":
+        return
+    if config.zero != 2:
+        raise ValueError(
+            f"reduce_every=microbatch is for zero=2, and zero={config.zero}; use zero=2, or step"
+        )
+    reasons = {
+        "computes weight gradients apart": any(a.op == "W" for own in schedule.actions for a in own),
+        "has several stages on a rank": schedule.num_stages > config.pp,
+        "sums tied embeddings at the end of a step": config.model.tie_embeddings and config.pp > 1,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ValueError(
+            f"reduce_every=microbatch needs every gradient after each backward, but schedule={config.schedule!r} on "
+            f"pp={config.pp} {reason}; use reduce_every=step"
+        )
+
+
+def _check_replicas(config) -> None:
+    """Check hybrid sharding: the ranks that have the same parameters are `replicate` groups of equal size."""
+    if config.replicate == 1:
+        return
+    if config.zero != 3:
+        raise ValueError(
+            f"replicate={config.replicate} copies the shards of zero=3, and zero={config.zero}; use zero=3"
+        )
+    data = config.dp * config.cp
+    require_divides("replicate", config.replicate, "dp*cp", data)
+    if config.model.num_experts:
+        require_divides("replicate", config.replicate, "an expert's ranks (dp*cp/ep)", data // config.ep)
 
 
 def _check_experts(config) -> None:
+    model = config.model
+    if model.num_experts and model.moe_every > model.num_layers:
+        raise ValueError(
+            f"num_experts={model.num_experts}: of num_layers={model.num_layers} layers, none has experts with "
+            f"moe_every={model.moe_every}; use moe_every={model.num_layers} or less"
+        )
     if config.model.num_experts:
         require_divides("ep", config.ep, "num_experts", config.model.num_experts)
-    elif config.ep > 1:
-        raise ValueError(f"ep={config.ep} spreads experts, and num_experts=0: the model has none; use ep=1")
+        if config.ep_node_size is not None:
+            require_divides("ep_node_size", config.ep_node_size, "ep", config.ep)
+    elif config.ep > 1 or config.ep_node_size is not None:
+        name = "ep" if config.ep > 1 else "ep_node_size"
+        raise ValueError(
+            f"{name}={getattr(config, name)} spreads experts, and num_experts=0: the model has none; leave it out"
+        )
 
 
 def _check_activations(config) -> None:

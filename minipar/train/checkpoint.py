@@ -1,7 +1,7 @@
 """Sharded checkpoints: every rank writes what it holds, no tensor is gathered, and any other mesh can read them.
 
     FOLDER/step-00000010/rank-00000.safetensors ...   the parts, each stored by one of the ranks that hold it
-    FOLDER/step-00000010/manifest.json                the kind and placement of each part; the files' sizes and checksums
+    FOLDER/step-00000010/manifest.json                which part is where, and the checksums: see manifest.py
 
 A part is described by its placement, so a reader with other placements copies from each stored part what overlaps its
 own. The folder is written under a temporary name and renamed when all of it is on the disk, so a killed save leaves
@@ -10,21 +10,28 @@ earlier checkpoints intact.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 
-from minipar.comm.objects import gather_objects
+from minipar.comm import PeerLost
+from minipar.comm.objects import all_gather_objects, gather_objects
 from minipar.mesh import Placement
 from minipar.train.atomic_files import write_whole
-from minipar.train.restore import FORMAT, MANIFEST, checkpoints, checksum
+from minipar.train.manifest import FORMAT, MANIFEST, by_tensor, checksum, checksum_of_part, key_of, signed
+from minipar.train.old_checkpoints import OldCheckpoints
+from minipar.train.tensor_file import TensorFile, raw_bytes
+
+DEADLINE_S = 1800.0  # of a save: disks are slower than networks, and more often shared
+LOOK_S = 0.05  # between two looks at a save that is waited for
 
 
 class StoredPart(NamedTuple):
@@ -35,113 +42,202 @@ class StoredPart(NamedTuple):
     tensor: torch.Tensor
 
 
+class Written(NamedTuple):
+    """A rank's file in a checkpoint: its manifest entry, its parts' placements and checksums, and its scalars."""
+
+    file: str
+    entry: dict
+    parts: list[tuple[tuple, dict[str, str]]]
+    numbers: dict[str, dict[str, float]]
+
+
 class Saver:
     """Writes the checkpoints of one run in a background thread, one at a time, while training continues.
 
-    comm      all ranks; subgroups of it, for planning and for the writing threads, are made here
-    keep      how many of the newest checkpoints to keep; 0: all
+    comm      all ranks; a subgroup of it is made here
+    keep      how many of the newest whole checkpoints to keep; 0: all
     wait      `save` returns only when the checkpoint is written
+    resumed   the checkpoint that the run went on from, which is never removed; neither is the one just written
+    deadline_s  how long a save may take
 
-    `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the
-    CPU; a thread then writes it. At most one save is in progress: the next `save` first waits for it.
+    `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU:
+    that copy is all the memory it takes. A thread of each rank then writes, and one of rank 0 adds the manifest. The
+    threads send nothing: between steps, `look` all-reduces how far they are, 24 bytes, until all are done. So a slow disk
+    holds up nobody, and a rank that cannot write says so itself, while the others say which rank it was.
+    `look`, `save` and `finish` are collective, and raise the error of a failed save: RuntimeError on the rank that
+    failed, PeerLost on the others, TimeoutError on all after `deadline_s`.
     """
 
-    def __init__(self, comm, folder: Path, keep: int = 3, wait: bool = False):
+    def __init__(
+        self, comm, folder: Path, keep: int = 3, wait: bool = False, resumed: Path | None = None,
+        deadline_s: float = DEADLINE_S,
+    ):  # fmt: skip
         self._comm = comm.subgroup(range(comm.size), "checkpoint")
-        self._planning = comm.subgroup(range(comm.size), "checkpoint plan")
-        self._folder, self._keep, self._wait = Path(folder), keep, wait
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._folder, self._wait, self._deadline_s = Path(folder), wait, deadline_s
+        self._old = OldCheckpoints(self._folder, keep, resumed)
+        self._task: _Task | None = None  # this rank's thread, while the save is in progress on any rank
+        self._writing = False  # every rank its part; after that, rank 0 the manifest
+        self._step, self._started_s = 0, 0.0
         if comm.rank == 0:
             for unfinished in self._folder.glob(".step-*.part"):  # left by a killed save
                 shutil.rmtree(unfinished, ignore_errors=True)
 
-    def save(self, step: int, parts: Iterable[StoredPart], extra: dict) -> None:
-        """Save the parts, and rank 0's `extra` (anything JSON can hold), as the state after `step` steps."""
+    def save(
+        self, step: int, parts: Iterable[StoredPart], extra: dict, numbers: dict[str, dict] | None = None
+    ) -> None:
+        """Save the parts, and rank 0's `extra` (anything JSON can hold), as the state after `step` steps.
+
+        numbers   this rank's scalar state, by parameter: the checkpoint's extra["numbers"] has that of all ranks
+        """
         self.finish()
         mine = [
             StoredPart(kind, placement, tensor.detach().to("cpu", copy=True).contiguous())
-            for kind, placement, tensor in _to_write(self._planning, list(parts))
+            for kind, placement, tensor in _to_write(self._comm, list(parts))
         ]
-        self._thread = threading.Thread(target=self._write, args=(step, mine, extra), name="checkpoint")
-        self._thread.start()
+        self._step, self._started_s, self._extra = step, time.monotonic(), extra
+        self._writing = True
+        self._task = _Task(partial(_write_parts, self._beside, self._comm.rank, mine, numbers or {}))
         if self._wait:
             self.finish()
 
+    def look(self) -> None:
+        """Look at the save in progress, if any: add the manifest once all ranks have written; raise if one failed."""
+        if self._task is None:
+            return
+        late = time.monotonic() - self._started_s > self._deadline_s
+        state = (not self._task.done, self._task.error is not None, late)
+        state = torch.tensor(state, dtype=torch.int64, device=self._comm.device)
+        working, failed, late = self._comm.all_reduce(state, op="max").tolist()
+        if failed or (working and late):
+            self._fail()
+        elif not working and self._writing:
+            self._writing = False
+            written = gather_objects(self._comm, self._task.result)
+            commit = partial(_commit, self._folder, self._beside, self._step, self._extra, written, self._old)
+            self._task = _Task(commit if self._comm.rank == 0 else _nothing)
+        elif not working:
+            self._task = None
+
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises the error that it raised."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        while self._task is not None:
+            self._task.wait(LOOK_S)
+            self.look()
 
-    def _write(self, step: int, parts: list[StoredPart], extra: dict) -> None:
+    @property
+    def _beside(self) -> Path:
+        final = checkpoint_path(self._folder, self._step)
+        return final.with_name(f".{final.name}.part")
+
+    def _fail(self) -> None:
+        """Raise this rank's error, or PeerLost with the other's; with none but the deadline's, TimeoutError."""
+        task, self._task = self._task, None
+        mine = None if task.error is None else f"{type(task.error).__name__}: {task.error}"
+        seen = all_gather_objects(self._comm, (mine, task.done))
+        if self._comm.rank == 0:
+            shutil.rmtree(self._beside, ignore_errors=True)
+        failed = [rank for rank, (error, _) in enumerate(seen) if error is not None]
+        what = f"the checkpoint after step {self._step} could not be written to {self._folder}"
+        if not failed:
+            slow = ", ".join(str(rank) for rank, (_, done) in enumerate(seen) if not done)
+            raise TimeoutError(f"{what} in {self._deadline_s:g} s: rank {slow} is still writing")
+        if task.error is not None:
+            raise RuntimeError(f"{what}: rank {self._comm.rank}: {mine}") from task.error
+        raise PeerLost(f"{what}: rank {failed[0]}: {seen[failed[0]][0]}")
+
+
+class _Task:
+    """A function that a thread runs: once `done`, it has a `result` or an `error`. The process may end before it."""
+
+    def __init__(self, function: Callable):
+        self.result, self.error = None, None
+        self._function = function
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
         try:
-            # Every save needs its own subgroup: a subgroup's stream belongs to the thread that used it first.
-            comm = self._comm.subgroup(range(self._comm.size), f"step {step}")
-            _write_checkpoint(comm, self._folder, step, parts, extra, self._keep)
+            self.result = self._function()
         except BaseException as error:
-            self._error = error
+            self.error = error
+        self._function = None  # it holds the tensors that were written
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _to_write(comm, parts: list[StoredPart]) -> list[StoredPart]:
-    """Choose the parts that this rank writes: one rank writes a replicated part, chosen by digest to share the load."""
+    """Choose the parts that this rank writes: one rank writes a replicated part, chosen by digest to share the load.
+
+    All-gathers 8 bytes for each placement of each rank, and sorts them.
+    """
     if comm.size == 1:
         return parts
-    digests = [checksum(repr((part.kind, part.placement.part)).encode()) for part in parts]
-    mine = torch.tensor([int(digest[:15], 16) for digest in digests], dtype=torch.int64)
-    lengths = comm.all_gather(torch.tensor([len(mine)]), algorithm="ring").tolist()
-    everywhere = comm.all_gather(mine, sizes=lengths).split(lengths)
-    holders: dict[int, list[int]] = {}
-    for rank, theirs in enumerate(everywhere):
-        for digest in theirs.tolist():
-            holders.setdefault(digest, []).append(rank)
-    return [
-        part
-        for part, digest in zip(parts, mine.tolist())
-        if holders[digest][digest % len(holders[digest])] == comm.rank
-    ]
+    places = list({part.placement: None for part in parts})
+    digests = [int(checksum(repr(place.part).encode())[:15], 16) for place in places]
+    mine = torch.tensor(digests, dtype=torch.int64, device=comm.device)
+    lengths = comm.all_gather(mine.new_tensor([len(mine)]), algorithm="ring").tolist()
+    everywhere = comm.all_gather(mine, sizes=lengths).cpu()
+    ranks = torch.arange(comm.size).repeat_interleave(torch.tensor(lengths))
+    ordered, order = everywhere.sort(stable=True)  # of equal digests, the lower rank's first
+    first = torch.searchsorted(ordered, mine.cpu())
+    count = torch.searchsorted(ordered, mine.cpu(), right=True) - first
+    writer = ranks[order[first + mine.cpu() % count]].tolist()
+    owned = {place for place, rank in zip(places, writer) if rank == comm.rank}
+    return [part for part in parts if part.placement in owned]
 
 
-def _write_checkpoint(comm, folder: Path, step: int, parts: list[StoredPart], extra: dict, keep: int) -> None:
-    final, beside = folder / _name(step), folder / f".{_name(step)}.part"
-    if comm.rank == 0:
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-    comm.barrier()
-    file = beside / f"rank-{comm.rank:05}.safetensors"
-    save_file({str(i): part.tensor for i, part in enumerate(parts)}, file)
+def _write_parts(beside: Path, rank: int, parts: list[StoredPart], numbers: dict[str, dict]) -> Written:
+    """Write this rank's file, and describe it."""
+    beside.mkdir(parents=True, exist_ok=True)
+    file = beside / f"rank-{rank:05}.safetensors"
+    tensors = {key_of(part.kind, part.placement.name): part.tensor for part in parts}
+    assert len(tensors) == len(parts), "a rank holds two parts of one tensor"
+    save_file(tensors, file)
     _flush(file)
-    described = [
-        {"key": str(i), "kind": part.kind, "placement": _described(part.placement)}
-        for i, part in enumerate(parts)
-    ]
-    files = gather_objects(comm, (file.name, file.stat().st_size, checksum(file.read_bytes()), described))
-    if comm.rank == 0:
-        entries = {
-            name: {"bytes": size, "digest": digest, "parts": held} for name, size, digest, held in files
-        }
-        content = {"format": FORMAT, "step": step, "extra": extra, "files": entries}
-        content["digest"] = checksum(json.dumps(content, sort_keys=True).encode())
-        write_whole(beside / MANIFEST, json.dumps(content))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(beside, final)
-        _flush(folder)
-        for old in checkpoints(folder)[keep:] if keep else []:
-            shutil.rmtree(old, ignore_errors=True)
-    comm.barrier()
+    described: dict[Placement, dict[str, str]] = {}
+    for part in parts:
+        digests = described.setdefault(part.placement, {})
+        digests[part.kind] = checksum_of_part([raw_bytes(part.tensor)])
+    entry = {"bytes": file.stat().st_size, "header": checksum(TensorFile(file).header_bytes)}
+    names = {place.name for place in described}
+    places = [((p.name, p.global_shape, p.start, p.length, p.flat), kinds) for p, kinds in described.items()]
+    return Written(file.name, entry, places, {name: own for name, own in numbers.items() if name in names})
 
 
-def _described(placement: Placement) -> dict:
-    """The fields of a placement that a reader needs: which elements of which tensor."""
-    fields = ("name", "global_shape", "start", "length", "flat")
-    return {field: getattr(placement, field) for field in fields}
+def _commit(folder: Path, beside: Path, step: int, extra: dict, written: list[Written], old) -> None:
+    """Add the manifest and give the folder its name: from then on it is a checkpoint. Then remove old ones."""
+    numbers = {name: own for rank in written for name, own in rank.numbers.items()}
+    if numbers:
+        extra = {**extra, "numbers": {**extra.get("numbers", {}), **numbers}}
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "extra": extra,
+        "files": {rank.file: rank.entry for rank in written},
+        "tensors": by_tensor([rank.parts for rank in written]),
+    }
+    write_whole(beside / MANIFEST, signed(manifest))
+    final = checkpoint_path(folder, step)
+    replaced = final.with_name(f".{final.name}.replaced.part")
+    if final.exists():
+        os.replace(final, replaced)
+    os.replace(beside, final)
+    _flush(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+    old.remove_all_but(final)
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08}"
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08}"
 
 
 def _flush(path: Path) -> None:

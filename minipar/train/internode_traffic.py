@@ -1,7 +1,8 @@
 """Traffic between nodes: which mesh axes cross nodes, and how many bytes it costs where tp does.
 
-Nodes are blocks of consecutive ranks, as torchrun and SLURM number them. An all-reduce over t ranks sends 2(t-1)/t of
-its elements. With e bytes per element, a rank that has N tokens (over all its microbatches) sends per step:
+Nodes are blocks of consecutive ranks, as torchrun and SLURM number them. An all-reduce over t ranks, which t divides,
+sends 2(t-1)/t of its elements with algorithm="auto", "ring" or "hierarchical". With e bytes per element, a rank that has
+N tokens (over all its microbatches) sends per step:
 
     tp          4 all-reduces of N*D*e bytes per layer, 1 for the embedding, 1 for the head     8(t-1)/t N*D*e per layer
     gradients   one all-reduce, over dp x cp, of the rank's dense parameters; over edp, of its experts

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rate, and the gradient norm of the whole model, whichever ranks hold its parts."""
+"""Parameter groups, learning rate, and norms of whole gradients and parameters, whichever ranks hold their parts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from minipar.data_parallel.lamb import Lamb
 from minipar.mesh import placement_of
 
 BETAS = (0.9, 0.95)  # of AdamW
@@ -52,15 +53,8 @@ def clip_grad_norm_(
 
     Where the norm is inf or nan, nothing is scaled. Sends one number, and one per parameter where `shares` is None.
     """
-    params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
-    squares = [p.new_zeros((), dtype=torch.float64) if p.grad is None else _square(p.grad) for p in params]
-    if comm is not None:
-        shares = norm_shares(params, comm) if shares is None else shares
-        squares = [square * share for square, share in zip(squares, shares)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    if comm is not None:
-        total = comm.all_reduce(total)
-    norm = total.sqrt()
+    params = list(params)
+    norm = grad_norm(params, comm, shares)
     if torch.isfinite(norm) and norm > max_norm:
         for p in params:
             if p.grad is not None:
@@ -68,17 +62,29 @@ def clip_grad_norm_(
     return norm
 
 
+def grad_norm(params: Iterable[nn.Parameter], comm=None, shares: list[float] | None = None) -> torch.Tensor:
+    """The norm of the gradients over the whole model; arguments as in `clip_grad_norm_`."""
+    params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
+    squares = [p.new_zeros((), dtype=torch.float64) if p.grad is None else _square(p.grad) for p in params]
+    if comm is not None:
+        shares = norm_shares(params, comm) if shares is None else shares
+        squares = [square * share for square, share in zip(squares, shares)]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    return (total if comm is None else comm.all_reduce(total)).sqrt()
+
+
 def _square(grad: torch.Tensor) -> torch.Tensor:
     """The squared norm, in float64: how the tensor was cut then changes the rounding only."""
+    grad = grad.as_subclass(torch.Tensor)  # a ShardGradient has no norm, since it is not the whole gradient
     return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
 
 
-def norm_shares(params: list[nn.Parameter], comm) -> list[float]:
+def norm_shares(params: list[nn.Parameter], comm, count_tied: bool = False) -> list[float]:
     """The fraction of each parameter's square that this rank counts: 1 / the number of ranks that hold the same part.
 
-    A parameter that several ranks of `comm` hold thus counts once, an expert's too. A tied copy counts nothing: its
-    original has the same gradient and counts in full. (Counting half of each would be wrong under ZeRO, where the two
-    are in different buckets and cut at different places.)
+    A parameter that several ranks of `comm` hold thus counts once, an expert's too. Unless `count_tied`, a tied copy counts
+    nothing: its original has the same gradient and counts in full. (Counting half of each would be wrong under ZeRO, where
+    the two are in different buckets and cut at different places.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]
@@ -86,4 +92,38 @@ def norm_shares(params: list[nn.Parameter], comm) -> list[float]:
     digests = digests.to(comm.device)
     lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
     holders = Counter(comm.all_gather(digests, sizes=lengths).tolist())
-    return [0.0 if p.tied_to else 1 / holders[digest] for p, digest in zip(placements, digests.tolist())]
+    return [
+        0.0 if p.tied_to and not count_tied else 1 / holders[digest]
+        for p, digest in zip(placements, digests.tolist())
+    ]
+
+
+def optimizer_class(config, mesh=None) -> type[torch.optim.Optimizer]:
+    """The class of `config.optimizer`: for one process, or for this rank's parts of the parameters on a mesh."""
+    if config.optimizer == "adamw":
+        return torch.optim.AdamW
+    return Lamb if mesh is None else lamb_over(mesh.comm("dp", "cp", "tp"))
+
+
+def lamb_over(comm) -> type[Lamb]:
+    """Return LAMB for parts of parameters with placements, of which the ranks of `comm` together hold the whole.
+
+    All of `comm` must have parts of the same parameters. A step all-reduces 16 bytes per parameter (two float64).
+    """
+
+    class MeshLamb(Lamb):
+        def __init__(self, params, comm=None, **options):
+            super().__init__(params, **options)  # without ZeRO's Comm, which has only some of the parts
+            self._shares: Tensor | None = None
+
+        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> list[float]:
+            parts = [p for group in self.param_groups for p in group["params"]]
+            if self._shares is None:
+                self._shares = torch.tensor(norm_shares(parts, comm, count_tied=True), dtype=torch.float64)
+            of_updates = dict(zip(params, map(_square, updates)))
+            squares = [[_square(p), of_updates.get(p, _square(p.new_zeros(())))] for p in parts]
+            squares = torch.stack([torch.stack(pair) for pair in squares]).cpu() * self._shares[:, None]
+            totals = dict(zip(parts, comm.all_reduce(squares.to(comm.device)).tolist()))
+            return [(w / u) ** 0.5 if w > 0 and u > 0 else 1.0 for w, u in map(totals.get, params)]
+
+    return MeshLamb

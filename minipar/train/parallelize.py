@@ -16,13 +16,16 @@ Every weight is initialised from (seed, name) on the rank that holds it, so no i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import nn
 
+from minipar.comm import Comm
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.fsdp import FSDP
+from minipar.data_parallel.loss_scaler import DynamicLossScaler
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole
@@ -30,8 +33,10 @@ from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance, make_schedule
 from minipar.pipeline.partition import layer_costs
 from minipar.tensor_parallel import tensor_parallel
-from minipar.train.optim import BETAS, norm_shares, parameter_groups
+from minipar.train.master_weights import MasterWeights
+from minipar.train.optim import BETAS, norm_shares, optimizer_class, parameter_groups
 from minipar.train.recompute import recompute, relocate_activations
+from minipar.train.reference import make_scaler
 from minipar.train.train_config import TrainConfig
 
 
@@ -42,6 +47,7 @@ class RankState:
     stages    the transformed modules that this rank holds
     pipeline  runs the stages, wrapped in DDP or FSDP (under ZeRO-1 and -2, as they are)
     updates   the optimizer, over this rank's part of the parameters
+    scaler    the loss scale of a float16 model: part of a run's state
     shares    the fraction of the square of each of `optimizer.tensors` that this rank counts in the gradient norm
     """
 
@@ -50,10 +56,20 @@ class RankState:
     pipeline: Pipeline
     optimizer: OptimizerInterface
     shares: list[float] = field(default_factory=list)
+    scaler: DynamicLossScaler | None = None
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.current_scale
 
 
 def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankState:
-    """Build this rank's part of the model of `config`, transformed for the rank's coordinates in the mesh."""
+    """Build this rank's part of the model of `config`, transformed for the rank's coordinates in the mesh.
+
+    The strategies' collectives use `config.algorithm`, wherever they have it.
+    """
+    if config.algorithm != "auto":
+        mesh = Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes)
     schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
     stages = [
         _stage(config, mesh, device, number, schedule.num_stages)
@@ -61,7 +77,7 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     ]
     modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
-    state = RankState(mesh, stages, pipeline, optimizer)
+    state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
     return state
 
@@ -72,11 +88,13 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     stage = Transformer(config.model, config.seed, layers, first, last, device, config.torch_dtype)
     place_whole(stage)
     if mesh.sizes["ep"] > 1:
-        expert_parallel(stage, mesh.comm("ep"))
+        expert_parallel(stage, mesh.comm("ep"), node_size=config.ep_node_size)
     if mesh.sizes["tp"] > 1:
-        tensor_parallel(stage, mesh.comm("tp"), config.sequence_parallel)
+        options = (config.sequence_parallel, config.tp_chunked, config.pad_vocab)
+        tensor_parallel(stage, mesh.comm("tp"), *options)
     if mesh.sizes["cp"] > 1:
-        context_parallel(stage, mesh.comm("cp"), layout=config.cp_layout, attention=config.cp_attention)
+        context_parallel(stage, mesh.comm("cp"), config.cp_layout, config.cp_attention,
+                         ulysses_size=config.cp_ulysses)  # fmt: skip
     recompute(stage, config.recompute)
     relocate_activations(
         stage, mesh.comm("tp") if config.partition_activations else None, config.offload_activations
@@ -92,31 +110,65 @@ def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
 def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
     """The pipeline's modules and the optimizer: `zero` decides which of the 16 bytes per parameter a rank keeps."""
     sum_over = gradient_comm(mesh)
-    options = {"lr": config.lr, "betas": BETAS}
+    make_optimizer, options = optimizer_class(config, mesh), {"lr": config.lr, "betas": BETAS}
     if config.zero in (1, 2):
         groups = parameter_groups(_named(stages), config.weight_decay)
         optimizer = ZeroOptimizer(
             groups,
-            torch.optim.AdamW,
+            make_optimizer,
             sum_over,
             config.zero,
             reduce="sum",
             bucket_mb=config.bucket_mb,
-            master_dtype=torch.float32 if config.dtype == "bfloat16" else None,
+            master_dtype=config.torch_master_dtype,
+            reduce_dtype=config.torch_reduce_dtype,
             **options,
         )
+        list(optimizer.tensors_and_states())  # gives the masters their placements, which LAMB needs
         return stages, optimizer
     if config.zero == 3:
         # Tied gradients are summed over pp unsharded.
         cut_ends = not (config.model.tie_embeddings and num_stages > 1)
+        shards, replicas = sharding_comms(sum_over, config.replicate)
+        computed = config.torch_dtype if config.mixed_precision else None
+        precision = {"compute_dtype": computed, "reduce_dtype": config.torch_reduce_dtype}
+        # Masters are what FSDP shards; what it leaves whole it computes as it is, so that stays in half precision.
+        for sharded in stages if cut_ends else (block for stage in stages for block in stage.layers.values()):
+            sharded.to(config.torch_master_dtype)
         modules: list[nn.Module] = [
-            FSDP(stage, sum_over, units=Block, reduce="sum", shard_rest=cut_ends) for stage in stages
+            FSDP(
+                stage, shards, units=Block, reduce="sum", shard_rest=cut_ends, replicas=replicas, **precision
+            )
+            for stage in stages
         ]
     else:
         buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
+        if config.torch_reduce_dtype != config.torch_dtype:
+            buckets["reduce_dtype"] = config.torch_reduce_dtype
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
-    optimizer = torch.optim.AdamW(parameter_groups(_named(modules), config.weight_decay), **options)
-    return modules, TorchOptimizerAdapter(optimizer)
+    groups = parameter_groups(_named(modules), config.weight_decay)
+    if config.mixed_precision:
+        return modules, MasterWeights(groups, make_optimizer, **options)
+    return modules, TorchOptimizerAdapter(make_optimizer(groups, **options))
+
+
+def sharding_comms(comm_of, replicate: int):
+    """Cut the ranks with the same parameters into groups: return the ranks to shard over, and those with the same shard.
+
+    Both are functions from a parameter to a Comm. Of ranks 0 to 3 with replicate=2, 0 and 1 share the shards, so do 2
+    and 3; gradients are reduced inside these groups, then summed over 0 and 2, and over 1 and 3.
+    """
+    if replicate == 1:
+        return comm_of, None
+
+    @cache
+    def cut(comm) -> tuple[Comm, Comm]:
+        size = comm.size // replicate
+        first = comm.rank // size * size
+        same_shard = range(comm.rank % size, comm.size, size)
+        return comm.subgroup(range(first, first + size), "shards"), comm.subgroup(same_shard, "replicas")
+
+    return lambda param: cut(comm_of(param))[0], lambda param: cut(comm_of(param))[1]
 
 
 def _named(modules: list[nn.Module]):

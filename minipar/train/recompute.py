@@ -11,6 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from minipar.chunks import chunk_sizes
+from minipar.errors import one_of
+
+RECOMPUTE = ("none", "selective", "full")
 
 
 def recompute(stage: nn.Module, mode: str) -> None:
@@ -19,7 +22,11 @@ def recompute(stage: nn.Module, mode: str) -> None:
     none       nothing: the most memory, no extra work
     selective  the attention core: its scores are many bytes and little work (Korthikanti et al., section 5)
     full       the whole block; its input is kept, 2 B T D bytes per layer in bf16. One more forward, a third more work
+
+    Raises ValueError for another mode.
     """
+    if mode not in RECOMPUTE:
+        raise ValueError(f"mode={mode!r} is unknown; use {one_of(RECOMPUTE, near=mode)}")
     for block in stage.layers.values() if mode != "none" else ():
         if mode == "full":
             block.overrides.call = partial(checkpoint, use_reentrant=False)

@@ -1,60 +1,154 @@
-"""Reading checkpoints: find the newest undamaged one, and read the part of a tensor that any placement describes."""
+"""Reading checkpoints: choose the newest undamaged one, and read the part of a tensor that any placement describes.
+
+checkpoint.py says what a checkpoint is. Its manifest lists the parts by tensor, so that a reader finds those that overlap
+its own by bisection, and gives each its own checksum, so that ranks share the work of checking them.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import os
 import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 
+from minipar.comm.objects import all_gather_objects
 from minipar.mesh import Placement, overlap
+from minipar.train.manifest import MANIFEST, StoredBlock, checksum, checksum_of_part, key_of, read_manifest
+from minipar.train.tensor_file import TensorFile
 
-FORMAT = 1
-MANIFEST = "manifest.json"
+CHECKING_THREADS = 4  # of one process; hashing releases the interpreter's lock
+
+# Choosing -----------------------------------------------------------------------------------------------------------
 
 
-def checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+class Chosen(NamedTuple):
+    """A checkpoint to read: its folder, the checksum of its manifest, by which every rank knows the same one, its step."""
+
+    path: Path
+    digest: str
+    step: int
+
+    def open(self) -> Checkpoint:
+        return Checkpoint(self.path, self.digest)
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, damaged ones included."""
-    found = [path for path in Path(folder).glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    """The checkpoints in a folder, newest first, damaged ones included.
+
+    Raises ValueError where the folder exists but cannot be listed: that is not the same as none.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(
+            f"the checkpoints in {folder} cannot be listed: {error.strerror}; try again when they can"
+        ) from None
+    found = [name for name in names if name.startswith("step-") and name[5:].isdigit()]
+    return [Path(folder) / name for name in sorted(found, key=lambda name: int(name[5:]), reverse=True)]
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """Return the newest undamaged checkpoint, or None; warn about every newer one that is damaged."""
+def newest_whole(folder: Path, kinds: set[str] | None = None) -> Path | None:
+    """Return the newest checkpoint whose parts of these kinds (None: all) are undamaged, or None; warn about newer ones."""
     for path in checkpoints(folder):
-        damage = find_damage(path)
+        damage = find_damage(path, kinds)
         if damage is None:
             return path
-        warnings.warn(f"checkpoint {path} is damaged ({damage}); looking for an older one", stacklevel=2)
+        _warn_of(path, damage)
     return None
 
 
-def find_damage(path: Path) -> str | None:
-    """Describe what is wrong with a checkpoint, or return None. Reads all of it."""
-    name = MANIFEST
+def agree_on_newest(comm, folder: Path) -> Path | None:
+    """`newest_whole` for all ranks of `comm`: rank 0 lists the folder, and each rank checks its share of the parts.
+
+    A checkpoint that one rank cannot read, or reads as another, is passed over by all. All-gathers a few hundred bytes for
+    each checkpoint considered; each rank reads 1/p of it.
+    """
+    for path in decided_on_rank_0(comm, partial(checkpoints, folder)):
+        seen = all_gather_objects(comm, _digest_and_damage(path, comm.rank, comm.size))
+        found = [f"{damage}, on rank {rank}" for rank, (_, damage) in enumerate(seen) if damage]
+        if not found and len({digest for digest, _ in seen}) > 1:
+            found = [f"{MANIFEST}: not the same on every rank"]
+        if not found:
+            return path
+        if comm.rank == 0:
+            _warn_of(path, found[0])
+    return None
+
+
+def decided_on_rank_0(comm, decide: Callable):
+    """Return what `decide()` returns on rank 0, on every rank, or raise the ValueError that it raises there.
+
+    comm  None: this process alone
+    """
+    if comm is None:
+        return decide()
+    decision = error = None
+    if comm.rank == 0:
+        try:
+            decision = decide()
+        except ValueError as refusal:
+            error = str(refusal)
+    decision, error = all_gather_objects(comm, (decision, error))[0]
+    if error is not None:
+        raise ValueError(error)
+    return decision
+
+
+def _warn_of(path: Path, damage: str) -> None:
+    warnings.warn(f"checkpoint {path} is damaged ({damage}); looking for an older one", stacklevel=3)
+
+
+def _digest_and_damage(path: Path, rank: int, size: int) -> tuple[str, str | None]:
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        stated = manifest.pop("digest", None)
-        if stated != checksum(json.dumps(manifest, sort_keys=True).encode()):
-            return f"{MANIFEST}: its checksum differs"
-        if manifest["format"] != FORMAT:
-            return f"{MANIFEST}: format {manifest['format']}, this program reads {FORMAT}"
-        for name, entry in manifest["files"].items():
-            data = (path / name).read_bytes()
-            if len(data) != entry["bytes"]:
-                return f"{name}: {len(data)} bytes, it should have {entry['bytes']}"
-            if checksum(data) != entry["digest"]:
-                return f"{name}: its checksum differs"
+        checkpoint = Checkpoint(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{name}: {type(error).__name__}: {error}"
+        return "", _in_words(MANIFEST, error)
+    return checkpoint.digest, _damage_in(checkpoint, None, rank, size)
+
+
+def find_damage(path: Path, kinds: set[str] | None = None, threads: int = CHECKING_THREADS) -> str | None:
+    """Describe what is wrong with a checkpoint, or return None. Reads all parts of these kinds; None: of every kind."""
+    try:
+        checkpoint = Checkpoint(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _in_words(MANIFEST, error)
+    with ThreadPoolExecutor(threads) as pool:
+        shares = pool.map(lambda i: _damage_in(checkpoint, kinds, i, threads), range(threads))
+        return next(filter(None, shares), None)
+
+
+def _damage_in(checkpoint: Checkpoint, kinds, index: int, count: int) -> str | None:
+    """Check every `count`-th file's size and header, and every `count`-th part, from number `index` on."""
+    name = ""
+    try:
+        for name, entry in islice(checkpoint.files.items(), index, None, count):
+            size = (checkpoint.path / name).stat().st_size
+            if size != entry["bytes"]:
+                return f"{name}: {size} bytes, it should have {entry['bytes']}"
+            if checksum(checkpoint.file(name).header_bytes) != entry["header"]:
+                return f"{name}: its header's checksum differs"
+        for name, key, digest in islice(checkpoint.stored_parts(kinds), index, None, count):
+            if checksum_of_part(checkpoint.file(name).blocks(key)) != digest:
+                return f"{name}: the checksum of {key} differs"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return _in_words(name, error)
     return None
+
+
+def _in_words(name: str, error: Exception) -> str:
+    said = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return said if name in said else f"{name}: {said}"
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
 
 
 class Checkpoint:
@@ -63,53 +157,94 @@ class Checkpoint:
     step     the number of steps done when it was saved
     extra    as given to `Saver.save`
     kinds    the kinds of the stored parts: "parameter", "exp_avg", ...
+    files    name -> bytes, and the checksum of the header
+    digest   the manifest's checksum; given one, it must be this
+
+    Raises ValueError where the manifest is damaged, of another format, or not the one meant; OSError where it is missing.
     """
 
-    def __init__(self, path: Path):
-        manifest = json.loads((path / MANIFEST).read_text())
-        self.path, self.step, self.extra = path, manifest["step"], manifest["extra"]
-        self._stored: dict[tuple[str, str], list[tuple[str, str, Placement]]] = {}
-        for name, entry in manifest["files"].items():
-            for part in entry["parts"]:
-                placement = Placement(**part["placement"])
-                self._stored.setdefault((part["kind"], placement.name), []).append(
-                    (name, part["key"], placement)
-                )
-        self._files: dict[str, safe_open] = {}
+    def __init__(self, path: Path, digest: str | None = None):
+        self.path = Path(path)
+        manifest, self.digest = read_manifest(self.path)
+        if digest not in (None, self.digest):
+            raise ValueError(f"{path} is not, on this rank, the checkpoint that rank 0 chose")
+        self.step, self.extra, self.files = manifest["step"], manifest["extra"], manifest["files"]
+        self._tensors: dict[str, dict] = manifest["tensors"]
+        self._file_names = list(self.files)
+        self._opened: dict[str, TensorFile] = {}
+        self._sorted: dict[str, list[StoredBlock]] = {}
+
+    @property
+    def chosen(self) -> Chosen:
+        return Chosen(self.path, self.digest, self.step)
 
     @property
     def kinds(self) -> set[str]:
-        return {kind for kind, _ in self._stored}
+        return {kind for tensor in self._tensors.values() for kind in tensor["kinds"]}
 
     def has(self, kind: str, name: str) -> bool:
-        return (kind, name) in self._stored
+        return name in self._tensors and kind in self._tensors[name]["kinds"]
 
     def names(self, kind: str) -> list[str]:
-        return [name for k, name in self._stored if k == kind]
+        return [name for name in self._tensors if self.has(kind, name)]
 
     def global_shape(self, kind: str, name: str) -> tuple[int, ...]:
-        return self._stored[kind, name][0][2].global_shape
+        self._require(kind, name)
+        return tuple(self._tensors[name]["shape"])
+
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        self._require(kind, name)
+        file = next(
+            self._file_names[file] for file, *_, kinds in self._tensors[name]["parts"] if kind in kinds
+        )
+        return self.file(file).dtype(key_of(kind, name))
 
     def read(self, kind: str, wanted: Placement) -> torch.Tensor:
-        """Assemble the local tensor of this placement from the stored parts that overlap it.
+        """Assemble the local tensor of this placement, reading from each stored part what overlaps it, and no more.
 
         Raises ValueError, with the name, where none or not all of its elements are stored.
         """
-        stored = self._stored.get((kind, wanted.name))
-        if stored is None:
-            raise ValueError(f"{self.path} has no {kind} of {wanted.name}")
-        file, key, _ = stored[0]
-        local, missing = self._tensor(file, key).new_empty(wanted.local_shape), wanted.numel
-        for file, key, placement in stored:
-            for box, source, target in overlap(placement, wanted):
-                tensor = self._tensor(file, key)
-                target.of_local(local, box).copy_(source.of_local(tensor, box))
+        name, key = wanted.name, key_of(kind, wanted.name)
+        local = torch.empty(wanted.local_shape, dtype=self.dtype(kind, name))
+        missing = wanted.numel
+        for file, stored in self._overlapping(kind, wanted):
+            for box, source, target in overlap(stored, wanted):
+                start = tuple(a - b for a, b in zip(box.start, source.box.start))
+                read = self.file(file).read(key, source.box.length, start, box.length, source.offset or 0)
+                target.of_local(local, box).copy_(read)
                 missing -= box.numel
         if missing:
-            raise ValueError(f"{self.path}: {missing} elements of {kind} of {wanted.name} are in no file")
+            raise ValueError(f"{self.path}: {missing} elements of {kind} of {name} are in no file")
         return local
 
-    def _tensor(self, file: str, key: str) -> torch.Tensor:
-        if file not in self._files:
-            self._files[file] = safe_open(self.path / file, framework="pt")
-        return self._files[file].get_tensor(key)
+    def file(self, name: str) -> TensorFile:
+        if name not in self._opened:
+            self._opened[name] = TensorFile(self.path / name)
+        return self._opened[name]
+
+    def stored_parts(self, kinds: set[str] | None = None) -> Iterator[tuple[str, str, str]]:
+        """Yield (file, key, checksum) of every part of these kinds; None: of every kind."""
+        for name, tensor in self._tensors.items():
+            for file, _, _, digests in tensor["parts"]:
+                for kind, digest in digests.items():
+                    if kinds is None or kind in kinds:
+                        yield self._file_names[file], key_of(kind, name), digest
+
+    def _require(self, kind: str, name: str) -> None:
+        if not self.has(kind, name):
+            raise ValueError(f"{self.path} has no {kind} of {name}")
+
+    def _overlapping(self, kind: str, wanted: Placement) -> Iterator[tuple[str, Placement]]:
+        """Yield (file, placement) of the stored parts of this kind that may have elements of `wanted`."""
+        tensor, name = self._tensors[wanted.name], wanted.name
+        if name not in self._sorted:
+            self._sorted[name] = [
+                StoredBlock(i, box, tensor["parts"]) for i, box in enumerate(tensor["blocks"])
+            ]
+        for block in self._sorted[name]:
+            for file, _, flat, digests in block.parts_near(wanted):
+                if kind in digests:
+                    where = Placement(
+                        name, tensor["shape"], *block.box, None if flat is None else tuple(flat)
+                    )
+                    yield self._file_names[file], where

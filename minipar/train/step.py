@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 
@@ -12,8 +11,9 @@ from minipar.context import local_positions
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.trace import span
 from minipar.train.metrics import routing, speed
-from minipar.train.optim import clip_grad_norm_, learning_rate
+from minipar.train.optim import grad_norm, learning_rate
 from minipar.train.parallelize import RankState
+from minipar.train.reference import may_step
 from minipar.train.text import Batch, batch_of_step
 from minipar.train.train_config import TrainConfig
 
@@ -36,24 +36,22 @@ def train_step(
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
-        norm = clip_grad_norm_(state.optimizer.tensors, config.grad_clip or float("inf"), world, state.shares)
-        finite = math.isfinite(loss) and math.isfinite(norm)  # both are the same on every rank
-        if finite:
-            state.optimizer.step()
-        elif config.on_nan == "stop":
-            raise ArithmeticError(
-                f"step {step}: the loss is {loss.item()} and the gradient norm {norm.item()}; "
-                "lower lr, or go on without such steps by on_nan=skip"
-            )
+        scale = state.loss_scale
+        norm = grad_norm(state.optimizer.tensors, world, state.shares).item() / scale
+        # Loss and norm are the same on every rank, so all ranks step, or all skip.
+        if stepped := may_step(config, step, loss.item(), norm, state.scaler):
+            too_long = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
+            state.optimizer.step(grad_scale=scale * too_long)
         if config.model.balance_bias:
             for stage in state.stages:
                 update_balance_bias(stage, comm=state.mesh.comm("dp", "cp"))
     return {
         "step": step,
         "loss": loss.item(),
-        "grad_norm": norm.item(),
+        "grad_norm": norm,
         "lr": lr,
-        "skipped": int(not finite),
+        "skipped": int(not stepped),
+        **({} if state.scaler is None else {"loss_scale": scale}),
         **speed(config, time.perf_counter() - start_s),
         **routing(world, state, config),
     }
@@ -70,12 +68,14 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
     inputs["stage_kwargs"]["step"] = step
     if config.model.num_experts:
         for stage in state.stages:
-            set_num_groups(stage, config.model.num_groups(config.batch_size, config.seq_len))
-    # ZeroOptimizer reduces gradients during the backward. That is correct only for a single, whole backward: nothing
-    # may be added to a gradient once it is reduced (by another microbatch, a deferred weight gradient, a tied stage).
-    accumulates = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
+            groups = config.model.num_groups(config.batch_size, config.seq_len)
+            set_num_groups(stage, groups, state.loss_scale)
+    # ZeroOptimizer reduces gradients during every backward, and adds up what it has reduced. Unless that is asked for, it
+    # reduces once, when all of a step's gradients are there: those of other microbatches, deferred ones, a tied stage's.
+    several = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
+    accumulates = several and config.reduce_every == "step"
     with state.optimizer.no_sync() if accumulates else nullcontext():
-        loss = state.pipeline.step(**inputs)
+        loss = state.pipeline.step(**inputs, loss_scale=state.loss_scale)
     if accumulates:
         state.optimizer.synchronize()
     return reduce_loss(world, state, config, loss)
@@ -112,7 +112,7 @@ def _local_batch(mesh, config: TrainConfig, batch: Batch, device) -> dict:
     """This rank's samples (dp) and tokens of them (cp), as `Pipeline.step` takes them."""
     at = mesh.coordinates
     ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
-    positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout)
+    positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
     tokens, targets = batch.tokens[ids][:, positions], batch.targets[ids][:, positions]
     return dict(
         inputs=tokens.to(device),

@@ -45,9 +45,19 @@ def require_samples(text: torch.Tensor, seq_len: int, path: Path | None = None) 
         )
 
 
-def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the text into (training, held out): the last twentieth, at least one sample, is held out.
+def digest_of(text: torch.Tensor) -> str:
+    """A checksum of the text, by which a checkpoint knows the one it was trained on."""
+    return hashlib.blake2b(memoryview(text.numpy()), digest_size=16).hexdigest()
 
+
+HELD_OUT_PIECES = 20
+
+
+def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split the text into (training, held out): a twentieth, at least one sample, is held out, in pieces spread through it.
+
+    The text is cut into up to 20 sections of equal length, fewer where a piece would be shorter than a sample; the end of
+    each is held out. So both sides see all of the text, whose parts may be of different difficulty, and share no byte.
     Raises ValueError where that leaves too little to train on.
     """
     held = max(len(text) // 20, seq_len + 1)
@@ -56,7 +66,12 @@ def hold_out(text: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tens
             f"the text has {len(text)} bytes: too few to hold out a sample of seq_len={seq_len} and train on others; "
             f"use eval_every=0, or seq_len={max(1, len(text) // 2 - 1)} or less"
         )
-    return text[:-held], text[-held:]
+    pieces = min(HELD_OUT_PIECES, held // (seq_len + 1))
+    is_held = torch.zeros(len(text), dtype=torch.bool)
+    for i in range(pieces):
+        stop = len(text) * (i + 1) // pieces
+        is_held[stop - (held * (i + 1) // pieces - held * i // pieces) : stop] = True
+    return text[~is_held], text[is_held]
 
 
 def batch_of_step(text: torch.Tensor, seed: int, step: int, batch_size: int, seq_len: int) -> Batch:

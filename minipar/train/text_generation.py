@@ -20,9 +20,9 @@ from minipar.model.sampling import checked_prompt, choose, continue_text
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.runtime.launch import run
 from minipar.tensor_parallel import check_tensor_parallel, tensor_parallel
-from minipar.train.restore import Checkpoint, newest_whole
+from minipar.train.check_paths import CHECKPOINTS
+from minipar.train.restore import Checkpoint, Chosen, newest_whole
 from minipar.train.state import BUFFER, PARAMETER
-from minipar.train.trainer import CHECKPOINTS
 
 
 def generate_text(
@@ -42,24 +42,55 @@ def generate_text(
     Raises ValueError for a folder without a whole checkpoint, an empty prompt, a negative number, or a mesh over which
     the model cannot be cut, before any rank starts; RankError where a rank fails.
     """
-    path = newest_whole(Path(run_folder) / CHECKPOINTS)
+    path = newest_whole(Path(run_folder) / CHECKPOINTS, {PARAMETER, BUFFER})
     if path is None:
         raise ValueError(f"{run_folder} has no whole checkpoint; train with --checkpoint-every first")
-    config = ModelConfig(**Checkpoint(path).extra["model"])
+    checkpoint = Checkpoint(path)
+    config = ModelConfig(**checkpoint.extra["model"])
     if not prompt:
         raise ValueError("prompt='' is empty; give at least one character to go on from")
     tokens = checked_prompt(config, list(prompt.encode()), num_tokens, temperature)
     check_mesh(config, tp, pp)
     text = run(
-        _generate_rank, path, {"tp": tp, "pp": pp}, tokens, num_tokens, temperature, seed,
+        _generate_rank, checkpoint.chosen, {"tp": tp, "pp": pp}, tokens, num_tokens, temperature, seed,
         world_size=tp * pp, timeout_s=timeout_s,
     )[0]  # fmt: skip
-    return bytes(text.clamp(max=255).tolist()).decode(errors="replace")
+    return _decoded(text)
 
 
-def _generate_rank(world, path: Path, mesh_sizes: dict[str, int], *request) -> Tensor:
+def _generate_rank(world, chosen: Chosen, mesh_sizes: dict[str, int], *request) -> Tensor:
     mesh = Mesh(world, **mesh_sizes)
-    return generate_on_mesh(load_stage(Checkpoint(path), mesh, world.device), mesh, *request)
+    return generate_on_mesh(load_stage(chosen.open(), mesh, world.device), mesh, *request)
+
+
+def _decoded(tokens: Tensor) -> str:
+    return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")
+
+
+SAMPLE_BYTES_PER_RANK = 16 << 20
+
+
+def sample_text(
+    world, config, path: Path, prompt: str, num_tokens: int, temperature: float = 0.7
+) -> str | None:
+    """Generate from the checkpoint at `path` on ranks that are there: on as few as hold 16 MiB of the weights each.
+
+    config  the TrainConfig of the run that `world` has trained; its tp cuts the model where the layers alone are too few
+    Every rank calls this; rank 0 gets the text, the others None.
+    """
+    shapes, layers = (
+        Transformer(config.model, device="meta", dtype=config.torch_dtype),
+        config.model.num_layers,
+    )
+    ranks = min(world.size, -(-sum(p.nbytes for p in shapes.parameters()) // SAMPLE_BYTES_PER_RANK))
+    pp = min(ranks, layers)
+    tp = config.tp if ranks > layers and pp * config.tp <= world.size else 1
+    if world.rank >= pp * tp:
+        return None
+    mesh = Mesh(world.subgroup(range(pp * tp), "sample"), pp=pp, tp=tp)
+    stage = load_stage(Checkpoint(path), mesh, world.device)
+    text = generate_on_mesh(stage, mesh, list(prompt.encode()), num_tokens, temperature)
+    return _decoded(text) if world.rank == 0 else None
 
 
 def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:

@@ -43,16 +43,40 @@ class TrainConfig:
     zero: Literal[0, 1, 2, 3] = option(
         0, "ZeRO stage: 0 DDP, 1 cuts optimizer state over dp x cp, 2 gradients too, 3 parameters too", "mesh"
     )
+    replicate: int = option(
+        1, "with zero 3, how many groups of the dp x cp ranks have all the shards: hybrid sharding", "mesh"
+    )
+    reduce_every: Literal["step", "microbatch"] = option(
+        "step",
+        "when zero 2 reduces gradients: step, as zero 1, sends least, and holds whole gradients until then; "
+        "microbatch sends them all each time, and holds 1/dp of them",
+        "mesh",
+    )
     schedule: ScheduleName = option("1f1b", "order of the pipeline's work", "mesh")
     chunks: int | None = option(
         None, "stages a pipeline rank holds, where the schedule leaves a choice", "mesh"
     )
     sequence_parallel: bool = option(False, "tp ranks split tokens where they do not split features", "mesh")
+    tp_chunked: bool = option(
+        False,
+        "with sequence_parallel, tp's messages in chunks, while the products of other chunks run",
+        "mesh",
+    )
+    pad_vocab: bool = option(False, "let tp cut a vocabulary that it does not divide", "mesh")
     cp_layout: Literal["zigzag", "contiguous", "striped"] = option(
         "zigzag", "which tokens a context-parallel rank has", "mesh"
     )
-    cp_attention: Literal["ring", "ulysses", "all_gather"] = option(
-        "ring", "how a context-parallel rank sees the others' tokens", "mesh"
+    cp_attention: Literal["ring", "ulysses", "all_gather", "usp"] = option(
+        "ring",
+        "how a context-parallel rank sees the others' tokens; usp: ulysses inside groups, a ring across them",
+        "mesh",
+    )
+    cp_ulysses: int = option(1, "with cp_attention=usp, the ranks of a group", "mesh")
+    ep_node_size: int | None = option(
+        None, "send tokens to experts in two levels, inside nodes of so many ep ranks, then across", "mesh"
+    )
+    algorithm: Literal["auto", "ring", "halving_doubling", "doubling", "tree", "hierarchical", "native"] = (
+        option("auto", "of every collective that has it; auto chooses by size, native is torch's own", "mesh")
     )
 
     recompute: Literal["none", "selective", "full"] = option(
@@ -74,18 +98,31 @@ class TrainConfig:
     microbatches: int = option(
         1, "parts in which a rank works through its samples, accumulating gradients", "optimization"
     )
-    lr: float = option(5e-3, "highest learning rate of AdamW", "optimization")
+    optimizer: Literal["adamw", "lamb"] = option(
+        "adamw",
+        "lamb: a parameter's step is scaled to the parameter's norm, for large batches",
+        "optimization",
+    )
+    lr: float = option(5e-3, "highest learning rate", "optimization")
     warmup: int = option(
         20, "steps in which the learning rate rises; then it falls along a cosine to a tenth", "optimization"
     )
-    weight_decay: float = option(0.1, "of AdamW, on matrices", "optimization")
+    weight_decay: float = option(0.1, "on matrices", "optimization")
     grad_clip: float = option(
         1.0, "largest gradient norm, over the whole model; 0 clips nothing", "optimization"
     )
 
-    dtype: Literal["float32", "float64", "bfloat16"] = option(
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = option(
         "float32",
-        "of weights and computation; zero 1 and 2 update a bfloat16 model's float32 masters",
+        "of computation; with bfloat16 and float16, float32 master weights are updated; float16 scales the loss",
+        "precision",
+    )
+    reduce_dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = option(
+        None, "of the sums of gradients over dp x cp; none: float32, or float64 with that dtype", "precision"
+    )
+    loss_scale: float = option(
+        65536.0,
+        "with float16, the first factor of the loss; halved where a gradient overflows, doubled after 2000 good steps",
         "precision",
     )
     on_nan: Literal["stop", "skip"] = option(
@@ -124,12 +161,14 @@ class TrainConfig:
     def __post_init__(self):
         check_types(self)
         normalise_types(self)
-        for name in (*AXES, "steps", "batch_size", "seq_len", "microbatches"):
+        for name in (*AXES, "replicate", "cp_ulysses", "steps", "batch_size", "seq_len", "microbatches"):
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in NOT_NEGATIVE:
             self._require(name, getattr(self, name) >= 0, "0 or more")
-        for name in ("lr", "bucket_mb", "timeout_s"):
+        for name in ("lr", "bucket_mb", "timeout_s", "loss_scale"):
             self._require(name, getattr(self, name) > 0, "a number above 0")
+        if self.name is not None and self.name in ("", ".", "..") or "/" in (self.name or ""):
+            raise ValueError(f"name={self.name!r} is not the name of one folder; use out for a path")
         self._require("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.moe:
             object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
@@ -163,6 +202,24 @@ class TrainConfig:
         import torch
 
         return getattr(torch, self.dtype)
+
+    @property
+    def mixed_precision(self) -> bool:
+        """Whether the model is computed in half precision, and float32 master weights of it are updated."""
+        return self.dtype in ("bfloat16", "float16")
+
+    @property
+    def torch_master_dtype(self) -> torch.dtype:
+        """The dtype of what the optimizer updates, and by default of the reduction of gradients."""
+        import torch
+
+        return torch.float32 if self.mixed_precision else self.torch_dtype
+
+    @property
+    def torch_reduce_dtype(self) -> torch.dtype:
+        import torch
+
+        return getattr(torch, self.reduce_dtype) if self.reduce_dtype else self.torch_master_dtype
 
     @property
     def folder(self) -> Path:

@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from minipar.comm.objects import gather_objects
-from minipar.mesh import Mesh, Placement, gather, placement_of
-from minipar.model import Transformer, generate
+from minipar.mesh import Mesh, Placement
 from minipar.runtime.environment import ranks_per_node, under_torchrun
 from minipar.runtime.launch import init_from_env, run
 from minipar.trace import Span, Trace, write_chrome_trace
 from minipar.train.atomic_files import prepare_folder, write_whole
-from minipar.train.checkpoint import Saver
+from minipar.train.check_paths import CHECKPOINTS
+from minipar.train.checkpoint import Saver, checkpoint_path
 from minipar.train.internode_traffic import warn_if_tp_crosses
 from minipar.train.log import MetricsLog
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
-from minipar.train.restore import Checkpoint, checkpoints, newest_whole
-from minipar.train.state import buffers_of, described, parts_of, require_same_run, restore
+from minipar.train.restore import Checkpoint, Chosen, agree_on_newest, decided_on_rank_0, newest_whole
+from minipar.train.resume import require_no_others, require_same_text, require_usable
+from minipar.train.state import BUFFER, PARAMETER, described, parts_of, restore
 from minipar.train.step import evaluate, train_step
-from minipar.train.text import hold_out, load_text, require_samples
+from minipar.train.text import digest_of, hold_out, load_text, require_samples
+from minipar.train.text_generation import sample_text
 from minipar.train.toml_config import as_toml
 from minipar.train.train_config import TrainConfig
 
-CHECKPOINTS = "checkpoints"  # in the run's folder
-SAMPLE_PROMPT = "The "
+PARAMETERS = ".parameters"  # in the run's folder, while it runs
+SAMPLE_PROMPT, SAMPLE_BYTES = "The ", 300
 
 
 @dataclass
@@ -45,12 +49,12 @@ class Result:
 
 
 class Trained(NamedTuple):
-    """The ranks' results: metrics per step, parameters after the verified steps and (with buffers) at the end, spans."""
+    """The ranks' results: metrics per step, spans, a sample, and where the parameters after the verified steps are."""
 
     metrics: list[dict]
-    first: dict[str, torch.Tensor]
-    last: dict[str, torch.Tensor]
     traces: dict[int, list[Span]]
+    sample: str
+    verified: Chosen | None
 
 
 def train(config: TrainConfig, on_progress=None) -> Result | None:
@@ -63,21 +67,22 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
     text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
-    prepare_folder(config.folder)
-    start = _checkpoint_to_resume(config)
-    _require_no_others(config)
-    tell = on_progress or (lambda what, metrics: None)
+    text_digest = digest_of(text)
     world = None
     if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
-        if world.rank == 0:
-            warn_if_tp_crosses(config, ranks_per_node())
+        require_same_text(world, config, text_digest)
+    start = _choose_start(config, text_digest, world)
+    decided_on_rank_0(world, partial(prepare_folder, config.folder))
     if world is not None and world.rank:
         train_rank(world, config, text, held_out, start)
         return None
+    if world is not None:
+        warn_if_tp_crosses(config, ranks_per_node())
+    tell = on_progress or (lambda what, metrics: None)
     write_whole(config.folder / "config.toml", as_toml(config))
-    log = MetricsLog(config.folder, config.tensorboard, Checkpoint(start).step if start else 0)
+    log = MetricsLog(config.folder, config.tensorboard, start.step if start else 0)
 
     def on_step(metrics: dict) -> None:
         log(metrics)
@@ -91,9 +96,10 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
                 train_rank, config, text, held_out, start, world_size=config.world_size,
                 timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
             )[0]  # fmt: skip
+        return _finish(config, text, trained, tell)
     finally:
         log.close()
-    return _finish(config, text, trained, tell)
+        shutil.rmtree(config.folder / PARAMETERS, ignore_errors=True)
 
 
 def _require_world(size: int, config: TrainConfig) -> None:
@@ -101,27 +107,13 @@ def _require_world(size: int, config: TrainConfig) -> None:
         raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
 
 
-def _require_no_others(config: TrainConfig) -> None:
-    """Refuse a folder with another run's checkpoints: only the highest step numbers are kept, of whichever run."""
-    goes_on = config.resume is not None and config.resume.resolve() == config.folder.resolve()
-    if config.checkpoint_every and not goes_on and checkpoints(config.folder / CHECKPOINTS):
-        raise ValueError(
-            f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
-            "or use another --out or --name"
-        )
-
-
-def _checkpoint_to_resume(config: TrainConfig) -> Path | None:
+def _choose_start(config: TrainConfig, text_digest: str, world=None) -> Chosen | None:
+    """The checkpoint to go on from, the same for every rank; None to begin at step 0. Writes nothing."""
     if config.resume is None:
-        return None
-    path = newest_whole(config.resume / CHECKPOINTS)
-    if path is not None:
-        require_same_run(config, Checkpoint(path))
-    elif config.resume.resolve() != config.folder.resolve():
-        raise ValueError(
-            f"resume={config.resume} has no whole checkpoint; train with --checkpoint-every first"
-        )
-    return path
+        return decided_on_rank_0(world, partial(require_no_others, config))
+    folder = config.resume / CHECKPOINTS
+    path = newest_whole(folder) if world is None else agree_on_newest(world, folder)
+    return decided_on_rank_0(world, partial(require_usable, config, text_digest, path))
 
 
 def train_rank(
@@ -129,19 +121,18 @@ def train_rank(
     config: TrainConfig,
     text: torch.Tensor,
     held_out: torch.Tensor | None = None,
-    start: Path | None = None,
+    start: Chosen | None = None,
     report=None,
 ) -> Trained | None:
     """Run this rank's part of the training, from checkpoint `start` if given; rank 0 returns all ranks' results."""
     report = report or world.report
     torch.manual_seed(config.seed)
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
-    metrics, first, trace, begin = [], [], Trace(), 0
+    metrics, verified, trace, begin = [], None, Trace(), 0
     if start is not None:
-        checkpoint = Checkpoint(start)
-        restore(state, checkpoint)
-        begin = checkpoint.step
-    saver = Saver(world, config.folder / CHECKPOINTS, config.keep) if config.checkpoint_every else None
+        restore(state, start.open())
+        begin = start.step
+    store = _Store(world, config, state, text, start)
     for step in range(begin, config.steps):
         world.trace = trace if _traced(config, step) else None
         metrics.append(train_step(world, state, config, text, step))
@@ -149,39 +140,65 @@ def train_rank(
             metrics[-1]["eval_loss"] = evaluate(world, state, config, held_out)
         if world.rank == 0:
             report(metrics[-1])
-        if step + 1 == min(config.verify_steps, config.steps):
-            first = held_parameters(state)
-        if saver is not None and (step + 1) % config.checkpoint_every == 0:
-            parts, numbers = parts_of(state)
-            saver.save(step + 1, parts, described(config, _all_numbers(world, numbers)))
-    if saver is not None:
-        saver.finish()
+        if begin == 0 and step + 1 == min(config.verify_steps, config.steps):
+            verified = store.parameters(step + 1)
+        store.after(step + 1)
     world.trace = None
-    last = held_parameters(state) + list(buffers_of(state))
-    traces, first, last = (gather_objects(world, x) for x in (trace.spans, first, last))
+    traces = gather_objects(world, trace.spans)
+    sample = store.sample(verified)
     if world.rank:
         return None
-    return Trained(metrics, whole_parameters(first), whole_parameters(last), dict(enumerate(traces)))
+    return Trained(metrics, dict(enumerate(traces)), sample, verified)
 
 
-def _all_numbers(world, mine: dict) -> dict:
-    """Gather the scalar optimizer state of all ranks' parameters on rank 0, which writes it."""
-    everywhere = gather_objects(world, mine) or [mine]
-    return {name: numbers for rank in everywhere for name, numbers in rank.items()}
+class _Store:
+    """What the ranks of a run write together: checkpoints, and parameters for the comparison and for the sample."""
 
+    def __init__(self, world, config: TrainConfig, state: RankState, text, start: Chosen | None):
+        self._world, self._config, self._state = world, config, state
+        self._saver, self._step_of_parameters = None, 0
+        if config.checkpoint_every:
+            self._text_digest = digest_of(text) if world.rank == 0 else ""  # rank 0 describes the run
+            resumed = start and start.path
+            self._saver = Saver(world, config.folder / CHECKPOINTS, config.keep, resumed=resumed)
 
-def held_parameters(state: RankState) -> list[tuple[Placement, torch.Tensor]]:
-    """Copy to the CPU the parts of the parameters that this rank updates, with their placements."""
-    return [(placement_of(x), x.detach().to("cpu", copy=True)) for x in state.optimizer.tensors]
+    def after(self, step: int) -> None:
+        """Save the state after `step` steps, if it is time or the last; else look at the save in progress."""
+        every, steps = self._config.checkpoint_every, self._config.steps
+        if self._saver is None:
+            return
+        if step % every and step < steps:
+            self._saver.look()
+            return
+        parts, numbers = parts_of(self._state)
+        extra = described(self._config, text_digest=self._text_digest)
+        if self._state.scaler is not None:
+            extra["loss_scaler"] = self._state.scaler.state_dict()
+        self._saver.save(step, parts, extra, numbers)
+        if step == steps:
+            self._saver.finish()
 
+    def parameters(self, step: int) -> Chosen | None:
+        """Write the parameters alone, and tell rank 0 where: `train` reads them there, since no rank has room for all."""
+        saver = Saver(self._world, self._config.folder / PARAMETERS, keep=0, wait=True)
+        parts = [part for part in parts_of(self._state)[0] if part.kind in (PARAMETER, BUFFER)]
+        saver.save(step, parts, described(self._config))
+        self._step_of_parameters = step
+        return None if self._world.rank else Checkpoint(self._path(PARAMETERS, step)).chosen
 
-def whole_parameters(held: list[list[tuple[Placement, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Assemble the one-process parameters from the parts that all ranks hold."""
-    parts: dict[str, list] = {}
-    for placement, local in chain.from_iterable(held):
-        if placement.tied_to is None:
-            parts.setdefault(placement.name, []).append((placement, local))
-    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
+    def sample(self, verified: Chosen | None) -> str | None:
+        """Generate a sample, on rank 0, from the last checkpoint or, where none is kept, from parameters written for it."""
+        config, steps = self._config, self._config.steps
+        path = self._path(CHECKPOINTS if self._saver else PARAMETERS, steps)
+        if self._saver is None and self._step_of_parameters != steps:
+            self.parameters(steps)
+        text = sample_text(self._world, config, path, SAMPLE_PROMPT, SAMPLE_BYTES)
+        if self._world.rank == 0 and verified is None:
+            shutil.rmtree(config.folder / PARAMETERS, ignore_errors=True)
+        return text
+
+    def _path(self, folder: str, step: int) -> Path:
+        return checkpoint_path(self._config.folder / folder, step)
 
 
 def _traced(config: TrainConfig, step: int) -> bool:
@@ -189,35 +206,39 @@ def _traced(config: TrainConfig, step: int) -> bool:
     return middle <= step < middle + config.trace_steps
 
 
-def _sample(world, config: TrainConfig, parameters: dict[str, torch.Tensor], num_bytes: int = 300) -> str:
-    model = Transformer(config.model, device="meta", dtype=config.torch_dtype)
-    model.load_state_dict(parameters, assign=True)
-    prompt = torch.tensor(list(SAMPLE_PROMPT.encode()))
-    tokens = generate(model, prompt, num_bytes, temperature=0.7).clamp(max=255)
-    return bytes(tokens.tolist()).decode(errors="replace")
-
-
-def _finish(config: TrainConfig, text, trained, tell) -> Result:
+def _finish(config: TrainConfig, text, trained: Trained, tell) -> Result:
     """Write the sample and the trace, then repeat the first steps in one process and compare."""
     folder, metrics = config.folder, trained.metrics
-    sample = run(_sample, config, trained.last, world_size=1)[0]
-    write_whole(folder / "sample.txt", sample + "\n")
+    write_whole(folder / "sample.txt", trained.sample + "\n")
     write_chrome_trace(folder / "trace.json", trained.traces)
-    steps = min(config.verify_steps, config.steps) if metrics[0]["step"] == 0 else 0
     difference = reference = None
-    if steps:
+    if trained.verified is not None:
+        steps = trained.verified.step
         reference = run(
             _reference_rank, config, text, steps, world_size=1,
             on_report=lambda rank, step: tell("verify", {"step": step}),
         )[0]  # fmt: skip
-        lines = metrics[:steps]
-        difference = compare(
-            ReferenceRun(
-                [line["loss"] for line in lines], [line["grad_norm"] for line in lines], trained.first
-            ),
-            reference,
-        )
-    return Result(folder, metrics, trained.traces, sample, difference, reference)
+        losses, norms = ([line[name] for line in metrics[:steps]] for name in ("loss", "grad_norm"))
+        stored = StoredParameters(trained.verified.open(), config.torch_dtype)
+        difference = compare(ReferenceRun(losses, norms, stored), reference)
+    return Result(folder, metrics, trained.traces, trained.sample, difference, reference)
+
+
+class StoredParameters(Mapping):
+    """Every parameter of a checkpoint by name, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
+        self._checkpoint, self._dtype = checkpoint, dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._checkpoint.global_shape(PARAMETER, name)
+        return self._checkpoint.read(PARAMETER, Placement.whole(name, shape)).to(self._dtype)
+
+    def __iter__(self):
+        return iter(self._checkpoint.names(PARAMETER))
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.names(PARAMETER))
 
 
 def _reference_rank(world, config: TrainConfig, text, steps: int) -> ReferenceRun:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
-from itertools import product
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from minipar.errors import divisors
-from minipar.mesh import Mesh, Placement, placement_of
-from minipar.pipeline import SCHEDULES
+from minipar.mesh import Mesh, Placement, gather, placement_of
+from minipar.model import Transformer
 from minipar.runtime.launch import run
 from minipar.train.parallelize import parallelize
 from minipar.train.provenance import place_in_recipe
-from minipar.train.reference import train_in_one_process
+from minipar.train.reference import relative, train_in_one_process
+from minipar.train.rounded_reference import RoundedStep, follow, is_rounded
 from minipar.train.step import train_step
 from minipar.train.text import load_text, require_samples
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
-TOLERANCE = {"float64": 1e-9, "float32": 2e-3, "bfloat16": 0.2}  # relative to a tensor's largest entry
-FLOOR = 1e-12  # a tensor with no larger entry is zero up to float64 rounding: its difference is absolute
+TOLERANCE = {"float64": 1e-9, "float32": 2e-3}  # relative to a tensor's largest entry
+UPDATE_TOLERANCE = 1e-5  # of float32 arithmetic on the same numbers
 
 
 class Row(NamedTuple):
@@ -79,12 +78,14 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS) -> Verification:
 
     Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights; then in
     each step the gradients, the loss and the gradient norm; then the weights at the end. The first row that differs
-    therefore shows what went wrong first, and on which rank.
+    therefore shows what went wrong first, and on which rank. In half precision, see `rounded_reference.py`.
     Raises ValueError for a text that is unreadable or too short, RankError where a rank fails.
     """
     text = load_text(config.text)
     require_samples(text, config.seq_len, config.text)
     seen = run(_observe_rank, config, text, world_size=config.world_size, timeout_s=config.timeout_s)
+    if is_rounded(config):
+        return Verification(config, _rounded_rows(config, text, seen))
     wanted, losses, norms = run(_observe_one_process, config, text, world_size=1)[0]
     limit = TOLERANCE[config.dtype]
     rows = []
@@ -105,28 +106,36 @@ def _observe_rank(world, config: TrainConfig, text: torch.Tensor) -> Observed:
         held = [(placement_of(x), v.to("cpu", copy=True)) for x, v in values() if v is not None]
         seen.append(Snapshot(what, step, held))
 
-    weights = lambda: [(x, x.detach()) for x in state.optimizer.tensors]  # noqa: E731
-    gradients = lambda: [(x, x.grad) for x in state.optimizer.tensors]  # noqa: E731
+    def weights():
+        return [(x, x.detach()) for x, _ in state.optimizer.tensors_and_states()]
+
+    def gradients():
+        wide, scale = config.torch_master_dtype, state.loss_scale
+        return [(x, x.grad if x.grad is None else x.grad.to(wide) / scale) for x in state.optimizer.tensors]
+
     keep("initial weights", None, weights)
     for step in range(config.steps):
         observe = partial(keep, f"gradients, step {step}", step, gradients)
         metrics = train_step(world, state, config, text, step, observe)
+        if is_rounded(config):
+            keep(f"weights, step {step}", None, weights)
         losses.append(metrics["loss"])
         norms.append(metrics["grad_norm"])
-    keep("weights at the end", None, weights)
+    if not is_rounded(config):
+        keep("weights at the end", None, weights)
     return Observed(seen, losses, norms)
 
 
 def _observe_one_process(world, config: TrainConfig, text: torch.Tensor) -> Observed:
     seen: list[Snapshot] = []
 
-    def observe(model) -> None:
+    def observe(masters) -> None:
         if not seen:
-            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            weights = {n: p.detach().clone() for n, p in masters.items()}
             seen.append(Snapshot("initial weights", None, weights))
         else:
             step = len(seen) - 1
-            gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+            gradients = {n: p.grad.clone() for n, p in masters.items()}
             seen.append(Snapshot(f"gradients, step {step}", step, gradients))
 
     reference = train_in_one_process(config, text, config.steps, observe=observe)
@@ -134,9 +143,48 @@ def _observe_one_process(world, config: TrainConfig, text: torch.Tensor) -> Obse
     return Observed(seen, reference.losses, reference.grad_norms)
 
 
-def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit: float) -> Row:
-    """Compare every rank's parts with the same parts of one process's tensors."""
-    worst, count, where = (-1.0, "", 0), 0, None
+def _rounded_rows(config: TrainConfig, text: torch.Tensor, seen: list[Observed]) -> list[Row]:
+    """The rows of a mesh in half precision: every step against one process that follows from the mesh's own weights."""
+    held = [[rank.snapshots[i].tensors for rank in seen] for i in range(2 * config.steps + 1)]
+    wholes = [_whole(tensors) for tensors in held]
+    weights, gradients = [wholes[0], *wholes[2::2]], wholes[1::2]
+    wanted = run(_follow, config, text, weights[:-1], gradients, world_size=1)[0]
+    model = Transformer(config.model, config.seed, dtype=config.torch_dtype)
+    initial = {name: p.detach().to(config.torch_master_dtype) for name, p in model.named_parameters()}
+    rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
+    for step, want in enumerate(wanted):
+        of_losses, of_norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
+        rows.append(_number_row(f"loss, step {step}", of_losses, want.loss, want.limits["loss"]))
+        if math.isfinite(want.norm):
+            what = f"gradients, step {step}"
+            rows.append(_tensor_row(config, what, held[2 * step + 1], want.gradients, want.limits))
+            norms = f"gradient norm, step {step}", of_norms, want.norm, UPDATE_TOLERANCE
+            rows.append(_number_row(*norms))
+        else:  # the step was skipped
+            overflowed = [float(not math.isfinite(norm)) for norm in of_norms]
+            in_one = not all(x.isfinite().all() for x in want.gradients.values())
+            rows.append(_number_row(f"overflow, step {step}", overflowed, float(in_one), 0))
+        rows.append(
+            _tensor_row(config, f"weights, step {step}", held[2 * step + 2], want.weights, UPDATE_TOLERANCE)
+        )
+    return rows
+
+
+def _follow(world, *args) -> list[RoundedStep]:
+    return follow(*args)
+
+
+def _whole(held_by_rank) -> dict[str, torch.Tensor]:
+    parts: dict[str, list] = {}
+    for placement, local in chain.from_iterable(held_by_rank):
+        if placement.tied_to is None:
+            parts.setdefault(placement.name, []).append((placement, local))
+    return {name: gather(pieces, check_replicas=False) for name, pieces in parts.items()}
+
+
+def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], limit) -> Row:
+    """Compare every rank's parts with the same parts of one process's tensors. `limit`: for all of them, or by name."""
+    worst, count, where, equal = (-1.0, "", 0), 0, None, True
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:
             name = placement.tied_to or placement.name
@@ -144,24 +192,18 @@ def _tensor_row(config, what: str, held_by_rank, want: dict[str, torch.Tensor], 
             part = placement.slice_of(whole)
             apart = (got - part).abs().max().item() if got.numel() else 0.0
             largest = whole.abs().max().item()
-            apart = _known(apart / largest if largest > FLOOR else apart)
+            apart = relative(apart, largest)
+            equal &= apart <= (limit[name] if isinstance(limit, dict) else limit)
             if (apart, name, rank) > worst:
                 worst, where = (apart, name, rank), placement
             count += 1
-    return Row(
-        what, count, *worst, worst[0] <= limit, place_in_recipe(config, where, worst[2]) if where else ""
-    )
+    return Row(what, count, *worst, equal, place_in_recipe(config, where, worst[2]) if where else "")
 
 
 def _number_row(what: str, by_rank: list[float], want: float, limit: float) -> Row:
-    apart = [_known(abs(got - want) / max(abs(want), FLOOR)) for got in by_rank]
+    apart = [relative(abs(got - want), abs(want)) for got in by_rank]
     rank = max(range(len(apart)), key=apart.__getitem__)
     return Row(what, len(by_rank), apart[rank], what.split(",")[0], rank, apart[rank] <= limit)
-
-
-def _known(difference: float) -> float:
-    """The difference, or inf if it is nan: nan differs infinitely from everything, nan included."""
-    return math.inf if math.isnan(difference) else difference
 
 
 def table(result: Verification) -> str:
@@ -181,21 +223,3 @@ def table(result: Verification) -> str:
             + (f" ({first.place})" if first.place else "")
         )
     return "\n".join(lines)
-
-
-def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
-    """Yield every legal mesh of `world_size` ranks with every ZeRO stage and, where pp > 1, every schedule."""
-    from dataclasses import replace
-
-    for pp, dp, cp in product(divisors(world_size), repeat=3):
-        if world_size % (pp * dp * cp):
-            continue
-        tp = world_size // (pp * dp * cp)
-        experts = divisors(dp * cp) if base.model.num_experts else [1]
-        schedules = SCHEDULES if pp > 1 else ["1f1b"]
-        for ep, zero, schedule in product(experts, range(4), schedules):
-            sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, zero=zero, schedule=schedule)
-            try:
-                yield replace(base, microbatches=2 if pp > 1 else 1, **sizes)
-            except ValueError:
-                continue  # not legal for this model or batch

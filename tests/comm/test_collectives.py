@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.comm import halving_doubling, hierarchical, reduction, ring, tree
-from minipar.comm.collectives import choose
-from tests.comm.cases import NAMES, case, cases, failures
+from tests.comm.cases import NAMES, case, cases, failures, implementation
 from tests.strategies import seeds
 
 
@@ -95,21 +94,22 @@ def test_hierarchical_takes_any_node_size_that_divides(nodes, node_size, rows):
         assert torch.equal(y, size * torch.arange(float(rows)))
 
 
-@given(st.integers(1, 64), st.integers(0, 1 << 26))
-def test_auto_chooses_the_same_on_every_rank_whatever_each_rank_brings(size, num_bytes):
-    for collective in ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "all_to_all"):
-        assert (collective, choose(collective, size, num_bytes)) in NAMES
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_no_result_requires_grad_whatever_the_input_does(size):
+    """Differentiable collectives are those of minipar.comm.autograd; on a root, too, these are not."""
 
+    def requiring(world):
+        x = torch.ones(6, requires_grad=True)
+        drawn = [case(*name, (6,), torch.float32) for name in NAMES]
+        results = {(c.collective, c.algorithm): implementation(c)(world, x, *arguments(c)) for c in drawn}
+        results["exchange with oneself"] = world.exchange(x, world.rank, x.shape, x.dtype, world.rank)
+        results["tree.reduce"] = tree.reduce(world, x, op="mean")
+        return [name for name, y in results.items() if y is not None and y.requires_grad]
 
-def test_auto_gathers_uneven_chunks_though_one_rank_brings_much_and_another_nothing():
-    """Were the choice made by what a rank brings, these ranks would choose different algorithms, and hang."""
-    sizes = [0, 300_000, 1, 7]
+    def arguments(case):
+        return (case.root,) if case.collective == "broadcast" else ()
 
-    def gathered(world):
-        return world.all_gather(torch.full((sizes[world.rank],), float(world.rank)), sizes)
-
-    for y in minipar.run(gathered, world_size=4, timeout_s=10):
-        assert torch.equal(y, torch.repeat_interleave(torch.arange(4.0), torch.tensor(sizes)))
+    assert minipar.run(requiring, world_size=size, timeout_s=10) == [[]] * size
 
 
 REFUSED = {

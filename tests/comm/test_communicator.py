@@ -127,6 +127,45 @@ def test_messages_of_two_subgroups_of_the_same_ranks_do_not_meet():
     assert minipar.run(received, world_size=2, timeout_s=10)[1] == [1, 0]
 
 
+def subgroups_of_one_name(world):
+    """Of ranks (0, 1) and (0, 1, 2), made in another order on each rank."""
+    if world.rank == 0:
+        pair = world.subgroup([0, 1], "x")
+    every = world.subgroup([0, 1, 2], "x")
+    if world.rank == 1:
+        pair = world.subgroup([0, 1], "x")
+    return pair if world.rank < 2 else None, every
+
+
+def test_subgroups_of_one_name_are_told_apart_by_their_ranks():
+    """Theirs are other messages, and other counts: three through one and one through the other is no surplus."""
+
+    def received(world):
+        pair, every = subgroups_of_one_name(world)
+        if world.rank == 0:
+            sent = [pair.send(torch.tensor([i]), 1, async_op=True) for i in (1, 2, 3)]
+            sent += [every.send(torch.tensor([4]), 1, async_op=True)]
+            return [handle.wait() for handle in sent]
+        return [comm.recv((1,), torch.int64, 0).item() for comm in (every, pair, pair, pair)] if pair else []
+
+    assert minipar.run(received, world_size=3, timeout_s=10) == [[None] * 4, [4, 1, 2, 3], []]
+
+
+def test_a_message_left_in_one_is_not_made_up_for_by_another_of_its_name():
+    def leaves_one(world):
+        pair, every = subgroups_of_one_name(world)
+        if world.rank == 0:
+            pair.send(torch.ones(3), 1, async_op=True)
+            every.recv((3,), torch.float32, 1)
+        elif world.rank == 1:
+            every.send(torch.ones(3), 0)
+
+    with pytest.raises(
+        RankError, match="rank 0 sent rank 1 1 message on comm 'world/x' that was not received"
+    ):
+        minipar.run(leaves_one, world_size=3)
+
+
 def test_a_group_of_one_sends_nothing():
     def results(world):
         alone, x = world.subgroup([world.rank], "alone"), torch.arange(4.0)
@@ -149,6 +188,25 @@ def test_a_process_group_somebody_else_made_is_a_world():
 
     want = [((0, 1, 2, 3), rank, 2, 6) for rank in range(4)]
     assert minipar.run(result, world_size=4, timeout_s=10) == want
+
+
+def test_two_worlds_on_one_process_group_never_receive_each_others_messages():
+    """Same ranks, same names, same numbers of messages; received in the other order than they were sent."""
+
+    def received(world):
+        a, b = (Comm.from_process_group(world.process_group(), timeout_s=10) for _ in range(2))
+        pairs = [(a, b), tuple(comm.subgroup([1, 0], "x") for comm in (a, b))]
+        got = []
+        for first, second in pairs:
+            other = 1 - first.rank
+            handles = [c.send(torch.tensor([i]), other, async_op=True) for i, c in ((1, first), (2, second))]
+            got += [c.recv((1,), torch.int64, other).item() for c in (second, first)]
+            handles += [first.all_reduce(torch.tensor([10]), async_op=True)]
+            got += [second.all_reduce(torch.tensor([20])).item(), handles.pop().wait().item()]
+            assert [handle.wait() for handle in handles] == [None, None]
+        return got
+
+    assert minipar.run(received, world_size=2, timeout_s=10) == [[2, 1, 40, 20] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -199,6 +257,26 @@ def asks_in_vain(world):
         world.recv((4,), torch.float32, 1, async_op=True)
 
 
+def receives_another_dtype(world):
+    if world.rank == 0:
+        world.send(torch.tensor([1.5, 2.5]), 1)
+    else:
+        world.recv((1,), torch.int64, 0)
+
+
+def sums_here_and_takes_the_largest_there(world):
+    world.all_reduce(torch.ones(1), "sum" if world.rank else "max")
+
+
+def gathers_here_and_sums_there(world):
+    world.all_reduce(torch.ones(1)) if world.rank else world.all_gather(torch.ones(1))
+
+
+def exchanges_here_and_sums_there(world):
+    x = torch.ones(1)
+    world.all_reduce(x) if world.rank else world.exchange(x, 1, (1,), x.dtype, 1)
+
+
 def everybody_sends_first(world):
     world.send(torch.zeros(1 << 20), (world.rank + 1) % world.size)
     return world.recv((1 << 20,), torch.float32, (world.rank - 1) % world.size)
@@ -214,6 +292,14 @@ def everybody_sends_first(world):
         ),
         (leaves_a_message, 2, r"rank 0 sent rank 1 1 message on comm 'world' that was not received"),
         (asks_in_vain, 2, r"rank 0 asked rank 1 for 1 message on comm 'world' that was not sent"),
+        (
+            receives_another_dtype,
+            2,
+            r"float32, message 0\), but rank 1 posted that receive with 8 bytes of int64",
+        ),
+        (sums_here_and_takes_the_largest_there, 2, r"all_reduce max float32.* of all_reduce sum float32"),
+        (gathers_here_and_sums_there, 2, r"all_gather float32.* with 4 bytes of all_reduce sum float32"),
+        (exchanges_here_and_sums_there, 2, r"\(float32, message 0\), which is blocked itself"),
         (everybody_sends_first, 3, r"deadlock: rank 0 waits to send 4194304 bytes to rank 1"),
     ],
 )

@@ -1,6 +1,6 @@
 """Deadlocks and lost messages, told from by_rank alone."""
 
-from minipar.comm.diagnosis import deadlock, unmatched_messages
+from minipar.comm.diagnosis import deadlock, last_waited_for, unmatched_messages
 from minipar.comm.messages import Message, MessageCounts
 
 CHANNEL = "comm 'world'"
@@ -85,6 +85,15 @@ def test_halves_of_different_lengths_never_meet():
 
 def test_a_rank_blocked_by_something_else_than_a_message_is_not_judged():
     assert deadlock({0: counts(), 1: receiving_from(0)}, {0, 1}, set()) is None
+
+
+def test_the_wait_for_a_wait_for_a_rank_leads_to_that_rank():
+    assert last_waited_for(0, {0: 3, 3: 1, 1: 2}) == 2
+    assert last_waited_for(0, {}) == 0
+
+
+def test_a_circle_of_waits_leads_nowhere():
+    assert last_waited_for(0, {0: 1, 1: 2, 2: 1}) == 0
 
 
 def test_a_message_of_another_operation_or_dtype_is_told_from_its_own():

@@ -135,6 +135,32 @@ def test_a_collective_is_under_way_while_its_caller_computes():
     assert minipar.run(result, world_size=2, timeout_s=10) == [[2.0] * 4] * 2
 
 
+@pytest.mark.parametrize("outer_is_async", [False, True])
+def test_an_asynchronous_operation_inside_another_returns_a_handle_too(outer_is_async):
+    """It runs at once, as a step of the other; whoever wrote it need not know that."""
+
+    def result(world):
+        def steps():
+            handles = [
+                world.all_reduce(torch.ones(2), async_op=True),
+                world.all_gather(torch.tensor([world.rank]), async_op=True),
+                world.reduce(torch.ones(2), async_op=True),
+                world.custom("inner", lambda: 7, async_op=True),
+                world.exchange(
+                    torch.ones(1), 1 - world.rank, (1,), torch.float32, 1 - world.rank, async_op=True
+                ),
+            ]
+            total, parts, reduced, inner, received = (handle.wait() for handle in handles)
+            reduced = reduced.tolist() if world.rank == 0 else reduced
+            return total.tolist(), parts.tolist(), reduced, inner, received.tolist()
+
+        done = world.custom("outer", steps, async_op=outer_is_async)
+        return done.wait() if outer_is_async else done
+
+    want = [([2.0, 2.0], [0, 1], reduced, 7, [1.0]) for reduced in ([2.0, 2.0], None)]
+    assert minipar.run(result, world_size=2, timeout_s=10) == want
+
+
 def test_point_to_point_beside_a_running_collective_does_not_meet_it():
     def result(world):
         other, bell = 1 - world.rank, world.subgroup([0, 1], "bell")

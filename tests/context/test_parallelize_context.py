@@ -114,13 +114,15 @@ def test_a_length_that_the_layout_does_not_cut_is_padded_and_nothing_changes(doc
     minipar.run(compare, dict(cp=4), {}, config, True, world_size=4, timeout_s=10)
 
 
-def with_experts(world) -> None:
-    config = ModelConfig(**CONFIG, num_experts=4, group_tokens=2, balance_coef=0.0, z_coef=0.0)
-    compare(world, dict(cp=4), {}, config)
+def with_experts(world, documents: bool) -> None:
+    options = dict(num_experts=4, group_tokens=2, balance_coef=0.0, z_coef=0.0, jitter=0.3, dropout=0.2)
+    compare(world, dict(cp=4), {}, ModelConfig(**CONFIG, **options, documents=documents))
 
 
-def test_routing_groups_that_no_layout_cuts_route_as_in_one_process():
-    minipar.run(with_experts, world_size=4, timeout_s=10)
+@pytest.mark.parametrize("documents", [False, True])
+def test_routing_groups_that_no_layout_cuts_route_as_in_one_process(documents):
+    """Groups are of a sample's tokens, whatever documents they are of."""
+    minipar.run(with_experts, documents, world_size=4, timeout_s=10)
 
 
 def without_positions(world) -> None:
@@ -135,6 +137,20 @@ def without_positions(world) -> None:
 
 def test_a_model_that_is_not_told_positions_takes_those_of_its_layout():
     minipar.run(without_positions, world_size=4, timeout_s=10)
+
+
+def heads_left_after_tp(world) -> None:
+    """Of 4 key/value heads, 2 are left on a rank."""
+    mesh = minipar.Mesh(world, cp=2, tp=2)
+    model = tensor_parallel(Transformer(ModelConfig(**CONFIG)), mesh.comm("tp"))
+    with pytest.raises(ValueError, match="heads_at_once=4 does not divide key/value heads=2; use 1 or 2"):
+        context_parallel(model, mesh.comm("cp"), attention="all_gather", heads_at_once=4)
+    assert model.layers["0"].attention.overrides.core is None
+    context_parallel(model, mesh.comm("cp"), attention="all_gather", heads_at_once=2)
+
+
+def test_heads_are_counted_as_tensor_parallelism_left_them():
+    minipar.run(heads_left_after_tp, world_size=4, timeout_s=10)
 
 
 @pytest.mark.parametrize(

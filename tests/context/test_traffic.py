@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minipar
+from minipar.chunks import chunk_sizes
 from minipar.context import split_comm
 from tests.context.strategies import Case, cases
 
@@ -90,6 +91,39 @@ def test_fewer_key_value_heads_than_ranks_are_sent_to_each_that_reads_them():
     as_many = case._replace(group=2)
     counts = minipar.run(sent, [case, as_many], world_size=4, timeout_s=10)
     assert all(few == many for few, many in counts)
+
+
+def heads_that_are_read(case: Case) -> int:
+    """Key/value heads, each counted once for every rank whose queries read it."""
+    of_ranks = torch.arange(case.num_heads).split(chunk_sizes(case.num_heads, case.size))
+    return sum(len({head // case.group for head in heads.tolist()}) for heads in of_ranks)
+
+
+def test_ulysses_counts_a_key_value_head_once_for_each_rank_that_reads_it():
+    """Also where the ranks do not divide the key/value heads; and where they do not divide the heads, on the mean."""
+    pad = (("pad", True),)
+    for p, num_heads, kv_heads in (
+        *(
+            (2, 6, 3),
+            (2, 6, 6),
+            (2, 6, 1),
+            (4, 12, 6),
+            (4, 12, 3),
+            (4, 12, 2),
+            (3, 6, 2),
+            (3, 12, 4),
+            (4, 20, 5),
+        ),
+        *((2, 5, 5), (3, 4, 2), (4, 6, 3)),
+    ):
+        case = Case("ulysses", p, num_heads=num_heads, group=num_heads // kv_heads, seq_len=24, options=pad)
+        heads = num_heads + heads_that_are_read(case)
+        of_all = FLOAT64 * 2 * heads * case.head_dim * case.seq_len * (p - 1) // p
+        counts = [count for (count,) in minipar.run(sent, [case], world_size=p, timeout_s=10)]
+        assert tuple(map(sum, zip(*counts))) == (of_all, of_all), case
+        if num_heads % p == 0 and (kv_heads % p == 0 or p % kv_heads == 0):
+            assert heads_that_are_read(case) == max(kv_heads, p)
+            assert counts == [(of_all // p, of_all // p)] * p
 
 
 def test_ulysses_gathers_the_positions_of_documents_and_the_ring_does_not():

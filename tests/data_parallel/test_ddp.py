@@ -315,9 +315,10 @@ def test_all_reduces_run_on_the_comms_own_lane_while_the_backward_computes():
 # Traffic, memory, edges -------------------------------------------------------------------------------------------
 
 
-def traffic_and_memory(world, width):
+def traffic_and_memory(world, width, broadcast_buffers):
     net = Net(width, 0)
-    ddp = DDP(net, world, bucket_mb=1e-4, first_bucket_mb=1e-4, algorithm="ring")
+    buckets = {"bucket_mb": 1e-4, "first_bucket_mb": 1e-4}
+    ddp = DDP(net, world, **buckets, algorithm="ring", broadcast_buffers=broadcast_buffers)
     world.traffic.reset()
     ddp(torch.ones(2, width, dtype=torch.float64), world.rank).backward()
     storages = {
@@ -326,16 +327,22 @@ def traffic_and_memory(world, width):
         if p.grad is not None
     }
     flat = [flat_bytes(b.params, world.size, len(b.flagged)) for b in ddp.buckets]
-    return world.traffic.sent_bytes, dict(world.traffic.by_kind), flat, storages
+    return dict(world.traffic.by_kind), flat, storages
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_traffic_and_gradient_memory_are_the_formulas(size):
-    for sent, by_kind, flat, storages in minipar.run(traffic_and_memory, 7, world_size=size, timeout_s=10):
-        assert sent == 2 * (size - 1) * sum(flat) // size
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_traffic_and_gradient_memory_are_the_formulas(size, broadcast_buffers):
+    of_buffers = 0
+    for by_kind, flat, storages in minipar.run(
+        traffic_and_memory, 7, broadcast_buffers, world_size=size, timeout_s=10
+    ):
+        of_buffers += by_kind.pop("broadcast", 0)
+        assert sum(by_kind.values()) == 2 * (size - 1) * sum(flat) // size
         assert set(by_kind) <= {"all_reduce"}
         assert sum(storages.values()) <= sum(flat)
         assert set(storages.values()) <= set(flat)
+    assert of_buffers == (size - 1) * 8 * 7 * broadcast_buffers  # Net's only buffer has 7 elements of 8 bytes
 
 
 def parameters_on_two_comms(world):

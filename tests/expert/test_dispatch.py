@@ -197,8 +197,10 @@ def test_experts_that_ranks_cannot_share_out_are_refused():
     def body(world):
         with pytest.raises(ValueError, match="ep=3 does not divide num_experts=8; use 1, 2, 4 or 8"):
             SwitchMoE(D, HIDDEN, 8, comm=world)
+        whole = model.MoE(D, HIDDEN, 6)
         with pytest.raises(ValueError, match="node_size=2 does not divide ep=3; use 1 or 3"):
-            expert_parallel(model.MoE(D, HIDDEN, 6), world, node_size=2)
+            expert_parallel(whole, world, node_size=2)
+        assert whole.experts.gate.shape[0] == 6  # nothing is changed
         moe = SwitchMoE(D, HIDDEN, 6, comm=world)
         with pytest.raises(ValueError, match="2 of num_experts=6 experts are left here"):
             expert_parallel(moe, world)

@@ -59,13 +59,14 @@ PRICED = {
     "selective": config(tp=4, recompute="selective"),
     "context": config(cp=2, tp=2),
     "experts": config(WITH_EXPERTS, dp=2, tp=2),
+    "data alone": config(dp=4),
 }
 
 
 def ledgers(world, priced: list[TrainConfig]) -> list[tuple[int, int]]:
     """Bytes this rank sends in a step over tp, and to sum gradients."""
     torch.set_num_threads(1)
-    world, text, counts = world.using("ring"), load_text(None), []
+    text, counts = load_text(None), []
     for number, one in enumerate(priced):
         mesh = Mesh(world.subgroup(range(world.size), f"run {number}"), **one.mesh_sizes)
         replica = parallelize(one, mesh, world.device)

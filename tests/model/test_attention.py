@@ -118,3 +118,12 @@ def test_the_core_may_be_replaced():
     module.overrides.core = core
     module(torch.randn(2, 5, 16), torch.arange(5))
     assert seen == [((2, 4, 5, 4), (2, 2, 5, 4), (2, 2, 5, 4), True)]
+
+
+@pytest.mark.parametrize("core", [plain_attention, fused_attention, flash_attention])
+def test_documents_without_a_causal_mask_are_refused(core):
+    """Positions do not say where a document ends: every core refuses, and none sees other documents instead."""
+    with pytest.raises(
+        ValueError, match="positions of documents are given with causal=False; use causal=True"
+    ):
+        core(*draw_qkv(0, 1, 2, 1, 4, 2), causal=False, positions=torch.tensor([0, 1, 0, 1]))

@@ -117,6 +117,25 @@ def test_every_site_of_every_layer_has_a_mask_of_its_own(monkeypatch):
     assert keys == [(0.5, 9, 6, layer, site) for layer in (1, 2) for site in (0, 1)]
 
 
+def halves_that_are_alike(**options) -> torch.Tensor:
+    """Logits of one text twice in a sample, as two documents: [2, 8, V]."""
+    config = ModelConfig(
+        vocab_size=11, dim=8, num_layers=2, num_heads=2, max_seq_len=16, documents=True, **options
+    )
+    tokens = torch.randint(11, (1, 8), generator=torch.Generator().manual_seed(0)).repeat(1, 2)
+    positions = torch.arange(8).repeat(2)
+    return Transformer(config, seed=1).double()(tokens, positions=positions)[0].unflatten(0, (2, 8)).detach()
+
+
+def test_documents_of_one_sample_have_masks_and_router_noise_of_their_own():
+    experts = dict(num_experts=4, moe_every=1, capacity_factor=None, top_k=2)
+    first, second = halves_that_are_alike(**experts)
+    assert_equal_to(first, second)
+    for random in (dict(dropout=0.5), dict(jitter=0.5, **experts), dict(router="noisy_top_k", **experts)):
+        first, second = halves_that_are_alike(**random)
+        assert (first != second).any(-1).all()
+
+
 def test_a_model_drops_in_training_only_and_by_seed_step_and_sample():
     config = ModelConfig(vocab_size=11, dim=8, num_layers=2, num_heads=2, max_seq_len=8, dropout=0.5)
     model, tokens = Transformer(config, seed=1), torch.randint(11, (3, 8))

@@ -1,5 +1,8 @@
 """A weight gradient that waits has the same bits, costs the same products, and is made once."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,3 +236,21 @@ def test_a_weight_changed_between_forward_and_backward_is_noticed():
             layer.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
+
+
+def test_a_product_that_has_run_holds_its_input_no_longer():
+    queue, inputs, found = WeightGradients(), [], []
+
+    def counted(product):
+        found.append(sum(x() is not None for x in inputs))
+        product()
+
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        inputs.append(weakref.ref(x.untyped_storage()))
+        other = WeightGradients()
+        linear(x, torch.nn.Parameter(torch.randn(3, 4)), None, other).sum().backward()
+        queue.put(partial(counted, *other.pop_all()))
+    del x, other
+    queue.run()
+    assert found == [3, 2, 1]

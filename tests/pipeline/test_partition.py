@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, Transformer
+from minipar.model import ModelConfig, MoE, Transformer
 from minipar.pipeline import balance, partition
 from minipar.pipeline.partition import layer_costs
 
@@ -47,6 +47,40 @@ def test_a_wide_head_is_worth_layers():
         ["2", "3"],
         ["4", "5"],
     ]
+
+
+def rows_of_experts(model, tokens) -> list[int]:
+    """How many rows the experts of each layer compute, 0 without experts."""
+    rows = {}
+    for name, layer in model.layers.items():
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.experts.register_forward_pre_hook(
+                lambda _, args, name=name: rows.update({name: len(args[0])})
+            )
+    model(tokens)
+    return [rows.get(name, 0) for name in model.layers]
+
+
+@pytest.mark.parametrize("options", [
+    dict(top_k=1), dict(top_k=2, shared_dim=24), dict(top_k=2, router="expert_choice", capacity_factor=1.5),
+    dict(router="expert_choice", group_tokens=None),
+])  # fmt: skip
+def test_a_layer_costs_what_its_tokens_reach_of_the_experts(options):
+    """Not all E of them: the rows that the experts compute, times the elements of one expert, beside the rest."""
+    options = dict(group_tokens=4, capacity_factor=8.0) | options
+    config = ModelConfig(num_layers=4, dim=16, num_heads=2, hidden_dim=24, vocab_size=32, max_seq_len=16,
+                         num_experts=8, moe_every=2, **options)  # fmt: skip
+    model = Transformer(config)
+    rows = rows_of_experts(model, torch.randint(0, 32, (2, 16)))
+    assert [n > 0 for n in rows] == [config.has_experts(layer) for layer in range(4)]
+    dense = 2 * 16 * (16 + config.num_kv_heads * config.head_dim) + 16 * 16  # attention and its scores
+    want = [
+        dense + (n / 32 * 3 * 16 * 24 + 16 * 8 + 3 * 16 * config.shared_dim if n else 3 * 16 * 24)
+        for n in rows
+    ]
+    want[0] += 16
+    want[-1] += 16 * 32
+    assert layer_costs(model) == pytest.approx(want)
 
 
 @settings(max_examples=10)

@@ -1,22 +1,38 @@
 """`run` from wherever a user calls it, the requests it refuses, and worlds that torchrun started."""
 
+import math
 import os
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 from nbclient import NotebookClient
 
 import minipar
 from minipar.runtime import launch
+from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
+from tests import failures
 from tests.programs import Program
 
 
 def test_results_come_in_rank_order():
     assert minipar.run(lambda world: (world.rank, world.size), world_size=4) == [(r, 4) for r in range(4)]
+
+
+def test_numbers_of_numpy_are_numbers():
+    assert minipar.run(lambda world: world.size, world_size=np.int64(2), timeout_s=np.float32(9)) == [2, 2]
+
+
+def test_the_longest_timeout_is_as_good_as_any():
+    assert minipar.run(
+        lambda world: world.all_reduce(torch.ones(1)).item(), world_size=2, timeout_s=launch.MAX_TIMEOUT_S
+    ) == [2.0, 2.0]
 
 
 def test_a_smaller_world_is_the_first_ranks_of_the_same_pool():
@@ -152,8 +168,14 @@ BAD_REQUESTS = {
     "world_size=-1 ": dict(world_size=-1),
     "world_size=65 .* use 1 to 64": dict(world_size=65),
     "world_size=2.0 ": dict(world_size=2.0),
+    "world_size='2' ": dict(world_size="2"),
     "world_size=True ": dict(world_size=True),
     "timeout_s=0 .* above 0": dict(world_size=2, timeout_s=0),
+    "timeout_s='5' .* number of seconds": dict(world_size=2, timeout_s="5"),
+    "timeout_s=None .* number of seconds": dict(world_size=2, timeout_s=None),
+    "timeout_s=True .* number of seconds": dict(world_size=2, timeout_s=True),
+    "timeout_s=nan .* above 0": dict(world_size=2, timeout_s=math.nan),
+    "timeout_s=inf .* at most 31622400": dict(world_size=2, timeout_s=math.inf),
     "backend='mpi' .* gloo or nccl": dict(world_size=2, backend="mpi"),
     "fn=3 cannot be called": dict(fn=3, world_size=2),
     "cannot travel .* pickle": dict(fn=threading.Lock().acquire, world_size=2),
@@ -221,6 +243,29 @@ def test_shutdown_ends_the_pools_and_the_next_run_starts_one():
     assert minipar.run(lambda world: os.getpid(), world_size=1) != pid
 
 
-def test_a_pool_that_cannot_start_says_why(tmp_path):
+@pytest.fixture
+def server():
+    minipar.run(lambda world: None, world_size=1)
+    return launch._servers[0]
+
+
+def test_a_pool_whose_ranks_cannot_join_says_why(server):
     with pytest.raises(minipar.RankError, match="no-such-backend"):
-        Pool(1, "no-such-backend")
+        Pool(server, 1, "no-such-backend")
+
+
+def test_a_pool_whose_processes_cannot_start_says_why(server, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(RuntimeError, match="processes of the pool cannot be started: .* No such file"):
+        Pool(server, 1, "gloo")
+
+
+def test_where_forking_is_unsafe_each_rank_is_an_interpreter_of_its_own(monkeypatch):
+    launch._end_all()
+    monkeypatch.setattr(launch, "ForkServer", partial(ForkServer, "exec"))
+    try:
+        assert minipar.run(lambda world: world.all_reduce(torch.ones(1)).item(), world_size=2) == [2.0, 2.0]
+        with pytest.raises(minipar.RankError, match="KeyError"):
+            minipar.run(failures.raises, world_size=2)
+    finally:
+        launch._end_all()

@@ -1,10 +1,11 @@
 """Failures become a RankError within seconds that says what happened, and no process outlives its caller."""
 
 import os
+import re
 import signal
 import threading
 import time
-from multiprocessing import Pipe
+from multiprocessing import Pipe, connection
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,9 @@ import torch
 import minipar
 from minipar.comm.transport import MessageCounts
 from minipar.runtime import launch
-from minipar.runtime.pool import _Call
+from minipar.runtime.call import Call
+from minipar.runtime.protocol import Status
 from minipar.runtime.serialization import dumps
-from minipar.runtime.worker import Status
 from tests import failures
 from tests.programs import Program
 
@@ -25,7 +26,7 @@ FAILURES = {
     failures.is_killed: (1, "its process was killed by SIGKILL", "receive 12 bytes from rank 1"),
     failures.exits_at_once: (1, "its process ended with exit code 3", "receive 12 bytes from rank 1"),
     failures.asks_to_exit: (1, "SystemExit: enough", "receive 12 bytes from rank 1"),
-    failures.keeps_another_waiting: (0, "waited 1 s to receive 12 bytes from rank 1", "running (failures.py"),
+    failures.keeps_another_waiting: (1, "rank 0 waited 1 s to receive 12 bytes from rank 1", "waited 1 s"),
     failures.both_receive_first: (0, "rank 1 waits to receive 12 bytes", "(failures.py"),
     failures.both_send_first: (0, "waits to send 4194304 bytes to rank 1", "in both_send_first"),
     failures.receives_from_one_that_has_returned: (0, "from rank 1 on comm 'world'", "has returned"),
@@ -61,6 +62,36 @@ def test_a_failure_is_explained_within_seconds_and_the_next_run_is_unharmed(fail
     after = minipar.run(lambda world: (os.getpid(), world.all_reduce(torch.ones(1)).item()), world_size=2)
     assert [total for _, total in after] == [2.0, 2.0]
     assert not {pid for pid, _ in after} & set(before)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "where"),
+    [
+        (failures.sleeps, "it is running (failures.py:"),
+        (failures.sleeps_through_a_native_collective, "it is running (failures.py:"),
+        (failures.spins, "in spins\n"),
+        (failures.spins_in_native_code, "sum(itertools.repeat(1))"),
+        (failures.is_stopped, "it is stopped by a signal (failures.py:"),
+    ],
+)
+def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
+    """Past the deadline of the others, some of whom wait for ranks that wait for it."""
+    with pytest.raises(minipar.RankError) as caught:
+        minipar.run(hangs, world_size=4, timeout_s=1)
+    error = caught.value
+    assert error.rank == 1
+    assert error.remote_traceback.startswith("rank 1 is late: ")
+    assert re.search("waited 1 s to|[Tt]imed out", error.remote_traceback)
+    assert where in error.remote_traceback
+    assert set(error.waiting) == {0, 2, 3}
+
+
+def test_a_deadlock_names_the_operation_and_the_line_of_the_rank_it_names():
+    with pytest.raises(minipar.RankError) as caught:
+        minipar.run(failures.skips_a_collective, world_size=2)
+    (said,) = re.findall(r"rank 0 waits to .*", caught.value.remote_traceback)
+    assert "(all_reduce sum float32, message 0)" in said
+    assert re.search(r"\(failures\.py:\d+ in skips_a_collective\)$", said)
 
 
 def test_deadlocks_are_told_from_slow_partners():
@@ -102,22 +133,24 @@ def test_the_first_failure_is_reported_not_one_it_caused():
 
 def test_an_answer_that_comes_while_ranks_are_asked_what_they_do_is_not_lost():
     here, there = Pipe()
-    alive, _other_end = Pipe()
-    pool = SimpleNamespace(_pipes=[here], _processes=[SimpleNamespace(sentinel=alive)])
+    keeper, _other_end = Pipe()
+    one = SimpleNamespace(rank=0, pipe=here, outputs=(), stopped=False)
 
     def rank():
         there.recv_bytes()
         there.send_bytes(dumps(("ready", None)))
         there.send_bytes(dumps(("status", Status(False, "running", MessageCounts([], {}, {})))))
 
-    threading.Thread(target=rank, daemon=True).start()
-    assert _Call(pool, [0], "ready").wait() == {0: None}
+    thread = threading.Thread(target=rank, daemon=True)
+    thread.start()
+    assert Call(SimpleNamespace(keeper=keeper), [one], "ready").wait() == {0: None}
+    thread.join()
 
 
 def test_a_rank_that_died_between_two_runs_is_replaced():
     pids = minipar.run(lambda world: os.getpid(), world_size=2)
     os.kill(pids[1], signal.SIGKILL)
-    launch._pools["gloo"]._processes[1].join()
+    connection.wait([launch._pools["gloo"].keeper])  # on which the fork server says so
     assert not set(pids) & set(minipar.run(lambda world: os.getpid(), world_size=2))
 
 

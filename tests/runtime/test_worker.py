@@ -1,6 +1,7 @@
 """What a rank takes over from its caller, what it resets between two calls, and what it passes on."""
 
 import importlib
+import io
 import os
 import random
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import minipar
-from minipar.runtime import serialization
+from minipar.runtime import caller
 
 
 def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
@@ -30,6 +31,10 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
             os.getcwd(),
             "spoiled" in sys.path,
             world.trace is None,
+            (torch.tensor([1e-40]) * 0.5).item(),
+            torch.get_float32_matmul_precision(),
+            (torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()),
+            sys.stdout.fileno(),
         )
 
     def spoil(world):
@@ -41,6 +46,12 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
         torch.set_grad_enabled(False)
         register_module_forward_hook(lambda module, args, out: out + 1)
         torch.manual_seed(7), random.seed(7), np.random.seed(7)
+        torch.set_flush_denormal(True)
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.mkldnn.enabled = False
+        torch.backends.cudnn.benchmark = True
+        torch.autograd.set_detect_anomaly(True)
+        sys.stdout = io.StringIO()
         os.environ["SPOILED"] = "yes"
         os.chdir("/")
         sys.path.append("spoiled")
@@ -123,6 +134,17 @@ def test_an_edit_of_the_same_length_within_the_same_second_is_seen(own_module):
     assert minipar.run(errand.answer, world_size=2) == [2, 2]
 
 
+def test_no_byte_code_in_the_callers_folders_is_touched(own_module, tmp_path, monkeypatch):
+    errand = own_module("def answer(world):\n    return 1\n", at_s=1000)
+    (byte_code,) = tmp_path.glob("__pycache__/errand*.pyc")
+    before = byte_code.stat()
+    assert minipar.run(errand.answer, world_size=2) == [1, 1]
+    monkeypatch.chdir("/")  # from where the module may be another one
+    assert minipar.run(errand.answer, world_size=2) == [1, 1]
+    assert byte_code.stat() == before
+    assert list(tmp_path.glob("__pycache__/*")) == [byte_code]
+
+
 def test_an_edit_leaves_what_python_and_torch_brought_in_place(own_module):
     def ask(world):
         import errand
@@ -138,7 +160,7 @@ def test_an_edit_leaves_what_python_and_torch_brought_in_place(own_module):
 
 
 def test_only_the_callers_modules_are_his_own():
-    own = {name for name, _ in serialization._own_modules()}
+    own = {name for name, _ in caller._own_modules()}
     assert {
         "torch",
         "os",

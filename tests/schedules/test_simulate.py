@@ -115,6 +115,35 @@ def test_zero_bubble_schedules_idle_as_published_where_w_is_shorter(p, more):
         assert timeline.longest_own_span - timeline.ideal == pytest.approx((p - 1) * (5.5 - weights * 2))
 
 
+cost = st.floats(0, 4).map(lambda c: round(c, 2))
+
+
+@given(ranks, microbatches, cost, cost, cost)
+def test_zb_h1_idles_as_its_docstring_says_for_any_costs_and_microbatches(p, m, f, i, w):
+    timeline = simulate(zb_h1(p, m), Costs(f, i, w))
+    idle = (p - 1) * (f + i) - (min(p, m) - 1) * min(f, w)
+    assert timeline.longest_own_span - timeline.ideal == pytest.approx(idle, abs=1e-9)
+
+
+@given(ranks, microbatches, cost, cost, st.floats(0, 1))
+def test_zb_h2_idles_as_its_docstring_says_while_w_is_short(p, m, f, i, share):
+    w = share * min(f, (f + i) / 2)
+    timeline = simulate(zb_h2(p, m), Costs(f, i, w))
+    idle = (p - 1) * (f + i) - (min(2 * p - 1, m) - 1) * w
+    assert timeline.longest_own_span - timeline.ideal == pytest.approx(idle, abs=1e-9)
+
+
+@given(ranks, microbatches, chunks)
+def test_interleaved_is_bounded_by_the_next_multiple_of_the_ranks(p, m, v):
+    """Where p does not divide m: its time, and what it keeps alive."""
+    some, whole = simulate(interleaved(p, m, v)), simulate(interleaved(p, -(-m // p) * p, v))
+    assert some.makespan <= whole.makespan
+    for r, peak in enumerate(some.peak_live):
+        most = min(2 * (p - r - 1) + (v - 1) * p + 1, m * v)
+        assert peak <= most
+        assert m % p or peak == most
+
+
 @given(ranks, microbatches, chunks)
 def test_live_activations_peak_as_published(p, m, v):
     assert simulate(gpipe(p, m)).peak_live == (m,) * p
@@ -158,3 +187,5 @@ def test_costs_that_do_not_fit_are_refused():
         simulate(gpipe(4, 2), Costs(F=(1, 1, 1)))
     with pytest.raises(ValueError, match="W=-1 is negative"):
         simulate(gpipe(4, 2), Costs(W=-1))
+    with pytest.raises(ValueError, match="comm=nan is no number to compute with"):
+        simulate(gpipe(4, 2), Costs(comm=float("nan")))

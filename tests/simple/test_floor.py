@@ -17,9 +17,12 @@ from minipar.simple import (
     collectives,
     ddp,
     fsdp,
+    global_loss,
+    grad_norm,
     mesh,
     moe,
     pipeline,
+    reshard,
     ring_attention,
     sequence_parallel,
     tensor_parallel,
@@ -36,7 +39,7 @@ FLOOR = Path(minipar.__file__).parent / "simple"
 IMPLEMENTATIONS = {
     **{
         name: getattr(collectives, name)
-        for name in ("reduce_scatter", "all_gather", "all_reduce", "broadcast", "all_to_all")
+        for name in ("reduce_scatter", "all_gather", "all_reduce", "all_reduce_", "broadcast", "all_to_all")
     },
     "conjugates": autograd,
     "ddp": ddp.DDP,
@@ -51,9 +54,17 @@ IMPLEMENTATIONS = {
     "pipeline_gpipe": pipeline.gpipe,
     "pipeline_one_f_one_b": pipeline.one_f_one_b,
     "switch": moe.switch,
+    "dispatch": moe._through_experts,
     "ring_attention": ring_attention.ring_attention,
+    "ring_forward": ring_attention.ring_forward,
+    "ring_backward": ring_attention.ring_backward,
+    "shift": ring_attention._pass_on,
     "ulysses_attention": ulysses.ulysses_attention,
     "mesh": mesh.groups,
+    "average_gradients": ddp.average_gradients,
+    "global_loss": global_loss.global_loss,
+    "grad_norm": grad_norm.grad_norm,
+    "reshard": reshard.reshard,
 }
 
 

@@ -3,12 +3,19 @@
 from functools import partial
 from types import SimpleNamespace
 
+import torch
 import torch.nn.functional as F
 
 import minipar
 from minipar import Mesh, schedules
-from minipar.comm import autograd
-from minipar.model.flash import flash_attention
+from minipar.comm import autograd, halving_doubling, hierarchical
+from minipar.context import attention_ring
+from minipar.context.token_layout import local_runs
+from minipar.expert.dispatch import AllToAll
+from minipar.mesh import Placement, overlap
+from minipar.model.flash import choose, flash_attention
+from minipar.model.mask import Mask
+from minipar.model.transformer import cross_entropy_sum
 from minipar.spec import SPECIFICATIONS
 from minipar.spec.pipeline import gpipe_peak, one_f_one_b_peak
 from minipar.spec.pipeline import specification as pipeline_specification
@@ -69,7 +76,7 @@ def sequence_parallel(comm, x, norm, gate, up, down, **options):
 
 
 def vocab_embedding(comm, tokens, w):
-    return minipar.VocabParallelEmbedding(w, comm.rank * len(w), comm)(tokens)
+    return minipar.VocabParallelEmbedding(w, comm.size * len(w), comm)(tokens)
 
 
 def pipeline(generator):
@@ -102,6 +109,82 @@ def mesh(*axes, **sizes):
     return sorted({grid.group(rank, *axes) for rank in range(world)})
 
 
+def shift(comm, x):
+    return comm.exchange(x, (comm.rank + 1) % comm.size, x.shape, x.dtype, (comm.rank - 1) % comm.size)
+
+
+def all_reduce_(comm, x):
+    return comm.all_reduce_(x, algorithm="ring")
+
+
+def average_gradients(module, comm):
+    for p in module.parameters():
+        p.grad = comm.all_reduce(p.grad, "mean")
+
+
+def global_loss(comm, logits, targets):
+    return cross_entropy_sum(logits, targets) / comm.all_reduce((targets != -100).sum())
+
+
+def grad_norm(comm, grads, copies):
+    params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+    for p, g in zip(params, grads):
+        p.grad = g.clone()
+    return minipar.clip_grad_norm_(params, float("inf"), comm, shares=[1 / n for n in copies])
+
+
+def placement(box) -> Placement:
+    starts, ends = zip(*box)
+    return Placement("matrix", (12, 10), starts, [end - start for start, end in zip(starts, ends)])
+
+
+def reshard(boxes, load, wanted):
+    """As a checkpoint reads a tensor (`minipar.train.restore.Checkpoint`)."""
+    wanted, out = placement(wanted), None
+    missing = wanted.numel
+    for i, saved in enumerate(map(placement, boxes)):
+        for box, source, target in overlap(saved, wanted):
+            part = load(i)
+            out = part.new_empty(wanted.local_shape) if out is None else out
+            target.of_local(out, box).copy_(source.of_local(part, box))
+            missing -= box.numel
+    if missing:
+        raise ValueError(f"{missing} elements are in no file")
+    return out
+
+
+def dispatch(comm, rows, counts, gate, up, down):
+    arriving = AllToAll(comm)(rows, counts)
+    arrived, per_expert = arriving.receive()
+    parts = zip(arrived.split(per_expert), gate, up, down)
+    return arriving.combine(torch.cat([(F.silu(x @ g.t()) * (x @ u.t())) @ d.t() for x, g, u, d in parts]))
+
+
+def ring(comm, q, causal: bool) -> attention_ring.Ring:
+    length = q.shape[2] * comm.size
+    runs = [local_runs(length, rank, comm.size, "contiguous") for rank in range(comm.size)]
+    masks = [Mask(runs[comm.rank], theirs, causal, None, None) for theirs in runs]
+    return attention_ring.Ring(comm, masks.__getitem__, choose("auto", q, masks[comm.rank]))
+
+
+class Saved(SimpleNamespace):
+    """What autograd hands from a Function's forward to its backward."""
+
+    def save_for_backward(self, *tensors):
+        self.saved_tensors = tensors
+
+
+def ring_forward(comm, q, k, v, causal=True):
+    ctx = Saved()
+    out = attention_ring._RingAttention.forward(ctx, q, k, v, ring(comm, q, causal))
+    return out, ctx.saved_tensors[-1]
+
+
+def ring_backward(comm, q, k, v, out, lse, dout, causal=True):
+    ctx = Saved(ring=ring(comm, q, causal), saved_tensors=(q, k, v, out, lse))
+    return attention_ring._RingAttention.backward(ctx, dout)[:3]
+
+
 COLLECTIVES = {  # the algorithms whose bytes are the formulas
     "reduce_scatter": "ring",
     "all_gather": "ring",
@@ -110,6 +193,17 @@ COLLECTIVES = {  # the algorithms whose bytes are the formulas
     "all_to_all": "pairwise",
 }
 LIBRARY = {
+    "shift": shift,
+    "all_reduce_": all_reduce_,
+    "halving_doubling": halving_doubling.all_reduce,
+    "hierarchical": hierarchical.all_reduce,
+    "average_gradients": average_gradients,
+    "global_loss": global_loss,
+    "grad_norm": grad_norm,
+    "reshard": reshard,
+    "dispatch": dispatch,
+    "ring_forward": ring_forward,
+    "ring_backward": ring_backward,
     **{name: collective(name, algorithm) for name, algorithm in COLLECTIVES.items()},
     "conjugates": conjugates,
     "ddp": ddp,

@@ -10,6 +10,7 @@ from minipar.model.deferrable_linear import WeightGradients, linear
 from minipar.tensor_parallel import ShardedWeight, column_parallel, gather_matmul, matmul_scatter
 from minipar.tensor_parallel import chunked as module
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
+from tests.model.test_deferrable_linear import CountProducts
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
@@ -75,6 +76,31 @@ def deferred_only(world) -> list[int]:
 @given(st.just(2))
 def test_a_weight_that_waits_needs_no_other_gradient(p):
     assert minipar.run(deferred_only, world_size=p, timeout_s=10) == [[2, True, True]] * p
+
+
+def without_needless_products(world) -> tuple[list[int], list[int], list[bool]]:
+    """Matrix products backward, and bytes, where the input or the weight needs no gradient."""
+    comm, products, sent = world.using("ring"), [], []
+    x, w = leaves(world.rank, (1, 2 * world.size, 3), (4, 3))
+    own = x.detach()[:, : x.shape[1] // world.size].requires_grad_()
+    for y in (
+        matmul_scatter(comm, x.detach(), w),
+        matmul_scatter(comm, x, w.detach()),
+        gather_matmul(comm, own, [ShardedWeight(w.detach())])[0],
+    ):
+        before = comm.traffic.sent_bytes
+        with CountProducts() as counted:
+            y.backward(torch.ones_like(y))
+        products.append(counted.count)
+        sent.append((comm.traffic.sent_bytes - before) // 8)
+    return products, sent, [x.grad is not None, w.grad is not None, own.grad is not None]
+
+
+def test_a_gradient_that_nobody_needs_is_neither_computed_nor_sent_for():
+    p = 2
+    chunk_of_y, chunk_of_x = 2 * 4, 2 * 3
+    want = ([p, p, p], [(p - 1) * chunk_of_y, (p - 1) * chunk_of_y, (p - 1) * chunk_of_x], [True] * 3)
+    assert minipar.run(without_needless_products, world_size=p, timeout_s=10) == [want] * p
 
 
 def events_of(world) -> list[str]:

@@ -1,12 +1,15 @@
 """What a layer keeps for its backward, counted from the tensors autograd saves, is what the formula says."""
 
+import weakref
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
 from minipar.model import ModelConfig
-from minipar.tensor_parallel import layer_activation_bytes, tensor_parallel
+from minipar.tensor_parallel import chunked, column, layer_activation_bytes, tensor_parallel
 from tests.tensor_parallel.strategies import Case, cases
 
 
@@ -46,3 +49,45 @@ def test_in_round_numbers_a_layer_keeps_6_parts_whole_and_20_split():
         for sequence_parallel, parts in ((False, 6 + 20 / tp), (True, 26 / tp)):
             kept = sum(layer_activation_bytes(config, 8, 1024, tp, sequence_parallel).values())
             assert abs(kept / (8 * 1024 * 4 * 4096) / parts - 1) < 0.005
+
+
+def gathered_and_alive(world, in_chunks: bool) -> tuple[int, int]:
+    """Of the tokens of other ranks that a forward gathered: how many storages there were, and how many are left."""
+    gathered, tokens, chunks = [], column.start_gather_tokens, chunked.ring_all_gather_chunks
+
+    def watched(storage):
+        gathered.append(weakref.ref(storage))
+
+    def watched_tokens(comm, x):
+        finish = tokens(comm, x)
+
+        def finish_watched():
+            whole = finish()
+            watched(whole.untyped_storage())
+            return whole
+
+        return finish_watched
+
+    def watched_chunks(comm, x):
+        for rank, chunk in chunks(comm, x):
+            if rank != comm.rank:
+                watched(chunk.untyped_storage())
+            yield rank, chunk
+
+    config = ModelConfig(vocab_size=8, dim=8, num_layers=1, num_heads=4, hidden_dim=8)
+    model = tensor_parallel(Case(config, world.size, True, 2, 8, 0).model(), world, True, in_chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(column, "start_gather_tokens", watched_tokens)
+        patch.setattr(chunked, "ring_all_gather_chunks", watched_chunks)
+        x = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+        y = model.layers["0"](x, torch.arange(8), torch.arange(2))
+        world.barrier()
+        alive = sum(ref() is not None for ref in gathered)
+    assert y.requires_grad
+    return len(gathered), alive
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_gathered_tokens_are_let_go_when_they_are_multiplied(in_chunks):
+    """Two gathers a layer, for q, k, v and for gate, up; the graph keeps this rank's tokens alone."""
+    assert minipar.run(gathered_and_alive, in_chunks, world_size=2, timeout_s=10) == [(2, 0)] * 2

@@ -65,6 +65,30 @@ def test_a_mixture_of_experts_is_cut_too(case, num_experts, shared):
     minipar.run(compare_outputs, case._replace(config=config), world_size=case.tp, timeout_s=10)
 
 
+def equal_tokens(world, options: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of samples of one token each, as in a text's blank lines, by the split model and by one process."""
+    pairs = []
+    for seed in range(6):
+        config = replace(
+            TINY, dim=32, num_layers=2, hidden_dim=16, num_experts=4, moe_every=1, group_tokens=8
+        )
+        config = replace(config, capacity_factor=1.0, **options)
+        case = Case(config, world.size, False, batch=2, length=16, seed=seed)
+        tokens = torch.tensor([1, 5])[:, None].expand(2, 16)
+        pairs.append((cut(case, world)(tokens).detach(), case.model()(tokens).detach()))
+    return pairs
+
+
+@pytest.mark.parametrize(
+    "options", [dict(router="expert_choice"), dict(drop_order="weight", top_k=2)], ids=str
+)
+def test_runs_of_equal_tokens_are_routed_as_in_one_process(options):
+    """Equal tokens have equal scores but for rounding, which differs between meshes: positions decide, not rounding."""
+    for pairs in minipar.run(equal_tokens, options, world_size=2, timeout_s=10):
+        for found, want in pairs:
+            assert_equal_to(found, want, what="logits")
+
+
 def gradients_of_logits(world, case: Case) -> None:
     model, oracle = cut(case, world), case.model()
     tokens, _ = case.tokens()
@@ -285,6 +309,23 @@ def test_a_refusal_changes_nothing():
     first, second = minipar.run(refused, world_size=2, timeout_s=10)[0]
     assert first == "tp=2 does not divide num_heads=3; use 1"
     assert second == "tp=2 does not divide the tokens of a sample=7; use 1 or 7"
+
+
+def unknown_layer(world) -> None:
+    model = Transformer(replace(TINY, num_layers=2))
+    before = {name: (type(m), m.weight.shape) for name, m in model.named_modules() if hasattr(m, "weight")}
+    model.layers["1"].mlp = torch.nn.Identity()
+    with pytest.raises(
+        ValueError, match=r"layers\.1\.mlp is a Identity, for which there is no cut; use Attention"
+    ):
+        tensor_parallel(model, world)
+    for name, module in model.named_modules():
+        assert not hasattr(module, "weight") or before[name] == (type(module), module.weight.shape)
+    assert all(block.attention.num_heads == TINY.num_heads for block in model.layers.values())
+
+
+def test_a_layer_that_cannot_be_split_is_refused_before_any_other_is():
+    minipar.run(unknown_layer, world_size=2, timeout_s=10)
 
 
 def wrapped_first(world):

@@ -1,5 +1,7 @@
 """The embedding and the loss over a split vocabulary are those over the whole one, without ever making it."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,8 @@ from torch import nn
 
 import minipar
 from minipar.mesh import placement_of
-from minipar.tensor_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from minipar.model import ModelConfig, Transformer, cross_entropy_sum
+from minipar.tensor_parallel import VocabParallelEmbedding, tensor_parallel, vocab_parallel_cross_entropy
 from minipar.tensor_parallel.vocab import vocab_bounds
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
@@ -101,6 +104,27 @@ def half_precision(world) -> tuple:
     return loss.detach(), F.cross_entropy(logits.float(), targets), mine.grad.dtype
 
 
+def gradient_of_bf16_logits(world, at_target: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks' columns of dlogits, and those of one process, for targets of probability 0.01 ... 0.9998."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 256, generator=generator).bfloat16()
+    targets = torch.randint(256, (64,), generator=generator)
+    logits[torch.arange(64), targets] = at_target
+    whole = logits.clone().requires_grad_()
+    cross_entropy_sum(whole, targets).backward()
+    mine = logits.chunk(world.size, 1)[world.rank].clone().requires_grad_()
+    vocab_parallel_cross_entropy(world, mine, targets, reduction="sum").backward()
+    return world.all_gather(mine.grad.t().contiguous()).t(), whole.grad
+
+
+@pytest.mark.parametrize("at_target", [1.0, 8.0, 11.0, 14.0])
+def test_gradients_of_bf16_logits_are_those_of_one_process_however_sure_the_model_is(at_target):
+    """To one rounding of bf16: p - 1 is rounded, not p and then the difference."""
+    found, want = minipar.run(gradient_of_bf16_logits, at_target, world_size=2, timeout_s=10)[0]
+    assert want.any(1).all()
+    assert ((found.double() - want.double()).abs() / want.double().abs()).max() <= 2**-7
+
+
 def test_half_precision_logits_are_summed_in_single():
     loss, want, dtype = minipar.run(half_precision, world_size=4, timeout_s=10)[0]
     assert loss.dtype == torch.float32
@@ -127,6 +151,51 @@ def test_bad_requests_are_refused_with_what_would_work():
         "reduction='max' is unknown; use mean, sum or none",
         "tp=2 does not divide num_embeddings=9; use 1, 3 or 9",
     ]
+
+
+OUTSIDE = [
+    ("tokens", 300, "tokens range from 3 to 300; vocab_size=256 allows 0 to 255"),
+    ("tokens", -7, "tokens range from -7 to 9; vocab_size=256 allows 0 to 255"),
+    (
+        "targets",
+        300,
+        "targets range from 3 to 300; vocab_size=256 allows 0 to 255, and -100 for one that does not count",
+    ),
+    (
+        "targets",
+        -7,
+        "targets range from -7 to 9; vocab_size=256 allows 0 to 255, and -100 for one that does not count",
+    ),
+]
+
+
+def refusals_of_what_is_outside(world) -> list[str]:
+    """By the model of one process, the split model, and the split embedding or loss alone."""
+    config = ModelConfig(vocab_size=256, dim=16, num_layers=1, num_heads=2, max_seq_len=16)
+    split = tensor_parallel(Transformer(config), world)
+    lines = []
+    for name, value, _ in OUTSIDE:
+        batch = {"tokens": torch.tensor([[3, 9, 4, 8]]), "targets": torch.tensor([[9, -100, 8, 3]])}
+        batch[name][0, 2] = value
+        alone = (
+            partial(split.embedding, batch["tokens"])
+            if name == "tokens"
+            else partial(vocab_parallel_cross_entropy, world, torch.zeros(1, 4, 128), batch["targets"])
+        )
+        for attempt in (
+            partial(Transformer(config).loss, *batch.values()),
+            partial(split.loss, *batch.values()),
+            alone,
+        ):
+            with pytest.raises(ValueError) as error:
+                attempt()
+            lines.append(str(error.value))
+    return lines
+
+
+def test_tokens_and_targets_outside_the_vocabulary_are_refused_in_the_words_of_one_process():
+    want = [line for _, _, line in OUTSIDE for _ in range(3)]
+    assert minipar.run(refusals_of_what_is_outside, world_size=2, timeout_s=10) == [want] * 2
 
 
 def sent_by_the_loss(world, smoothing: float) -> tuple[int, int]:

@@ -1,4 +1,5 @@
 import os
+import stat
 
 import pytest
 
@@ -19,6 +20,16 @@ def test_a_file_is_there_whole_or_as_it_was(tmp_path, monkeypatch):
         write_whole(path, "after")
     assert path.read_text() == "before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o022, 0o027])
+def test_a_file_is_as_private_as_the_umask_says(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_whole(tmp_path / "file", "content")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o666 & ~umask
 
 
 def test_a_folder_under_a_file_is_refused(tmp_path):

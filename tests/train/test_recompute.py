@@ -63,6 +63,15 @@ def test_partitioned_inputs_are_one_in_tp_and_are_gathered_once_a_layer(tp):
         assert sent - without == inputs * (tp - 1) // tp
 
 
+def test_a_mode_that_does_not_exist_is_refused_before_anything_is_changed():
+    stage = Transformer(CONFIG)
+    with pytest.raises(
+        ValueError, match="mode='ful' is unknown; use none, selective or full; did you mean full"
+    ):
+        recompute(stage, "ful")
+    assert all(block.attention.overrides.core is None for block in stage.layers.values())
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

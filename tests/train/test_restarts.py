@@ -75,7 +75,7 @@ def test_a_local_rank_that_is_killed_stops_everyone_within_ten_seconds_and_is_na
     processes, killed_s = set(), []
 
     def kill_rank_1(what, metrics):
-        pids = [process.pid for process in launch._pools["gloo"]._processes]
+        pids = launch._pools["gloo"].pids
         processes.update(pids)
         if metrics["step"] == 4:  # rank 1 is in the next step, or about to begin it
             killed_s.append(time.monotonic())

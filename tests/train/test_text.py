@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.train.text import batch_of_step, load_text, require_samples
+from minipar.train.text import batch_of_step, hold_out, load_text, require_samples
 from tests.strategies import seeds
 
 
@@ -54,3 +54,23 @@ def test_a_text_that_cannot_be_used_is_refused_by_name(tmp_path):
     ):
         require_samples(load_text(short), 12, short)
     require_samples(load_text(short), 11, short)
+
+
+@given(st.integers(1, 20), st.integers(2, 2000))
+def test_held_out_pieces_are_spread_through_the_text_and_share_nothing_with_the_rest(seq_len, extra):
+    text = torch.arange(2 * (seq_len + 1) + extra)
+    kept, held = hold_out(text, seq_len)
+    assert sorted([*kept.tolist(), *held.tolist()]) == text.tolist()
+    assert len(held) == max(len(text) // 20, seq_len + 1)
+    ends = held[1:] - held[:-1] > 1
+    pieces = torch.tensor_split(held, (ends.nonzero().flatten() + 1).tolist())
+    assert len(pieces) == min(20, len(held) // (seq_len + 1))
+    assert all(len(piece) >= seq_len + 1 for piece in pieces)
+    sections = {int(piece[-1]) * len(pieces) // len(text) for piece in pieces}
+    assert len(sections) == len(pieces), "two pieces in one section of the text, and none in another"
+
+
+def test_a_text_too_short_to_hold_out_a_sample_is_refused():
+    with pytest.raises(ValueError, match="has 20 bytes: too few .* use eval_every=0, or seq_len=9 or less"):
+        hold_out(torch.arange(20), 10)
+    assert [len(x) for x in hold_out(torch.arange(20), 9)] == [10, 10]

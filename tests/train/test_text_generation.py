@@ -17,14 +17,14 @@ from minipar.model import ModelConfig, Transformer, generate
 from minipar.model.cache import GenerationCache, KeyValueCache
 from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
-from minipar.train import TrainConfig, generate_text, train
+from minipar.train import TrainConfig, generate_text, text_generation, train
 from minipar.train.export import full_parameters
-from minipar.train.restore import Checkpoint, checkpoints, newest_whole
+from minipar.train.restore import Checkpoint, checkpoints, find_damage, newest_whole
 from minipar.train.state import BUFFER
+from minipar.train.tensor_file import TensorFile
 from minipar.train.text_generation import generate_on_mesh, load_stage
 from tests.model.test_cache import ROUTED_ALONE, ROUTED_TOGETHER, draw_tokens, loud_model
 from tests.strategies import seeds
-from tests.train.test_checkpoint import damage_bit
 
 MESHES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 8]
 FEW = [(tp, pp) for tp, pp in MESHES if tp * pp <= 4]
@@ -179,6 +179,37 @@ def test_any_mesh_goes_on_from_a_checkpoint_of_another(trained, tp, pp):
     assert len(want.unique()) > 16, "a text that any model might write"
 
 
+def sample(world, config, path, bytes_per_rank):
+    """On a rank: the text, and the bytes of weights this rank loaded for it."""
+    loaded, plain = [], text_generation.load_stage
+
+    def load_and_weigh(*args):
+        stage = plain(*args)
+        loaded.extend(x.nbytes for x in stage.parameters())
+        return stage
+
+    with (
+        mock.patch.object(text_generation, "load_stage", load_and_weigh),
+        mock.patch.object(text_generation, "SAMPLE_BYTES_PER_RANK", bytes_per_rank),
+    ):
+        return text_generation.sample_text(world, config, path, "The ", 20), sum(loaded)
+
+
+@pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])
+def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weights(
+    trained, bytes_per_rank, ranks, tp
+):
+    folder, model = trained
+    config = TrainConfig(model=model.config, dtype="float64", seq_len=16, batch_size=8, dp=8 // tp, tp=tp)
+    args = config, newest_whole(folder / "checkpoints"), bytes_per_rank
+    texts, loaded = zip(*minipar.run(sample, *args, world_size=8, timeout_s=10))
+    want = generate(model, list(b"The "), 20, 0.7)
+    assert texts == (bytes(want.tolist()).decode(errors="replace"), *[None] * 7)
+    whole = sum(x.nbytes for x in model.parameters())
+    assert sum(1 for num_bytes in loaded if num_bytes) == ranks
+    assert max(loaded) <= whole if ranks == 1 else max(loaded) < whole / 2
+
+
 def check_weights(world, mesh_sizes, path, whole):
     """On a rank: is its stage the part of the checkpoint's model that its placements say? Returns the names it has."""
     stage = load_stage(Checkpoint(path), Mesh(world, **mesh_sizes))
@@ -222,9 +253,25 @@ def test_a_request_that_cannot_be_met_is_refused_before_any_rank_starts(trained,
             generate_text(**dict(run_folder=folder, prompt="The ") | request)
 
 
+def damage_first_bit_of(path: Path, prefix: str) -> None:
+    file, data = TensorFile(path), bytearray(path.read_bytes())
+    key = next(key for key in file._header if key.startswith(prefix))
+    data[len(file.header_bytes) + file._header[key]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+
+
+def test_damaged_optimizer_state_is_not_read_for_a_text(trained, tmp_path):
+    folder = shutil.copytree(trained[0], tmp_path / "run")
+    newest, _ = checkpoints(folder / "checkpoints")
+    want = generate_text(folder, "The ", 3)
+    damage_first_bit_of(newest / "rank-00000.safetensors", "exp_avg/")
+    assert "exp_avg" in find_damage(newest)
+    assert generate_text(folder, "The ", 3) == want
+
+
 def test_a_damaged_checkpoint_is_passed_over(trained, tmp_path):
     folder = shutil.copytree(trained[0], tmp_path / "run")
     newest, _ = checkpoints(folder / "checkpoints")
-    damage_bit(newest / "rank-00000.safetensors")
+    damage_first_bit_of(newest / "rank-00000.safetensors", "parameter/")
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         assert generate_text(folder, "The ", 3).startswith("The ")

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from minipar.model import IGNORE_INDEX, ModelConfig
 from minipar.pipeline import SCHEDULES
+from minipar.train.legal_configs import legal_configs
 from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.train.train_config import TrainConfig
-from minipar.train.verification import legal_configs, table, verify
+from minipar.train.verification import table, verify
 from tests.strategies import mesh_sizes, seeds
 
 models = st.builds(
@@ -39,10 +40,26 @@ def configs(draw) -> TrainConfig:
         microbatches=draw(st.sampled_from([1, 2, 4])),
         sequence_parallel=draw(st.booleans()),
         cp_layout=draw(st.sampled_from(["zigzag", "contiguous"])),
-        cp_attention=draw(st.sampled_from(["ring", "ulysses", "all_gather"])),
+        cp_attention=draw(st.sampled_from(["ring", "ulysses", "all_gather", "usp"])),
+        replicate=draw(st.sampled_from([1, 1, 2])),
+        tp_chunked=draw(st.booleans()),
+        ep_node_size=draw(st.sampled_from([None, None, 2])),
+        algorithm=draw(st.sampled_from(["auto", "ring", "halving_doubling", "hierarchical", "native"])),
+        optimizer=draw(st.sampled_from(["adamw", "lamb"])),
+        reduce_every=draw(st.sampled_from(["step", "microbatch"])),
+        partition_activations=draw(st.booleans()),
+        offload_activations=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         seed=draw(seeds),
     )
+    # An option of a strategy that is not drawn would have the whole configuration refused.
+    choices["cp_ulysses"] = 2 if choices["cp_attention"] == "usp" and sizes["cp"] > 1 else 1
+    choices["tp_chunked"] &= choices["sequence_parallel"]
+    choices["replicate"] = choices["replicate"] if choices["zero"] == 3 else 1
+    choices["ep_node_size"] = choices["ep_node_size"] if model["num_experts"] and sizes["ep"] > 1 else None
+    choices["partition_activations"] &= choices["recompute"] == "full" and not choices["sequence_parallel"]
+    plain = choices["schedule"] in ("gpipe", "1f1b") and not (model["tie_embeddings"] and sizes["pp"] > 1)
+    choices["reduce_every"] = choices["reduce_every"] if choices["zero"] == 2 and plain else "step"
     try:
         config = ModelConfig(dim=16, num_layers=4, num_heads=4, max_seq_len=32, **model)
         return TrainConfig(
@@ -200,6 +217,17 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(schedule="2f2b"), "2f2b"),
         (dict(zero=4), "zero=4"),
         (dict(recompute="some"), "recompute='some'"),
+        (dict(cp=2, cp_ulysses=2), "cp_ulysses=2 is for cp_attention=usp, not ring"),
+        (dict(cp=4, cp_attention="usp"), "cp_ulysses=1 is a ring; use cp_ulysses=2 or 4"),
+        (dict(cp=4, cp_attention="usp", cp_ulysses=3), "cp_ulysses=3 does not divide cp=4; use 1, 2 or 4"),
+        (dict(dp=4, replicate=2), "replicate=2 copies the shards of zero=3, and zero=0; use zero=3"),
+        (dict(dp=4, zero=3, replicate=3), "replicate=3 does not divide dp\\*cp=4"),
+        (dict(dp=4, ep=4, moe=4, zero=3, replicate=2), "an expert's ranks \\(dp\\*cp/ep\\)=1; use 1"),
+        (dict(tp=2, tp_chunked=True), "tp_chunked=True cuts sequence_parallel's messages"),
+        (dict(dp=4, ep=4, moe=4, ep_node_size=3), "ep_node_size=3 does not divide ep=4; use 1, 2 or 4"),
+        (dict(dp=2, ep_node_size=2), "ep_node_size=2 spreads experts, and num_experts=0"),
+        (dict(algorithm="rings"), "algorithm='rings' is unknown; .*did you mean ring"),
+        (dict(optimizer="lam"), "optimizer='lam' is unknown; use adamw or lamb"),
     ]:
         with pytest.raises(ValueError, match=says):
             replace(DEFAULTS, **wrong)

@@ -30,6 +30,12 @@ def test_the_grid_of_1f1b_is_the_classic_one():
     ]
 
 
+def test_stages_of_a_rank_beyond_the_alphabet_are_named_aa_ab():
+    _, row = grid_text(simulate(interleaved(1, 1, 28))).splitlines()
+    forwards = [cell for cell in row.split() if cell.startswith("F")]
+    assert forwards[25:] == ["F0z", "F0aa", "F0ab"]
+
+
 @given(schedules(max_ranks=4, max_microbatches=6))
 def test_the_grid_names_every_action_once_and_idles_elsewhere(schedule):
     timeline = simulate(schedule)
@@ -83,7 +89,7 @@ def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
 def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="^v=2 chunks a rank with schedule='1f1b'"):
         timeline(("1f1b",), 4, 8, chunks=2, out=tmp_path / "t")
-    with pytest.raises(ValueError, match="^v=0; use a whole number of 1 or more$"):
+    with pytest.raises(ValueError, match="^chunks=0; use a whole number of 1 or more$"):
         timeline(("interleaved",), 4, 8, chunks=0, out=tmp_path / "t")
     with pytest.raises(ValueError, match="no timelines to draw"):
         timeline((), 4, 8, out=tmp_path / "t")

@@ -1,0 +1,52 @@
+"""Seconds of a collective by the alpha-beta model: latency per message, and bytes over bandwidth.
+
+n bytes is the whole vector: of an all-gather what is gathered, of an all-to-all what a rank sends. p ranks.
+
+    all-reduce, ring          2 (p-1) alpha + 2 (p-1)/p n beta
+    reduce-scatter, ring      (p-1) alpha + (p-1)/p n beta
+    all-gather, ring          (p-1) alpha + (p-1)/p n beta
+    all-to-all, pairwise      (p-1) alpha + (p-1)/p n beta
+    broadcast, binomial       ceil(lg p) (alpha + n beta)
+    all-reduce, Rabenseifner  2 lg p alpha + 2 (p-1)/p n beta        for p a power of two
+
+Source: Thakur, Rabenseifner and Gropp, 2005, section 4, without their gamma, the time of an addition.
+"""
+
+from __future__ import annotations
+
+from math import ceil, log2
+
+# What a rank sends of n bytes, in units of (p-1)/p n, and the rounds of a ring in units of p-1.
+_SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
+
+
+def sent_share(kind: str, p: int) -> float:
+    """Return the fraction of the whole vector that each rank sends."""
+    return _SHARES[kind] * (p - 1) / p
+
+
+def collective_s(
+    kind: str, p: int, num_bytes: float, alpha: float, beta: float, algorithm: str = "ring"
+) -> float:
+    """Return the seconds of one collective over p ranks: alpha seconds per message, beta seconds per byte."""
+    if p == 1:
+        return 0.0
+    rounds = ceil(log2(p))
+    if kind == "broadcast":
+        return rounds * (alpha + num_bytes * beta)
+    if algorithm == "halving_doubling":
+        return _SHARES[kind] * rounds * alpha + sent_share(kind, p) * num_bytes * beta
+    return _SHARES[kind] * (p - 1) * alpha + sent_share(kind, p) * num_bytes * beta
+
+
+def hierarchical_all_reduce_s(
+    nodes: int, per_node: int, num_bytes: float, fast: tuple[float, float], slow: tuple[float, float]
+) -> float:
+    """Return the seconds of reduce-scatter inside nodes, all-reduce of the parts between nodes, all-gather inside.
+
+    fast, slow  (alpha, beta) of the links inside and of each rank's own link between nodes
+
+    Sends 2(k-1)/k n/g over a slow link, for k nodes of g ranks, where a flat ring sends 2(kg-1)/(kg) n.
+    """
+    inside = 2 * collective_s("all_gather", per_node, num_bytes, *fast)
+    return inside + collective_s("all_reduce", nodes, num_bytes / per_node, *slow)

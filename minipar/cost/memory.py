@@ -1,0 +1,141 @@
+"""Bytes that a rank holds at the worst moment of a step, itemised.
+
+    parameters       w P, and with ZeRO-3 w P/N
+    gradients        g P, and with ZeRO-2 and -3 g P/N; but whole where they accumulate over several microbatches
+    optimizer state  k P, and with ZeRO k P/N
+    gathered units   ZeRO-3: the embedding, norm and head of this rank, the layer that runs, and the next one
+    activations      live chunks x layers of a chunk x `layer_bytes`
+    recomputation    the layer that is computed again, whole
+    logits           (e + 4) tokens V/t: the head's output and its float32 copy, of each live microbatch of the last stage
+    buffers          two buckets of gradients; what a pipeline receives; two blocks of keys and values of a cp ring
+    context          CUDA's context and libraries
+
+P parameters on this rank, N ranks that share them (dp x cp; for experts dp x cp / ep), w, g, k bytes by precision.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from minipar.cost.activations import layer_bytes
+from minipar.cost.layout import PRECISIONS, Job, Layout
+from minipar.cost.models import layer_elems
+from minipar.cost.ranks import Held, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.stages import live_chunks
+from minipar.errors import require_positive
+
+CONTEXT_BYTES = 2e9  # 0.5 to 2 GiB: context, cuBLAS workspaces, NCCL's channels
+BUCKET_BYTES = 25 * 2**20
+ITEMS = (
+    "parameters", "gradients", "optimizer state", "gathered units", "activations", "recomputation", "logits", "buffers",
+    "context",
+)  # fmt: skip
+
+
+def model_state_bytes(num_params: float, ranks: int = 1, zero: int = 0, precision: str = "mixed") -> float:
+    """Return the bytes of parameters, gradients and optimizer state per rank, by ZeRO stage.
+
+    In mixed precision, 16 P, then 4 P + 12 P/N, 2 P + 14 P/N and 16 P/N. Source: arXiv:1910.02054, section 5 and figure 1.
+    """
+    require_positive(ranks=ranks)
+    b = PRECISIONS[precision]
+    whole = [b.weight, b.gradient, b.state]
+    cut = (zero >= 3, zero >= 2, zero >= 1)
+    return sum(n * num_params / (ranks if is_cut else 1) for n, is_cut in zip(whole, cut))
+
+
+def rank_memory(job: Job, layout: Layout, rank: int) -> dict[str, float]:
+    """Return the bytes of each of ITEMS on a rank with this pp coordinate."""
+    return _memory(job, layout, held_by(job, layout, rank))
+
+
+def _memory(job: Job, layout: Layout, held: Held) -> dict[str, float]:
+    return {
+        **_states(job, layout, *held_elems(job, layout, held)),
+        "gathered units": _gathered(job, layout, held),
+        **_activations(job, layout, held),
+        "buffers": _buffers(job, layout),
+        "context": CONTEXT_BYTES,
+    }
+
+
+def worst_rank_memory(job: Job, layout: Layout) -> tuple[int, dict[str, float]]:
+    """Return the pp coordinate of the rank that holds most, and its bytes by item.
+
+    Among ranks that hold alike, the first holds most: live activations never increase from rank to rank.
+    """
+    kinds = rank_kinds(job, layout.schedule, layout.pp, layout.chunks)
+    found = [(held.rank, _memory(job, layout, held)) for held in kinds]
+    return max(found, key=lambda pair: sum(pair[1].values()))
+
+
+def state_floor(job: Job, tp: int, pp: int, ranks: int, ep: int, zero: int) -> float:
+    """Return a lower bound of the bytes of parameters, gradients and states of the fullest of pp ranks: an even share."""
+    shape, b = job.shape, job.bytes_of
+    experts = shape.num_moe_layers and sum(layer_elems(shape, i, 1, 1)[1] for i in range(shape.num_layers))
+    total = 0.0
+    for elems, sharers, split in (
+        (shape.num_params - experts, ranks, tp * pp),
+        (experts, ranks // ep, tp * pp * ep),
+    ):
+        cuts = (sharers if zero >= 3 else 1, sharers if zero >= 2 else 1, sharers if zero else 1)
+        total += sum(n / cut for n, cut in zip((b.weight, b.gradient, b.state), cuts)) * elems / split
+    return total
+
+
+def _states(job: Job, layout: Layout, dense: int, expert: int) -> dict[str, float]:
+    b, ranks = job.bytes_of, layout.dp * layout.cp
+    whole, shard = dense + expert, -(-dense // ranks) + -(-expert // (ranks // layout.ep))
+    sharded_gradients = layout.zero >= 2 and layout.microbatches(job) == 1
+    return {
+        "parameters": b.weight * (shard if layout.zero == 3 else whole),
+        "gradients": b.gradient * (shard if sharded_gradients else whole),
+        "optimizer state": b.state * (shard if layout.zero else whole),
+    }
+
+
+def _gathered(job: Job, layout: Layout, held: Held) -> float:
+    if layout.zero < 3 or layout.dp * layout.cp == 1:
+        return 0.0
+    largest = max(sum(elems) for elems in layer_kinds_elems(job, layout.tp, layout.ep))
+    units = min(2, held.num_layers) * largest
+    return job.bytes_of.weight * (units + ends_elems(job, layout.tp, held.first, held.last))
+
+
+@cache
+def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str, experts: bool) -> float:
+    """Return the bytes that a layer keeps of one microbatch."""
+    how = job.implementation
+    return layer_bytes(
+        job.shape, job.seq_len // cp, microbatch, tp, how.sequence_parallel and tp > 1, recompute, job.seq_len,
+        how.attention == "dense", job.bytes_of.activation, experts,
+    )  # fmt: skip
+
+
+def _activations(job: Job, layout: Layout, held: Held) -> dict[str, float]:
+    a, shape, m = layout, job.shape, layout.microbatches(job)
+    live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
+
+    def kept(recompute: str, experts: bool) -> float:
+        return activation_bytes(job, a.tp, a.cp, a.microbatch, recompute, experts)
+
+    of_all = 0.0
+    for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
+        of_all += number * kept(a.recompute, experts) if number else 0.0
+    again = kept("none", held.num_moe > 0) - kept(a.recompute, held.num_moe > 0)
+    tokens, e = a.tokens(job), job.bytes_of.activation
+    heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
+    return {
+        "activations": of_all / a.chunks * live,
+        "recomputation": max(again, 0.0),
+        "logits": held.last * heads * tokens * ((e + 4) * shape.vocab_size / a.tp + 3 * e * shape.dim),
+    }
+
+
+def _buffers(job: Job, layout: Layout) -> float:
+    e, tokens = job.bytes_of.activation, layout.tokens(job)
+    buckets = 2 * BUCKET_BYTES * (layout.dp * layout.cp > 1)
+    split = layout.tp if job.implementation.sequence_parallel else 1
+    received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)
+    blocks = 4 * e * tokens * job.shape.kv_dim / min(layout.tp, job.shape.num_kv_heads) * (layout.cp > 1)
+    return buckets + received + blocks

@@ -1,0 +1,84 @@
+"""What each pipeline rank holds: layers, the embedding, the head; and the elements of its parameters."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from minipar.cost.layout import Job, Layout
+from minipar.cost.models import layer_elems, layer_matmul_elems
+from minipar.cost.stages import stage_layers, stages_of
+
+
+class Held(NamedTuple):
+    """What a pipeline rank holds. Ranks that hold alike are one kind: `rank` is the first of `count` of them."""
+
+    rank: int
+    count: int
+    num_layers: int
+    num_moe: int
+    first: bool
+    last: bool
+
+
+def head_layers(job: Job) -> float:
+    """Return the cost of the head in layers: its matrix elements over those of a layer, with attention's products."""
+    shape = job.shape
+    layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
+    return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)
+
+
+@cache
+def rank_kinds(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Held, ...]:
+    """Return the kinds of pipeline ranks, in the order of their first ranks."""
+    counts: dict[tuple, list[int]] = {}
+    for rank, held in enumerate(_all_held(job, schedule, pp, chunks)):
+        counts.setdefault(held, []).append(rank)
+    return tuple(Held(ranks[0], len(ranks), *held) for held, ranks in counts.items())
+
+
+def held_by(job: Job, layout: Layout, rank: int) -> Held:
+    """Return what the rank with this pp coordinate holds."""
+    return Held(rank, 1, *_all_held(job, layout.schedule, layout.pp, layout.chunks)[rank])
+
+
+@cache
+def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[tuple, ...]:
+    num_stages = pp * chunks
+    ends, moe = [0], [0]
+    for size in stage_layers(job.shape.num_layers, num_stages, head_layers(job)):
+        ends.append(ends[-1] + size)
+        moe.append(sum(job.shape.has_experts(i) for i in range(ends[-1])))
+    return tuple(
+        (
+            sum(ends[s + 1] - ends[s] for s in stages),
+            sum(moe[s + 1] - moe[s] for s in stages),
+            0 in stages,
+            num_stages - 1 in stages,
+        )
+        for stages in (stages_of(schedule, rank, pp, chunks) for rank in range(pp))
+    )
+
+
+@cache
+def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (dense, expert) elements of a layer without, and of one with experts."""
+    shape = job.shape
+    without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
+    return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)
+
+
+def held_elems(job: Job, layout: Layout, held: Held) -> tuple[int, int]:
+    """Return (dense, expert): the elements of the parameters that are held, before ZeRO."""
+    without, with_experts = layer_kinds_elems(job, layout.tp, layout.ep)
+    dense = (held.num_layers - held.num_moe) * without[0] + held.num_moe * with_experts[0]
+    return dense + ends_elems(job, layout.tp, held.first, held.last), held.num_moe * with_experts[1]
+
+
+def ends_elems(job: Job, tp: int, first: bool, last: bool) -> int:
+    """Return the elements outside the layers: embedding and positions; last norm and head, unless tied to the former."""
+    shape = job.shape
+    table = shape.vocab_size * shape.dim // tp
+    shared = shape.tie_embeddings and first and last
+    ends = first * (table + shape.positions * shape.dim)
+    return ends + last * (shape.norm_params * shape.dim + table * (not shared))

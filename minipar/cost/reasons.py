@@ -1,0 +1,125 @@
+"""Why other layouts lost: the best of every family beside the winner; and what would help where nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+from minipar.cost.layout import Job, Layout
+from minipar.cost.links import axis_links
+from minipar.cost.machines import MACHINES
+from minipar.cost.memory import worst_rank_memory
+from minipar.cost.planner import FAMILIES, Candidate, Misfit, Plan, divisors, mesh_sizes, zero_stages
+from minipar.cost.timing import step_parts
+
+PART_NAMES = {
+    "compute": "arithmetic of the slowest stage",
+    "recompute": "recomputation",
+    "tp": "tp's messages",
+    "cp": "cp's ring",
+    "ep": "experts' messages",
+    "zero3": "gathering weights",
+    "idle": "the bubble",
+    "pp": "messages between stages",
+    "gradients": "gradients",
+    "update": "the update",
+}
+
+
+class Reason(NamedTuple):
+    """Why the family of one value of one axis lost.
+
+    lost_s        seconds behind the winner; None where no layout of the family fits
+    excess_bytes  of the layout that fits least badly, if none fits
+    part          the part of the step or the item of memory that is most to blame
+    """
+
+    axis: str
+    value: object
+    layout: Layout
+    lost_s: float | None
+    excess_bytes: float | None
+    part: str
+    text: str
+
+
+def reasons(plan: Plan) -> list[Reason]:
+    """Return a reason for every family but the winner's, in the order of the axes and of their values."""
+    winner = plan.best[0]
+    families = [key for key in plan.families if getattr(winner.layout, key[0]) != key[1]]
+    families.sort(key=lambda key: (FAMILIES.index(key[0]), str(key[1]).rjust(8)))
+    return [_reason(plan.job, winner, *key, plan.families[key]) for key in families]
+
+
+def _reason(job: Job, winner: Candidate, axis: str, value, found: Candidate | Misfit) -> Reason:
+    if isinstance(found, Misfit):
+        return _too_large(job, axis, value, found.layout)
+    lost = found.seconds - winner.seconds
+    mine, theirs = step_parts(job, winner.layout), step_parts(job, found.layout)
+    part = max(theirs, key=lambda name: theirs[name] - mine[name])
+    more = theirs[part] - mine[part]
+    text = f"+{lost:.3g} s with {found.name}, most of it {PART_NAMES[part]}: +{more:.3g} s"
+    if lost < 1e-3 * winner.seconds:
+        text = f"as fast, within a thousandth: {found.name}"
+    if axis == "tp" and axis_links(job.machine, found.layout, "tp").nodes > 1:
+        text = "leaves the node: " + text
+    return Reason(axis, value, found.layout, lost, None, part, text)
+
+
+def _too_large(job: Job, axis: str, value, layout: Layout) -> Reason:
+    rank, items = worst_rank_memory(job, layout)
+    excess = sum(items.values()) - job.machine.memory_bytes
+    same = (
+        "; over several microbatches it keeps whole gradients, as zero=1"
+        if (axis, value) == ("zero", 2)
+        else ""
+    )
+    part = max(items, key=items.get)
+    where = f"on pp rank {rank}" if layout.pp > 1 else "on every rank"
+    text = f"{excess / 1e9:.1f} GB too much {where} even with {layout.name}: {part} {items[part] / 1e9:.1f} GB{same}"
+    return Reason(axis, value, layout, None, excess, part, text)
+
+
+# Where nothing fits -------------------------------------------------------------------------------------------
+
+
+def no_fit(plan: Plan) -> str:
+    """Return a line for a job that no layout fits: by how much, for what, and what would help."""
+    job, nearest = plan.job, plan.nearest
+    if nearest is None:
+        return (
+            f"no layout of {job.shape.name} over gpus={job.gpus} with batch={job.batch} is legal: dp must divide the "
+            "batch, tp the heads; use another number of GPUs or samples"
+        )
+    why = _too_large(job, "", "", nearest.layout).text
+    helps = [f"gpus={n}" for n in islice(_more_gpus(job), 1)]
+    helps += [f"machine={name}" for name in islice(_larger_machines(job), 1)]
+    advice = (
+        f"it would fit with {' or '.join(helps)}" if helps else "neither more GPUs nor larger ones would help"
+    )
+    return f"{job.shape.name} does not fit {job.gpus} x {job.machine.name}: {why}; {advice}"
+
+
+def _more_gpus(job: Job) -> Iterator[int]:
+    return (
+        n for n in (job.gpus * 2**k for k in range(1, 9)) if small_layout(replace(job, gpus=n)) is not None
+    )
+
+
+def _larger_machines(job: Job) -> Iterator[str]:
+    larger = [machine for machine in MACHINES.values() if machine.memory_bytes > job.machine.memory_bytes]
+    larger.sort(key=lambda machine: machine.memory_bytes)
+    return (machine.name for machine in larger if small_layout(replace(job, machine=machine)) is not None)
+
+
+def small_layout(job: Job) -> Layout | None:
+    """Return some layout that fits, of those that need little memory; None if none of these does."""
+    for tp, pp, cp, ep, dp in mesh_sizes(job):
+        for zero in zero_stages(dp * cp):
+            for microbatch in {1, max(divisors(job.batch // dp)) if zero >= 2 else 1}:
+                layout = Layout(dp, pp, cp, ep, tp, zero, microbatch=microbatch, recompute="full")
+                if sum(worst_rank_memory(job, layout)[1].values()) <= job.machine.memory_bytes:
+                    return layout
+    return None

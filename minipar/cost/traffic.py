@@ -1,0 +1,133 @@
+"""Bytes that a rank sends in a step, by mesh axis: formulas that the library's tests hold to its counters.
+
+N tokens of a rank in a step, over all its microbatches; D the width, e bytes an activation, t tp ranks, P dp x cp ranks:
+
+    tp     (t-1)/t N D e times 8 a layer (four all-reduces) and 2 for the embedding and for the head; with sequence
+           parallelism 2 a layer and 1 for the head more, since backward gathers each column-parallel input again;
+           recompute="full" 2 a layer (3 with sequence parallelism, 4 with dropout). Besides, 3 numbers a token for the loss
+    pp     N D e to the next stage and as much back, per chunk; over t with sequence parallelism
+    cp     2 N D_kv/t (c-1) e forward per layer, as much again backward, and as many elements of gradients, 4 bytes or more
+    ep     4 k CF N D e (ep-1)/ep per layer with experts: dispatch and combine, forward and backward; also over t
+    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); ZeRO-3 sends gathered weights twice a microbatch, and
+           gradients once
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from minipar.cost.layout import Job, Layout
+from minipar.cost.links import axis_links
+from minipar.cost.ranks import ends_elems, held_by, held_elems
+
+
+class Sent(NamedTuple):
+    """Bytes that a rank sends over an axis in a step, and those of them that leave its node, averaged over its group."""
+
+    total: float
+    leaving: float
+
+
+def step_traffic(job: Job, layout: Layout, rank: int) -> dict[str, Sent]:
+    """Return what a rank with this pp coordinate sends over tp, pp, cp, ep, dp and edp in a step."""
+    by_axis = {
+        "tp": _tp(job, layout, rank),
+        "pp": _pp(job, layout, rank),
+        "cp": _cp(job, layout, rank),
+        "ep": _ep(job, layout, rank),
+        "dp": gradients_bytes(job, layout, rank)[0],
+        "edp": gradients_bytes(job, layout, rank)[1],
+    }
+    return {axis: _sent(job, layout, axis, num_bytes) for axis, num_bytes in by_axis.items()}
+
+
+def _sent(job: Job, layout: Layout, axis: str, num_bytes: float) -> Sent:
+    links = axis_links(job.machine, layout, axis)
+    return Sent(num_bytes, num_bytes * links.leaving_share)
+
+
+def hidden_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of the hidden states of one microbatch: tokens x D, before tp splits tokens."""
+    return layout.tokens(job) * job.shape.dim * job.bytes_of.activation
+
+
+def tp_sums(job: Job, layout: Layout) -> tuple[float, float]:
+    """Return (forward, backward): all-reduces of the hidden states per layer over tp; those of a recomputation backward."""
+    split, dropout = job.implementation.sequence_parallel, job.shape.dropout
+    again = (2 if dropout else 1.5 if split else 1) if layout.recompute == "full" else 0
+    return 2, 2 + split + again
+
+
+def _tp(job: Job, layout: Layout, rank: int) -> float:
+    held = held_by(job, layout, rank)
+    m, t, split = layout.microbatches(job), layout.tp, job.implementation.sequence_parallel
+    tokens, shape, e = m * layout.tokens(job), job.shape, job.bytes_of.activation
+    sums = held.num_layers * sum(tp_sums(job, layout)) + held.first + held.last * (1 + 0.5 * split)
+    routed = shape.top_k * held.num_moe
+    norms = split * (2 * held.num_layers + held.last) * m * shape.dim
+    elems = sums * tokens * shape.dim + routed * tokens + norms
+    return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
+
+
+def message_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of a stage's output, as one tp rank sends it."""
+    how = job.implementation
+    return hidden_bytes(job, layout) / (layout.tp if how.sequence_parallel or how.scatter_pipeline else 1)
+
+
+def _pp(job: Job, layout: Layout, rank: int) -> float:
+    if layout.pp == 1:
+        return 0.0
+    held = held_by(job, layout, rank)
+    hops = 2 * layout.chunks - held.first - held.last
+    if layout.schedule == "zb-v":  # the last rank holds both stages of the turn: nothing is sent between them
+        hops -= 2 * (rank == layout.pp - 1)
+    return hops * layout.microbatches(job) * message_bytes(job, layout)
+
+
+def _cp(job: Job, layout: Layout, rank: int) -> float:
+    layers = held_by(job, layout, rank).num_layers
+    return layers * layout.microbatches(job) * sum(cp_layer_bytes(job, layout))
+
+
+def cp_layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
+    """Return (forward, backward): bytes that a rank's keys, values and their gradients take around a ring, per layer."""
+    shape, e = job.shape, job.bytes_of.activation
+    kv = 2 * layout.tokens(job) * max(1, shape.num_kv_heads // layout.tp) * shape.head_dim * (layout.cp - 1)
+    return kv * e, kv * (e + max(4, e))
+
+
+def _ep(job: Job, layout: Layout, rank: int) -> float:
+    layers = held_by(job, layout, rank).num_moe
+    return 4 * layers * layout.microbatches(job) * dispatch_bytes(job, layout) * (layout.ep - 1) / layout.ep
+
+
+def dispatch_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of the rows that one all-to-all of one layer moves, those that stay with their rank included."""
+    return job.shape.top_k * job.shape.capacity_factor * hidden_bytes(job, layout)
+
+
+def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
+    """Return (dp, edp): bytes that a rank sends for gradients and gathered weights of dense and of expert parameters."""
+    held = held_by(job, layout, rank)
+    dense, expert = held_elems(job, layout, held)
+    ranks, b = layout.dp * layout.cp, job.bytes_of
+    sharers = ranks // layout.ep
+    rates = [2 * b.gradient if layout.zero == 0 else b.gradient + b.weight] * 2
+    whole = 0.0
+    if layout.zero == 3:
+        rates = [b.gradient + 2 * b.weight * layout.microbatches(job)] * 2
+        whole = (
+            b.weight * layout.microbatches(job) * ends_elems(job, layout.tp, held.first, held.last)
+        )  # gathered once
+    return (rates[0] * dense - whole) * (ranks - 1) / ranks, rates[1] * expert * (sharers - 1) / sharers
+
+
+def critical_tokens_per_gpu(ranks: int, flops_per_s: float, bytes_per_s: float) -> float:
+    """Return the tokens per GPU and step below which plain data parallelism waits for its gradients.
+
+    For P parameters in 16 bits the all-reduce sends 2 (n-1)/n 2 P bytes, and a backward of 4 P tokens FLOPs hides it:
+
+        tokens = (n-1)/n * rate / bandwidth        whatever P is
+    """
+    return (ranks - 1) / ranks * flops_per_s / bytes_per_s

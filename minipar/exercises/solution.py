@@ -1,0 +1,54 @@
+"""The source of a solution, with what it uses of its own module: nothing is written twice."""
+
+from __future__ import annotations
+
+import ast
+from importlib.util import find_spec
+from pathlib import Path
+
+from minipar.exercises.registry import Exercise
+
+PACKAGE = Path(__file__).parent.parent
+
+
+def solution_text(exercise: Exercise) -> str:
+    """Return where the solution is, and its source: what is to be written, before it what it uses, in the file's order."""
+    wanted: dict[str, set[str]] = {}
+    for place in exercise.solution.values():
+        module, _, name = place.partition(":")
+        wanted.setdefault(module, set()).add(name)
+    return "\n\n".join(_excerpt(module, names) for module, names in wanted.items())
+
+
+def _excerpt(module: str, names: set[str]) -> str:
+    file = Path(_home(module, names))
+    source = file.read_text()
+    body = {}
+    for node in ast.parse(source).body:
+        targets = [t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)]
+        for name in [node.name] if hasattr(node, "name") else targets:
+            body[name] = node
+    used: set[str] = set()
+    todo = set(names)
+    while todo:
+        name = todo.pop()
+        used.add(name)
+        todo |= {n.id for n in ast.walk(body[name]) if isinstance(n, ast.Name)} & set(body) - used
+    lines = source.splitlines()
+    nodes = sorted({id(body[n]): body[n] for n in used}.values(), key=lambda node: node.lineno)
+    pieces = ["\n".join(lines[_first_line(node) - 1 : node.end_lineno]) for node in nodes]
+    where = f"# {file.relative_to(PACKAGE.parent).as_posix()}, from line {_first_line(nodes[0])}"
+    return "\n\n\n".join([where, *pieces])
+
+
+def _home(module: str, names: set[str]) -> str:
+    """Return the file that defines the names: the module's, or, of a package, the one that it imports them from."""
+    file = find_spec(module).origin
+    for node in ast.parse(Path(file).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names}:
+            return _home(node.module, names)
+    return file
+
+
+def _first_line(node: ast.stmt) -> int:
+    return min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])

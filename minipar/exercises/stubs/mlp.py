@@ -1,0 +1,12 @@
+"""A column- and a row-parallel matrix: y = (silu(x gate^T) * x up^T) down^T, computed by p ranks together.
+
+    gate, up    cut by rows:    each rank computes its own features of the hidden layer
+    down        cut by columns: each rank computes one term of y
+
+Held to: y and every gradient as in one process; one sum forward and one backward, 4(p-1)/p of x's bytes sent together.
+"""
+
+
+def mlp(comm, x, gate, up, down):
+    """x, y [B, T, D], the same on every rank; gate, up [F/p, D], down [D, F/p]. Use minipar.simple.autograd."""
+    raise NotImplementedError

@@ -1,0 +1,12 @@
+"""ZB-H1: 1F1B with B split into I, the gradient of the input, and W, that of the weights, which nobody waits for.
+
+Held to: with F=I=W=1 and m >= p a rank takes 3m + p - 1, where 1F1B takes 3(m + p - 1); no rank keeps more than
+min(p, m) microbatches alive (a microbatch lives until its W ends); a ValueError where p or m is below 1.
+"""
+
+from minipar.schedules import Schedule
+
+
+def zb_h1(p, m) -> Schedule:
+    """Return Schedule(actions, stage_rank, m, name) of minipar.schedules: actions "F", "I" and "W"."""
+    raise NotImplementedError

@@ -1,0 +1,196 @@
+"""Hugging Face's Llama: its configuration and its weights, by this model's names.
+
+The model and each of its parameters are Llama's, so weights are only renamed. What the model cannot represent is refused:
+another activation, other head sizes, scaled rotary embeddings, biases, quantised weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from minipar.errors import one_of
+from minipar.model.model_config import ModelConfig
+from minipar.model.transformer import Transformer
+
+NAMES = {
+    "embedding.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+    "layers.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
+    "layers.{}.attention.q.weight": "model.layers.{}.self_attn.q_proj.weight",
+    "layers.{}.attention.k.weight": "model.layers.{}.self_attn.k_proj.weight",
+    "layers.{}.attention.v.weight": "model.layers.{}.self_attn.v_proj.weight",
+    "layers.{}.attention.o.weight": "model.layers.{}.self_attn.o_proj.weight",
+    "layers.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    "layers.{}.mlp.gate.weight": "model.layers.{}.mlp.gate_proj.weight",
+    "layers.{}.mlp.up.weight": "model.layers.{}.mlp.up_proj.weight",
+    "layers.{}.mlp.down.weight": "model.layers.{}.mlp.down_proj.weight",
+}
+INDEX = "model.safetensors.index.json"  # of weights in several files
+NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: the wavelengths, which the configuration determines
+
+# What a Llama's config.json may say besides its sizes; another value is another model.
+ONLY = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "quantization_config": None,
+}
+
+
+def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
+    """Return the configuration of the Llama in `folder`, and its weights by this model's parameter names.
+
+        config, weights = from_huggingface("Llama-3.2-1B")
+        model = Transformer(config, dtype=torch.bfloat16)
+        model.load_state_dict(weights)
+
+    Reads config.json, and the names in model.safetensors or in the files of its index; a weight is read when asked for.
+    Raises ValueError, naming file and field, where a file is missing or holds what this model cannot represent.
+    """
+    folder = Path(folder)
+    config = read_config(folder / "config.json")
+    return config, LlamaWeights(folder, config)
+
+
+def read_config(path: Path) -> ModelConfig:
+    """Read config.json of a Llama. Raises ValueError for what a ModelConfig cannot represent."""
+    given = _read_json(path)
+    for field, only in ONLY.items():
+        found = given.get(field, only)
+        if (found or None) != (only or None):
+            raise ValueError(
+                f"{path}: {field}={found!r} is not in this model; use a Llama with {field}={only!r}"
+            )
+    try:
+        config = ModelConfig(
+            vocab_size=given["vocab_size"],
+            dim=given["hidden_size"],
+            num_layers=given["num_hidden_layers"],
+            num_heads=given["num_attention_heads"],
+            num_kv_heads=given.get("num_key_value_heads"),
+            hidden_dim=given["intermediate_size"],
+            max_seq_len=given["max_position_embeddings"],
+            norm_eps=given["rms_norm_eps"],
+            rope_theta=_rope_theta(path, given),
+            tie_embeddings=given.get("tie_word_embeddings", False),
+        )
+    except KeyError as missing:
+        raise ValueError(f"{path} has no {missing}; give a whole configuration of a Llama") from None
+    head_dim = given.get("head_dim") or config.head_dim
+    if head_dim != config.head_dim:
+        raise ValueError(
+            f"{path}: head_dim={head_dim} is not hidden_size / num_attention_heads, which this model's heads have; "
+            f"use head_dim={config.head_dim}"
+        )
+    return config
+
+
+def _rope_theta(path: Path, given: dict) -> float:
+    """The base of the wavelengths: of `rope_parameters` (transformers 5), else on its own beside `rope_scaling`."""
+    rope = {}
+    for field in ("rope_scaling", "rope_parameters"):
+        of_field = given.get(field) or {}
+        kind = of_field.get("rope_type", of_field.get("type", "default"))
+        changes = sorted(of_field.keys() - {"rope_type", "type", "rope_theta"})
+        if kind != "default" or changes:
+            raise ValueError(
+                f"{path}: {field} with rope_type={kind!r} and {changes} scales the rotary embeddings, which this model "
+                "does not do; use a Llama with rope_type='default' alone, as Llama 2 and Llama 3 (not 3.1) are"
+            )
+        rope |= of_field
+    return float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
+
+
+class LlamaWeights(Mapping):
+    """The weights in a folder, whole, by this model's parameter names; each is read from its file when asked for.
+
+    `weights[name]` reads one tensor, `weights.slice(name)[rows, columns]` a part of it.
+    Raises ValueError where names or shapes are not those of a Llama of this configuration.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig):
+        files = _open_files(folder)
+        self._slices = {}
+        for path, file in files.items():
+            for theirs in file.keys():  # noqa: SIM118 (a file is not a dict)
+                if not theirs.endswith(NOT_WEIGHTS):
+                    self._slices[canonical_name(theirs, path)] = file.get_slice(theirs)
+        if config.tie_embeddings:
+            self._slices.pop("head.weight", None)  # some files repeat the embedding
+        _check_shapes(folder, config, {name: tuple(s.get_shape()) for name, s in self._slices.items()})
+
+    def slice(self, name: str):
+        """Return the weight unread: indexing it reads that part."""
+        return self._slices[name]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._slices[name][:]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._slices)
+
+    def __len__(self) -> int:
+        return len(self._slices)
+
+
+def huggingface_name(name: str) -> str:
+    """Return Hugging Face's name of a parameter. Raises ValueError for one that a Llama does not have."""
+    return _renamed(name, NAMES, "a Llama")
+
+
+def canonical_name(theirs: str, path: Path) -> str:
+    """Return our name of a weight of theirs. Raises ValueError for one that this model does not have."""
+    return _renamed(theirs, {theirs: ours for ours, theirs in NAMES.items()}, f"the model for {path}")
+
+
+def _renamed(name: str, names: dict[str, str], whose: str) -> str:
+    layer = re.search(r"layers\.(\d+)\.", name)
+    pattern = re.sub(r"layers\.\d+\.", "layers.{}.", name)
+    if pattern not in names:
+        raise ValueError(f"{name} is not a weight of {whose}; these are {', '.join(names)}")
+    return names[pattern].format(layer.group(1)) if layer else names[pattern]
+
+
+def _open_files(folder: Path) -> dict[Path, safe_open]:
+    names = ["model.safetensors"]
+    if (folder / INDEX).exists():
+        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(
+                f"{folder / name} is missing; give a folder with model.safetensors, or {INDEX} and its files"
+            )
+    return {folder / name: safe_open(folder / name, framework="pt") for name in names}
+
+
+def _check_shapes(folder: Path, config: ModelConfig, found: dict[str, tuple[int, ...]]) -> None:
+    want = {name: tuple(p.shape) for name, p in Transformer(config, device="meta").named_parameters()}
+    if missing := want.keys() - found.keys():
+        raise ValueError(
+            f"{folder} lacks {one_of(sorted(missing)[:3])}, {len(missing)} of {len(want)} weights"
+        )
+    if surplus := found.keys() - want.keys():
+        raise ValueError(
+            f"{folder} has {one_of(sorted(surplus)[:3])}, which a model of its config.json has not"
+        )
+    for name, shape in want.items():
+        if found[name] != shape:
+            raise ValueError(f"{folder}: {name} has shape {found[name]}, and by config.json {shape}")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give a folder with a Llama of Hugging Face's") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None

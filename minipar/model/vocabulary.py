@@ -1,0 +1,27 @@
+"""The check that tokens and targets are in the vocabulary: one refusal, on one process and on every mesh."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_vocabulary(name: str, tokens: Tensor, vocab_size: int, ignore_index: int | None = None) -> None:
+    """Raise ValueError where a token is not in the vocabulary.
+
+    tokens        int64 of any shape
+    ignore_index  None, or a value that is allowed besides 0 ... vocab_size - 1
+
+    Without it a split vocabulary gives a plausible loss: every rank takes the token for another rank's.
+    Tokens on a GPU are not waited for: the device asserts, as it does in torch's own embedding, and the process ends.
+    """
+    ignored = torch.zeros_like(tokens, dtype=torch.bool) if ignore_index is None else tokens == ignore_index
+    inside = ignored | (tokens >= 0) & (tokens < vocab_size)
+    allowed = f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}"
+    if ignore_index is not None:
+        allowed += f", and {ignore_index} for one that does not count"
+    if tokens.is_cuda:
+        torch._assert_async(inside.all(), f"{name} are not in the vocabulary; {allowed}")
+    elif not tokens.is_meta and not inside.all():
+        counted = tokens[~ignored]
+        raise ValueError(f"{name} range from {counted.min()} to {counted.max()}; {allowed}")

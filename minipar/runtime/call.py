@@ -1,0 +1,190 @@
+"""One request to the ranks of a pool: wait for their answers, print what they print, explain a failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from multiprocessing import connection
+
+from minipar.comm.diagnosis import deadlock, last_waited_for
+from minipar.errors import RankError
+from minipar.runtime import stacks
+from minipar.runtime.protocol import STACK_SIGNAL, Failure, Status
+from minipar.runtime.serialization import dumps, loads
+
+GRACE_S = 0.5  # after a failure, time for the other ranks to report its cause and what they wait for
+PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
+ANSWER_S = 5.0  # how long they may take to answer, on an overloaded machine
+
+
+class Call:
+    """One request to some ranks. `wait` returns when all have answered, and raises RankError when one has failed."""
+
+    def __init__(self, pool, ranks, answer: str, on_report=None):
+        self._pool = pool
+        self._ranks = {rank.rank: rank for rank in ranks}
+        self._answer = answer  # the kind of message that ends a rank's part
+        self._on_report = on_report
+        self._answers: dict[int, object] = {}
+        self._failures: dict[int, Failure | str] = {}
+        self._statuses: dict[int, Status] = {}
+        self._closed: set[int] = set()  # ranks whose pipe has no more messages
+        self._stuck: dict[int, str] | None = None
+
+    def wait(self) -> dict[int, object]:
+        try:
+            while len(self._answers) < len(self._ranks):
+                if not self._listen(PATIENCE_S):
+                    self._look_for_deadlock()
+                if self._failures:
+                    self._explain_failure()
+            return self._answers
+        finally:
+            for rank in self._ranks.values():
+                for output in rank.outputs:
+                    output.finish()
+
+    def _listen(self, timeout_s: float) -> bool:
+        """Wait for messages of ranks, at most `timeout_s`, and process them; return False if there were none."""
+        pipes = {rank.pipe: rank for r, rank in self._ranks.items() if r not in self._closed}
+        outputs = [output for rank in self._ranks.values() for output in rank.outputs if output.open]
+        ready = connection.wait([self._pool.keeper, *pipes, *outputs], timeout_s)
+        for source in ready:
+            if source in pipes:
+                self._take(pipes[source])
+            elif source in outputs:
+                source.forward()
+        if self._pool.keeper in ready:
+            self._note_ended()
+        return bool(ready)
+
+    def _take(self, rank) -> None:
+        """Process one message of a rank, after what it had printed before."""
+        for output in rank.outputs:
+            if output.open:
+                output.forward()
+        try:
+            what, value = loads(rank.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self._closed.add(rank.rank)  # the process has ended; the keeper reports that
+            return
+        if what == "report" and self._on_report is not None:
+            self._on_report(rank.rank, value)
+        elif what == "status":
+            self._statuses[rank.rank] = value
+        elif what == "failed":
+            self._failures[rank.rank] = value
+        elif what == self._answer:
+            self._answers[rank.rank] = value
+
+    def _note_ended(self) -> None:
+        for rank in self._pool.hear():
+            if rank.rank in self._ranks:
+                while rank.rank not in self._closed and rank.pipe.poll():
+                    self._take(rank)  # its last words may say why
+                self._closed.add(rank.rank)
+                self._failures.setdefault(rank.rank, f"its process {rank.ended}")
+
+    def _open(self) -> dict[int, object]:
+        """Return the ranks whose answer is still to come."""
+        done = {*self._answers, *self._failures}
+        return {r: rank for r, rank in self._ranks.items() if r not in done}
+
+    def _ask(self, timeout_s: float) -> None:
+        """Ask the ranks that have not answered for their status; wait `timeout_s` at most, or until a first failure."""
+        self._statuses.clear()
+        for rank in self._open().values():
+            with suppress(OSError):
+                rank.pipe.send_bytes(dumps("status"))
+        failed, deadline = bool(self._failures), time.monotonic() + timeout_s
+        while bool(self._failures) == failed and (left := deadline - time.monotonic()) > 0:
+            if all(r in self._statuses or rank.stopped for r, rank in self._open().items()):
+                break
+            self._listen(left)
+
+    def _look_for_deadlock(self) -> None:
+        """Raise RankError if the silent ranks are in a deadlock: if two checks in a row find the same one."""
+        self._ask(ANSWER_S)
+        counts = {rank: status.counts for rank, status in self._statuses.items()}
+        counts |= {rank: answer[1] for rank, answer in self._answers.items() if answer}
+        if self._failures or len(counts) < len(self._ranks):
+            return
+        blocked = {rank for rank, status in self._statuses.items() if status.blocked}
+        why = deadlock(counts, blocked, set(self._answers))
+        if why and why == self._stuck:
+            rank = min(why)
+            at = {r: f" ({line})" for r in why if (line := self._statuses[r].line)}
+            sentences = "\n  ".join(f"{reason}{at.get(r, '')}" for r, reason in why.items())
+            raise RankError(rank, f"deadlock: {sentences}", self._others(rank), results(self._answers))
+        self._stuck = why
+
+    def _explain_failure(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        while (left := deadline - time.monotonic()) > 0 and all(map(_is_secondary, self._failures.values())):
+            self._listen(left)
+        self._ask(GRACE_S)
+        while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
+            self._listen(GRACE_S / 20)  # a running rank may soon block: what it then waits for explains more
+            self._ask(GRACE_S)
+        rank = min(
+            self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
+        )
+        failure = self._failures[rank]
+        if not isinstance(failure, str) and failure.timed_out:
+            self._name_who_is_late(rank)
+        traceback = failure if isinstance(failure, str) else failure.traceback
+        raise RankError(rank, traceback, self._others(rank), results(self._answers))
+
+    def _name_who_is_late(self, rank: int) -> None:
+        """Raise RankError for the running rank that this one waited for past its deadline, directly or through others."""
+        self._ask(2 * GRACE_S)
+        stack = {r: status.stack for r, status in self._statuses.items()}
+        silent = {r: process for r, process in self._open().items() if r not in stack}
+        stopped = {r for r, process in silent.items() if process.stopped}
+        stack |= {r: self._stack_of(process) for r, process in silent.items()}  # which wakes it
+        running = {r for r, status in self._statuses.items() if status.running}
+        running |= stopped | {r for r in silent if not stacks.inside_comm(stack[r])}
+        waits_for = self._waits_for()
+        known = rank in waits_for  # not in a native collective
+        late = last_waited_for(rank, waits_for) if known else min(running, default=rank)
+        if late in running:
+            why = self._failures[rank].summary.removeprefix("failed too: ")
+            where = (
+                f"{'stopped by a signal' if late in stopped else 'running'} ({stacks.own_line(stack[late])})"
+            )
+            where = where if late in silent else self._statuses[late].where
+            said = f"rank {late} is late: {why}\nit is {where}:\n{stacks.as_text(stack[late])}"
+            raise RankError(late, said, self._others(late), results(self._answers))
+
+    def _waits_for(self) -> dict[int, int]:
+        """Return, for each rank that waits or has waited for a message, the rank at its other end."""
+        waiting = {
+            r: s.counts.waiting[0].peer for r, s in self._statuses.items() if s.blocked and s.counts.waiting
+        }
+        late = {r: f.waited_for for r, f in self._failures.items() if isinstance(f, Failure)}
+        return waiting | {r: peer for r, peer in late.items() if peer is not None}
+
+    def _stack_of(self, rank) -> list[stacks.Frame]:
+        """Return where a rank is that does not answer: its process is stopped, or in a loop outside Python."""
+        with suppress(OSError):
+            os.kill(rank.pid, STACK_SIGNAL)
+            os.kill(rank.pid, signal.SIGCONT)
+        return stacks.read_dump(self._pool.stacks, ANSWER_S)
+
+    def _others(self, rank: int) -> dict[int, str]:
+        """Return what every rank but this one was doing when it was asked, or how it failed."""
+        others = dict.fromkeys(self._answers, "has returned")
+        others |= {r: status.where for r, status in self._statuses.items()}
+        others |= {r: f if isinstance(f, str) else f.summary for r, f in self._failures.items()}
+        return {r: what for r, what in others.items() if r != rank}
+
+
+def results(answers: dict[int, object]) -> dict[int, object]:
+    """Return the ranks' results from their answers to a run; answers to other requests carry none."""
+    return {rank: loads(answer[0]) for rank, answer in answers.items() if answer}
+
+
+def _is_secondary(failure) -> bool:
+    return not isinstance(failure, str) and failure.secondary

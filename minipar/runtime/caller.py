@@ -1,0 +1,91 @@
+"""What a rank takes over from the caller: import path, folder, environment, argv; and the caller's modules, as edited."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import sysconfig
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import NamedTuple
+
+_LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", "<string>")
+
+
+class CallerEnvironment(NamedTuple):
+    """The caller's import path, working directory, environment variables and argv, which a rank takes over."""
+
+    path: list[str]
+    directory: str
+    environment: dict[str, str]
+    argv: list[str]
+
+    @classmethod
+    def here(cls) -> CallerEnvironment:
+        return cls(list(sys.path), os.getcwd(), dict(os.environ), list(sys.argv))
+
+
+class CallerModules:
+    """The caller's own modules that this process has imported; stale ones are removed, to be imported again.
+
+    They are compiled from their sources each time: after an edit of the same length within the same second, an old
+    byte-code file still looks valid. No byte code is written or removed in the caller's folders.
+    """
+
+    def __init__(self):
+        sys.meta_path.insert(0, _FromSource())
+        self._seen: dict[str, tuple[int, int]] = {}  # name -> (mtime, size) of its file when imported
+        self._place: tuple | None = None  # the last caller's import path and working directory
+
+    def remember(self) -> None:
+        for name, file in _own_modules():
+            if name not in self._seen:
+                self._seen[name] = _stamp(file)
+
+    def forget_stale(self, caller: CallerEnvironment) -> None:
+        """Remove all of them if one was edited or may now be another file: the others may have imported names from it."""
+        own, place = dict(_own_modules()), (caller.path, caller.directory)
+        edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
+        if edited or place != self._place:
+            for name in own:
+                sys.modules.pop(name, None)
+            importlib.invalidate_caches()
+            self._seen.clear()
+        self._place = place
+
+
+class _FromSource:
+    """An import hook: finds what the others find, and reads the caller's own modules without byte code."""
+
+    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+        others = (finder.find_spec for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (find(name, path, target) for find in others)), None)
+        if spec is not None and type(spec.loader) is SourceFileLoader and is_own(spec.origin):
+            spec.loader, spec.cached = _SourceLoader(name, spec.origin), None
+        return spec
+
+
+class _SourceLoader(SourceFileLoader):
+    def get_code(self, name: str):
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+def _own_modules():
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and file.endswith(".py") and os.path.isabs(file) and is_own(file):
+            yield name, file
+
+
+def is_own(file: str) -> bool:
+    """Return whether a file is the caller's own: not Python's, not installed, not minipar's."""
+    return not (any(p in file for p in _INSTALLED) or os.path.abspath(file).startswith(_LIBRARIES))
+
+
+def _stamp(file: str) -> tuple[int, int]:
+    try:
+        status = os.stat(file)
+        return status.st_mtime_ns, status.st_size
+    except OSError:
+        return 0, 0

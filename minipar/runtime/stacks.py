@@ -1,0 +1,78 @@
+"""Where in the caller's script a rank is: its main thread's stack, most recent call last.
+
+A rank gives it itself, from another thread; or, where its main thread keeps the interpreter to itself (a loop in C) or
+the process is stopped, faulthandler's signal handler writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+import minipar.comm
+from minipar.runtime.caller import is_own
+
+Frame = tuple[str, int, str]  # file, line number, function
+
+_COMM = os.path.dirname(minipar.comm.__file__) + os.sep
+_OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")  # it calls the caller's function
+_HEADER = "(most recent call first):\n"
+_DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def stack_of(innermost: FrameType) -> list[Frame]:
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
+    return frames[::-1]
+
+
+def main_stack() -> list[Frame]:
+    """Return the main thread's stack, from the caller's function on."""
+    return _of_caller(stack_of(sys._current_frames()[threading.main_thread().ident]))
+
+
+def read_dump(pipe, timeout_s: float) -> list[Frame]:
+    """Read the main thread's stack, from the caller's function on, from the stacks that faulthandler writes into `pipe`.
+
+    It writes the last call first, and every thread's; in the main thread's, this package calls the caller's function. What
+    has come by the deadline counts, as faulthandler leaves out what is beyond 100 calls.
+    """
+    text, deadline = "", time.monotonic() + timeout_s
+    while pipe.poll(max(0.0, deadline - time.monotonic())):
+        text += os.read(pipe.fileno(), 1 << 16).decode(errors="replace")
+        for thread in text.split(_HEADER):
+            stack = [(file, int(line), name) for file, line, name in _DUMPED.findall(thread)][::-1]
+            if "\n  ..." in thread or any((file, name) == _OUTERMOST for file, _, name in stack):
+                return _of_caller(stack)
+    return []
+
+
+def _of_caller(stack: list[Frame]) -> list[Frame]:
+    own = [i for i, (file, _, name) in enumerate(stack) if (file, name) == _OUTERMOST]
+    return stack[own[0] + 1 :] if own else stack
+
+
+def place(frame: Frame) -> str:
+    """Name a place as `script.py:12 in work`."""
+    file, line, name = frame
+    return f"{os.path.basename(file)}:{line} in {name}"
+
+
+def own_line(stack: list[Frame]) -> str:
+    """Name the innermost line of the caller's own code; empty if there is none."""
+    return next((place(frame) for frame in reversed(stack) if is_own(frame[0])), "")
+
+
+def inside_comm(stack: list[Frame]) -> bool:
+    """Return whether a function of a Comm is running, such as a send, a collective or the wait for one."""
+    return any(file.startswith(_COMM) for file, *_ in stack)
+
+
+def as_text(stack: list[Frame]) -> str:
+    """Return the stack as a traceback has it."""
+    frames = [(file, line, name, None) for file, line, name in stack]
+    return "".join(traceback.StackSummary.from_list(frames).format()).rstrip()

@@ -1,0 +1,57 @@
+"""torch's global state, reset between two calls, so that no earlier function changes what the next one computes."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import torch
+from torch.backends import cuda, cudnn, mkldnn
+
+_ATTRIBUTES = [
+    (cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    (cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")),
+    (mkldnn, ("enabled", "deterministic", "allow_tf32")),
+    (torch.utils.deterministic, ("fill_uninitialized_memory",)),
+]
+_FUNCTIONS = [  # (getter, setter)
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),  # imports a compiler: a second
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.is_warn_always_enabled, torch.set_warn_always),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+]
+
+
+class TorchState:
+    """The settings of a fresh process. `reset` sets what differs from them, and seeds the random generators with 0."""
+
+    def __init__(self):
+        self._attributes = [(of, name, getattr(of, name)) for of, names in _ATTRIBUTES for name in names]
+        self._values = [(get, set_to, get()) for get, set_to in _FUNCTIONS]
+
+    def reset(self) -> None:
+        for of, name, value in self._attributes:
+            if getattr(of, name) != value:
+                setattr(of, name, value)
+        for get, set_to, value in self._values:
+            if get() != value:
+                set_to(value)
+        torch.set_default_device(None)  # any device, "cpu" too, would slow every factory function down
+        torch.set_flush_denormal(False)  # cannot be asked for
+        torch.set_num_threads(1)  # ranks share the cores
+        for name, hooks in vars(torch.nn.modules.module).items():
+            if name.startswith("_global_") and isinstance(hooks, dict):
+                hooks.clear()
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)

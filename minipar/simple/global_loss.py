@@ -1,0 +1,18 @@
+"""The loss of a batch cut over ranks: the sum over the tokens that count, divided by their number on all ranks.
+
+    loss = 1/n * sum over ranks and counted tokens of -log softmax(logits)[target]        n = sum over ranks of n_r
+
+The mean of the ranks' means is another number where ranks count different numbers of tokens: a token of a rank with few
+would weigh more. Each rank returns its own term of the loss; loss and gradients are the sums of the terms, so data
+parallelism must sum gradients here, not average them. One number is sent, the count.
+
+In the library: minipar.train, where every rank knows the count of a step from its seed, and nothing is sent.
+"""
+
+import torch.nn.functional as F
+
+
+def global_loss(comm, logits, targets):
+    """This rank's term of the loss.   logits [N, V], targets [N], of this rank; a target of -100 does not count"""
+    counted = comm.all_reduce((targets != -100).sum())
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted

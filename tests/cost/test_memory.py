@@ -1,0 +1,272 @@
+"""Memory is what papers print, what the library's own formulas say, and what ranks were counted to hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minipar
+from minipar.cost.activations import gpt_layer_bytes, layer_bytes
+from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.machines import MACHINES
+from minipar.cost.memory import (
+    ITEMS,
+    model_state_bytes,
+    rank_memory,
+    state_floor,
+    worst_rank_memory,
+)
+from minipar.cost.model_table import MODELS, gpt
+from minipar.cost.ranks import held_by, held_elems
+from minipar.live_bytes import LiveBytes
+from minipar.mesh import Mesh
+from minipar.model import ModelConfig, Transformer
+from minipar.tensor_parallel import layer_activation_bytes
+from minipar.train import TrainConfig
+from minipar.train.parallelize import parallelize
+from minipar.train.recompute import recompute
+from minipar.train.step import train_step
+from minipar.train.text import load_text
+from tests.cost.published import ZERO_TABLE1
+from tests.cost.test_models import shape_of
+
+
+@pytest.mark.parametrize("num_params", ZERO_TABLE1)
+def test_zeros_table_1_cell_by_cell(num_params):
+    """The paper cuts the cells of its larger models to whole GB, and rounds the others."""
+    for ranks, cells in ZERO_TABLE1[num_params].items():
+        for stage, printed in enumerate(cells, start=1):
+            gb = model_state_bytes(num_params, ranks, stage) / 1e9
+            assert gb == pytest.approx(printed, abs=0.05) if num_params < 1e10 else 0 <= gb - printed < 1
+
+
+def test_a_forgotten_factor_is_noticed():
+    """Planted faults: gradients not cut, the master weights left out, bits for bytes. Each misses the table."""
+    right = model_state_bytes(7.5e9, 64, 2)
+    for wrong in (2 * 7.5e9 * 2 + 12 * 7.5e9 / 64, 2 * 7.5e9 + 10 * 7.5e9 / 64, 8 * right):
+        assert abs(wrong - right) / 1e9 > 0.4
+
+
+def korthikanti(s, b, h, a, t):
+    """The rows of table 2."""
+    return {
+        (False, "none"): s * b * h * (10 + 24 / t + 5 * a * s / (h * t)),
+        (True, "none"): s * b * h / t * (34 + 5 * a * s / h),
+        (False, "selective"): s * b * h * (10 + 24 / t),
+        (True, "selective"): 34 * s * b * h / t,
+        (False, "full"): 2 * s * b * h,
+        (True, "full"): 2 * s * b * h / t,
+    }
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_korthikantis_formulas(t):
+    for (split, how), want in korthikanti(2048, 4, 6144, 64, t).items():
+        if t == 1 and split:
+            continue
+        assert gpt_layer_bytes(2048, 4, 6144, 64, t, split, how) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(("h", "a", "saved"), [(12288, 96, 0.70), (20480, 128, 0.65)])
+def test_selective_recomputation_saves_what_the_paper_says(h, a, saved):
+    whole, selective = (gpt_layer_bytes(2048, 1, h, a, recompute=how) for how in ("none", "selective"))
+    assert 1 - selective / whole == pytest.approx(saved, abs=0.005)
+
+
+@given(
+    st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["fused", "plain"]),
+    st.sampled_from([0.0, 0.1]),
+)  # fmt: skip
+def test_a_layer_of_the_library_keeps_what_its_own_formula_says(tp, split, kv_heads, attention, dropout):
+    """That formula is held to what autograd saves, in tests/tensor_parallel."""
+    config = ModelConfig(dim=32, num_heads=4, num_kv_heads=kv_heads, attention=attention, dropout=dropout)
+    want = sum(layer_activation_bytes(config, 3, 64, tp, split, torch.float32).values())
+    dense = attention == "plain"
+    assert layer_bytes(shape_of(config), 64, 3, tp, split, "none", 64, dense, 4) == pytest.approx(
+        want, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
+def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
+    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
+    model = Transformer(config)
+    recompute(model, recomputed)
+    x, positions, samples = torch.randn(4, 128, 64, requires_grad=True), torch.arange(128), torch.arange(4)
+    with LiveBytes() as memory:
+        y = x
+        for block in model.layers.values():
+            y = block(y, positions, samples, 0)
+        kept = memory.now - y.nbytes + x.nbytes  # the first layer's input, but not the last one's output
+    assert kept == 4 * layer_bytes(shape_of(config), 128, 4, 1, False, recomputed, 128, False, 4)
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+MEGATRON = Implementation(attention="dense", sequence_parallel=True)
+
+
+def gpt_job(**changes) -> Job:
+    job = dict(shape=gpt("x", 48, 6144, 48), machine=MACHINES["a100-80gb"], gpus=64, seq_len=2048, batch=64)
+    return Job(**job | dict(implementation=MEGATRON) | changes)
+
+
+def evenly(job: Job) -> Job:
+    """With a head so small that every stage has as many layers."""
+    return replace(job, shape=replace(job.shape, vocab_size=8))
+
+
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_the_first_stage_of_1f1b_keeps_the_activations_of_all_layers_whatever_pp_is(pp):
+    job = evenly(gpt_job())
+    kept = rank_memory(job, Layout(dp=64 // pp // 8, pp=pp, tp=8), 0)["activations"]
+    assert kept == pytest.approx(48 * gpt_layer_bytes(2048, 1, 6144, 48, 8, True), rel=1e-12)
+    looped = rank_memory(job, Layout(dp=64 // pp // 8, pp=pp, tp=8, schedule="interleaved", chunks=2), 0)
+    assert looped["activations"] == pytest.approx(kept * (1 + (pp - 1) / (2 * pp)), rel=1e-12)
+
+
+def test_few_microbatches_keep_less_and_gpipe_keeps_them_all():
+    job = evenly(gpt_job(batch=4))
+    layer = gpt_layer_bytes(2048, 1, 6144, 48, 8, True)
+    for schedule, dp, live in (("1f1b", 1, 4), ("1f1b", 2, 2), ("gpipe", 1, 4)):
+        kept = rank_memory(job, Layout(dp=dp, pp=4, tp=8, schedule=schedule), 0)["activations"]
+        assert kept == pytest.approx(live * 12 * layer)
+
+
+def test_the_worst_rank_is_the_worst_of_all():
+    job = gpt_job()
+    for text in (
+        "dp2-pp4-tp8",
+        "dp1-pp8-tp8-zb-v",
+        "dp4-pp16-gpipe-full",
+        "dp8-pp8-zero1-interleaved:2",
+        "dp2-pp32-zb-h2",
+    ):
+        layout = parse_layout(text)
+        every = [sum(rank_memory(job, layout, rank).values()) for rank in range(layout.pp)]
+        rank, items = worst_rank_memory(job, layout)
+        assert sum(items.values()) == max(every) == every[rank]
+        assert tuple(items) == ITEMS
+        assert min(items.values()) >= 0
+
+
+def test_the_last_stage_keeps_logits_twice_and_gpipe_those_of_all_microbatches():
+    """In 16 bits as the head computes them, and in float32 for the loss: 6 s b V/t, beside the head's inputs."""
+    job = gpt_job(batch=16)
+    tokens, shape = 2048, job.shape
+    one = tokens * (6 * shape.vocab_size / 8 + 6 * shape.dim)
+    for schedule, live in (("1f1b", 1), ("gpipe", 4)):
+        logits = [rank_memory(job, Layout(dp=4, pp=2, tp=8, schedule=schedule), r)["logits"] for r in (0, 1)]
+        assert logits == [0, live * one]
+
+
+def test_fsdp_gathers_the_ends_the_layer_that_runs_and_the_next_one():
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 8)
+    gathered = rank_memory(job, Layout(dp=8, zero=3), 0)["gathered units"]
+    layer = (6738415616 - 2 * 32000 * 4096 - 4096) / 32
+    assert gathered == 2 * (2 * layer + 2 * 32000 * 4096 + 4096)
+    assert rank_memory(job, Layout(dp=8, zero=2), 0)["gathered units"] == 0
+
+
+def test_gradients_accumulate_whole():
+    """ZeRO-2 and -3 cut gradients only where one microbatch is all there is, as in `minipar train`."""
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 512, 64)
+    for zero in (2, 3):
+        whole, cut = (rank_memory(job, Layout(dp=8, zero=zero, microbatch=b), 0)["gradients"] for b in (4, 8))
+        assert whole == 2 * 6738415616
+        assert cut == whole / 8
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
+    for shape in (MODELS["llama-70b"], MODELS["mixtral-8x7b"]):
+        job = Job(shape, MACHINES["h100"], 64, 4096, 64)
+        layout = Layout(dp=4, pp=2, tp=8, zero=zero, microbatch=16, ep=4 if shape.num_experts else 1)
+        _, items = worst_rank_memory(job, layout)
+        states = sum(items[name] for name in ("parameters", "gradients", "optimizer state"))
+        floor = state_floor(job, 8, 2, 4, layout.ep, zero)
+        assert 0.8 * states < floor <= states
+
+
+# Real ranks -----------------------------------------------------------------------------------------------------------
+
+SMALL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32)
+MIXTURE = replace(SMALL, num_experts=4, top_k=2, moe_every=1, shared_dim=16)
+RUN = TrainConfig(model=SMALL, batch_size=8, seq_len=32, steps=2, warmup=1, dtype="float64", trace_steps=0)
+
+
+def held(world, config):
+    """Bytes of parameters, gradients and optimizer state on this rank, after a step."""
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    train_step(world, state, config, load_text(None), 0)
+    parameters = {id(p): p.nbytes for stage in state.stages for p in stage.parameters()}
+    shards = [x for x, _ in state.optimizer.tensors_and_states()]
+    moments = [
+        v.nbytes
+        for _, slots in state.optimizer.tensors_and_states()
+        for k, v in slots.items()
+        if k.startswith("exp_")
+    ]
+    return sum(parameters.values()), sum(x.nbytes for x in shards), sum(moments)
+
+
+def job_of(config: TrainConfig) -> tuple[Job, Layout]:
+    """The job and the layout that a training configuration describes."""
+    how = Implementation(sequence_parallel=config.sequence_parallel)
+    job = Job(
+        shape_of(config.model), MACHINES["h100"], config.world_size, config.seq_len, config.batch_size,
+        config.dtype, how,
+    )  # fmt: skip
+    chunks = {"interleaved": 2, "zb-v": 2}.get(config.schedule, 1)
+    microbatch = config.batch_size // config.dp // config.microbatches
+    return job, Layout(
+        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, config.schedule, chunks, microbatch,
+        config.recompute,
+    )  # fmt: skip
+
+
+MESHES = [
+    dict(tp=4),
+    dict(dp=2, tp=2),
+    dict(pp=2, dp=2, microbatches=2),
+    dict(pp=2, tp=2, microbatches=2, sequence_parallel=True),
+    dict(pp=2, microbatches=4, schedule="zb-v"),
+    dict(dp=2, ep=2, model=MIXTURE),
+    dict(dp=2, pp=2, ep=2, model=MIXTURE, microbatches=2),
+    dict(dp=2, pp=2, model=replace(SMALL, tie_embeddings=True), microbatches=2),
+    dict(dp=2, zero=1),
+    dict(dp=4, zero=2),
+    dict(dp=2, cp=2, zero=3),
+    dict(pp=2, dp=2, zero=1, microbatches=2),
+]
+
+
+@pytest.mark.parametrize(
+    "mesh", MESHES, ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"})
+)
+def test_ranks_hold_the_parameters_and_states_that_were_predicted(mesh):
+    """Exactly; with ZeRO the ranks that share a shard together, each but for the padding of its buckets."""
+    config = replace(RUN, **mesh)
+    job, layout = job_of(config)
+    found = minipar.run(held, config, world_size=config.world_size, timeout_s=20)
+    grid = Mesh(config.world_size, **config.mesh_sizes)
+    for rank, (parameters, shards, moments) in enumerate(found):
+        at = grid.coordinates_of(rank)
+        items = rank_memory(job, layout, at.pp)
+        elems = sum(held_elems(job, layout, held_by(job, layout, at.pp)))
+        if not config.zero:
+            assert (parameters, shards, moments) == (8 * elems, 8 * elems, 16 * elems)
+            assert parameters == items["parameters"]
+            assert moments == items["optimizer state"]
+            assert shards == items["gradients"]
+            continue
+        group = [found[other] for other in grid.group(rank, "dp", "cp")]
+        assert sum(moments for *_, moments in group) == 16 * elems
+        assert moments == pytest.approx(items["optimizer state"], rel=0.02)
+        if config.zero == 3:
+            assert sum(parameters for parameters, *_ in group) == 8 * elems
+        else:
+            assert parameters == items["parameters"] == 8 * elems

@@ -1,0 +1,211 @@
+"""The planner against brute force, its reasons recomputed, and jobs that fit nothing."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from minipar.cost.layout import Implementation, Job, Layout, obstacle, parse_layout
+from minipar.cost.machines import MACHINES
+from minipar.cost.memory import worst_rank_memory
+from minipar.cost.model_table import MODELS
+from minipar.cost.models import ModelShape
+from minipar.cost.planner import FAMILIES, Candidate, Misfit, _repeats, plan
+from minipar.cost.reasons import no_fit, reasons
+from minipar.cost.stages import PLANNED
+from minipar.cost.timing import step_time
+
+TINY = ModelShape("tiny", 8, 1024, 8, 2816, 32000, 4)
+JOBS = [
+    Job(TINY, replace(MACHINES["h100"], memory_bytes=5e9), 8, 512, 16),
+    Job(TINY, replace(MACHINES["h100"], memory_bytes=4.2e9, gpus_per_node=2), 8, 256, 8),
+    Job(
+        replace(TINY, num_experts=4, top_k=2, moe_every=2), replace(MACHINES["a100-80gb"], memory_bytes=8e9), 8, 512, 16,
+        implementation=Implementation("dense"),
+    ),
+    Job(TINY, replace(MACHINES["h100"], memory_bytes=1e9), 4, 512, 8),
+    # Whole gradients are too much here, so that only one large microbatch fits.
+    Job(replace(TINY, num_heads=1, num_kv_heads=1), replace(MACHINES["h100"], memory_bytes=2.68e9), 8, 32, 16),
+]  # fmt: skip
+
+
+def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
+    """Every layout that nothing stands against: those that fit, best first, and by how much the others do not."""
+    sizes = [d for d in range(1, job.gpus + 1) if job.gpus % d == 0]
+    orders = [
+        (name, v)
+        for name in PLANNED
+        for v in ((2, 4) if name in ("interleaved", "breadth-first") else (1, 2))
+    ]
+    orders = [
+        (name, v)
+        for name, v in orders
+        if (v == 2) == (name == "zb-v") or name in ("interleaved", "breadth-first")
+    ]
+    recomputes = ("none", "selective", "full")
+    fits, excess = [], {}
+    for tp, pp, cp, dp, ep in product(sizes, repeat=5):
+        if tp * pp * cp * dp != job.gpus:
+            continue
+        zeros = range(4) if dp * cp > 1 else (0,)
+        for zero, (name, v), mb, how in product(zeros, orders, range(1, job.batch + 1), recomputes):
+            layout = Layout(dp, pp, cp, ep, tp, zero, name, v, mb, how)
+            if obstacle(job, layout) or _repeats(zero, layout.microbatches(job)):
+                continue
+            num_bytes = sum(worst_rank_memory(job, layout)[1].values())
+            if num_bytes > job.machine.memory_bytes:
+                excess[layout] = num_bytes - job.machine.memory_bytes
+                continue
+            seconds = step_time(job, layout).total
+            fits.append(Candidate(float(f"{seconds:.4g}"), num_bytes, layout, seconds))
+    return sorted(fits), excess
+
+
+@pytest.mark.parametrize(
+    "job", JOBS, ids=lambda job: f"{job.gpus} GPUs of {job.machine.memory_bytes / 1e9} GB"
+)
+def test_the_plan_is_that_of_brute_force(job):
+    fits, excess = brute_force(job)
+    found = plan(job)
+    assert found.best == fits[:10]
+    assert sorted(found.fits) == fits
+    for axis in FAMILIES:
+        for value in {getattr(layout, axis) for layout in [*excess, *(fit.layout for fit in fits)]}:
+            of_family = [fit for fit in fits if getattr(fit.layout, axis) == value]
+            mine = found.families.get((axis, value))
+            if of_family:
+                assert mine == min(of_family)
+            else:  # of what was pruned only the thriftiest are noted
+                assert isinstance(mine, Misfit) or not fits
+                assert mine is None or mine.excess > 0
+
+
+def test_every_reason_is_recomputed():
+    job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 64)
+    found = plan(job)
+    why = reasons(found)
+    assert {r.axis for r in why} >= {"tp", "pp", "zero", "schedule", "recompute"}
+    assert {(r.axis, r.value) for r in why} == {
+        key for key in found.families if getattr(found.best[0].layout, key[0]) != key[1]
+    }
+    best = step_time(job, found.best[0].layout)
+    for reason in why:
+        assert getattr(reason.layout, reason.axis) == reason.value
+        assert obstacle(job, reason.layout) is None
+        items = worst_rank_memory(job, reason.layout)[1]
+        excess = sum(items.values()) - job.machine.memory_bytes
+        if reason.lost_s is None:
+            assert reason.excess_bytes == excess > 0
+            assert f"{excess / 1e9:.1f} GB too much" in reason.text
+            assert items[reason.part] == max(items.values())
+            continue
+        step = step_time(job, reason.layout)
+        assert excess <= 0
+        assert reason.lost_s == pytest.approx(step.total - best.total)
+        more = {name: step.parts[name] - best.parts[name] for name in step.parts}
+        assert more[reason.part] == max(more.values())
+        if reason.axis == "tp":
+            assert ("leaves the node" in reason.text) == (reason.value > 8)
+
+
+def test_nothing_that_is_better_in_both_is_left_off_the_front():
+    found = plan(JOBS[0])
+    front = found.frontier
+    assert front[0][0] == min(fit.seconds for fit in found.fits)
+    assert front[-1][1] == min(fit.num_bytes for fit in found.fits)
+    for fit in found.fits:
+        assert any(s <= fit.seconds and b <= fit.num_bytes for s, b in front)
+
+
+def test_sixteen_thousand_gpus_are_a_question_of_a_hundred_thousand_layouts():
+    """Some seconds' work; what is counted here is the work, not the clock."""
+    found = plan(Job(MODELS["llama3-405b"], MACHINES["h100"], 16384, 8192, 2048))
+    assert 1000 < len(found.fits) <= found.seen < 100_000
+    assert found.best[0].num_bytes <= 80e9
+
+
+# The 70B question ------------------------------------------------------------------------------------------------------
+
+
+def test_70b_on_64_gpus_does_not_fit_without_zero():
+    job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
+    total = {
+        text: sum(worst_rank_memory(job, parse_layout(text))[1].values()) / 1e9
+        for text in ("dp4-pp2-tp8", "dp4-pp2-tp8-zero1", "dp4-pp2-tp8-full")
+    }
+    assert total["dp4-pp2-tp8"] > 80 > total["dp4-pp2-tp8-zero1"]
+    assert total["dp4-pp2-tp8-full"] < 80
+    assert total["dp4-pp2-tp8"] - total["dp4-pp2-tp8-zero1"] == pytest.approx(12 * 69 / 16 * 3 / 4, rel=0.02)
+
+
+# Nothing fits ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_fits_nothing_says_by_how_much_and_what_would_help():
+    job = Job(MODELS["llama-70b"], MACHINES["v100"], 8, 4096, 64)
+    found = plan(job)
+    assert found.best == []
+    line = no_fit(found)
+    assert "llama-70b does not fit 8 x v100" in line
+    assert f"{found.nearest.excess / 1e9:.1f} GB too much" in line
+    gpus = int(line.partition("gpus=")[2].split()[0])
+    assert plan(replace(job, gpus=gpus)).best
+    assert not plan(replace(job, gpus=gpus // 2)).best
+    machine = line.partition("machine=")[2].split()[0]
+    assert plan(replace(job, machine=MACHINES[machine])).best
+
+
+def test_a_number_of_gpus_that_cannot_share_the_batch_is_told_apart():
+    job = Job(TINY, MACHINES["h100"], 11, 512, 16)
+    assert "no layout of tiny over gpus=11 with batch=16 is legal" in no_fit(plan(job))
+
+
+# Layouts as text -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(dp=4, pp=2, tp=8, zero=1),
+        Layout(2, 4, 2, 4, 8, 3, "interleaved", 4, 2, "full"),
+        Layout(pp=8, cp=8, zero=1, schedule="zb-v", chunks=2),
+        Layout(pp=2, schedule="breadth-first", chunks=2, recompute="selective"),
+        Layout(pp=2, schedule="zb-h1"),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_a_layouts_name_is_read_again(layout):
+    assert parse_layout(layout.name) == layout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dp4-qq2", "'qq2' cannot be read"),
+        ("dp0", "sizes begin at 1"),
+        ("zero4", "zero is 0 to 3"),
+        ("1f2b", "'1f2b'"),
+    ],
+)
+def test_a_layout_that_cannot_be_read_says_which_part(text, says):
+    with pytest.raises(ValueError, match=says):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        ("dp4-tp4", "16 ranks, and there are gpus=8"),
+        ("tp8-mb1", None),
+        ("dp8-ep3", "ep=3, and the model has no experts"),
+        ("dp8-mb3", "mb=3 does not divide batch/dp=2"),
+        ("pp8-interleaved:2", "16 stages, and 8 layers"),
+        ("dp8-selective", "stores no scores"),
+        ("pp4-dp2-zb-h1-mb4", "2 microbatches do not fill schedule=zb-h1 over pp=4"),
+        ("dp8-zb-h1", "schedule=zb-h1 needs pp of 2 or more"),
+    ],
+)
+def test_what_stands_against_a_layout(layout, says):
+    why = obstacle(JOBS[0], parse_layout(layout))
+    assert why is None if says is None else says in why

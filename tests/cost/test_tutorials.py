@@ -1,0 +1,175 @@
+"""Numbers that widely read tutorials state about memory, traffic and time: each computed, and found right or wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+from minipar.cost.activations import gpt_layer_bytes
+from minipar.cost.collectives import hierarchical_all_reduce_s, sent_share
+from minipar.cost.layout import Implementation, Job, Layout
+from minipar.cost.machines import GIGABIT, MACHINES
+from minipar.cost.memory import model_state_bytes
+from minipar.cost.model_table import MODELS, gpt
+from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
+from minipar.cost.stages import idle_s, live_chunks
+from minipar.cost.traffic import gradients_bytes, step_traffic
+
+GB = 1e9
+H100 = MACHINES["h100"]
+
+
+def states_gb(billions: float, ranks: int) -> list[float]:
+    """GB of model states per rank, of data parallelism and of ZeRO-1, -2 and -3."""
+    return [model_state_bytes(billions * GB, ranks, zero) / GB for zero in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("billions", "ranks", "gb"),
+    [
+        (7, 8, [112, 38.5, 26.25, 14]),
+        (175, 64, [2800, 733, 388, 43.8]),
+        (175, 1024, [2800, 702, 352, 2.7]),
+        (13, 8, [208, 71.5, 48.75, 26]),
+    ],
+)
+def test_model_states_by_zero_stage(billions, ranks, gb):
+    assert states_gb(billions, ranks) == pytest.approx(gb, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "times"), [(8, [2.9, 4.3, 8]), (64, [3.8, 7.2, 64]), (10**6, [4, 8, 10**6])]
+)
+def test_savings_of_4_and_8_times_are_limits(ranks, times):
+    """Stated as 4x, 8x and Nx: right for many ranks, 2.9x and 4.3x on one node."""
+    plain, *cut = states_gb(7, ranks)
+    assert [plain / one for one in cut] == pytest.approx(times, rel=0.02)
+
+
+def test_zero_sends_as_much_as_data_parallelism_and_stage_3_half_as_much_again():
+    job = Job(MODELS["llama-70b"], H100, 64, 4096, 64)
+    sent = [gradients_bytes(job, Layout(dp=64, zero=zero), 0)[0] for zero in range(4)]
+    assert sent[0] == sent[1] == sent[2]
+    assert sent[3] / sent[0] == pytest.approx(1.5, rel=0.01)
+
+
+def test_70b_on_64_cards_of_80_gb_with_tp8_pp2_dp4():
+    """Stated as a working layout. States 70 GB and activations 11 make 81; ZeRO-1 makes it 31 + 11."""
+    kept = 80 * gpt_layer_bytes(4096, 1, 8192, 64, 8, True, "selective") / GB  # the scores are not stored
+    assert kept == pytest.approx(11.4, abs=0.1)
+    states = [model_state_bytes(70e9 / 16, 4, zero) / GB for zero in (0, 1)]
+    assert states == pytest.approx([70, 30.6], abs=0.1)
+    assert states[0] + kept > 80 > states[1] + kept
+    recomputed = 80 * gpt_layer_bytes(4096, 1, 8192, 64, 8, True, "full") + kept * GB / 80
+    assert recomputed / GB == pytest.approx(0.8, abs=0.02)
+
+
+def test_7b_does_not_train_on_one_card():
+    """Stated: one card. 112 GB of states; on 8 cards ZeRO-1 suffices."""
+    plain, zero1, *_ = states_gb(7, 8)
+    assert plain == 112 > 80 > zero1
+
+
+def test_tensor_parallelisms_bytes():
+    """Stated as four all-reduces of 2 b s h. Of b s h elements each: 8 b s h (t-1)/t elements sent, twice that in bytes."""
+    shape = replace(gpt("x", 48, 6144, 48), dropout=False)
+    plain = Implementation(sequence_parallel=False)
+    more, fewer = (
+        Job(replace(shape, num_layers=layers), H100, 8, 2048, 1, implementation=plain) for layers in (48, 47)
+    )
+    layer = step_traffic(more, Layout(tp=8), 0)["tp"].total - step_traffic(fewer, Layout(tp=8), 0)["tp"].total
+    assert layer == pytest.approx(16 * 2048 * 6144 * 7 / 8)
+
+
+def test_nvlink_against_infiniband():
+    """Stated as 900 GB/s against 200 Gb/s: both directions against one, bytes against bits. 18 times; 9 of 400 Gb/s."""
+    assert H100.link_bytes_per_s / (200 * GIGABIT) == 18
+    assert H100.link_bytes_per_s / H100.card_bytes_per_s == 9
+
+
+def test_the_bubble_of_four_stages_and_one_microbatch():
+    """Stated as (P-1)/M = 75 %. (P-1)/M is 3, of the ideal time; 75 % is of the time taken."""
+    idle, work = idle_s("1f1b", 4, 1, 1, 1), 3
+    assert idle / work == 3
+    assert idle / (idle + work) == 0.75
+
+
+def test_recomputation_costs_a_third_of_the_work_and_keeps_a_hundredth():
+    """Stated as 33 % more compute for 60 % less memory, and 20 to 30 % for 60 to 80 %."""
+    gpt3 = [gpt_layer_bytes(2048, 1, 12288, 96, recompute=how) for how in ("none", "selective", "full")]
+    seven = [gpt_layer_bytes(4096, 1, 4096, 32, recompute=how) for how in ("none", "selective", "full")]
+    assert [kept / gpt3[0] for kept in gpt3[1:]] == pytest.approx([0.30, 0.018], abs=0.003)
+    assert [kept / seven[0] for kept in seven[1:]] == pytest.approx([0.175, 0.0103], abs=0.001)
+    assert seven[2] / seven[1] == pytest.approx(
+        0.059, abs=0.001
+    )  # beside flash attention, which stores no scores
+    flops = [
+        hardware_flops_per_token(MODELS["gpt3-175b"], 2048, how) for how in ("none", "selective", "full")
+    ]
+    assert flops[0] == model_flops_per_token(MODELS["gpt3-175b"], 2048)
+    # A forward of the core: a third of s/(6 h), the paper's 2.7 %, which counts its backward again, too.
+    assert flops[1] / flops[0] - 1 == pytest.approx(2048 / (6 * 12288) / 3, rel=0.05)
+    assert flops[2] / flops[0] - 1 == pytest.approx(1 / 3, abs=0.002)
+
+
+def test_10b_on_cards_of_32_gb():
+    """Stated: with ZeRO it trains. With stage 1 on no number of cards; with 2 from 12, with 3 from 6."""
+    fits = {zero: [n for n in range(1, 20) if states_gb(10, n)[zero] < 32] for zero in (1, 2, 3)}
+    assert states_gb(10, 10**9)[1] > 32
+    assert (fits[1], fits[2][0], fits[3][0]) == ([], 12, 6)
+
+
+def test_70b_on_100_cards_of_40_gb_needs_no_offload():
+    assert states_gb(70, 100)[3] == pytest.approx(11.2)
+
+
+def test_gpt3_in_three_dimensions():
+    """Stated as tens of GB, and as needing ZeRO-Infinity on 1024 cards: 13 + 10 with t 8, p 8, d 16; 90 + 10 without p."""
+    layers = 96 * gpt_layer_bytes(2048, 1, 12288, 96, 8, True, "selective") / GB
+    assert layers == pytest.approx(10.3, abs=0.1)
+    assert states_gb(175 / 64, 16)[1] == pytest.approx(13, abs=0.1)
+    assert states_gb(175 / 8, 128)[1] == pytest.approx(90, abs=0.5)
+
+
+def test_100b_replicas_and_gradients():
+    """Stated as 100 GB, and tens of GB a synchronisation: 200 GB of weights alone, 1.6 TB of states, 400 GB sent."""
+    assert model_state_bytes(100e9) / GB == 1600
+    assert 2 * 100 * sent_share("all_reduce", 1024) == pytest.approx(400, rel=0.01)
+    assert 2 * 100 / 64 * sent_share("all_reduce", 1024) == pytest.approx(6.2, abs=0.1)
+
+
+def test_activations_of_128k_tokens():
+    """Stated as tens of GB for 7B. 584 with flash attention; 73 over tp 8, 9 over cp 8 as well."""
+    sizes = ((1, 1), (8, 1), (8, 8))
+    gb = [32 * gpt_layer_bytes(131072 // cp, 1, 4096, 32, tp, True, "selective") / GB for tp, cp in sizes]
+    assert gb == pytest.approx([584, 73, 9.1], rel=0.01)
+
+
+def test_between_nodes():
+    """Stated as 10 times slower, of 300 against 10 GB/s: 30 times for a flat ring; two levels send an eighth over it."""
+    flat = 2 * 63 / 64 / 10e9
+    assert flat * 300e9 / (2 * 63 / 64) == 30
+    assert hierarchical_all_reduce_s(8, 8, 1.0, (0, 0), (0, 1 / 10e9)) / flat == pytest.approx(1 / 9)
+
+
+def test_keys_and_values_of_ten_thousand_tokens():
+    """Stated as 5 GB for Llama 2 7B, 1.25 in four bits: right."""
+    shape = MODELS["llama-7b"]
+    a_token = 2 * shape.num_layers * shape.kv_dim * 2
+    assert a_token == 524288
+    assert 10_000 * a_token / GB == pytest.approx(5.24, abs=0.01)
+    assert 10_000 * a_token / 4 / GB == pytest.approx(1.31, abs=0.01)
+
+
+@pytest.mark.parametrize("v", [2, 4])
+def test_interleaving_divides_the_bubble_and_costs_activations(v):
+    """Stated by some to be best in both; others, with the formula, are right."""
+    p, m = 8, 64
+    assert idle_s("interleaved", p, 1, 1, 1, v) == idle_s("1f1b", p, 1, 1, 1) / v
+    kept = live_chunks("interleaved", 0, p, m, v) / (v * live_chunks("1f1b", 0, p, m))
+    assert kept == pytest.approx(1 + (p - 1) / (p * v))
+
+
+@pytest.mark.parametrize(("bytes_per_s", "tokens"), [(300e9, 1040), (100 * GIGABIT, 24960)])
+def test_blocks_that_hide_a_ring_of_keys(bytes_per_s, tokens):
+    """arXiv:2310.01889, table 2: a block of F/B tokens. 4 d c^2 FLOPs hide 4 c d bytes."""
+    assert MACHINES["a100-80gb"].peak_flops / bytes_per_s == tokens

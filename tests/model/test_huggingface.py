@@ -1,0 +1,139 @@
+"""Llamas as Hugging Face writes them: read whole, by the part, from several files; refused where they are another model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minipar.model import ModelConfig, Transformer, from_huggingface
+from minipar.model.huggingface import INDEX, huggingface_name
+
+CONFIG = ModelConfig(
+    vocab_size=24, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24, max_seq_len=32
+)
+SAID = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "vocab_size": 24,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "head_dim": 4,
+}
+
+
+def write(folder, config=CONFIG, said=SAID, files: int = 1, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Write a Llama; return its weights by our names."""
+    weights = {name: p.detach() for name, p in Transformer(config, seed=3).named_parameters()}
+    stored = {huggingface_name(name): w.clone() for name, w in weights.items()} | more
+    (folder / "config.json").write_text(json.dumps(said))
+    if files == 1:
+        save_file(stored, folder / "model.safetensors")
+        return weights
+    place = {name: f"model-{i % files + 1:05}-of-{files:05}.safetensors" for i, name in enumerate(stored)}
+    for file in set(place.values()):
+        save_file({name: w for name, w in stored.items() if place[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    return weights
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_weights_are_those_written_from_one_file_or_several(tmp_path, files):
+    want = write(tmp_path, files=files, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})
+    config, weights = from_huggingface(tmp_path)
+    assert config == ModelConfig(**{**vars(CONFIG), "rope_theta": 500000.0})
+    assert weights.keys() == want.keys()
+    assert all(torch.equal(weights[name], want[name]) for name in want)
+    part = weights.slice("layers.1.attention.q.weight")[4:8, 1:3]
+    assert torch.equal(part, want["layers.1.attention.q.weight"][4:8, 1:3])
+    model = Transformer(config)
+    model.load_state_dict(weights)
+    assert torch.equal(model.head.weight, want["head.weight"])
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_tied_head_is_the_embedding_whether_a_file_repeats_it_or_not(tmp_path, repeated):
+    tied = ModelConfig(**{**vars(CONFIG), "tie_embeddings": True})
+    more = {"lm_head.weight": torch.zeros(24, 16)} if repeated else {}
+    write(tmp_path, tied, SAID | {"tie_word_embeddings": True}, **more)
+    config, weights = from_huggingface(tmp_path)
+    assert config.tie_embeddings
+    assert "head.weight" not in weights
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "rope_theta": 10000.0},
+        {"rope_scaling": {"type": "default"}, "rope_theta": 500000.0},
+    ],
+)
+def test_the_wavelengths_are_read_wherever_they_are_said(tmp_path, said):
+    write(tmp_path, said={k: v for k, v in SAID.items() if not k.startswith("rope")} | said)
+    assert from_huggingface(tmp_path)[0].rope_theta == 500000.0
+
+
+def test_wavelengths_that_are_not_said_are_those_of_the_first_llama(tmp_path):
+    write(tmp_path, said={k: v for k, v in SAID.items() if not k.startswith("rope")})
+    assert from_huggingface(tmp_path)[0].rope_theta == 10000.0
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"model_type": "mistral"}, "model_type='mistral' is not in this model.*model_type='llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not in this model.*hidden_act='silu'"),
+        ({"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads.*use head_dim=4"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500000.0}},
+            "rope_parameters with rope_type='llama3'.*use a Llama with rope_type='default'",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling with rope_type='linear'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor",
+        ),
+        ({"num_hidden_layers": 3}, r"lacks layers\.2\..*9 of 30 weights"),
+        ({"num_hidden_layers": 1}, "which a model of its config.json has not"),
+        ({"intermediate_size": 32}, r"has shape \(24, 16\), and by config.json \(32, 16\)"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "num_heads=3 does not divide dim=16"),
+    ],
+)
+def test_another_model_is_refused_with_what_would_work(tmp_path, said, says):
+    write(tmp_path, said=SAID | said)
+    with pytest.raises(ValueError, match=says):
+        from_huggingface(tmp_path)
+
+
+def test_missing_files_fields_and_foreign_weights_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json is missing; give a folder"):
+        from_huggingface(tmp_path)
+    write(tmp_path, said={k: v for k, v in SAID.items() if k != "hidden_size"})
+    with pytest.raises(ValueError, match=r"config\.json has no 'hidden_size'"):
+        from_huggingface(tmp_path)
+    write(tmp_path, **{"model.layers.0.self_attn.q_proj.bias": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"q_proj\.bias is not a weight of the model for "):
+        from_huggingface(tmp_path)
+    with pytest.raises(ValueError, match=r"experts\.gate is not a weight of a Llama"):
+        huggingface_name("layers.0.mlp.experts.gate")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        from_huggingface(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        from_huggingface(tmp_path)

@@ -1,0 +1,54 @@
+"""Where a rank is: from its own frames, and from what faulthandler writes."""
+
+import os
+from multiprocessing import Pipe
+
+import minipar
+from minipar.runtime import stacks, worker
+
+DUMP = """Thread 0x00007f33 (most recent call first):
+  File "/lib/python/connection.py", line 395 in _recv
+  File "{worker}", line 81 in listen
+
+Current thread 0x00007f44 (most recent call first):
+  File "/lib/python/thing.py", line 5 in spin
+  File "/home of ann/my script.py", line 12 in work
+  File "{worker}", line 122 in _call
+  File "{worker}", line 105 in work
+""".replace("{worker}", worker.__file__)
+
+
+def test_the_callers_part_of_the_main_threads_stack_is_read_from_a_dump():
+    reads, writes = Pipe(duplex=False)
+    for rest in ("", "rest of another dump\n  File " + '"other.py", line 1 in other\n'):
+        os.write(writes.fileno(), (rest + DUMP).encode())
+        stack = stacks.read_dump(reads, timeout_s=10)
+        assert stack == [
+            ("/home of ann/my script.py", 12, "work"),
+            ("/lib/python/thing.py", 5, "spin"),
+        ]
+
+
+def test_a_dump_that_does_not_come_leaves_the_place_unknown():
+    reads, _writes = Pipe(duplex=False)
+    assert stacks.read_dump(reads, timeout_s=0) == []
+    assert stacks.own_line([]) == ""
+
+
+def test_a_rank_knows_its_own_stack_from_the_users_function_on():
+    def work(world):
+        def inner():
+            return stacks.main_stack()
+
+        return inner()
+
+    (stack,) = minipar.run(work, world_size=1)
+    assert [name for _, _, name in stack][:2] == ["work", "inner"]
+    assert stacks.own_line(stack).startswith("test_stacks.py:")
+    assert stacks.own_line(stack).endswith("in inner")
+    assert "return inner()" in stacks.as_text(stack)
+
+
+def test_a_function_of_a_comm_is_told_from_the_users_own():
+    assert stacks.inside_comm([(minipar.comm.ring.__file__, 1, "all_reduce")])
+    assert not stacks.inside_comm([(__file__, 1, "all_reduce")])

@@ -1,0 +1,167 @@
+"""What a run goes on from: one rank chooses, all are told; what is refused changes nothing; what differs is said."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+import minipar
+from minipar.model import ModelConfig
+from minipar.train import TrainConfig, restore, train, trainer
+from minipar.train.restore import TensorFile, agree_on_newest, checkpoints, decided_on_rank_0, newest_whole
+from minipar.train.resume import require_same_text
+from tests.train.test_checkpoint import damage_bit
+from tests.train.test_saves import save_each
+
+SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32)
+BASE = TrainConfig(
+    model=SMALL, batch_size=4, seq_len=16, steps=4, warmup=2, verify_steps=0, trace_steps=0, timeout_s=10
+)
+
+
+def choose(world, folder, blind):
+    """On a rank: the checkpoint chosen, and the bytes read to check it. `blind` spoils rank 1's view of the folder."""
+    read, blocks, plain = [], TensorFile.blocks, (restore.checkpoints, restore.read_manifest)
+    if world.rank == 1 and blind == "lists an older one":
+        restore.checkpoints = lambda folder: plain[0](folder)[1:]
+    if world.rank == 1 and blind == "cannot open the newest":
+
+        def read_manifest(path):
+            if path.name == "step-00000002":
+                raise FileNotFoundError(path)
+            return plain[1](path)
+
+        restore.read_manifest = read_manifest
+    TensorFile.blocks = lambda self, key: (read.append(len(block)) or block for block in blocks(self, key))
+    try:
+        return agree_on_newest(world, folder), sum(read)
+    finally:
+        TensorFile.blocks, (restore.checkpoints, restore.read_manifest) = blocks, plain
+
+
+@pytest.mark.parametrize(
+    ("blind", "step"), [("", 2), ("lists an older one", 2), ("cannot open the newest", 1)]
+)
+def test_every_rank_goes_on_from_the_checkpoint_that_all_can_read(tmp_path, blind, step):
+    minipar.run(save_each, tmp_path, (1, 2), 0, world_size=4, timeout_s=10)
+    seen = minipar.run(choose, tmp_path, blind, world_size=2, timeout_s=10)
+    assert [path.name for path, _ in seen] == [f"step-{step:08}"] * 2
+    if not blind:
+        assert [read for _, read in seen] == [128, 128], "of 64 float32 each rank checks half"
+
+
+def test_the_trainer_takes_the_choice_of_rank_0(tmp_path):
+    train(replace(BASE, checkpoint_every=2, out=tmp_path))
+
+    def rank(world):
+        if world.rank == 1:  # a shared folder of which this machine has an older view
+            listed = restore.checkpoints
+            restore.checkpoints = lambda folder: listed(folder)[1:]
+            trainer.newest_whole = lambda folder: listed(folder)[1]
+        config = replace(BASE, steps=6, dp=2, resume=tmp_path, out=tmp_path / "second")
+        digest = trainer.digest_of(trainer.load_text(None))
+        return trainer._choose_start(config, digest, world)
+
+    first, second = minipar.run(rank, world_size=2, timeout_s=10)
+    minipar.shutdown()  # the rank whose view was spoiled
+    assert first == second
+    assert first.step == 4
+
+
+def test_a_refusal_of_rank_0_is_the_refusal_of_all():
+    def refuse():
+        raise ValueError("dp=3 is odd")
+
+    def rank(world):
+        try:
+            decided_on_rank_0(world, refuse if world.rank == 0 else list)
+        except ValueError as error:
+            return str(error)
+
+    assert minipar.run(rank, world_size=2, timeout_s=10) == ["dp=3 is odd"] * 2
+    assert minipar.run(lambda world: decided_on_rank_0(world, lambda: world.rank), world_size=2) == [0, 0]
+
+
+def test_ranks_that_have_read_different_texts_say_so():
+    rank = lambda world: require_same_text(world, BASE, f"digest {world.rank}")  # noqa: E731
+    with pytest.raises(minipar.RankError, match="text=None has other bytes on rank"):
+        minipar.run(rank, world_size=2, timeout_s=10)
+    minipar.run(lambda world: require_same_text(world, BASE, "digest"), world_size=2, timeout_s=10)
+
+
+def contents(folder) -> dict:
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_folder_whose_checkpoints_are_all_unreadable_is_left_as_it_is(tmp_path):
+    train(replace(BASE, checkpoint_every=2, out=tmp_path))
+    for path in checkpoints(tmp_path / "checkpoints"):
+        damage_bit(path / "rank-00000.safetensors")
+    before = contents(tmp_path)
+    for out in (tmp_path, tmp_path / "other"):
+        with (
+            pytest.warns(UserWarning, match="is damaged"),
+            pytest.raises(ValueError, match="none of its 2 checkpoints can be read .*nothing was changed"),
+        ):
+            train(replace(BASE, steps=6, checkpoint_every=2, out=out, resume=tmp_path))
+    assert contents(tmp_path) == before
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
+    (tmp_path / "checkpoints").write_text("not a folder, and listing it fails as that of a broken disk does")
+    with pytest.raises(ValueError, match="checkpoints cannot be listed: Not a directory"):
+        train(replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path))
+
+
+def test_the_last_step_is_saved_and_what_differs_on_resuming_is_said_in_a_line(tmp_path, capfd):
+    train(replace(BASE, steps=3, checkpoint_every=2, out=tmp_path / "first"))
+    path = newest_whole(tmp_path / "first" / "checkpoints")
+    assert path.name == "step-00000003"
+    again = replace(BASE, steps=3, resume=tmp_path / "first", out=tmp_path / "second")
+    capfd.readouterr()
+    train(replace(again, steps=4))
+    assert capfd.readouterr().err.splitlines() == [f"going on from {path} with steps=4 (was 3)"]
+    train(replace(again, steps=4, lr=0.01, dp=2, zero=1))
+    changes = "dp=2 (was 1), zero=1 (was 0), steps=4 (was 3), lr=0.01 (was 0.005)"
+    assert capfd.readouterr().err.splitlines() == [f"going on from {path} with {changes}"]
+
+
+def test_a_run_on_another_text_batch_or_sample_is_not_continued(tmp_path):
+    train(replace(BASE, checkpoint_every=2, out=tmp_path / "first"))
+    (tmp_path / "text").write_text("other words " * 100)
+    other = replace(BASE, steps=6, resume=tmp_path / "first", out=tmp_path / "second")
+    for wrong, says in [
+        (dict(batch_size=8), "batch_size=8, but .* with batch_size=4; use that"),
+        (dict(seq_len=8), "seq_len=8, but .* with seq_len=16; use that"),
+        (dict(text=tmp_path / "text"), "text, but .* on a text with other bytes; use that text"),
+        (dict(eval_every=2), "eval_every=2, but .* trained on all of its text; use eval_every=0"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            train(replace(other, **wrong))
+    assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize(("there", "here"), [(0, 1), (0, 2), (0, 3), (1, 0), (1, 3), (3, 1)])
+def test_a_bfloat16_run_goes_on_under_another_zero_stage(tmp_path, there, here):
+    run = replace(BASE, dtype="bfloat16", dp=2)
+    first = train(replace(run, zero=there, checkpoint_every=2, out=tmp_path / "first"))
+    second = train(replace(run, zero=here, steps=6, resume=tmp_path / "first", out=tmp_path / "second"))
+    assert [line["step"] for line in second.metrics] == [4, 5]
+    assert all(line["loss"] < first.metrics[0]["loss"] for line in second.metrics)
+
+
+def test_held_out_text_is_not_trained_on(tmp_path, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def started(fn, config, text, held_out, *args, **kwargs):
+        raise Started(text, held_out)
+
+    monkeypatch.setattr(trainer, "run", started)
+    (tmp_path / "text").write_bytes(random.Random(0).randbytes(4000))  # no two places in it are alike
+    with pytest.raises(Started) as caught:
+        train(replace(BASE, eval_every=2, text=tmp_path / "text", out=tmp_path / "run"))
+    text, held_out = (x.numpy().tobytes() for x in caught.value.args)
+    assert (len(text), len(held_out)) == (3800, 200)
+    assert not any(held_out[at : at + 8] in text for at in range(len(held_out) - 8))
