@@ -69,15 +69,15 @@ def _ours(world, **changes):
     config = TrainConfig(model=CONFIG, batch_size=16, seq_len=128, bucket_mb=25.0, **changes)
     mesh = Mesh(world, **config.mesh_sizes)
     state = parallelize(config, mesh, world.device)
-    for group in state.updates.param_groups:
+    for group in state.optimizer.param_groups:
         group["lr"] = 1e-3
     batch = torch.randint(256, (2, 16, 128), generator=torch.Generator().manual_seed(0))
     inputs, targets = batch.chunk(config.dp, dim=1)[mesh.coordinates.dp]
 
     def step():
-        state.updates.zero_grad()
+        state.optimizer.zero_grad()
         loss = state.pipeline.step(inputs, targets, count=batch[1].numel())
-        state.updates.step()
+        state.optimizer.step()
         return 0.0 if loss is None else loss.detach() / config.tp  # all tp ranks have the same loss
 
     return step, (inputs, targets)
@@ -134,13 +134,14 @@ def _race_checkpoint(world, folder: Path, rounds: int):
 
     def steps():
         for _ in range(EVERY):
-            state.updates.zero_grad()
+            state.optimizer.zero_grad()
             state.pipeline.step(*batch, count=2 * batch[1].numel())
-            state.updates.step()
+            state.optimizer.step()
+            saver.look()
 
     def save_and_steps():
         parts, numbers = parts_of(state)
-        saver.save(next(numbers_of_saves), parts, described(config, numbers))
+        saver.save(next(numbers_of_saves), parts, described(config), numbers)
         steps()
         saver.finish()
 

@@ -17,10 +17,11 @@ def solution_text(exercise: Exercise) -> str:
     for place in exercise.solution.values():
         module, _, name = place.partition(":")
         wanted.setdefault(module, set()).add(name)
-    return "\n\n".join(_excerpt(module, names) for module, names in wanted.items())
+    return "\n\n".join(excerpt(module, names) for module, names in wanted.items())
 
 
-def _excerpt(module: str, names: set[str]) -> str:
+def excerpt(module: str, names: set[str], with_used: bool = True) -> str:
+    """Return the source of these names; before it, unless told otherwise, that of what they use of their module."""
     file = Path(_home(module, names))
     source = file.read_text()
     body = {}
@@ -33,6 +34,8 @@ def _excerpt(module: str, names: set[str]) -> str:
     while todo:
         name = todo.pop()
         used.add(name)
+        if not with_used:
+            continue
         todo |= {n.id for n in ast.walk(body[name]) if isinstance(n, ast.Name)} & set(body) - used
     lines = source.splitlines()
     nodes = sorted({id(body[n]): body[n] for n in used}.values(), key=lambda node: node.lineno)

@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 
+from minipar.quiz.boards import design_page, walkthrough_page
 from minipar.quiz.book import Question, book, topics
 
 LEVELS = {1: "everybody is asked", 2: "to work on training", 3: "to build it"}
@@ -34,8 +35,11 @@ def pages(cells: dict[str, str]) -> dict[str, str]:
         "| topic | questions |",
         "|---|---|",
         *rows,
+        "",
+        "[At the whiteboard](whiteboard.md): ten walkthroughs. [System designs](system-designs.md): three, planned.",
     ]
-    return {"README.md": "\n".join(index) + "\n", **written}
+    boards = {"whiteboard.md": walkthrough_page(), "system-designs.md": design_page()}
+    return {"README.md": "\n".join(index) + "\n", **written, **boards}
 
 
 def _page(topic: str, cells: dict[str, str]) -> str:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from minipar.quiz.boards import code_of, designs, walkthroughs
 from minipar.quiz.book import as_entries, book, questions_on, topics
 from minipar.quiz.pages import cells_of, pages
+from minipar.schedules import one_f_one_b
+from minipar.spec import SPECIFICATIONS
 
 ROOT = Path(__file__).parent.parent.parent
 BOOK = {question.id: question for question in book()}
@@ -73,3 +76,19 @@ def test_flash_cards_have_all_that_a_learner_needs():
     for entry in as_entries(book()):
         assert {"question", "answer", "topic", "level", "proof", "follow_up", "trap"} <= entry.keys()
         json.dumps(entry)
+
+
+def test_a_walkthrough_has_short_code_and_a_specification():
+    assert len(walkthroughs()) == 10
+    for board in walkthroughs():
+        assert board["tests"] in SPECIFICATIONS
+        assert 3 < len(code_of(board)) < 60
+        assert len(board["derive"].split()) > 40
+    (sketch,) = [board["sketch"] for board in walkthroughs() if board["title"] == "1F1B"]
+    for rank, actions in enumerate(one_f_one_b(4, 6).actions):
+        assert " ".join(f"{a.op}{a.microbatch}" for a in actions) in sketch, rank
+
+
+def test_there_are_three_designs_with_the_questions_that_follow():
+    assert len(designs()) == 3
+    assert all(len(design["asks"]) == 3 for design in designs())
