@@ -3,6 +3,7 @@
 # longer than 250 lines because every command's flags and help are declared side by side
 # No `from __future__ import annotations`: tyro evaluates the annotations, and some name local variables.
 
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,16 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         parse_command(argv, _commands(settings_of(argv)), DESCRIPTION)()
+        sys.stdout.flush()
     except ValueError as error:
         _exit_with(f"minipar: {error}", 2)
     except RankError as error:
         _exit_with(f"minipar: {error}", 1)
     except KeyboardInterrupt:
         _exit_with("minipar: interrupted", 130)
+    except BrokenPipeError:  # whoever read, `head` say, has stopped
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush complains
+        raise SystemExit(141) from None
 
 
 def _exit_with(message: str, code: int) -> None:

@@ -231,6 +231,15 @@ def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_pat
     assert len(lines) >= checkpoint.step
 
 
+def test_a_reader_that_stops_reading_is_no_error():
+    command = [sys.executable, "-m", "minipar", "quiz", "--json"]  # more than a pipe holds
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdout.read(1) == b"["
+        program.stdout.close()
+        assert program.stderr.read() == b""
+    assert program.returncode == 141
+
+
 def test_timeline_prints_the_grid_and_draws_it(capsys, tmp_path):
     code, out, _ = outcome(
         capsys, "timeline", "--stages", "3", "--microbatches", "4", "--out", str(tmp_path / "grid")
