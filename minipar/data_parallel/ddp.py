@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,8 @@ class DDP(nn.Module):
     algorithm   of the all-reduce
     broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
     reduce_dtype        of the gradient reduction, whose result is rounded to the parameters' dtype; default: that
+    compress    a function from Comm to what averages gradients with fewer bytes, such as `compress.PowerSGD` or
+                `partial(compress.CompressedMean, codec=Sign())`; `compressors` has them, with their residuals
 
     forward     the module's
     backward    grad = 1/p * sum over ranks of grad; bucket by bucket, waited for at the very end
@@ -66,12 +69,15 @@ class DDP(nn.Module):
         axis: str = "dp",
         broadcast_buffers: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        compress: Callable[[Comm], Callable[..., Tensor]] | None = None,
     ):
         super().__init__()
         require_reduce(reduce)
         self._bucket_sizes = bucket_sizes(bucket_mb, first_bucket_mb)
         self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
         self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
+        self._compress = compress
+        self.compressors: dict[Comm, Callable[..., Tensor]] = {}  # Comm -> what averages its gradients
         self._comm_of = function_of_parameter(comm)
         self._handles: list = []
         self._sent: list[
@@ -114,8 +120,31 @@ class DDP(nn.Module):
             bucket.flags.copy_(torch.tensor(used))
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         self._sent.append((bucket, sent))
+        if self._compress is not None:
+            reduce = partial(self._reduce_compressed, bucket, sent)
+            self._handles.append(bucket.comm.custom("compressed_all_reduce", reduce, async_op=True))
+            return
         reduce = bucket.comm.all_reduce_
         self._handles.append(reduce(sent, self.reduce, algorithm=self.algorithm, async_op=True))
+
+    @torch.no_grad()
+    def _reduce_compressed(self, bucket: Bucket, sent: Tensor) -> None:
+        comm = bucket.comm
+        if comm not in self.compressors:
+            self.compressors[comm] = self._compress(comm)
+        average = self.compressors[comm]
+        end = bucket.flags.storage_offset()
+        if getattr(average, "by_parameter", False):
+            for param, view in bucket.views.items():
+                start = view.storage_offset()
+                part = sent[start : start + view.numel()]
+                part.copy_(average(part.view(view.shape), param).flatten())
+        else:
+            sent[:end].copy_(average(sent[:end], tuple(bucket.params)))
+        if self.reduce == "sum":
+            sent[:end] *= comm.size
+        if bucket.flagged:
+            comm.all_reduce_(sent[end:])
 
     def _finish(self) -> None:
         """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""

@@ -24,6 +24,8 @@ class PowerSGD:
     Source: arXiv:1905.13727, algorithm 1.
     """
 
+    by_parameter = True  # DDP gives it one gradient at a time, in its shape
+
     def __init__(self, comm, rank: int = 2, seed: int = 0, error_feedback: bool = True):
         require_positive(rank=rank)
         self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback

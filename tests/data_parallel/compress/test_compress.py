@@ -1,6 +1,7 @@
 """Cheap messages: what is sent plus what is left is the sum of all gradients; bytes by formula; equal bits on all ranks."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -345,3 +346,42 @@ def test_an_unknown_codec_is_refused_with_the_nearest():
         make_codec("sing")
     with pytest.raises(ValueError, match="rank=0"):
         PowerSGD(None, rank=0)
+
+
+# In DDP -----------------------------------------------------------------------------------------------------------
+
+
+def by_ddp(world, compress, reduce, steps):
+    model = net()
+    ddp = minipar.DDP(
+        model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce=reduce, compress=compress
+    )
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1 if reduce == "mean" else 0.1 / world.size)
+    world.traffic.reset()
+    for step in range(steps):
+        sgd.zero_grad()
+        loss_of(ddp, world.rank, step).backward()
+        sgd.step()
+    sent = world.traffic.sent_bytes
+    return [p.detach() for p in model.parameters()], loss_of(model, 9, 0).item(), sent, len(ddp.compressors)
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_ddp_with_a_codec_that_loses_nothing_is_ddp(reduce):
+    plain = minipar.run(by_ddp, None, reduce, 4, world_size=3, timeout_s=10)
+    for compress in (partial(CompressedMean, codec=TopK(1.0)), partial(PowerSGD, rank=16)):
+        for (params, *_, used), (want, *_) in zip(
+            minipar.run(by_ddp, compress, reduce, 4, world_size=3, timeout_s=10), plain
+        ):
+            assert used == 1
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(params, want))
+
+
+@pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
+def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
+    plain = minipar.run(by_ddp, None, "mean", 60, world_size=2, timeout_s=20)
+    ranks = minipar.run(by_ddp, compress, "mean", 60, world_size=2, timeout_s=20)
+    start = loss_of(net(), 9, 0).item()
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0]))
+    assert ranks[0][1] < 0.5 * start + 0.5 * plain[0][1]
+    assert ranks[0][2] < 0.8 * plain[0][2]
