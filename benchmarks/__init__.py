@@ -3,6 +3,7 @@
 harness.py          time two implementations in turn in one run; print the table
 collectives.py      collectives against gloo's
 data_parallel.py    DDP steps against torch's
+compress.py         cheap messages against torch's communication hooks
 zero.py             ZeRO-1 and FSDP steps against torch's
 tensor_parallel.py  tensor parallelism against DTensor
 pipeline.py         pipelines against torch.distributed.pipelining, and against the simulator
@@ -27,6 +28,7 @@ NAMES = tuple(
     for name in (
         "collectives",
         "data_parallel",
+        "compress",
         "zero",
         "tensor_parallel",
         "pipeline",

@@ -1,0 +1,71 @@
+"""A DDP step with cheap messages against torch's own communication hooks: PowerSGD, and 16-bit gradients beside int8."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import minipar
+from benchmarks.harness import Row, race, row
+from minipar.data_parallel import DDP
+from minipar.data_parallel.compress import CompressedMean, Int8, PowerSGD
+from minipar.model import ModelConfig, Transformer
+
+CONFIG = ModelConfig(dim=192, num_layers=4, num_heads=4)
+
+
+def rows(quick: bool = False) -> list[Row]:
+    """~2 M parameters on 2 and 4 ranks; the note has the bytes that a rank of ours sends per step."""
+    rounds = 5 if quick else 15
+    found = []
+    for name in ("PowerSGD, rank 2", "int8 vs fp16"):
+        for p in (2, 4):
+            times = minipar.run(_race_hooks, name, rounds, world_size=p)
+            note = f"{times[0][1]:,} bytes, plain {times[0][2]:,}"
+            found.append(row(f"{name}, {p} ranks", [rank[0] for rank in times], note=note))
+    return found
+
+
+def _race_hooks(world, name: str, rounds: int):
+    group = world.process_group()
+    # One bucket: with several, torch's PowerSGD hook runs its callbacks' collectives in another order on each rank of gloo.
+    theirs = DistributedDataParallel(
+        Transformer(CONFIG), process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=100
+    )
+    if name.startswith("PowerSGD"):
+        state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        theirs.register_comm_hook(state, powerSGD_hook)
+        ours = DDP(Transformer(CONFIG), world, compress=partial(PowerSGD, rank=2))
+    else:
+        theirs.register_comm_hook(group, default_hooks.fp16_compress_hook)
+        ours = DDP(Transformer(CONFIG), world, compress=partial(CompressedMean, codec=Int8()))
+    steps = [_trainer(model, world) for model in (ours, theirs)]
+    sent = _sent_by(world, steps[0])
+    plain = _sent_by(world, _trainer(DDP(Transformer(CONFIG), world), world))
+    for step in steps * 3:  # past the steps that torch's hook reduces whole
+        step()
+    return race(world, *steps, rounds), sent, plain
+
+
+def _sent_by(world, step) -> int:
+    before = world.traffic.sent_bytes
+    step()
+    return world.traffic.sent_bytes - before
+
+
+def _trainer(model, world):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(world.rank)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator)
+
+    def step():
+        optimizer.zero_grad()
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+    return step
