@@ -3,8 +3,6 @@
 import json
 from random import Random
 
-import pytest
-
 from minipar.exercises.problems import PROBLEMS
 from minipar.quiz.ask import NUMERIC_EVERY, ask, without_terminal
 from minipar.quiz.book import questions_on
@@ -58,7 +56,7 @@ def test_a_numeric_question_is_judged_by_its_own_numbers(tmp_path):
         answer = told.split()[1]
         right = Typist(*spoken, answer)
         assert quiz(tmp_path / f"{seed}.json", right, NUMERIC_EVERY, (), True, seed) == (4, 4)
-    assert len(PROBLEMS) >= 10
+    assert len(PROBLEMS) >= 10  # tests/exercises/test_cards.py holds each answer to its worked line
 
 
 def test_a_damaged_record_is_left_alone_and_said(tmp_path):
@@ -82,11 +80,3 @@ def test_a_record_that_cannot_be_written_is_said(tmp_path):
 def test_without_a_terminal_questions_and_answers_are_printed():
     text = without_terminal(questions_on(["zero"]), 2)
     assert text.count("Trap:") == 2
-
-
-@pytest.mark.parametrize("name", [problem.__name__ for problem in PROBLEMS])
-def test_a_numeric_question_never_fails_to_be_drawn(name):
-    (problem,) = [problem for problem in PROBLEMS if problem.__name__ == name]
-    for seed in range(200):
-        card = problem(Random(seed))
-        assert card.answer >= 0
