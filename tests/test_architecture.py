@@ -386,3 +386,14 @@ def test_a_ranks_positions_are_told_with_torch_and_without(layout, groups, ulyss
     for rank in range(size):
         positions = local_positions(seq_len, rank, size, layout, ulysses_size)
         assert positions.tolist() == local_positions_list(seq_len, rank, size, layout, ulysses_size)
+
+
+def test_the_maps_for_readers_are_in_the_order_of_the_house():
+    doc = ast.get_docstring(ast.parse((ROOT / "minipar" / "__init__.py").read_text()))
+    listed = [m[1] for line in doc.splitlines() if (m := re.match(r"(\w+)  +\S", line))]
+    assert set(listed) == set(LEVELS) - {"visualize"}
+    readme = (ROOT / "README.md").read_text().split("| where | what |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(?:minipar/)?(\w+)", readme, re.MULTILINE)
+    for order in (listed, [name for name in rows if name in LEVELS]):
+        levels = [LEVELS[name] for name in order]
+        assert levels == sorted(levels), order

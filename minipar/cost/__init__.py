@@ -1,4 +1,4 @@
-"""What a run will take: memory, traffic and time, by formula. Imports neither torch nor numpy.
+"""Memory, traffic and time of a run, by formula. Imports neither torch nor numpy.
 
 In reading order:
 

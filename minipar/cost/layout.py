@@ -36,7 +36,7 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """What a training program does that a layout does not say. The defaults are minipar's.
+    """Habits of a training program that no layout states. The defaults are minipar's.
 
     attention          "flash": scores are not stored, and the causal mask halves their work; "dense": stored, all computed
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
@@ -52,7 +52,7 @@ class Implementation:
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """What is to be trained, on what. Compared by identity, so that caches find it fast.
+    """A training to plan: the model, the machine, the batch. Compared by identity, so that caches find it fast.
 
     seq_len  tokens a sample    batch  samples a step, over all ranks
 
@@ -81,7 +81,7 @@ class Job:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How a job is split over ranks: `minipar train`'s flags, but `microbatch` is the samples of one."""
+    """The split of a job over ranks: `minipar train`'s flags, but `microbatch` is the samples of one."""
 
     dp: int = 1
     pp: int = 1

@@ -139,7 +139,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
-    """What is computed, recomputation too: "full" one more forward of the layers, "selective" of the attention core.
+    """Operations per token with recomputation: "full" one more forward of the layers, "selective" of the attention core.
 
     For a GPT, full recomputation: 96 l h^2 (1 + s/(6 h) + V/(16 l h)); the head is not computed again. Selective: one
     forward of the core, 4 s h per layer; the paper's equation, with s/(3 h) for s/(6 h), has three times as much.

@@ -14,7 +14,7 @@ from minipar.cost.report import explain_text, plan_json, plan_text, run_lines
 
 
 class Outcome(NamedTuple):
-    """What to print, and what to draw: layouts to itemise, and the plan, if there was a search."""
+    """Text to print, and data to draw: layouts to itemise, and the plan, if there was a search."""
 
     text: str
     job: Job

@@ -1,4 +1,4 @@
-"""What each pipeline rank holds: layers, the embedding, the head; and the elements of its parameters."""
+"""Contents of each pipeline rank: layers, the embedding, the head; and the elements of its parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minipar.cost.stages import stage_layers, stages_of
 
 
 class Held(NamedTuple):
-    """What a pipeline rank holds. Ranks that hold alike are one kind: `rank` is the first of `count` of them."""
+    """Contents of a pipeline rank. Ranks that hold alike are one kind: `rank` is the first of `count` of them."""
 
     rank: int
     count: int

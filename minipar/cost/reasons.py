@@ -1,4 +1,4 @@
-"""Why other layouts lost: the best of every family beside the winner; and what would help where nothing fits."""
+"""Reasons why other layouts lost: the best of every family beside the winner; and what would help where nothing fits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PART_NAMES = {
 
 
 class Reason(NamedTuple):
-    """Why the family of one value of one axis lost.
+    """The reason why the family of one value of one axis lost.
 
     lost_s        seconds behind the winner; None where no layout of the family fits
     excess_bytes  of the layout that fits least badly, if none fits

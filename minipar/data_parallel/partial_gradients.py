@@ -1,4 +1,4 @@
-"""What `.grad` is where this rank has only a part of a gradient: torch functions that would take it for the whole raise.
+"""`.grad` where this rank has only a part of a gradient: torch functions that would take it for the whole raise.
 
     ReducedGradient   the `.grad` of a parameter under ZeRO, once reduced: no memory and no values, these are in the shards
     ShardGradient     the `.grad` of a shard, under ZeRO or FSDP: a tensor like any other, but it has no norm

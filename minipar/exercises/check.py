@@ -40,7 +40,7 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a check found.
+    """The findings of a check.
 
     state    "green": every stage is met; "todo": it came to a hole; "red": `stage` is not met, and `words` say how
     met      the stages met, in order

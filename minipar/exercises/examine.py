@@ -1,4 +1,4 @@
-"""What can be said of a learner's file before its code is held to anything: an error in it, a name, a signature."""
+"""Check a learner's file before its code is held to anything: an error in it, a name, a signature."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ CURVE_STEPS = 30
 
 
 class Finding(NamedTuple):
-    """What a run of the faulty code shows.
+    """The result of running the faulty code.
 
     symptom  what its author sees: losses, an error, nothing
     proof    what the check says, which goes red

@@ -1,4 +1,4 @@
-"""Which questions were missed, kept in a file of the user's data folder."""
+"""A record of the questions that were missed, kept in a file of the user's data folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def default_path() -> Path:
 
 
 class Progress:
-    """How often each question was asked, and missed in a row. Every answer is written at once.
+    """For each question, how often it was asked, and missed in a row. Every answer is written at once.
 
     A file that cannot be read is left where it is: `problem` says so in a sentence, and answers go to a file beside it.
     """

@@ -1,4 +1,4 @@
-"""What a rank takes over from the caller: import path, folder, environment, argv; and the caller's modules, as edited."""
+"""State taken over from the caller: import path, folder, environment, argv; and the caller's modules, as edited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this process is: a rank of torchrun's, a rank of a local pool, or neither. Imports no torch."""
+"""The kind of this process: a rank of torchrun's, a rank of a local pool, or neither. Imports no torch."""
 
 from __future__ import annotations
 

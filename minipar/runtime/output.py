@@ -1,4 +1,4 @@
-"""What ranks print. A rank's stdout and stderr are pipes, so that all output arrives: that of C code, of its children, of a
+"""Output of ranks. A rank's stdout and stderr are pipes, so that all output arrives: that of C code, of its children, of a
 crash. The caller prints it line by line, with the rank."""
 
 from __future__ import annotations

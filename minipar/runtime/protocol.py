@@ -1,4 +1,4 @@
-"""What the caller of `run` and a rank say to each other: a Job goes to a rank, a Status or a Failure comes back."""
+"""Messages between the caller of `run` and a rank: a Job goes to a rank, a Status or a Failure comes back."""
 
 from __future__ import annotations
 

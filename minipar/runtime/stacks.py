@@ -1,4 +1,4 @@
-"""Where in the caller's script a rank is: its main thread's stack, most recent call last.
+"""The place in the caller's script where a rank is: its main thread's stack, most recent call last.
 
 A rank gives it itself, from another thread; or, where its main thread keeps the interpreter to itself (a loop in C) or
 the process is stopped, faulthandler's signal handler writes it.

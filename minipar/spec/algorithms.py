@@ -98,7 +98,7 @@ def _one_chunk_of_scratch(world, all_reduce_) -> str | None:
 
 
 def halving_bytes(num_bytes: int, size: int, rank: int) -> float:
-    """What a rank sends by halving and doubling: q is the largest power of two up to p, and divides the length."""
+    """Bytes that a rank sends by halving and doubling: q is the largest power of two up to p, and divides the length."""
     core = 1 << (size.bit_length() - 1)
     if rank >= core:
         return num_bytes

@@ -9,7 +9,7 @@ from minipar.train.restore import checkpoints, find_damage
 
 
 class OldCheckpoints:
-    """Which checkpoints of a folder to remove: all but the `keep` newest whole ones, the newest and the resumed one.
+    """The checkpoints of a folder to remove: all but the `keep` newest whole ones, the newest and the resumed one.
 
     Whether one is whole is found out once, by reading it, and again where its files' sizes or times have changed.
     """

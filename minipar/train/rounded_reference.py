@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class RoundedStep(NamedTuple):
-    """What a step of the mesh should be: `limits` are of the gradients by name, and of the loss under "loss".
+    """The expected result of a step of the mesh: `limits` are of the gradients by name, and of the loss under "loss".
 
     norm     of the mesh's own gradients; not finite where they overflowed, and the step was skipped
     weights  after the step

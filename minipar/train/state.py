@@ -113,7 +113,7 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_digest: s
 
 
 def changed_settings(config: TrainConfig, checkpoint: Checkpoint) -> str:
-    """What differs, and may, from the run that wrote the checkpoint: "lr=0.1 (was 0.005), tp=4 (was 1)"; "" if nothing."""
+    """Name the settings changed since the checkpoint was written: "lr=0.1 (was 0.005), tp=4 (was 1)"; "" if nothing."""
     stored = checkpoint.extra["settings"]
     return ", ".join(
         f"{k}={v} (was {stored.get(k)})" for k, v in _settings(config).items() if stored.get(k) != v
@@ -121,7 +121,7 @@ def changed_settings(config: TrainConfig, checkpoint: Checkpoint) -> str:
 
 
 def _settings(config: TrainConfig) -> dict:
-    """What of a configuration may differ from run to run, its paths as text."""
+    """The settings of a configuration that may differ from run to run, its paths as text."""
     names = [field.name for field in fields(config) if field.name not in ALIKE + UNSAID]
     values = {name: getattr(config, name) for name in names}
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}

@@ -152,7 +152,7 @@ def train_rank(
 
 
 class _Store:
-    """What the ranks of a run write together: checkpoints, and parameters for the comparison and for the sample."""
+    """Files that the ranks of a run write together: checkpoints, and parameters for the comparison and for the sample."""
 
     def __init__(self, world, config: TrainConfig, state: RankState, text, start: Chosen | None):
         self._world, self._config, self._state = world, config, state
