@@ -8,6 +8,7 @@ from functools import partial
 from minipar.errors import one_of
 from minipar.museum import floor_faults as floor
 from minipar.museum import mesh_faults as mesh
+from minipar.museum.drawing import DrawingExhibit, four_stages_in_turn, two_stages_at_once
 from minipar.museum.exhibit import Exhibit, FloorExhibit, MeshExhibit
 from minipar.simple import collectives, ddp, moe, pipeline, ring_attention, tensor_parallel, vocab, zero
 from minipar.train.train_config import VERIFY_DEFAULTS
@@ -214,6 +215,20 @@ GALLERY: tuple[Exhibit, ...] = (
         floor.weight_left_out,
         moe.switch,
     ),
+    DrawingExhibit(
+        "two-stages-at-once",
+        "Two stages in one slot",
+        "fine and wrong",
+        "pp",
+        "a widely read tutorial's drawing of a pipeline",
+        "Stages 1 and 2 are drawn in the same slot on the same microbatch, though one needs the other's output. Bubbles "
+        "read off the drawing are too small: four stages take four slots to fill, and four to drain.",
+        "Nobody runs a drawing.",
+        "Draw what a schedule and the rule of needs give, not what looks right.",
+        "needs that of stage 1",
+        two_stages_at_once,
+        four_stages_in_turn,
+    ),
     # off by a factor
     MeshExhibit(
         "norm-counts-copies",
@@ -283,6 +298,20 @@ GALLERY: tuple[Exhibit, ...] = (
         "pipeline_gpipe",
         floor.does_not_divide_by_m,
         pipeline.gpipe,
+    ),
+    MeshExhibit(
+        "capacity-without-k",
+        "Capacity without k",
+        "off by a factor",
+        "ep",
+        "tutorials that give T/E times the capacity factor for any k",
+        "Each token chooses two experts, and an expert takes as many as if each had chosen one: with a capacity factor of "
+        "1.25 at least three eighths of the choices are dropped, however even the load is.",
+        "Dropped tokens live on in the residual stream, so the loss falls.",
+        "Capacity is k T/E times the factor; watch the share of dropped choices.",
+        "DIVERGES first in gradients",
+        replace(CONFIG, model=replace(EXPERTS, top_k=2, capacity_factor=1.25)),
+        mesh.capacity_without_k,
     ),
     # hang
     MeshExhibit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,7 @@ from minipar.comm import autograd
 from minipar.context import attention_ring
 from minipar.mesh import placement_of
 from minipar.model import block, moe
+from minipar.model.moe_config import MoEConfig
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
 from minipar.tensor_parallel import column, parallel_linear, sequence
@@ -126,6 +128,12 @@ def capacity_per_rank(world, change):
     """A routing group is whatever tokens a rank has: another number of ranks drops other tokens."""
     right = moe.RoutingGroups
     change(moe, "RoutingGroups", lambda B, T, g: right(1, B * T, B * T))
+
+
+def capacity_without_k(world, change):
+    """An expert's capacity is computed as if each token chose one expert."""
+    right = MoEConfig.capacity
+    change(MoEConfig, "capacity", lambda self, group_tokens: right(replace(self, top_k=1), group_tokens))
 
 
 def masked_by_local_position(world, change):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from tempfile import NamedTemporaryFile
 
 from platformdirs import user_data_path
+
+from minipar.train.atomic_files import write_whole
 
 
 def default_path() -> Path:
@@ -45,9 +45,7 @@ class Progress:
         self._entries[name] = {"asked": self.asked(name) + 1, "missed": missed}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(self._entries, file, indent=1)
-            os.replace(file.name, self.path)
+            write_whole(self.path, json.dumps(self._entries, indent=1))
         except OSError as error:
             self.problem = f"{self.path} cannot be written ({error}); what you miss is not remembered"
 

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 
 from minipar.comm.autograd import _Conjugate
+from minipar.museum import floor_faults
+from minipar.museum.floor_faults import HookDDP
 from minipar.schedules import gpipe
-from minipar.simple import autograd, collectives, fsdp, mesh, moe, pipeline, vocab, zero
+from minipar.simple import autograd, collectives, fsdp, mesh, pipeline, vocab, zero
 from minipar.simple import ring_attention as ring
 from minipar.spec import SPECIFICATIONS
 from tests.spec.library import LIBRARY, SPECS, collective
@@ -42,15 +43,6 @@ def test_every_algorithm_meets_the_specification_but_for_the_bytes(name, algorit
 
 
 # Wrong answers ------------------------------------------------------------------------------------------------------
-
-
-def a_step_too_few(comm, x):
-    p, r = comm.size, comm.rank
-    chunks = [chunk.clone() for chunk in collectives.cut(x, p)]
-    for step in range(1, p - 1):
-        like = chunks[(r - step - 1) % p]
-        like += comm.exchange(chunks[(r - step) % p], (r + 1) % p, like.shape, x.dtype, (r - 1) % p)
-    return chunks[r]
 
 
 def from_the_wrong_neighbour(comm, chunk):
@@ -111,36 +103,13 @@ def all_reduce_that_sums_back(comm, x):
     return _Conjugate.apply(x, comm.all_reduce, comm.all_reduce)
 
 
-class Wrapped(nn.Module):
-    """Data parallelism by a hook on every parameter, as tutorials have it."""
-
-    def __init__(self, module, comm, bucket_mb=25.0, hook=None, broadcast=True):
-        super().__init__()
-        self.module = module
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if broadcast:
-                tensor.data.copy_(comm.broadcast(tensor.data))
-        for p in module.parameters():
-            p.register_post_accumulate_grad_hook(partial(hook, comm))
-
-    def forward(self, x):
-        return self.module(x)
-
-
-def waits_in_its_hook(comm, p):
-    p.grad = comm.all_reduce(p.grad, "mean", async_op=True).wait()
-
-
-def never_divides(comm, p):
-    p.grad = comm.all_reduce(p.grad)
+def without_broadcast(module, comm, **options):
+    comm_that_does_not = SimpleNamespace(broadcast=lambda x: x, all_reduce=comm.all_reduce)
+    return HookDDP(module, comm_that_does_not, **options, on_gradient=floor_faults.waits_in_the_hook)
 
 
 def divides_twice(comm, p):
     p.grad = comm.all_reduce(p.grad, "mean") / comm.size
-
-
-def reduces_a_copy(comm, p):
-    comm.all_reduce_(p.grad.clone(), "mean")
 
 
 class KeepsTheState(zero.Zero1):
@@ -220,11 +189,6 @@ def loss_with_the_ranks_own_maximum(comm, logits, targets):
     return vocab.cross_entropy(Own, logits, targets)
 
 
-def pipeline_that_does_not_divide(comm, module, loss_fn, *rest):
-    m = rest[2]
-    return pipeline.gpipe(comm, module, lambda y, t: m * loss_fn(y, t), *rest)
-
-
 def pipeline_backwards_in_reverse(comm, module, loss_fn, *rest):
     stage = pipeline.Stage(comm, module, loss_fn, *rest)
     for k in range(rest[2]):
@@ -232,17 +196,6 @@ def pipeline_backwards_in_reverse(comm, module, loss_fn, *rest):
     for k in reversed(range(rest[2])):
         stage.backward(k)
     return stage.end()
-
-
-def switch_with_capacity_of_the_batch(comm, x, *rest):
-    B, T, D = x.shape
-    y, balance, z, dropped = moe.switch(comm, x.reshape(1, B * T, D), *rest)
-    return y.view(B, T, D), balance, z, dropped
-
-
-def switch_without_its_probability(comm, x, router, *rest):
-    y, *losses = moe.switch(comm, x, router, *rest)
-    return y / (x @ router.t()).softmax(-1).amax(-1, keepdim=True), *losses
 
 
 def attention_to_its_own_keys(comm, q, k, v, causal=True):
@@ -284,7 +237,7 @@ def raises(comm, x):
 
 
 WRONG = [
-    ("reduce_scatter", a_step_too_few, "small", "the part of rank [01] is missing"),
+    ("reduce_scatter", floor_faults.one_step_too_few, "small", "the part of rank [01] is missing"),
     (
         "reduce_scatter",
         raises,
@@ -315,16 +268,26 @@ WRONG = [
         "small",
         "the gradient through all_reduce",
     ),
-    ("ddp", partial(Wrapped, hook=waits_in_its_hook), "order", "waits before the last gradient"),
     (
         "ddp",
-        partial(Wrapped, hook=never_divides),
+        partial(HookDDP, on_gradient=floor_faults.waits_in_the_hook),
+        "order",
+        "waits before the last gradient",
+    ),
+    (
+        "ddp",
+        partial(HookDDP, on_gradient=floor_faults.sums_and_never_divides),
         "small",
         "exactly 2 times too large: summed, and not divided",
     ),
-    ("ddp", partial(Wrapped, hook=divides_twice), "small", "exactly 2 times too small: divided"),
-    ("ddp", partial(Wrapped, hook=reduces_a_copy), "small", "on 2 ranks: rank 0: the gradient of last.bias"),
-    ("ddp", partial(Wrapped, hook=waits_in_its_hook, broadcast=False), "small", "the gradient of last"),
+    ("ddp", partial(HookDDP, on_gradient=divides_twice), "small", "exactly 2 times too small: divided"),
+    (
+        "ddp",
+        partial(HookDDP, on_gradient=floor_faults.reduces_a_copy),
+        "small",
+        "on 2 ranks: rank 0: the gradient of last.bias",
+    ),
+    ("ddp", without_broadcast, "small", "the gradient of last"),
     ("zero1", KeepsTheState, "memory", "something is not cut"),
     ("zero2", zero.Zero1, "memory", "something is not cut"),
     ("zero2", ForgetsToAccumulate, "drawn", "after two backwards and a step"),
@@ -336,16 +299,16 @@ WRONG = [
     ("sequence_parallel", block_without_the_norms_sum, "small", "the gradient of the norm's weight"),
     ("vocab_embedding", embedding_of_clamped_tokens, "small", "the rows looked up"),
     ("vocab_loss", loss_with_the_ranks_own_maximum, "small", "the loss of logits"),
-    ("pipeline_gpipe", pipeline_that_does_not_divide, "small", "exactly 2 times too large"),
+    ("pipeline_gpipe", floor_faults.does_not_divide_by_m, "small", "exactly 2 times too large"),
     ("pipeline_gpipe", pipeline_backwards_in_reverse, "drawn", "add microbatches in their order"),
     ("pipeline_one_f_one_b", pipeline.gpipe, "small", "microbatches are alive at once; this order needs"),
     (
         "switch",
-        switch_with_capacity_of_the_batch,
+        floor_faults.capacity_of_the_whole_batch,
         "drawn",
         "tokens are dropped; with capacity_factor|the output",
     ),
-    ("switch", switch_without_its_probability, "runs", "the output"),
+    ("switch", floor_faults.weight_left_out, "runs", "the output"),
     ("ring_attention", attention_to_its_own_keys, "small", "the full attention of its queries"),
     ("ring_attention", attention_masked_as_if_each_piece_were_first, "small", "the causal attention"),
     ("ulysses_attention", ring.ring_attention, "bytes", "all-to-all"),

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import minipar
-from minipar.comm import autograd
 from minipar.mesh import placement_of
 from minipar.model import ModelConfig, Transformer
+from minipar.museum import mesh_faults
 from minipar.tensor_parallel import column, sequence, tensor_parallel
 from minipar.tensor_parallel import parallel_linear as linear
 from tests.tensor_parallel.strategies import Case
@@ -19,30 +19,6 @@ CONFIG = ModelConfig(
 
 def case(sequence_parallel: bool, tp: int = 2) -> Case:
     return Case(CONFIG, tp, sequence_parallel, batch=2, length=4, seed=5)
-
-
-def norm_gradients_not_summed(world):
-    sequence.autograd = type("", (), {**vars(autograd), "copy": staticmethod(lambda comm, x: x)})
-    return True
-
-
-def output_summed_instead_of_left_split(world):
-    split = linear.column_parallel
-    linear.column_parallel = lambda comm, *args: tuple(
-        autograd.all_reduce(comm, y) for y in split(comm, *args)
-    )
-    return False
-
-
-def dx_not_summed(world):
-    start = column._start_dx
-
-    def alone(ctx, *args):
-        ctx.comm = ctx.comm.subgroup([ctx.comm.rank], "alone")
-        return start(ctx, *args)
-
-    column._start_dx = alone
-    return False
 
 
 def shared_heads_not_summed(world):
@@ -59,32 +35,22 @@ def dropout_by_local_position(world):
     return True
 
 
-def backward_sums_in_place_into_what_it_was_given(world):
-    """A row-parallel output whose gradient is summed, in place, by a careless conjugate of the all-reduce."""
+def of_the_museum(fault, sequence_parallel: bool):
+    def planted(world):
+        fault(world, setattr)
+        return sequence_parallel
 
-    class InPlace(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, comm):
-            ctx.comm = comm
-            return comm.all_reduce(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return ctx.comm.all_reduce_(dy.contiguous()), None
-
-    linear.autograd = type(
-        "", (), {**vars(autograd), "all_reduce": staticmethod(lambda comm, x: InPlace.apply(x, comm))}
-    )
-    return False
+    planted.__name__ = fault.__name__
+    return planted
 
 
 FAULTS = [
-    norm_gradients_not_summed,
-    output_summed_instead_of_left_split,
-    dx_not_summed,
+    of_the_museum(mesh_faults.norm_gradients_not_summed, True),
+    of_the_museum(mesh_faults.outputs_added, False),
+    of_the_museum(mesh_faults.dx_not_summed, False),
+    of_the_museum(mesh_faults.in_place_backward, False),
     shared_heads_not_summed,
     dropout_by_local_position,
-    backward_sums_in_place_into_what_it_was_given,
 ]
 
 
