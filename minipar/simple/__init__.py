@@ -4,7 +4,9 @@ A file imports torch and at most one other file of this folder. Its functions ta
 
     comm.rank, comm.size                   this rank's number in the group, and how many ranks the group has
     comm.send, comm.recv, comm.exchange    point-to-point messages
-    comm.all_reduce, comm.all_gather, ...  collectives, called by all ranks of the group in the same order
+    comm.all_reduce, comm.all_gather, ...  collectives, called by all ranks of the group in the same order; they sum, or,
+                                           with "mean", divide the sum by comm.size; with async_op=True they return at
+                                           once, and .wait() returns the result
     comm.subgroup(ranks, name)             the Comm of some of these ranks
 
 `minipar.run(fn, world_size=4)` starts four processes; each calls fn(world), where `world` is its Comm of all four ranks.
@@ -32,5 +34,5 @@ power_sgd.py          a mean over ranks as the product of two thin matrices
 transformer.py        the model that train.py trains, and a rank's part of it
 train.py              dp x tp x pp on real text: python -m minipar.simple.train
 
-A case that a file does not handle raises a ValueError that names the library's version, which does.
+Where a file checks for a case that it does not handle, its ValueError names the library's version, which does.
 """

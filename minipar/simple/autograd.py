@@ -1,5 +1,6 @@
 """Communication that autograd differentiates: operators y = A x between ranks, whose backward is the adjoint, dx = A^T dy.
-x and y are the tensors of all ranks together; a tensor that is the same on all ranks counts once.
+x and y are the tensors of all ranks together. A tensor that is equal on all ranks counts once where each rank's gradient of
+it is complete (x of copy, y of all_reduce), p times where each rank's is a part (y of copy, y of gather_tokens).
 
                       y                                                dx
     copy (f)          x                                                sum of dy over ranks

@@ -10,8 +10,8 @@ that choose it. The others are dropped: their y is 0, so after the residual conn
     balance loss   E * sum_e f_e P_e per group; f_e: the fraction of its tokens that choose e, P_e: the mean of p_e
     z-loss         mean of logsumexp(logits)^2
 
-Sends (ep-1)/ep of the kept rows in each all-to-all, if routing is balanced: two in the forward, two in the backward. Also
-sends 8 E bytes of counts to each other rank.
+Sends (ep-1)/ep of the kept rows in each all-to-all, if routing is balanced: two in the forward, two in the backward. The
+all-gather of the counts sends 8 E (ep-1) bytes more.
 
 In the library: minipar.SwitchMoE, plus top-k, other routers, shared experts, padded buffers, overlap, two levels, metrics.
 Source: Switch Transformers, arXiv:2101.03961, section 2.2; z-loss: ST-MoE, arXiv:2202.08906, equation 5.

@@ -1,7 +1,7 @@
 """Pipelines: rank s of p has stage s; for each of m microbatches it sends activations to s+1 and gradients to s-1.
 
     GPipe   all forwards, then all backwards                 keeps m microbatches alive
-    1F1B    p-1-s forwards, then one forward and one         keeps min(p-s, m): its forwards before its first backward
+    1F1B    p-1-s forwards, then one forward and one         keeps min(p-s, m): the forwards before the first backward
             backward in turn, then the remaining backwards
 
 Both idle for (p-1)/m of the compute time (the bubble): 1F1B saves memory, not time. Adjacent stages exchange 2m messages.

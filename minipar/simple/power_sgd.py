@@ -1,7 +1,7 @@
 """PowerSGD: the mean of a gradient matrix over ranks, as the product of two thin matrices.
 
     M = gradient + residual                          [n, m], each rank's own
-    P = orthonormal(mean over ranks of M Q)          [n, r]
+    P = orthonormal(mean over ranks of M Q)          [n, r]; r, the approximation's rank, is 1 to 4
     Q = mean over ranks of M^T P                     [m, r]; kept for the next step, which starts from it
     sent = P Q^T         residual = M - sent
 
@@ -10,7 +10,7 @@ elements instead of n m. One step of power iteration finds the largest direction
 kept; what it misses is in the residual, and comes later.
 
 In the library: minipar.data_parallel.compress.PowerSGD, which adds vectors, tensors, matrices too small to gain, state.
-Source: arXiv:1905.13727, algorithm 1.
+Source: arXiv:1905.13727, algorithms 1 and 2.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Reading a matrix that was saved in parts, as other parts: a checkpoint of one mesh, read by another.
 
     saved    boxes of the [R, C] matrix, one per file: ((row, row_end), (column, column_end))
-    wanted   a box; every element of it is in one of the saved boxes
+    wanted   a box; every element of it is in exactly one saved box
 
 The common region of two boxes is a box again, from the larger start to the smaller end along each dim. It is located in the
 file relative to the saved box's start, in the result relative to the wanted box's. A rank opens only the files whose boxes

@@ -1,9 +1,10 @@
-"""Sign compression with error feedback: the mean of a vector over p ranks, at one bit per element and a scale.
+"""Sign compression with error feedback: the mean of a vector over p ranks, at one bit per element and a scale per chunk.
 
-    sent = scale * sign(x + residual)        residual = x + residual - sent        scale = mean of |x + residual|
+    sent = scale * sign(x + residual)        residual = x + residual - sent        scale = a chunk's mean of |x + residual|
 
 What a step does not send is in the residual, and is sent later: the sum of all that was sent, plus the residual, is the sum
-of all x. Without the residual small elements would never be sent rightly.
+of all x. Without the residual, an element far below the scale would be sent as
++-scale in every step.
 
 Averaging takes two phases, as an all-reduce does. Rank r receives everybody's signs of chunk r, averages, and sends the
 mean to all, as signs again, with a residual of its own. So all ranks end with the same bits. A rank sends
@@ -23,13 +24,13 @@ def encode(x):
         raise ValueError(
             f"{len(x)} elements are no whole bytes of signs; minipar.data_parallel.compress pads"
         )
-    bits = (x >= 0).view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+    bits = (x >= 0).view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=x.device)
     return torch.cat((bits.sum(1, dtype=torch.uint8), x.abs().mean().float().view(1).view(torch.uint8)))
 
 
 def decode(payload):
     """Return scale * sign, [n]."""
-    bits = payload[:-4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    bits = payload[:-4, None] >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
     return (bits.flatten().float() * 2 - 1) * payload[-4:].clone().view(torch.float32)
 
 

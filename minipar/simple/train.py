@@ -6,7 +6,7 @@
     pp   between layers: activations are sent to the next stage, gradients to the one before, microbatch by microbatch
     dp   at the end of a step: gradients are averaged over the ranks that have the same part of the model
 
-Change DP, TP and PP: the losses stay the same. In the library: `minipar train`, for any mesh, with every strategy.
+Change DP, TP and PP (DP must divide BATCH): the losses stay the same. In the library: `minipar train`, for any mesh, with every strategy.
 """
 
 import torch
@@ -59,7 +59,7 @@ def pipeline_step(pp, stage, tokens, targets):
         x = x if first else pp.recv((*x.shape, DIM), torch.float64, pp.rank - 1).requires_grad_()
         y = stage(x)
         if last:
-            y = loss_of(y, target) / MICROBATCHES
+            y = loss_of(y, target) / len(tokens)
             loss += y.detach()
         else:
             pp.send(y.detach(), pp.rank + 1)

@@ -57,7 +57,7 @@ def part_of_model(model, pp, num_stages, tp):
     """Shard the model over the Comm `tp`; return stage `pp`. The first stage has the embedding, the last has the head."""
     if NUM_LAYERS % num_stages:
         raise ValueError(f"{num_stages} stages do not divide {NUM_LAYERS} layers; use minipar.partition")
-    each = NUM_LAYERS // num_stages
+    each = NUM_LAYERS // num_stages  # model[0]: the embedding, model[-1]: the head
     first, last = 1 + pp * each - (pp == 0), 1 + (pp + 1) * each + (pp == num_stages - 1)
     for block in model[1:-1]:
         block.cut(tp)

@@ -3,8 +3,8 @@
     embedding       a rank looks up the tokens it has rows for, 0 for the others;   all-reduce of B*T*D elements
     cross-entropy   the maximum, the sum of exponentials, the target's logit;       all-reduces of 3 elements per token
 
-An all-reduce of n elements sends 2 (tp-1)/tp * n per rank. The logits [B, T, V] are the largest tensor of a step; no rank
-ever has all of them. The head that computes them is a column-parallel matrix, so its input needs `copy`.
+An all-reduce of n elements sends 2 (tp-1)/tp * n per rank. The logits [B, T, V] are often the largest tensor of a step; no
+rank ever has all of them. The head that computes them is a column-parallel matrix, so its input needs `copy`.
 
 In the library: minipar.VocabParallelEmbedding and minipar.vocab_parallel_cross_entropy, which add vocabularies that tp does
 not divide, ignored targets, label smoothing, 16-bit logits, less memory.

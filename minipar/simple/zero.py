@@ -8,6 +8,7 @@ Together they send what a ring all-reduce of each gradient sends, and the sums a
 
 Bytes per parameter with Adam in mixed precision (weight 2; gradient 2; state 12: float32 weight and two moments): DDP 16,
 ZeRO-1 4 + 12/p, ZeRO-2 2 + 14/p. ZeRO-2 reduces each gradient to this rank's part as soon as it is computed.
+The code here is without mixed precision.
 
 In the library: minipar.ZeroOptimizer, which adds buckets reduced during the backward, parameter groups, float32 master
 weights, offload, unused parameters, and state that can be loaded on another number of ranks.
