@@ -7,9 +7,9 @@ A unit is a submodule whose parameters w are all-gathered together, and are whol
     before its backward        w = all_gather(shard)                        sends (p-1)/p
     after its backward         shard.grad = 1/p * reduce_scatter(w.grad)    sends (p-1)/p; then free w and w.grad
 
-A rank sends 3 (p-1)/p of the parameters per step; DDP sends 2 (p-1)/p. Between steps it holds, with Adam in float32, 16/p bytes
-per parameter; DDP holds 16. Autograd saves views of w for the backward, so w stays the same tensor: only its storage is freed
-and allocated again. Every parameter of a unit must get a gradient: a unit of which one gets none is never reduced.
+A rank sends 3 (p-1)/p of the parameters per step; DDP sends 2 (p-1)/p. Between steps it holds, with Adam in float32, 16/p
+bytes per parameter; DDP holds 16. Autograd saves views of w for the backward, so w stays the same tensor: only its storage
+is freed and allocated again. Every parameter of a unit must get a gradient: a unit of which one gets none is never reduced.
 
 In the library: minipar.FSDP adds prefetch, parameters outside units, nested units, unused, frozen, tied parameters, mixed
 precision, hybrid sharding, recomputation. Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277.

@@ -2,8 +2,8 @@
 
     norm^2 = sum over ranks and gradients of |g|^2 / copies        copies: the number of ranks that hold the same g
 
-Under tensor parallelism the shards of a matrix are counted where they are, and an RMSNorm's weight, equal on all tp ranks, is
-counted 1/tp on each. Squares are added before the root is taken, in float64: in float32 they can overflow. One number is
+Under tensor parallelism the shards of a matrix are counted where they are, and an RMSNorm's weight, equal on all tp ranks,
+is counted 1/tp on each. Squares are added before the root is taken, in float64: in float32 they can overflow. One number is
 sent. Every rank gets the same norm, so all ranks clip alike.
 
 In the library: minipar.clip_grad_norm_, which finds the copies by itself, from each parameter's placement.

@@ -3,7 +3,8 @@
     rank = ((pp * DP + dp) * CP + cp) * TP + tp          lower case: coordinate along an axis; upper case: the axis's size
 
 tp varies fastest: every layer waits for its messages, so its ranks should be neighbours in one machine. pp varies slowest:
-it usually sends least. Ranks that differ only in dp and cp hold the same parameters: gradients are summed over both axes together.
+it usually sends least. Ranks that differ only in dp and cp hold the same parameters: gradients are summed over both axes
+together.
 
 In the library: minipar.Mesh, which adds expert parallelism inside dp x cp, and any size without a table of ranks.
 Source of the order: Megatron-LM on clusters, arXiv:2104.04473, section 3.2.

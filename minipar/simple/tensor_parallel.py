@@ -1,7 +1,7 @@
 """Tensor parallelism: tp ranks compute one layer together, each with a part of every matrix.
 
-    column parallel   y = x w^T, w sharded by rows [out/tp, in]       each rank computes its own features of y
-    row parallel      y = x w^T, w sharded by columns [out, in/tp]    each rank computes one term of y; an all-reduce sums them
+    column parallel   y = x w^T, w sharded by rows [out/tp, in]      each rank computes its own features of y
+    row parallel      y = x w^T, w sharded by columns [out, in/tp]   each rank computes a term of y; an all-reduce sums them
 
 A weight is [out, in], as in nn.Linear, so each row of w makes one column of y. Between a column-parallel and a row-parallel
 matrix, anything that acts per feature or per head needs no communication. Such a pair has one all-reduce in the forward, on

@@ -6,7 +6,7 @@
     pp   between layers: activations are sent to the next stage, gradients to the one before, microbatch by microbatch
     dp   at the end of a step: gradients are averaged over the ranks that have the same part of the model
 
-Change DP, TP and PP (DP must divide BATCH): the losses stay the same. In the library: `minipar train`, for any mesh, with every strategy.
+Change DP, TP, PP (DP must divide BATCH): the losses stay the same. In the library: `minipar train`, for any mesh.
 """
 
 import torch
