@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minipar.errors import require_positive
-from minipar.schedules import Costs, Timeline, make_schedule, simulate
+from minipar.schedules import Costs, Timeline, make_schedule, optimal, simulate, zb_auto
 from minipar.schedules.registry import LOOPED, chunks_per_rank
 from visualize.pipeline_text import grid_text, headline
 
@@ -30,6 +30,9 @@ def timeline(
     timelines: list[tuple[str, Timeline]] = []
     for name in schedules:
         # `chunks` is for the looped schedules; the others drawn beside them keep their own number of chunks.
+        if name == "optimal":
+            timelines.append(("", _optimal(stages, microbatches, Costs(*costs, comm), memory_limit)))
+            continue
         concerned = name in LOOPED or not any(other in LOOPED for other in schedules)
         v = chunks_per_rank(name, chunks if concerned else None)
         chunk_costs = Costs(*(cost / max(v, 1) for cost in costs), comm)
@@ -46,6 +49,15 @@ def timeline(
     titles = [prefix + headline(drawn) for prefix, drawn in timelines]
     for file in draw_timeline([drawn for _, drawn in timelines], out, titles):
         print(f"wrote {file}")
+
+
+def _optimal(stages: int, microbatches: int, costs: Costs, memory_limit: float | None) -> Timeline:
+    limit = 2 * stages if memory_limit is None else int(memory_limit)
+    start = zb_auto(stages, microbatches, costs, limit)
+    found = optimal(stages, microbatches, costs, limit, start=start)
+    if not found.proved:
+        print(f"optimal: after 30 s the best takes {found.span:g}, and none can take less than {found.bound:g}")
+    return simulate(found.schedule, costs)
 
 
 def _run(simulated: Timeline) -> Timeline:

@@ -8,7 +8,7 @@ tied.py       sum the gradient of a weight that the first and the last stage sha
 execute.py    Pipeline: one executor for any schedule
 measure.py    the timeline and the costs of a real run, in the form of a simulated one
 emulate.py    stages that sleep, to run a schedule on fewer cores than ranks
-pipedream.py  asynchronous PipeDream: stale weights, and weight stashing
+pipedream.py  asynchronous PipeDream: stale, stashed, delayed and predicted weights
 
 Also exports the names of `minipar.schedules`.
 """

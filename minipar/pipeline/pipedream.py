@@ -1,26 +1,34 @@
-"""Asynchronous PipeDream: no flush and so no bubble, but gradients of stale weights.
+"""Asynchronous PipeDream and its kin: no flush and so no bubble, but gradients of stale weights.
 
-Each stage updates its weights after every backward, while later microbatches, whose forwards used the old
-weights, are under way. Weight stashing keeps the old weights for their backwards. Here a microbatch is a
-minibatch: the weights are updated after each. The synchronous schedules avoid the staleness that this module shows.
+Each stage updates its weights while later microbatches, whose forwards used the old weights, are under way. Which weights a
+microbatch meets is what the methods differ in. The synchronous schedules avoid the staleness that this module shows.
 
-Source: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3.
+    latest      the weights that are there; the backward's are newer than the forward's, so it is no gradient at all
+    stashed     PipeDream: the forward's weights are kept for the backward. Keeps p-s versions on stage s
+    2bw         PipeDream-2BW: one update per p microbatches or more, from the weights of one update before. Keeps 2
+    predicted   SpecTrain: the weights as momentum will have moved them by the time of the update. Keeps p-s
+
+Sources: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3; PipeDream-2BW, arXiv:2006.09503, section 3.1; SpecTrain,
+arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, predicts for other optimizers too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from minipar.errors import one_of
 from minipar.schedules.one_f_one_b import one_f_one_b
 from minipar.schedules.schedule import Action, Schedule
 from minipar.schedules.simulate import simulate
 
 Weights = dict[str, Tensor]
+Method = Literal["latest", "stashed", "2bw", "predicted"]
+METHODS = ("latest", "stashed", "2bw", "predicted")
 
 
 class Versions(NamedTuple):
@@ -55,69 +63,126 @@ def weight_versions(schedule: Schedule) -> dict[tuple[int, int], Versions]:
 
 def train_asynchronously(
     stages: Sequence[nn.Module],
-    minibatches: Sequence[tuple[Tensor, Tensor]],
+    microbatches: Sequence[tuple[Tensor, Tensor]],
     loss_fn: Callable[[Tensor, Tensor], Tensor],
     lr: float,
-    stash: bool = True,
+    method: Method = "stashed",
+    momentum: float = 0.0,
+    period: int | None = None,
+    on_update: Callable[[int, Weights, Weights], None] | None = None,
 ) -> list[Tensor]:
-    """Train `stages` in place by SGD as PipeDream's pipeline would, in one process; return each minibatch's loss.
+    """Train `stages` in place by SGD as PipeDream's pipeline would, in one process; return each microbatch's loss.
 
-    With p stages and version t of stage s written w_s(t), minibatch t makes the update
+    With p stages, version t of stage s written w_s(t), and a version below 0 meaning version 0:
 
-        w_s(t+1) = w_s(t) - lr * grad_s loss(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))      versions below 0 are 0
+        stashed   w_s(t+1) = w_s(t) - lr * grad_s loss_t(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))
+        2bw       w(t+1)   = w(t) - lr * mean of grad loss_k(w(t-1)) over the `period` microbatches k of update t
 
-    stash=False   a backward recomputes its forward from the saved input with the current weights: then even this
-                  equation fails, because the update is not the gradient of any loss
+    momentum    v = momentum * v + gradient, and lr * v is subtracted in place of lr * gradient
+    period      microbatches per update with 2bw, at least p (default: p); the others update after each
+    on_update   called with (stage, the weights of the gradient, the weights it is applied to): how far off they are
 
-    Keeps p-s versions of stage s's weights. Only weights are versioned: stages should have no buffers.
+    Only weights are versioned: stages should have no buffers.
+    Raises ValueError for an unknown method, or a period that the method does not have.
     """
-    pipeline = [_AsynchronousStage(stage, lr, stash) for stage in stages]
-    spans = simulate(one_f_one_b(len(stages), len(minibatches))).spans
+    p = len(stages)
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use {one_of(METHODS, near=method)}")
+    if period is not None and (method != "2bw" or period < p):
+        raise ValueError(f"period={period} with method={method!r} on {p} stages; use 2bw, and {p} or more")
+    schedule = one_f_one_b(p, len(microbatches))
+    every = (period or p) if method == "2bw" else 1
+    stale = weight_versions(schedule)
+    pipeline = [
+        _Stage(
+            s,
+            module,
+            method,
+            lr,
+            momentum,
+            every,
+            {k: stale[s, k].staleness for k in range(len(microbatches))},
+            on_update,
+        )
+        for s, module in enumerate(stages)
+    ]
+    spans = simulate(schedule).spans
     values: dict[Action, Tensor] = {}
     losses = []
     for op, s, k in sorted(spans, key=lambda action: spans[action]):
         if op == "F":
-            x = minibatches[k][0] if s == 0 else values.pop(Action("F", s - 1, k))
+            x = microbatches[k][0] if s == 0 else values.pop(Action("F", s - 1, k))
             values[Action("F", s, k)] = pipeline[s].forward(k, x)
             continue
-        if s == len(stages) - 1:
+        if s == p - 1:
             y = values.pop(Action("F", s, k)).requires_grad_()
-            loss = loss_fn(y, minibatches[k][1])
+            loss = loss_fn(y, microbatches[k][1])
             losses.append(loss.detach())
             (dy,) = torch.autograd.grad(loss, y)
         else:
             dy = values.pop(Action("B", s + 1, k))
-        values[Action("B", s, k)] = pipeline[s].backward_and_step(k, dy)
+        values[Action("B", s, k)] = pipeline[s].backward(k, dy)
     for stage in pipeline:
         stage.write_back()
     return losses
 
 
-class _AsynchronousStage:
-    def __init__(self, module: nn.Module, lr: float, stash: bool):
-        self.module, self.lr, self.stash = module, lr, stash
-        self.weights: Weights = {name: w.detach().clone() for name, w in module.named_parameters()}
+class _Stage:
+    """One stage's versions of its weights: `history[-1]` is the newest, `kept[k]` are microbatch k's input and weights."""
+
+    def __init__(self, number, module, method, lr, momentum, every, staleness, on_update):
+        self.number, self.module, self.method, self.lr, self.momentum = number, module, method, lr, momentum
+        self.every, self.staleness, self.on_update = every, staleness, on_update
+        self.history: list[Weights] = [{name: w.detach().clone() for name, w in module.named_parameters()}]
+        self.velocity = {name: torch.zeros_like(w) for name, w in self.history[0].items()}
+        self.total: Weights = {}
+        self.updates = 0
         self.kept: dict[int, tuple[Tensor, Weights]] = {}
 
     def forward(self, k: int, x: Tensor) -> Tensor:
-        self.kept[k] = (x, self.weights)
+        weights = self._weights_of(k)
+        self.kept[k] = (x, weights)
         with torch.no_grad():
-            return functional_call(self.module, self.weights, (x,))
+            return functional_call(self.module, weights, (x,))
 
-    def backward_and_step(self, k: int, dy: Tensor) -> Tensor | None:
-        """Apply minibatch k's weight gradient to the current weights; return the gradient of its input."""
+    def _weights_of(self, k: int) -> Weights:
+        newest = self.history[-1]
+        if (
+            self.method == "2bw"
+        ):  # the same version on every stage, though early stages have updated less often by now
+            version = max(0, k // self.every - 1)
+            return self.history[version - self.updates - 1]
+        if self.method == "predicted":
+            ahead = self.lr * self.staleness[k]
+            return {name: w - ahead * self.velocity[name] for name, w in newest.items()}
+        return newest
+
+    def backward(self, k: int, dy: Tensor) -> Tensor | None:
+        """Add microbatch k's gradient, update where a period ends, and return the gradient of its input."""
         x, weights = self.kept.pop(k)
-        weights = weights if self.stash else self.weights
+        weights = self.history[-1] if self.method == "latest" else weights
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         x = x.detach().requires_grad_(x.is_floating_point())
         y = functional_call(self.module, leaves, (x,))
         inputs = [*leaves.values(), *([x] if x.requires_grad else [])]
         gradients = torch.autograd.grad(y, inputs, dy)
-        # New tensors, never in place: minibatches under way still need the old ones.
-        self.weights = {name: w - self.lr * g for (name, w), g in zip(self.weights.items(), gradients)}
+        for name, gradient in zip(weights, gradients):
+            self.total[name] = self.total[name] + gradient if name in self.total else gradient
+        if (k + 1) % self.every == 0:
+            self._update(weights)
         return gradients[-1] if x.requires_grad else None
+
+    def _update(self, used: Weights) -> None:
+        if self.on_update:
+            self.on_update(self.number, used, self.history[-1])
+        gradient = {name: total / self.every for name, total in self.total.items()}
+        self.velocity = {name: self.momentum * v + gradient[name] for name, v in self.velocity.items()}
+        # New tensors, never in place: microbatches under way still need the old ones.
+        new = {name: w - self.lr * self.velocity[name] for name, w in self.history[-1].items()}
+        self.history = [*self.history[-1:], new]  # `kept` has the others that are needed
+        self.total, self.updates = {}, self.updates + 1
 
     @torch.no_grad()
     def write_back(self) -> None:
         for name, parameter in self.module.named_parameters():
-            parameter.copy_(self.weights[name])
+            parameter.copy_(self.history[-1][name])

@@ -7,16 +7,29 @@ from types import MappingProxyType
 from typing import Literal
 
 from minipar.errors import one_of
+from minipar.schedules.building_block import v_half, v_min
 from minipar.schedules.costs import Costs
 from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
+from minipar.schedules.waves import hanayo
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
 
 ScheduleName = Literal[
-    "gpipe", "breadth-first", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto"
+    "gpipe",
+    "breadth-first",
+    "1f1b",
+    "interleaved",
+    "hanayo",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "dualpipe-v",
+    "zb-auto",
 ]
 
 # The looped schedules take (p, m, v), zb-auto takes (p, m, costs, memory_limit), all others (p, m).
@@ -26,19 +39,22 @@ SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
         "breadth-first": breadth_first,
         "1f1b": one_f_one_b,
         "interleaved": interleaved,
+        "hanayo": hanayo,
         "zb-h1": zb_h1,
         "zb-h2": zb_h2,
         "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
         "dualpipe-v": dualpipe_v,
         "zb-auto": zb_auto,
     }
 )
-LOOPED = ("breadth-first", "interleaved")
-V_SHAPED = ("zb-v", "dualpipe-v")
+LOOPED = ("breadth-first", "interleaved", "hanayo")
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 def chunks_per_rank(name: str, v: int | None = None) -> int:
-    """Return the number of stages per rank: v for breadth-first and interleaved (default 2), fixed for all others.
+    """Return the number of stages per rank: v for breadth-first, interleaved and hanayo (default 2), fixed for all others.
 
     Raises ValueError for an unknown name, or a v other than the fixed number.
     """
@@ -64,7 +80,7 @@ def make_schedule(
 ) -> Schedule:
     """Return the schedule `name` for m microbatches on p ranks.
 
-    v                    chunks per rank, for breadth-first and interleaved; default: 2
+    v                    chunks per rank, for breadth-first, interleaved and hanayo; default: 2
     costs, memory_limit  arguments of zb-auto's search; default: equal costs and 2p activations
 
     Raises ValueError for an unknown name, a v that the schedule does not have, or a size below 1.

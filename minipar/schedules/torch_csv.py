@@ -1,0 +1,19 @@
+"""Schedules for torch's pipeline runtime: the CSV that torch.distributed.pipelining reads."""
+
+from __future__ import annotations
+
+from minipar.schedules.schedule import Schedule
+
+
+def to_torch(schedule: Schedule) -> str:
+    """Return a CSV with one row per rank. 2F0: stage 2, forward, microbatch 0; I and W are a backward's halves.
+
+    torch adds the communication by itself. To run it on stages that are torch.distributed.pipelining's:
+
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+        runtime = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn)
+        runtime._load_csv(path)                                   the file with this text
+        runtime.step(inputs)                                      or runtime.step(target=targets) on the last stage's rank
+    """
+    rows = (",".join(f"{stage}{op}{k}" for op, stage, k in actions) for actions in schedule.actions)
+    return "".join(f"{row}\n" for row in rows)

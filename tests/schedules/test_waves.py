@@ -1,0 +1,42 @@
+"""Hanayo's waves: placement, messages and memory as its docstring says."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.schedules import hanayo, interleaved, lower, one_f_one_b, simulate
+from minipar.schedules.lower import Send
+
+ranks, chunks = st.integers(2, 6), st.sampled_from([2, 4])
+
+
+def num_messages(schedule) -> int:
+    return sum(isinstance(instruction, Send) for program in lower(schedule) for instruction in program)
+
+
+@given(ranks, chunks, st.integers(1, 12))
+def test_turns_need_no_message(p, v, m):
+    assert num_messages(hanayo(p, m, v)) == 2 * m * v * (p - 1)
+    assert num_messages(interleaved(p, m, v)) == 2 * m * (v * p - 1)
+
+
+@given(ranks, chunks, st.integers(1, 24))
+def test_at_most_2p_microbatches_are_under_way(p, v, m):
+    assert max(simulate(hanayo(p, m, v)).peak_live) <= min(m, 2 * p) * v
+
+
+@given(ranks, chunks)
+def test_with_p_microbatches_it_idles_as_its_docstring_says(p, v):
+    timeline = simulate(hanayo(p, p, v))
+    assert timeline.longest_own_span - timeline.ideal <= 4 * p
+    whole = simulate(one_f_one_b(p, p))
+    assert (whole.longest_own_span - whole.ideal) * v == 3 * v * (p - 1)
+
+
+def test_an_odd_number_of_chunks_is_no_wave():
+    with pytest.raises(
+        ValueError, match="v=3 chunks a rank: a wave goes down and up; use an even number, such as 4"
+    ):
+        hanayo(4, 8, 3)
