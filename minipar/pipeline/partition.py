@@ -9,10 +9,13 @@ from minipar.errors import require_positive
 from minipar.model import Block, MoE, Transformer
 
 
-def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None = None) -> list[Transformer]:
+def partition(
+    model: Transformer, num_stages: int, costs: Sequence[float] | None = None, speeds: Sequence[float] | None = None
+) -> list[Transformer]:  # fmt: skip
     """Return the stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
 
     costs   one per layer, the first including the embedding and the last the head; None: `layer_costs(model)`
+    speeds  one per stage, as in `balance`
 
     Raises ValueError where there are fewer layers than stages, or where costs and layers differ in number.
     """
@@ -20,7 +23,7 @@ def partition(model: Transformer, num_stages: int, costs: Sequence[float] | None
     costs = layer_costs(model) if costs is None else costs
     if len(costs) != num_layers:
         raise ValueError(f"costs has {len(costs)} entries for {num_layers} layers; give one per layer")
-    cuts = balance(costs, num_stages)
+    cuts = balance(costs, num_stages, speeds)
     return [
         model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
         for stage, layers in enumerate(cuts)
@@ -55,13 +58,17 @@ def _active_elems(layer: Block, seq_len: int) -> float:
     return elems - experts * (1 - share)
 
 
-def balance(costs: Sequence[float], num_stages: int) -> list[range]:
-    """Cut layers 0 ... n-1 into `num_stages` ranges, none empty, so that the largest cost of a range is minimal.
+def balance(costs: Sequence[float], num_stages: int, speeds: Sequence[float] | None = None) -> list[range]:
+    """Cut layers 0 ... n-1 into `num_stages` ranges, none empty, so that the slowest stage takes the least time.
 
-    best(s, n) = min over k of max(best(s-1, k), sum of costs[k:n])        by dynamic programming: exact
+    best(s, n) = min over k of max(best(s-1, k), sum of costs[k:n] / speeds[s])        by dynamic programming: exact
+
+    costs   work per layer, such as measured seconds
+    speeds  work per time of each stage's rank, for unequal machines; None: all alike. A rank at half the speed of the
+            others gets about half as many layers
 
     O(num_stages n^2) time. Of several optimal cuts, returns the one with the longest last stages.
-    Raises ValueError where there are fewer layers than stages, or a cost is negative.
+    Raises ValueError where there are fewer layers than stages, a cost is negative, or a speed is not above 0.
     Source: PipeDream, SOSP 2019, section 3.1, for one kind of link.
     """
     require_positive(num_stages=num_stages)
@@ -72,13 +79,21 @@ def balance(costs: Sequence[float], num_stages: int) -> list[range]:
         )
     if min(costs) < 0:
         raise ValueError(f"costs={list(costs)} has a negative entry; use costs of at least 0")
+    speeds = [1.0] * num_stages if speeds is None else speeds
+    if len(speeds) != num_stages or min(speeds) <= 0:
+        raise ValueError(
+            f"speeds={list(speeds)} for num_stages={num_stages}; give a number above 0 per stage"
+        )
     before = [0.0, *accumulate(costs)]
-    # best[n], for the first n layers: (largest cost of a stage, first layer of the last stage). Here, for one stage.
-    best = [(before[n], 0) for n in range(num_layers + 1)]
+    # best[n], for the first n layers: (time of the slowest stage, first layer of the last stage). Here, for one stage.
+    best = [(before[n] / speeds[0], 0) for n in range(num_layers + 1)]
     table = [best]
     for stages in range(2, num_stages + 1):
         best = [
-            min((max(best[k][0], before[n] - before[k]), k) for k in range(stages - 1, n))
+            min(
+                (max(best[k][0], (before[n] - before[k]) / speeds[stages - 1]), k)
+                for k in range(stages - 1, n)
+            )
             if n >= stages
             else (float("inf"), 0)
             for n in range(num_layers + 1)

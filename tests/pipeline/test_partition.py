@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipar.model import ModelConfig, MoE, Transformer
-from minipar.pipeline import balance, partition
+from minipar.pipeline import Costs, balance, one_f_one_b, partition, simulate
 from minipar.pipeline.partition import layer_costs
 
 layer_cost = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
@@ -19,19 +19,44 @@ layer_cost = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
 @given(st.lists(layer_cost, min_size=1, max_size=9), st.data())
 def test_no_other_cut_has_a_faster_slowest_stage(costs, data):
     num_stages = data.draw(st.integers(1, len(costs)))
+    all_speeds = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=num_stages, max_size=num_stages)
+    speeds = data.draw(st.none() | all_speeds)
 
     def slowest(cuts):
-        return max(sum(costs[i] for i in layers) for layers in cuts)
+        return max(sum(costs[i] for i in layers) / s for layers, s in zip(cuts, speeds or [1.0] * len(cuts)))
 
     every_cut = (
         [range(*ends) for ends in pairwise((0, *inner, len(costs)))]
         for inner in combinations(range(1, len(costs)), num_stages - 1)
     )
-    got = balance(costs, num_stages)
+    got = balance(costs, num_stages, speeds)
     assert [i for layers in got for i in layers] == list(range(len(costs)))
     assert len(got) == num_stages
     assert all(got)
     assert slowest(got) == min(map(slowest, every_cut))
+
+
+def step_seconds(cuts, speeds) -> float:
+    """Of a simulated step on ranks of these speeds, with one unit per layer for each of F, I and W."""
+    seconds = tuple(len(layers) / speed for layers, speed in zip(cuts, speeds))
+    return simulate(one_f_one_b(len(cuts), 8), Costs(seconds, seconds, seconds)).longest_own_span
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_a_rank_at_half_speed_gets_half_the_layers_and_the_step_gets_faster(slow):
+    speeds = [0.5 if rank == slow else 1.0 for rank in range(4)]
+    equal, unequal = [range(0, 4), range(4, 8), range(8, 11), range(11, 14)], balance([1] * 14, 4, speeds)
+    assert [len(layers) for layers in unequal] == [2 if rank == slow else 4 for rank in range(4)]
+    assert step_seconds(unequal, speeds) < 0.84 * step_seconds(equal, speeds)
+
+
+def test_a_speed_that_cannot_be_is_refused():
+    with pytest.raises(
+        ValueError, match=r"speeds=\[1, 0\] for num_stages=2; give a number above 0 per stage"
+    ):
+        balance([1, 1], 2, [1, 0])
+    with pytest.raises(ValueError, match=r"speeds=\[1\] for num_stages=2"):
+        balance([1, 1], 2, [1])
 
 
 def test_a_wide_head_is_worth_layers():
