@@ -1,0 +1,110 @@
+"""What the interactive pages are answered: the library's own numbers, and its words where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.cost.plan_command import plan_command
+from minipar.schedules import SCHEDULES, Action, make_schedule, needs, simulate
+from website.answers import answer
+
+
+def asked(name: str, **request) -> dict:
+    return json.loads(answer(name, json.dumps(request)))
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9))
+def test_a_timeline_is_the_simulators(name, p, m):
+    got, want = asked("pipeline", schedule=name, p=p, m=m), make_schedule(name, p, m)
+    assert [[tuple(action[:3]) for action in own] for own in got["ranks"]] == [
+        list(own) for own in want.actions
+    ]
+    assert got["peak_live"] == list(simulate(want).peak_live)
+    assert got["bubble_over_total"] == pytest.approx(simulate(want).bubble_over_total, abs=1e-12)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.data())
+def test_an_action_names_what_it_needs_and_who_waits_for_it(p, m, data):
+    schedule = make_schedule("1f1b", p, m)
+    chosen = data.draw(st.sampled_from([a for own in schedule.actions for a in own]))
+    got = asked("action", p=p, m=m, action=list(chosen))
+    assert {tuple(a) for a in got["needs"]} == set(needs(chosen, p))
+    for waiting in got["waiting"]:
+        assert chosen in needs(Action(*waiting), p)
+
+
+def test_a_valid_order_of_ones_own_is_simulated_and_a_deadlock_says_its_cycle():
+    orders = [[list(a) for a in own] for own in make_schedule("gpipe", 2, 2).actions]
+    assert asked("pipeline", schedule="gpipe", p=2, m=2, orders=orders)["name"] == "yours"
+    orders[0] = [["F", 0, 0], ["B", 0, 0], ["F", 0, 1], ["B", 0, 1]]
+    got = asked("pipeline", schedule="gpipe", p=2, m=2, orders=orders)
+    assert "deadlocks" in got["error"]
+    assert sorted(got["cycle"]) == [0, 1]
+
+
+def test_the_plan_is_that_of_the_command():
+    job = dict(model="llama-7b", gpus=16, machine="h100", seq=4096, batch=64)
+    want = json.loads(plan_command(**job, as_json=True).text)
+    got = asked("plan", **job)
+    assert {name: got[name] for name in want} == want
+
+
+def test_one_layout_is_that_of_the_command():
+    want = json.loads(
+        plan_command("llama-70b", 64, "a100-80gb", 4096, 1024, explain="dp4-pp2-tp8-zero1", as_json=True).text
+    )
+    got = asked("layout", dp=4, pp=2, tp=8, zero=1)
+    assert {name: got[name] for name in want} == want
+
+
+@pytest.mark.parametrize(("name", "request_", "words"), [
+    ("pipeline", {"p": 0}, "p=0; use 1 to 64"),
+    ("pipeline", {"m": 10**6}, "m=1000000; use 1 to 1024"),
+    ("pipeline", {"p": "four"}, "p='four' is not a whole number"),
+    ("pipeline", {"p": 64, "m": 1024}, "make 196,608 actions; use 60,000 or fewer"),
+    ("pipeline", {"schedule": "1f1"}, "did you mean 1f1b"),
+    ("pipeline", {"F": "x"}, "F='x' is no number"),
+    ("pipeline", {"F": "nan"}, "F=nan is no number"),
+    ("pipeline", {"F": "1 2"}, "F has 2 entries for 4 stages"),
+    ("plan", {"model": "lama-7b"}, "did you mean llama-7b"),
+    ("plan", {"model": "llama3-405b", "gpus": 8}, "does not fit"),
+    ("layout", {"dp": 3}, "is not legal"),
+    ("layout", {"zero": 4}, "zero=4; use 0 to 3"),
+    ("mesh", {"dp": 2, "rank": 2}, "rank=2 is not in a world of 2"),
+    ("mesh", {"dp": 10**9}, "use 4,096 or fewer"),
+    ("curves", {"gb_per_s": 0}, "gb_per_s=0"),
+    ("mess", {}, "did you mean mesh"),
+])  # fmt: skip
+def test_what_cannot_be_is_said(name, request_, words):
+    got = asked(name, **request_)
+    assert list(got) == ["error"]
+    assert words in got["error"]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.data())
+def test_a_ranks_groups_hold_it_and_what_leaves_the_node_spans_two(pp, dp, tp, node, data):
+    world = pp * dp * tp
+    rank = data.draw(st.integers(0, world - 1))
+    got = asked("mesh", pp=pp, dp=dp, tp=tp, rank=rank, ranks_per_node=node)
+    assert all(rank in group for group in got["groups"].values())
+    for axis, group in got["groups"].items():
+        if not got["leaves_the_node"].get(axis, True):
+            assert len({r // node for r in group}) == 1
+
+
+def test_a_ring_wins_for_large_messages_and_a_tree_for_small_ones():
+    got = asked("curves", p=6)
+    assert len(got["crossovers"]) == 1
+    _, small, large = got["crossovers"][0]
+    assert (small, large) == ("tree: reduce, then broadcast", "ring")
+
+
+def test_the_answers_need_neither_torch_nor_numpy():
+    code = "import sys, website.answers; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

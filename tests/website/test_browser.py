@@ -1,0 +1,220 @@
+"""The built site in a real browser: no error, no foreign request, the library's numbers, usable by keyboard and on a phone.
+
+Skipped where the site is not built or Chromium is not installed; `make site-test` does both where it can.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from urllib.parse import unquote, urlencode, urljoin, urlsplit
+
+import pytest
+
+from minipar.cost.plan_command import plan_command
+from minipar.schedules import SCHEDULES, make_schedule, simulate
+from website.build import AXE, SITE, from_npm
+
+INTERACTIVE = [f"interactive/{name}.html" for name in ("pipeline", "planner", "collectives", "mesh")]
+LONG_S = 90  # a deadline, on a busy machine; on an idle one Python starts in a few seconds
+
+
+def until(browser, script: str, *args):
+    """Wait until the script returns something true, and return it."""
+    begin = time.monotonic()
+    while not (value := browser.execute_script(f"return {script}", *args)):
+        if time.monotonic() - begin > LONG_S:
+            status = browser.execute_script("return document.querySelector('#status')?.textContent")
+            raise AssertionError(f"{script} stayed false; the page says {status!r}")
+        time.sleep(0.05)
+    return value
+
+
+def opened(browser, site_url: str, page: str, **settings):
+    browser.get("about:blank")
+    browser.get(f"{site_url}/{page}" + (f"#{urlencode(settings)}" if settings else ""))
+    if page in INTERACTIVE:
+        until(browser, "document.body.dataset.python === 'ready'")
+    return browser
+
+
+def status(browser) -> str:
+    return browser.execute_script("return document.querySelector('#status').textContent")
+
+
+def set_field(browser, form: str, name: str, value) -> None:
+    browser.execute_script(
+        "const field = document.querySelector(arguments[0]).elements[arguments[1]]; field.value = arguments[2];"
+        "for (const name of ['input', 'change']) field.dispatchEvent(new Event(name, {bubbles: true}))",
+        form, name, str(value),
+    )  # fmt: skip
+
+
+def drawn(browser) -> str:
+    return browser.execute_script("return document.body.dataset.drawn ?? ''")
+
+
+def bubble_after(browser, act) -> float:
+    """Do something to the pipeline's page; return the bubble it then shows, at full precision."""
+    before = drawn(browser)
+    act()
+    until(browser, f"document.body.dataset.drawn !== {json.dumps(before)}")
+    until(browser, "document.querySelector('#status').textContent !== 'computing ...'")
+    return float(browser.execute_script("return document.querySelector('#first output').dataset.bubble"))
+
+
+def html_pages() -> list[str]:
+    return sorted(page.relative_to(SITE).as_posix() for page in SITE.rglob("*.html")) if SITE.exists() else []
+
+
+def test_every_page_opens_without_an_error_or_a_foreign_request(browser, site_url):
+    browser.get_log("browser")
+    browser.get_log("performance")
+    pages = html_pages()
+    assert len(pages) > 40
+    for page in pages:
+        opened(browser, site_url, page)
+        assert [line["message"] for line in browser.get_log("browser") if line["level"] == "SEVERE"] == [], (
+            page
+        )
+    sent = [json.loads(line["message"])["message"] for line in browser.get_log("performance")]
+    urls = {m["params"]["request"]["url"] for m in sent if m["method"] == "Network.requestWillBeSent"}
+    assert {url for url in urls if url.startswith(("http", "ws")) and not url.startswith(site_url)} == set()
+
+
+def test_all_links_resolve():
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    missing = set()
+    for page in html_pages():
+        text = (SITE / page).read_text(encoding="utf-8")
+        for link in re.findall(r'(?:href|src)="([^"#]+)', text):
+            url = urlsplit(urljoin(f"http://here/{page}", link.replace("&amp;", "&")))
+            if url.netloc == "here" and not (SITE / unquote(url.path).lstrip("/")).exists():
+                missing.add((page, link))
+    missing = {(page, link) for page, link in missing if page != "404.html"}
+    assert missing == set()
+
+
+def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
+    opened(browser, site_url, "interactive/pipeline.html")
+    until(browser, "document.querySelector('#status').textContent === ''")
+    for name in SCHEDULES:
+        for p, m in ((1, 1), (2, 5), (4, 8)):
+            for field, value in (("p", p), ("m", m)):
+                bubble_after(
+                    browser, lambda field=field, value=value: set_field(browser, "#settings", field, value)
+                )
+            shown = bubble_after(browser, lambda name=name: set_field(browser, "#settings", "schedule", name))
+            assert shown == pytest.approx(simulate(make_schedule(name, p, m)).bubble_over_total, abs=1e-12), (
+                name
+            )
+
+
+def test_the_planners_page_is_minipar_plan(browser, site_url):
+    job = dict(model="llama-7b", gpus=16, machine="h100", seq=4096, batch=64)
+    want = json.loads(plan_command(**job, as_json=True).text)["best"][0]
+    opened(browser, site_url, "interactive/planner.html", **job)
+    layout, seconds = until(browser, "document.body.dataset.plan").split()
+    assert layout == want["layout"]
+    assert float(seconds) == pytest.approx(want["seconds"], rel=1e-12)
+    assert layout in browser.execute_script("return document.querySelector('#layout h3').textContent")
+
+
+def test_a_dragged_order_that_cannot_train_shows_the_cycle(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    opened(browser, site_url, "interactive/pipeline.html", schedule="gpipe", p=2, m=2)
+    until(browser, "document.querySelectorAll('#first .action').length === 8")
+    until(browser, "document.querySelector('#status').textContent === ''")
+    backward = browser.find_element("css selector", '#first [data-at="0,2"] rect')
+    ActionChains(browser).click_and_hold(backward).move_by_offset(-600, 0).release().perform()
+    until(browser, "document.querySelector('#status').classList.contains('wrong')")
+    assert "cycle: rank 0 -> rank 0" in status(browser)
+    assert len(browser.find_elements("css selector", "#first .action")) == 8
+
+
+def test_the_keyboard_alone_makes_an_order_of_ones_own(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, site_url, "interactive/pipeline.html", schedule="gpipe", p=2, m=3)
+    until(browser, "document.querySelector('#status').textContent === ''")
+    for _ in range(60):  # from the top of the page, by tab alone
+        ActionChains(browser).send_keys(Keys.TAB).perform()
+        if browser.execute_script("return document.activeElement.classList.contains('timeline')"):
+            break
+    else:
+        raise AssertionError("tab never reaches the timeline")
+    for _ in range(4):
+        ActionChains(browser).send_keys(Keys.ARROW_RIGHT).perform()
+        time.sleep(0.2)
+    until(browser, "document.querySelector('#status').textContent.includes('B of microbatch 0')")
+    before = drawn(browser)
+    ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ARROW_RIGHT).key_up(Keys.SHIFT).perform()
+    until(browser, f"document.body.dataset.drawn !== {json.dumps(before)}")
+    assert browser.execute_script("return document.querySelector('#first h3').textContent").startswith(
+        "yours"
+    )
+
+
+@pytest.mark.parametrize("settings", [{"p": 0}, {"m": 10**6}, {"schedule": "nonsense", "p": "x"}])
+def test_settings_that_cannot_be_are_said_and_the_page_stays_usable(browser, site_url, settings):
+    opened(browser, site_url, "interactive/pipeline.html", **settings)
+    until(browser, "document.querySelector('#status').classList.contains('wrong')")
+    assert "use" in status(browser) or "is not" in status(browser)
+    for field, value in (("p", 2), ("m", 2), ("schedule", "gpipe")):
+        set_field(browser, "#settings", field, value)
+    until(browser, "document.querySelectorAll('#first .action').length === 8")
+
+
+def test_a_link_carries_the_settings(browser, site_url):
+    opened(browser, site_url, "interactive/pipeline.html", schedule="zb-h1", p=3, m=4)
+    until(browser, "document.querySelector('#first h3')?.textContent.startsWith('zb-h1')")
+    set_field(browser, "#settings", "m", 5)
+    until(browser, "location.hash.includes('m=5')")
+    assert "schedule=zb-h1" in browser.current_url
+
+
+def test_collectives_and_mesh_follow_their_settings(browser, site_url):
+    opened(browser, site_url, "interactive/collectives.html")
+    set_field(browser, "#settings", "step", 6)
+    assert until(browser, "document.body.dataset.step") == "6 1.5"  # 2 (p-1)/p of the vector, on 4 ranks
+    opened(browser, site_url, "interactive/mesh.html", pp=2, dp=2, tp=2, rank=7)
+    assert until(browser, "document.body.dataset.mesh") == "8 7"
+    browser.find_element("css selector", '[data-rank="3"]').click()
+    until(browser, "document.body.dataset.mesh === '8 3'")
+
+
+@pytest.mark.parametrize(
+    "page", ["index.html", "lessons/01_ring_all_reduce.html", "cards.html", *INTERACTIVE]
+)
+def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 375, "height": 720, "deviceScaleFactor": 1, "mobile": True},
+    )
+    try:
+        opened(browser, site_url, page)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+@pytest.mark.parametrize("page", INTERACTIVE)
+def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
+    opened(browser, site_url, page)
+    browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
+    time.sleep(0.5)  # colours fade
+    browser.execute_script(from_npm(AXE, "axe.min.js").decode())
+    found = browser.execute_async_script(
+        "const done = arguments[0]; axe.run(document.querySelector('.interactive')).then((r) => done(r.violations))"
+    )
+    serious = [
+        (v["id"], [n["html"][:120] for n in v["nodes"][:3]])
+        for v in found
+        if v["impact"] in ("serious", "critical")
+    ]
+    assert serious == []

@@ -1,0 +1,281 @@
+"""What the interactive pages ask: functions from plain values to plain values, run by Python in the page. Imports no torch.
+
+An answer is a dict. Where what was asked cannot be, it is {"error": the reason, in the library's words}, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from minipar.cost.collectives import collective_s
+from minipar.cost.layout import Job, Layout, obstacle
+from minipar.cost.machines import MACHINES, find_machine
+from minipar.cost.memory import worst_rank_memory
+from minipar.cost.model_table import MODELS, find_model
+from minipar.cost.planner import plan
+from minipar.cost.reasons import no_fit, reasons
+from minipar.cost.report import headline, plan_json, run_lines
+from minipar.cost.timing import step_time
+from minipar.errors import one_of
+from minipar.mesh.mesh import Mesh
+from minipar.mesh.nodes import axes_across_nodes
+from minipar.schedules import (
+    SCHEDULES,
+    Action,
+    Costs,
+    Deadlock,
+    Schedule,
+    make_schedule,
+    needs,
+    simulate,
+    to_torch,
+    validate,
+)
+from minipar.schedules.registry import LOOPED, chunks_per_rank
+from minipar.schedules.schedule import output_key
+from minipar.schedules.timeline import Timeline
+
+MOST = {"p": 64, "m": 1024, "v": 8, "ranks": 4096, "gpus": 100_000}
+MOST_ACTIONS = 60_000
+
+
+def answer(name: str, request: str) -> str:
+    """Answer a page's request; both are JSON."""
+    try:
+        if name not in ANSWERS:
+            raise ValueError(f"{name!r} is unknown; use {one_of(ANSWERS, near=name)}")
+        return json.dumps(ANSWERS[name](json.loads(request)))
+    except Deadlock as error:
+        return json.dumps({"error": str(error), "cycle": list(error.cycle), "blocked": sorted(error.blocked)})
+    except ValueError as error:
+        return json.dumps({"error": str(error)})
+
+
+def whole(request: dict, name: str, default: int, least: int = 1) -> int:
+    """Return a whole number of the request. Raises ValueError where it is none, or out of range."""
+    value, most = request.get(name, default), MOST.get(name)
+    try:
+        number = int(str(value))
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a whole number") from None
+    if number < least or (most is not None and number > most):
+        limits = f"{least} to {most}" if most is not None else f"{least} or more"
+        raise ValueError(f"{name}={number}; use {limits}")
+    return number
+
+
+def seconds(request: dict, name: str, default: float = 1.0):
+    """Return a cost: one number, or, of "1, 1, 2", one per stage."""
+    text = str(request.get(name, default))
+    try:
+        values = [float(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        values = []
+    if not values:
+        raise ValueError(f"{name}={text!r} is no number, and no list of one per stage")
+    return values[0] if len(values) == 1 else values
+
+
+# Pipelines ---------------------------------------------------------------------------------------------------------
+
+
+def timeline_of(request: dict) -> Timeline:
+    """Simulate the schedule that the page's settings describe, or the order that its reader made of it."""
+    name, p, m = request.get("schedule", "1f1b"), whole(request, "p", 4), whole(request, "m", 8)
+    v = chunks_per_rank(name, whole(request, "v", 2) if name in LOOPED else None)
+    if p * m * v * 3 > MOST_ACTIONS:
+        raise ValueError(
+            f"p={p}, m={m} and {v} chunks make {p * m * v * 3:,} actions; use {MOST_ACTIONS:,} or fewer"
+        )
+    costs = Costs(*(shared(seconds(request, op), v) for op in "FIW"), seconds(request, "comm", 0.0))
+    limit = request.get("memory_limit") or None
+    made = make_schedule(
+        name, p, m, v, costs, None if limit is None else float(seconds(request, "memory_limit"))
+    )
+    if orders := request.get("orders"):
+        made = Schedule(tuple(tuple(Action(*a) for a in own) for own in orders), made.stage_rank, m, "yours")
+        validate(made)
+    return simulate(made, costs)
+
+
+def shared(cost, v: int):
+    """A rank's stage is divided evenly among its chunks; a list gives the stages themselves."""
+    return [one for one in cost] if isinstance(cost, list) else cost / v
+
+
+def pipeline(request: dict) -> dict:
+    """The timeline: each rank's actions as [op, stage, microbatch, start, end], and what follows from it."""
+    timeline = timeline_of(request)
+    schedule = timeline.schedule
+    return {
+        "name": schedule.name,
+        "ranks": [[[*action, *timeline.spans[action]] for action in own] for own in schedule.actions],
+        "stage_rank": schedule.stage_rank,
+        "makespan": timeline.makespan,
+        "own_span": timeline.longest_own_span,
+        "ideal": timeline.ideal,
+        "bubble_over_total": timeline.bubble_over_total,
+        "bubble_over_ideal": timeline.bubble_over_ideal,
+        "peak_live": timeline.peak_live,
+        "live": [timeline.live(rank) for rank in range(schedule.num_ranks)],
+        "critical": timeline.critical_path,
+        "csv": to_torch(schedule),
+    }
+
+
+def action(request: dict) -> dict:
+    """What one action needs, who waits for its result, and why it starts when it does."""
+    timeline = timeline_of(request)
+    schedule, asked = timeline.schedule, Action(*request["action"])
+    by_result = {output_key(a): a for a in timeline.spans}
+    own = [by_result[output_key(need)] for need in needs(asked, schedule.num_stages)]
+    waiting = [
+        a for a in timeline.spans if output_key(asked) in map(output_key, needs(a, schedule.num_stages))
+    ]
+    start, end = timeline.spans[asked]
+    return {
+        "text": f"{asked}, on rank {schedule.stage_rank[asked.stage]}, from {start:g} to {end:g}",
+        "needs": own,
+        "waiting": waiting,
+    }
+
+
+# The planner -------------------------------------------------------------------------------------------------------
+
+
+def job_of(request: dict) -> Job:
+    return Job(
+        find_model(request.get("model", "llama-70b")), find_machine(request.get("machine", "a100-80gb")),
+        whole(request, "gpus", 64), whole(request, "seq", 4096), whole(request, "batch", 1024),
+        request.get("precision", "mixed"),
+    )  # fmt: skip
+
+
+def planned(request: dict) -> dict:
+    """The best layouts and why the others lost: the numbers of `minipar plan --json`, and the card's bytes."""
+    job = job_of(request)
+    found = plan(job, 10)
+    if not found.best:
+        raise ValueError(no_fit(found))
+    result = plan_json(found, reasons(found)) | {"card": job.machine.memory_bytes}
+    try:
+        result["commands"] = run_lines(job, found.best[0].layout)
+    except ValueError as error:
+        result["commands"] = [str(error)]
+    return result
+
+
+def layout(request: dict) -> dict:
+    """One layout itemised: the numbers of `minipar plan --explain`."""
+    job = job_of(request)
+    name = request.get("schedule", "1f1b")
+    asked = Layout(
+        **{axis: whole(request, axis, 1) for axis in ("dp", "pp", "cp", "ep", "tp")}, zero=whole(request, "zero", 0, 0),
+        schedule=name, chunks=chunks_per_rank(name), microbatch=whole(request, "microbatch", 1),
+        recompute=request.get("recompute", "none"),
+    )  # fmt: skip
+    if asked.zero > 3:
+        raise ValueError(f"zero={asked.zero}; use 0 to 3")
+    if (why := obstacle(job, asked)) is not None:
+        raise ValueError(f"layout {asked.name} is not legal: {why}")
+    (rank, items), step = worst_rank_memory(job, asked), step_time(job, asked)
+    return {
+        "layout": asked.name,
+        "job": headline(job),
+        "memory": items,
+        "card": job.machine.memory_bytes,
+        "fullest_pp_rank": rank,
+        "seconds": step.total,
+        "parts": step.parts,
+        "mfu": step.mfu,
+        "hfu": step.hfu,
+    }
+
+
+def choices(_request: dict) -> dict:
+    """The names that the planner knows."""
+    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(SCHEDULES)}
+
+
+# Collectives and meshes --------------------------------------------------------------------------------------------
+
+# label -> (kind, algorithm): what the alpha-beta model has of all-reduce
+CURVES = {"ring": ("all_reduce", "ring"), "halving-doubling": ("all_reduce", "halving_doubling")}
+
+
+def curves(request: dict) -> dict:
+    """Seconds of an all-reduce by size, and the size from which the next algorithm is the faster."""
+    p = whole(request, "p", 8)
+    alpha, gigabytes = float(seconds(request, "alpha_us", 10)) * 1e-6, float(seconds(request, "gb_per_s", 25))
+    if alpha < 0 or gigabytes <= 0:
+        raise ValueError(f"alpha_us={alpha * 1e6:g}, gb_per_s={gigabytes:g}; use 0 or more, and above 0")
+    sizes = [2 ** (n / 2) for n in range(16, 65)]
+    tree_rounds = 2 * max(p - 1, 0).bit_length()
+    beta = 1 / (gigabytes * 1e9)
+    lines = {
+        label: [collective_s(kind, p, size, alpha, beta, algorithm) for size in sizes]
+        for label, (kind, algorithm) in CURVES.items()
+        if algorithm == "ring" or p & (p - 1) == 0
+    }
+    lines["tree: reduce, then broadcast"] = [tree_rounds * (alpha + size * beta) for size in sizes]
+    best = [min(lines, key=lambda label, i=i: lines[label][i]) for i in range(len(sizes))]
+    turns = [[sizes[i], best[i - 1], best[i]] for i in range(1, len(sizes)) if best[i] != best[i - 1]]
+    return {"sizes": sizes, "lines": lines, "crossovers": turns}
+
+
+def mesh(request: dict) -> dict:
+    """The ranks in their nodes, and one rank's groups: who holds the same, who sums gradients, what leaves the node."""
+    sizes = {axis: whole(request, axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep")}
+    world = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+    if world > MOST["ranks"]:
+        raise ValueError(f"pp x dp x cp x tp makes {world:,} ranks; use {MOST['ranks']:,} or fewer")
+    grid, node = Mesh(world, **sizes), whole(request, "ranks_per_node", 8)
+    rank = whole(request, "rank", 0, 0)
+    if rank >= world:
+        raise ValueError(f"rank={rank} is not in a world of {world}; use 0 to {world - 1}")
+    at = grid.coordinates_of(rank)
+    dense = grid.group(rank, "dp", "cp")
+    return {
+        "world": world,
+        "ranks_per_node": node,
+        "rank": rank,
+        "coordinates": at._asdict(),
+        "all_coordinates": [grid.coordinates_of(r)._asdict() for r in range(world)],
+        "groups": {axis: grid.group(rank, axis) for axis in ("pp", "dp", "cp", "tp", "ep", "edp")},
+        "gradients": dense,
+        "expert_gradients": grid.group(rank, "edp"),
+        "leaves_the_node": axes_across_nodes(sizes, node),
+        "holds": _held(at, grid.sizes),
+    }
+
+
+def _held(at, sizes: dict[str, int]) -> list[str]:
+    """In words: what this rank holds of the model and of the batch."""
+    share = (
+        f"rows or columns {at.tp + 1} of {sizes['tp']} of every matrix"
+        if sizes["tp"] > 1
+        else "whole matrices"
+    )
+    return [
+        f"layers: part {at.pp + 1} of {sizes['pp']}, stage {at.pp}" if sizes["pp"] > 1 else "layers: all",
+        f"of them: {share}",
+        f"experts: part {at.ep + 1} of {sizes['ep']}" if sizes["ep"] > 1 else "experts, if any: all",
+        f"samples: part {at.dp + 1} of {sizes['dp']} of the batch"
+        if sizes["dp"] > 1
+        else "samples: the whole batch",
+        f"tokens: part {at.cp + 1} of {sizes['cp']} of each sample"
+        if sizes["cp"] > 1
+        else "tokens: whole samples",
+    ]
+
+
+ANSWERS: dict[str, Callable[[dict], dict]] = {
+    "pipeline": pipeline,
+    "action": action,
+    "plan": planned,
+    "layout": layout,
+    "choices": choices,
+    "curves": curves,
+    "mesh": mesh,
+}

@@ -1,0 +1,235 @@
+// The pipeline explorer: Python simulates, this page draws.
+import { $, COLOURS, ask, escape, fill, fromLink, newest, number, onChange, percent, save, say, settings, toLink } from "./common.js";
+
+const form = $("#settings");
+const pictures = [
+  { box: $("#first"), answer: null, orders: null, request: null, chosen: null },
+  { box: $("#second"), answer: null, orders: null, request: null, chosen: null },
+];
+const ROW = 26;
+const LIVE = 14;
+const MOST_TEXTS = 3000;
+
+function requestOf(index) {
+  const values = settings(form);
+  const request = { ...values, orders: pictures[index].orders };
+  if (index === 1) request.schedule = values.beside;
+  return request;
+}
+
+const asks = pictures.map((picture, index) => newest("pipeline", (answer, request) => show(index, answer, request)));
+
+function refresh(keepOrders = false) {
+  if (!keepOrders) for (const picture of pictures) picture.orders = null;
+  say("computing ...");
+  asks[0](requestOf(0));
+  if (settings(form).beside) asks[1](requestOf(1));
+  else {
+    pictures[1].answer = null;
+    pictures[1].box.innerHTML = "";
+  }
+}
+
+function show(index, answer, request) {
+  const picture = pictures[index];
+  if (answer.error) {
+    if (request.orders) picture.orders = picture.before ?? null;
+    say(answer.error, true);
+    mark(index, answer.blocked ?? []);
+    return;
+  }
+  Object.assign(picture, { answer, request, before: request.orders });
+  const ends = pictures.filter((p) => p.answer).map((p) => span(p.answer));
+  for (const other of pictures) if (other.answer) draw(other, Math.max(...ends));
+  say(request.orders ? "your order is valid" : "");
+  document.body.dataset.drawn = `${answer.name} ${request.p} ${request.m} ${Number(document.body.dataset.drawn?.split(" ")[3] ?? 0) + 1}`;
+}
+
+const span = (answer) => Math.max(...answer.ranks.flat().map((action) => action[4]), 1e-9);
+
+function mark(index, ranks) {
+  for (const rank of ranks) $(`[data-row="${rank}"]`, pictures[index].box)?.classList.add("blocked");
+}
+
+// Drawing ----------------------------------------------------------------------------------------------------------------
+
+function draw(picture, end) {
+  const { answer, box } = picture;
+  const width = Math.max(300, box.clientWidth || 900);
+  const left = 54;
+  const scale = (width - left - 8) / end;
+  const p = answer.ranks.length;
+  const count = answer.ranks.reduce((sum, own) => sum + own.length, 0);
+  const critical = new Set(form.elements.critical.checked ? answer.critical.map(String) : []);
+  const chunkOf = new Map();
+  const seen = new Map();
+  answer.stage_rank.forEach((rank, stage) => {
+    chunkOf.set(stage, seen.get(rank) ?? 0);
+    seen.set(rank, chunkOf.get(stage) + 1);
+  });
+  const many = new Set(answer.stage_rank).size < answer.stage_rank.length;
+  const parts = [];
+  const last = p * ROW + 8;
+  for (let rank = 0; rank < p; rank++) {
+    const y = rank * ROW + 4;
+    parts.push(`<g data-row="${rank}"><rect class="idle" x="${left}" y="${y}" width="${end * scale}" height="${ROW - 4}"/><text x="0" y="${y + 15}">rank ${rank}</text></g>`);
+    answer.ranks[rank].forEach(([op, stage, k, start, stop], position) => {
+      const [fill] = COLOURS[op];
+      const w = Math.max((stop - start) * scale, 0.4);
+      const inset = op === "W" ? 3 : 0;
+      const critically = critical.has([op, stage, k].join(",")) ? " critical" : "";
+      const label = count <= MOST_TEXTS && w > 11 ? `<text class="on" x="${left + start * scale + w / 2}" y="${y + 15}" fill="${COLOURS[op][1]}">${w > 24 ? op : ""}${k}${many && w > 30 ? "abcdefgh"[chunkOf.get(stage)] : ""}</text>` : "";
+      parts.push(`<g class="action${critically}" data-at="${rank},${position}"><rect x="${left + start * scale}" y="${y + inset}" width="${w}" height="${ROW - 4 - 2 * inset}" fill="${fill}"/>${label}</g>`);
+    });
+  }
+  const most = Math.max(...answer.peak_live, 1);
+  for (let rank = 0; rank < p; rank++) {
+    const base = last + (rank + 1) * LIVE;
+    const steps = answer.live[rank].map(([time, n]) => `H${left + time * scale}V${base - (n / most) * (LIVE - 3)}`).join("");
+    parts.push(`<path class="live" d="M${left},${base}${steps}H${left + end * scale}V${base}Z"/><text class="small" x="0" y="${base - 2}">live ${answer.peak_live[rank]}</text>`);
+  }
+  const height = last + p * LIVE + 22;
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => `<text class="small" text-anchor="${part === 1 ? "end" : "middle"}" x="${left + part * end * scale}" y="${height - 6}">${number(part * end)}</text>`);
+  box.innerHTML = `
+    <h3>${escape(answer.name)}: bubble <output data-bubble="${answer.bubble_over_total}">${percent(answer.bubble_over_total)}</output> of the time, ${percent(answer.bubble_over_ideal)} of useful time; step ${number(answer.own_span)}, ideal ${number(answer.ideal)}; at most ${Math.max(...answer.peak_live)} activations on a rank</h3>
+    <svg class="timeline" tabindex="0" role="application" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}"
+      aria-label="Timeline of ${escape(answer.name)}, ${p} ranks. Arrow keys choose an action, shift with left or right moves it, Escape undoes.">
+      <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#dcdcdc"/><line x1="0" y1="0" x2="0" y2="6" stroke="#f4f4f4" stroke-width="3"/></pattern></defs>
+      ${parts.join("")}${ticks.join("")}<line class="head" x1="${left}" x2="${left}" y1="0" y2="${last}" visibility="hidden"/></svg>`;
+  Object.assign(picture, { scale, left, end });
+  wire(picture);
+}
+
+// An action: what it needs, who waits for it; dragged, it makes one's own schedule ---------------------------------------
+
+function boxOf(picture, rank, position) {
+  return $(`[data-at="${rank},${position}"]`, picture.box);
+}
+
+async function choose(picture, rank, position) {
+  const own = picture.answer.ranks[rank];
+  if (!own?.[position]) return;
+  picture.chosen = [rank, position];
+  const [op, stage, k] = own[position];
+  const detail = await ask("action", { ...picture.request, action: [op, stage, k] });
+  if (detail.error) return say(detail.error, true);
+  for (const box of picture.box.querySelectorAll(".action")) box.classList.remove("chosen", "needed", "waiting");
+  boxOf(picture, rank, position)?.classList.add("chosen");
+  const places = new Map(picture.answer.ranks.flatMap((actions, r) => actions.map((a, i) => [a.slice(0, 3).join(","), [r, i]])));
+  for (const [name, group] of [["needed", detail.needs], ["waiting", detail.waiting]]) {
+    for (const action of group) boxOf(picture, ...places.get(action.join(",")))?.classList.add(name);
+  }
+  const named = (actions) => actions.map(([o, s, n]) => `${o}${n} on stage ${s}`).join(", ") || "nothing";
+  say(`${detail.text}; needs ${named(detail.needs)}; ${named(detail.waiting)} ${detail.waiting.length === 1 ? "waits" : "wait"} for it`);
+}
+
+function move(picture, rank, from, to) {
+  const orders = picture.answer.ranks.map((own) => own.map((action) => action.slice(0, 3)));
+  const [action] = orders[rank].splice(from, 1);
+  orders[rank].splice(to, 0, action);
+  picture.orders = orders;
+  const index = pictures.indexOf(picture);
+  picture.chosen = [rank, to];
+  asks[index](requestOf(index));
+}
+
+function wire(picture) {
+  const svg = $("svg", picture.box);
+  let drag = null;
+  const at = (event) => event.target.closest?.(".action")?.dataset.at.split(",").map(Number);
+  svg.addEventListener("pointerover", (event) => {
+    const place = at(event);
+    if (place && !drag && event.pointerType === "mouse") choose(picture, ...place);
+  });
+  svg.addEventListener("pointerdown", (event) => {
+    const place = at(event);
+    if (!place) return;
+    choose(picture, ...place);
+    drag = { place, x: event.clientX };
+    svg.setPointerCapture(event.pointerId);
+  });
+  svg.addEventListener("pointermove", (event) => {
+    if (drag) boxOf(picture, ...drag.place)?.setAttribute("transform", `translate(${event.clientX - drag.x} 0)`);
+  });
+  svg.addEventListener("pointerup", (event) => {
+    if (!drag) return;
+    const [rank, from] = drag.place;
+    const moved = event.clientX - drag.x;
+    drag = null;
+    boxOf(picture, rank, from)?.removeAttribute("transform");
+    if (Math.abs(moved) < 4) return;
+    const own = picture.answer.ranks[rank];
+    const time = (own[from][3] + own[from][4]) / 2 + moved / picture.scale;
+    const to = own.filter((action, i) => i !== from && (action[3] + action[4]) / 2 < time).length;
+    if (to !== from) move(picture, rank, from, to);
+  });
+  svg.addEventListener("keydown", (event) => {
+    const [rank, position] = picture.chosen ?? [0, -1];
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const row = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (step && event.shiftKey && position >= 0) {
+      const to = position + step;
+      if (to >= 0 && to < picture.answer.ranks[rank].length) move(picture, rank, position, to);
+    } else if (step) {
+      choose(picture, rank, Math.min(Math.max(position + step, 0), picture.answer.ranks[rank].length - 1));
+    } else if (row) {
+      const other = Math.min(Math.max(rank + row, 0), picture.answer.ranks.length - 1);
+      choose(picture, other, Math.min(Math.max(position, 0), picture.answer.ranks[other].length - 1));
+    } else if (event.key === "Escape") {
+      picture.orders = null;
+      asks[pictures.indexOf(picture)](requestOf(pictures.indexOf(picture)));
+    } else {
+      return;
+    }
+    event.preventDefault();
+  });
+}
+
+function play() {
+  const lines = pictures.filter((p) => p.answer).map((p) => [p, $(".head", p.box)]);
+  const begin = performance.now();
+  const long = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 6000;
+  function frame(now) {
+    const part = Math.min((now - begin) / (long || 1), 1);
+    for (const [picture, line] of lines) {
+      const time = part * picture.end;
+      line.setAttribute("transform", `translate(${time * picture.scale} 0)`);
+      line.setAttribute("visibility", part < 1 ? "visible" : "hidden");
+      picture.answer.ranks.forEach((own, rank) =>
+        own.forEach((action, i) => boxOf(picture, rank, i)?.classList.toggle("later", part < 1 && action[3] > time)),
+      );
+    }
+    if (part < 1) requestAnimationFrame(frame);
+  }
+  requestAnimationFrame(frame);
+}
+
+function svgText() {
+  const svg = $("svg", pictures[0].box).cloneNode(true);
+  svg.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  svg.insertAdjacentHTML("afterbegin", "<style>text{font:11px sans-serif}.on{text-anchor:middle}.small{font-size:9px}.idle{fill:url(#hatch)}.live{fill:#0072b2;opacity:.5}</style>");
+  return svg.outerHTML;
+}
+
+$("#play").addEventListener("click", play);
+$("#reset").addEventListener("click", () => refresh());
+$("#svg").addEventListener("click", () => save("timeline.svg", "image/svg+xml", svgText()));
+$("#csv").addEventListener("click", () => save("schedule.csv", "text/csv", pictures[0].answer.csv));
+$("#link").addEventListener("click", async () => {
+  toLink(form);
+  await navigator.clipboard?.writeText(location.href).catch(() => {});
+  say(`copied: ${location.href}`);
+});
+addEventListener("resize", () => {
+  const drawn = pictures.filter((p) => p.answer);
+  for (const picture of drawn) draw(picture, Math.max(...drawn.map((p) => span(p.answer))));
+});
+
+const names = JSON.parse($("#schedules").textContent);
+fill(form.elements.schedule, names, "1f1b");
+fill(form.elements.beside, ["", ...names], "");
+fromLink(form);
+onChange(form, () => refresh());
+const first = JSON.parse($("#first-picture").textContent);
+if (!location.hash) show(0, first.answer, first.request); // computed when the site was built: there before Python is
+refresh();
