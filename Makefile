@@ -1,13 +1,12 @@
 # `make demo` and `make test` are all a fresh machine needs; both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := minipar visualize tests benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow bench format lint clean
+.PHONY: help demo test slow test-gpu bench-gpu site site-test bench format lint clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -22,8 +21,25 @@ test: .venv/installed lint ## lint, every test, every notebook
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 lessons
 
-slow: .venv/installed ## the same properties over more examples and larger worlds
+slow: .venv/installed ## the same properties over more examples and larger worlds; then every test by NCCL's rules, on gloo
 	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m 'slow or not slow'
+	MINIPAR_TRANSPORT=grouped $(BIN)/python -m pytest
+
+test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
+	$(BIN)/python -m tests.gpu
+
+bench-gpu: .venv/installed ## the benchmarks on GPUs, against NCCL and torch's kernels. Without a GPU, one line
+	$(BIN)/python -m benchmarks --device cuda
+
+site: .venv/site-installed ## README, lessons, book, museum, API and interactive pages as a static site: build/site
+	$(BIN)/python -m website.build
+
+site-test: site ## the site in a real browser, where Chromium is installed
+	$(BIN)/python -m pytest tests/website
+
+.venv/site-installed: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[site]'
+	touch $@
 
 bench: .venv/installed ## time minipar against torch's own, as ratios
 	$(BIN)/minipar bench

@@ -1,4 +1,5 @@
 """Times against torch's own implementations, as ratios: `python -m benchmarks [name ...]`, or `minipar bench`.
+On GPUs, against NCCL: `python -m benchmarks --device cuda`.
 
 harness.py          time two implementations in turn in one run; print the table
 collectives.py      collectives against gloo's
@@ -9,10 +10,14 @@ tensor_parallel.py  tensor parallelism against DTensor
 pipeline.py         pipelines against torch.distributed.pipelining, and against the simulator
 expert.py           mixtures of experts against loops, torch's all-to-all and a dense model
 context.py          ring attention against an all-gather and fused attention
+checkpoints.py      memory, bytes and time to build, save, load, export and generate; nothing to compare with
 mesh.py             two mesh axes at once against torch's, and the cost of checkpoints
+training.py         a training step's MFU, and how much of its communication it hides
+predicted.py        step time by the cost model, calibrated here, beside measured
 __main__.py         the command
 
-Each benchmark is a module with `rows(quick)`; the first line of its docstring is the title of its table.
+Each benchmark is a module with `rows(quick)`; the first line of its docstring is the title of its table. One with rows of
+another kind has a `print_table` of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +25,9 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.util import find_spec
 
-from benchmarks.harness import print_table
+from benchmarks.harness import DEVICES, _device, print_table
 from minipar.errors import one_of
+from minipar.runtime.devices import Machine, why_not_nccl
 
 NAMES = tuple(
     name
@@ -35,16 +41,28 @@ NAMES = tuple(
         "expert",
         "context",
         "mesh",
+        "checkpoints",
+        "training",
+        "predicted",
     )
     if find_spec(f"benchmarks.{name}")
 )
 
 
-def run(names=None, quick: bool = False) -> None:
-    """Print the tables of the named benchmarks, or of all. Raises ValueError for an unknown name."""
+def run(names=None, quick: bool = False, device: str = "cpu") -> None:
+    """Print the tables of the named benchmarks, or of all. Raises ValueError for an unknown name, or without a GPU."""
     for name in names or NAMES:
         if name not in NAMES:
             raise ValueError(f"names={name!r} is no benchmark; use {one_of(NAMES)}")
-    for name in names or NAMES:
-        module = import_module(f"benchmarks.{name}")
-        print_table(module.__doc__.splitlines()[0], module.rows(quick))
+    if device not in DEVICES:
+        raise ValueError(f"device={device!r} is unknown; use {one_of(DEVICES)}")
+    if device == "cuda" and (why := why_not_nccl(1, Machine.here())):
+        raise ValueError(f"device='cuda': NCCL {why}")
+    before = _device.set(device)
+    try:
+        for name in names or NAMES:
+            module = import_module(f"benchmarks.{name}")
+            show = getattr(module, "print_table", print_table)
+            show(module.__doc__.splitlines()[0], module.rows(quick))
+    finally:
+        _device.reset(before)

@@ -1,18 +1,23 @@
-"""`python -m benchmarks [--quick] [name ...]`"""
+"""`python -m benchmarks [--quick] [--device cuda] [name ...]`"""
 
 import tyro
 
 import benchmarks
+from minipar.runtime.devices import Machine, why_not_nccl
 
 
-def main(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False) -> None:
+def main(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False, device: str = "cpu") -> None:
     """Time minipar against torch's own, in the same run.
 
     Args:
         names: which tables; none given: all.
         quick: fewer repetitions and sizes.
+        device: cpu, by gloo, or cuda, by NCCL; without a GPU, one line.
     """
-    benchmarks.run(names, quick)
+    if device == "cuda" and (why := why_not_nccl(1, Machine.here())):
+        print(f"no GPU benchmark was run: NCCL {why}")
+        return
+    benchmarks.run(names, quick, device)
 
 
 tyro.cli(main)

@@ -9,27 +9,37 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import minipar
-from benchmarks.harness import Row, race, row, seconds_a_call
+from benchmarks.harness import Row, on_cuda, race, row, run, seconds_a_call, worlds
 from minipar.comm.native import all_gather_single, reduce_scatter_single
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
+LARGE = [256 * MB, 1 << 30]  # on GPUs
 
 
 def rows(quick: bool = False) -> list[Row]:
     """All-reduce by size on 2 and 4 ranks; the other collectives for information, without a bar."""
-    sizes = [4 * KB, 256 * KB, 4 * MB] if quick else SIZES
-    return [row_ for p in (2, 4) for row_ in [*_all_reduce(p, sizes, quick), *_others(p, quick)]]
+    sizes = [4 * KB, 256 * KB, 4 * MB] if quick else SIZES + (LARGE if on_cuda() else [])
+    return [row_ for p in worlds() for row_ in [*_all_reduce(p, sizes, quick), *_others(p, quick)]]
 
 
 def _all_reduce(p: int, sizes: list[int], quick: bool):
-    for num_bytes, times in zip(sizes, zip(*minipar.run(_race_all_reduce, sizes, quick, world_size=p))):
-        yield row(f"all_reduce_ {_size(num_bytes)}, {p} ranks", times, _bar(p, num_bytes))
+    for num_bytes, times in zip(sizes, zip(*run(_race_all_reduce, sizes, quick, world_size=p))):
+        name = f"all_reduce_ {_size(num_bytes)}, {p} ranks"
+        yield with_bus_bandwidth(row(name, times, _bar(p, num_bytes)), p, num_bytes)
 
 
-def _bar(p: int, num_bytes: int) -> float:
+def with_bus_bandwidth(r: Row, p: int, num_bytes: int) -> Row:
+    """Note the bytes that a rank of an all-reduce must send, 2(p-1)/p of all, over each side's time: nccl-tests' busbw."""
+    sent = 2 * (p - 1) / p * num_bytes
+    ours, theirs = (sent / seconds / 1e9 for seconds in (r.ours_s, r.theirs_s))
+    return r._replace(note=f"{r.note}  bus {ours:.2f} GB/s against {theirs:.2f}")
+
+
+def _bar(p: int, num_bytes: int) -> float | None:
     """The largest ratio allowed: for latency up to 256 KB; from 4 MB on for bandwidth, at least 0.95 of gloo's."""
+    if on_cuda():
+        return None
     if num_bytes <= 256 * KB:
         return 1.0 if p == 2 else 1.4
     return 1 / 0.85 if num_bytes < 4 * MB else 1 / 0.95
@@ -38,14 +48,14 @@ def _bar(p: int, num_bytes: int) -> float:
 def _race_all_reduce(world, sizes: list[int], quick: bool):
     group, results = world.process_group(), []
     for num_bytes in sizes:
-        x = torch.zeros(num_bytes // 4)
+        x = torch.zeros(num_bytes // 4, device=world.device)
         theirs = partial(dist.all_reduce, x, group=group)
         results.append(race(world, partial(world.all_reduce_, x), theirs, *_effort(num_bytes, quick)))
     return results
 
 
 def _others(p: int, quick: bool):
-    for name, times in zip(OTHERS, zip(*minipar.run(_race_others, quick, world_size=p))):
+    for name, times in zip(OTHERS, zip(*run(_race_others, quick, world_size=p))):
         yield row(f"{name} 4 MB, {p} ranks", times)
 
 
@@ -54,7 +64,11 @@ OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 
 def _race_others(world, quick: bool):
     group, p = world.process_group(), world.size
-    x, part, y = torch.zeros(MB), torch.zeros(MB // p), torch.zeros(MB)
+    x, part, y = (
+        torch.zeros(MB, device=world.device),
+        torch.zeros(MB // p, device=world.device),
+        torch.zeros(MB, device=world.device),
+    )
     contenders = {
         "reduce_scatter": (
             partial(world.reduce_scatter, x, out=part),
@@ -86,14 +100,16 @@ def measure(
     world_size: int, algorithm: str, sizes, rounds: int = 9, collective: str = "all_reduce"
 ) -> dict[int, float]:
     """Time a collective at each size: num_bytes -> seconds, the median over rounds of the slowest rank's time."""
-    by_rank = minipar.run(_measure, collective, algorithm, list(sizes), rounds, world_size=world_size)
+    by_rank = run(_measure, collective, algorithm, list(sizes), rounds, world_size=world_size)
     return {n: statistics.median(map(max, zip(*times))) for n, times in zip(sizes, zip(*by_rank))}
 
 
 def _measure(world, collective: str, algorithm: str, sizes: list[int], rounds: int) -> list[list[float]]:
     out = []
     for num_bytes in sizes:
-        call = partial(getattr(world, collective), torch.zeros(num_bytes // 4), algorithm=algorithm)
+        call = partial(
+            getattr(world, collective), torch.zeros(num_bytes // 4, device=world.device), algorithm=algorithm
+        )
         call()
         out.append([seconds_a_call(world, call, _effort(num_bytes, False)[1]) for _ in range(rounds)])
     return out

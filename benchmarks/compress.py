@@ -10,8 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, race, row, run, worlds
 from minipar.data_parallel import DDP
 from minipar.data_parallel.compress import CompressedMean, Int8, PowerSGD
 from minipar.model import ModelConfig, Transformer
@@ -24,8 +23,8 @@ def rows(quick: bool = False) -> list[Row]:
     rounds = 5 if quick else 15
     found = []
     for name in ("PowerSGD, rank 2", "int8 vs fp16"):
-        for p in (2, 4):
-            times = minipar.run(_race_hooks, name, rounds, world_size=p)
+        for p in worlds():
+            times = run(_race_hooks, name, rounds, world_size=p)
             note = f"{times[0][1]:,} bytes, plain {times[0][2]:,}"
             found.append(row(f"{name}, {p} ranks", [rank[0] for rank in times], note=note))
     return found
@@ -35,18 +34,23 @@ def _race_hooks(world, name: str, rounds: int):
     group = world.process_group()
     # One bucket: with several, torch's PowerSGD hook runs its callbacks' collectives in another order on each rank of gloo.
     theirs = DistributedDataParallel(
-        Transformer(CONFIG), process_group=group, gradient_as_bucket_view=True, bucket_cap_mb=100
+        Transformer(CONFIG, device=world.device),
+        process_group=group,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=100,
     )
     if name.startswith("PowerSGD"):
         state = PowerSGDState(group, matrix_approximation_rank=2, start_powerSGD_iter=2)
         theirs.register_comm_hook(state, powerSGD_hook)
-        ours = DDP(Transformer(CONFIG), world, compress=partial(PowerSGD, rank=2))
+        ours = DDP(Transformer(CONFIG, device=world.device), world, compress=partial(PowerSGD, rank=2))
     else:
         theirs.register_comm_hook(group, default_hooks.fp16_compress_hook)
-        ours = DDP(Transformer(CONFIG), world, compress=partial(CompressedMean, codec=Int8()))
+        ours = DDP(
+            Transformer(CONFIG, device=world.device), world, compress=partial(CompressedMean, codec=Int8())
+        )
     steps = [_trainer(model, world) for model in (ours, theirs)]
     sent = _sent_by(world, steps[0])
-    plain = _sent_by(world, _trainer(DDP(Transformer(CONFIG), world), world))
+    plain = _sent_by(world, _trainer(DDP(Transformer(CONFIG, device=world.device), world), world))
     for step in steps * 3:  # past the steps that torch's hook reduces whole
         step()
     return race(world, *steps, rounds), sent, plain
@@ -61,7 +65,7 @@ def _sent_by(world, step) -> int:
 def _trainer(model, world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator).to(world.device)
 
     def step():
         optimizer.zero_grad()

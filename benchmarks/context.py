@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, on_cuda, race, row, run, worlds
 from minipar.context import ring_attention
-from minipar.live_bytes import LiveBytes
+from minipar.live_bytes import counted_bytes
 from minipar.model import flash_attention, plain_attention
 from minipar.model.flash import AttentionKernel
 
@@ -23,13 +23,15 @@ def rows(quick: bool = False) -> list[Row]:
     """Forward and backward of one attention, float32, one thread per rank."""
     rounds, tokens = (3, 2048) if quick else (9, 4096)
     found = []
-    for p in (2, 4):
+    for p in worlds():
         for causal in (True, False):
-            times = minipar.run(_race_ring, tokens, causal, rounds, world_size=p)
+            times = run(_race_ring, tokens, causal, rounds, world_size=p)
             kind = "causal" if causal else "full"
             found.append(row(f"ring vs gather + fused, {kind}, {p}", times, 1.0, f"{tokens} tokens"))
-    found.append(_balance_row(rounds))
     found.append(_flash_row(2048 if quick else 4096, 3 if quick else 5))
+    if on_cuda():
+        return [*found, *_fused_rows(tokens, rounds)]
+    found.append(_balance_row(rounds))
     return found if quick else [*found, _long_row()]
 
 
@@ -39,7 +41,7 @@ def _race_ring(world, tokens: int, causal: bool, rounds: int):
     generator = torch.Generator().manual_seed(world.rank)
     own = tokens // world.size
     q, k, v = (
-        torch.randn(1, heads, own, HEAD_DIM, generator=generator).requires_grad_()
+        torch.randn(1, heads, own, HEAD_DIM, generator=generator).to(world.device).requires_grad_()
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     dy = torch.randn_like(q)
@@ -53,7 +55,7 @@ def _race_ring(world, tokens: int, causal: bool, rounds: int):
         if not causal:
             return F.scaled_dot_product_attention(q, keys, values, enable_gqa=True).backward(dy)
         seen = (world.rank + 1) * own
-        mask = torch.ones(own, seen, dtype=torch.bool).tril(world.rank * own)
+        mask = torch.ones(own, seen, dtype=torch.bool, device=world.device).tril(world.rank * own)
         out = F.scaled_dot_product_attention(
             q, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, enable_gqa=True
         )
@@ -78,13 +80,13 @@ class _Gather(torch.autograd.Function):
 
 
 def _balance_row(rounds: int) -> Row:
-    times = minipar.run(_race_layouts, rounds, world_size=4)
+    times = run(_race_layouts, rounds, world_size=4)
     return row("zigzag vs contiguous, emulated, 4", times, 1.1 * 4 / 7, "4/7 = 0.57 by counting")
 
 
 def _race_layouts(world, rounds: int, whole_block_s: float = 0.05):
     """Emulate compute: a rank sleeps as long as its block would take, so 4 ranks compute at once on 2 cores."""
-    q, k, v = (torch.randn(1, 1, 128, 4) for _ in range(3))
+    q, k, v = (torch.randn(1, 1, 128, 4, device=world.device) for _ in range(3))
 
     def emulate(out, lse, q, k, v, mask):
         time.sleep(whole_block_s * mask.count() / 128**2)
@@ -99,7 +101,7 @@ def _race_layouts(world, rounds: int, whole_block_s: float = 0.05):
 
 
 def _flash_row(tokens: int, rounds: int) -> Row:
-    peaks, times = minipar.run(_race_flash, tokens, rounds, world_size=1)[0]
+    peaks, times = run(_race_flash, tokens, rounds, world_size=1)[0]
     note = f"{tokens} tokens; peak memory {peaks[0] >> 20} MB against {peaks[1] >> 20}: {peaks[0] / peaks[1]:.3f}, "
     return row("flash vs plain, both plain torch", [times], 1.0, note + "at most 0.125")
 
@@ -108,21 +110,42 @@ def _race_flash(world, tokens: int, rounds: int):
     torch.set_num_threads(1)
 
     def step(attention):
-        q, k, v = (torch.randn(1, 4, tokens, HEAD_DIM).requires_grad_() for _ in range(3))
+        q, k, v = (
+            torch.randn(1, 4, tokens, HEAD_DIM, device=world.device).requires_grad_() for _ in range(3)
+        )
         attention(q, k, v).sum().backward()
 
     peaks = []
     for attention in (flash_attention, plain_attention):
-        with LiveBytes() as memory:
+        with counted_bytes(world.device) as memory:
             step(attention)
         peaks.append(memory.peak)
     return peaks, race(world, partial(step, flash_attention), partial(step, plain_attention), rounds)
 
 
+def _fused_rows(tokens: int, rounds: int):
+    """Race tiles of plain torch, and the kernels that "auto" takes, against torch's own scaled_dot_product_attention."""
+    for impl in ("tiled", "auto"):
+        times = run(_race_fused, tokens, impl, rounds, world_size=1)
+        yield row(f"flash, impl={impl}, vs torch's", times, note=f"{tokens} tokens, bfloat16")
+
+
+def _race_fused(world, tokens: int, impl: str, rounds: int):
+    q, k, v = (
+        torch.randn(1, HEADS, tokens, HEAD_DIM, dtype=torch.bfloat16, device=world.device).requires_grad_()
+        for _ in range(3)
+    )
+
+    def theirs():
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    return race(world, lambda: flash_attention(q, k, v, impl=impl).sum().backward(), theirs, rounds)
+
+
 def _long_row() -> Row:
     """Time 32k tokens and 8 heads on 4 ranks, and add up the peak memory of the processes."""
     minipar.shutdown()
-    seconds, resident, counted = zip(*minipar.run(_long, 1 << 15, world_size=4, timeout_s=300))
+    seconds, resident, counted = zip(*run(_long, 1 << 15, world_size=4, timeout_s=300))
     note = (
         f"{sum(resident) / 2**30:.2f} GB resident in all, {sum(counted) / 2**30:.2f} of it tensors; at most 4"
     )
@@ -133,8 +156,11 @@ def _long(world, tokens: int):
     torch.set_num_threads(1)
     heads = 8
     start_s = time.perf_counter()
-    with LiveBytes() as memory:
-        q, k, v = (torch.randn(1, heads, tokens // world.size, 16).requires_grad_() for _ in range(3))
+    with counted_bytes(world.device) as memory:
+        q, k, v = (
+            torch.randn(1, heads, tokens // world.size, 16, device=world.device).requires_grad_()
+            for _ in range(3)
+        )
         ring_attention(world, q, k, v, layout="zigzag").sum().backward()
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return time.perf_counter() - start_s, resident, memory.peak

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, race, row, run, worlds
 from minipar.data_parallel import DDP
 from minipar.model import ModelConfig, Transformer
 
@@ -25,11 +24,11 @@ def rows(quick: bool = False) -> list[Row]:
     return [
         row(
             f"DDP step, {name} parameters, {p} ranks",
-            minipar.run(_race_step, config, rounds, world_size=p),
+            run(_race_step, config, rounds, world_size=p),
             bar=1.05,
         )
         for name, config in MODELS.items()
-        for p in (2, 4)
+        for p in worlds()
     ]
 
 
@@ -42,10 +41,10 @@ def _race_step(world, config: ModelConfig, rounds: int):
 
 
 def _trainer(wrap, world, config: ModelConfig):
-    model = wrap(Transformer(config))
+    model = wrap(Transformer(config, device=world.device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randint(0, config.vocab_size, (2, 64), generator=generator)
+    tokens = torch.randint(0, config.vocab_size, (2, 64), generator=generator).to(world.device)
 
     def step():
         optimizer.zero_grad()

@@ -1,11 +1,20 @@
-"""Ours against theirs: timed in turn, in the same processes, so that a busy machine slows both."""
+"""Ours against theirs: timed in turn, in the same processes, so that a busy machine slows both. On CPUs, or on GPUs."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import NamedTuple
+
+import torch
+
+import minipar
+from minipar.runtime.devices import Machine, why_not_nccl
+
+DEVICES = ("cpu", "cuda")
+_device: ContextVar[str] = ContextVar("device", default="cpu")  # set by `benchmarks.run` alone
 
 
 class Row(NamedTuple):
@@ -17,6 +26,23 @@ class Row(NamedTuple):
     ratio: float
     bar: float | None = None
     note: str = ""
+
+
+def on_cuda() -> bool:
+    return _device.get() == "cuda"
+
+
+def run(function: Callable, *args, **options) -> list:
+    """`minipar.run` on ranks with the device of this benchmark."""
+    return minipar.run(function, *args, backend="nccl" if on_cuda() else "gloo", **options)
+
+
+def worlds() -> list[int]:
+    """The numbers of ranks to measure on: 2 and 4, on GPUs also 8, as far as NCCL can serve them here."""
+    if not on_cuda():
+        return [2, 4]
+    machine = Machine.here()
+    return [ranks for ranks in (2, 4, 8) if why_not_nccl(ranks, machine) is None]
 
 
 def race(world, ours: Callable, theirs: Callable, rounds: int, calls: int = 1) -> list[tuple[float, float]]:
@@ -41,6 +67,8 @@ def seconds_a_call(world, function: Callable, calls: int = 1) -> float:
     start_s = time.perf_counter()
     for _ in range(calls):
         function()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)  # until here the calls are only enqueued
     return (time.perf_counter() - start_s) / calls
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, on_cuda, race, row, run, worlds
 from minipar.model import Linear, ModelConfig, Transformer
 from minipar.pipeline import (
     SCHEDULES,
@@ -41,12 +41,14 @@ UNIT_S = 0.03  # of emulated compute, for each of F, I and W of all of a rank's 
 def rows(quick: bool = False) -> list[Row]:
     """Whole steps against torch's on 2 and 4 ranks; then runs of ranks that sleep against the simulator."""
     found = []
-    for p in (2, 4):
+    for p in worlds():
         minipar.shutdown()  # torch's stages need a world of exactly p processes
         for name in (*SINGLE_STAGE, *SEVERAL_STAGES):
             schedule = make_schedule(name, p, MICROBATCHES)
-            times = minipar.run(_race_steps, schedule, 5 if quick else 12, world_size=p)
+            times = run(_race_steps, schedule, 5 if quick else 12, world_size=p)
             found.append(row(f"{name} step, {p} ranks", times, 1.0))
+    if on_cuda():
+        return found  # ranks that sleep need none
     timelines = {name: _emulated(name, 1 if quick else 3) for name in SCHEDULES}
     found += [_beside_predicted(timeline) for timeline in timelines.values()]
     return [*found, _bubbles(timelines["zb-h1"], timelines["1f1b"])]
@@ -59,7 +61,11 @@ def _race_steps(world, schedule: Schedule, rounds: int):
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.distributed")
     shape = (2, MICROBATCHES * SAMPLES, CONFIG.max_seq_len)
-    batch = torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(0)).unbind()
+    batch = (
+        torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+        .to(world.device)
+        .unbind()
+    )
     modules, our_step = _ours(world, schedule, batch)
     their_modules, their_step = _theirs(world, schedule, batch)
     our_step()
@@ -83,7 +89,7 @@ def _theirs(world, schedule: Schedule, batch):
         modules = [_with_torch_layers(module) for module in modules]
     own, group = schedule.stages_of(world.rank), world.process_group()
     stages = [
-        theirs.PipelineStage(module, s, schedule.num_stages, torch.device("cpu"), group=group)
+        theirs.PipelineStage(module, s, schedule.num_stages, world.device, group=group)
         for module, s in zip(modules, own)
     ]
     if schedule.name in SINGLE_STAGE:
@@ -96,7 +102,7 @@ def _theirs(world, schedule: Schedule, batch):
 
 
 def _modules(world, schedule: Schedule) -> list[nn.Module]:
-    stages = partition(Transformer(CONFIG), schedule.num_stages)
+    stages = partition(Transformer(CONFIG, device=world.device), schedule.num_stages)
     return [stages[s] for s in schedule.stages_of(world.rank)]
 
 
@@ -132,8 +138,7 @@ def _emulated(name: str, runs: int) -> Timeline:
     """The run with the smallest bubble, of several on four ranks that sleep: a disturbance can only make it larger."""
     schedule = make_schedule(name, 4, MICROBATCHES)
     timelines = [
-        measured(schedule, minipar.run(emulate, schedule, _costs(schedule), world_size=4))
-        for _ in range(runs)
+        measured(schedule, run(emulate, schedule, _costs(schedule), world_size=4)) for _ in range(runs)
     ]
     return min(timelines, key=lambda timeline: timeline.bubble_over_total)
 

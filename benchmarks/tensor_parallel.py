@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, race, row, run, worlds
 from minipar.comm import autograd
-from minipar.live_bytes import LiveBytes
+from minipar.live_bytes import counted_bytes
 from minipar.model import Linear, ModelConfig, Transformer, cross_entropy_sum
 from minipar.tensor_parallel import tensor_parallel, vocab_parallel_cross_entropy
 
@@ -35,25 +35,29 @@ def rows(quick: bool = False) -> list[Row]:
     """A training step of two models on 2 and 4 ranks, with sequence parallelism for information; then the loss."""
     models = {"0.9 M": (SMALL, 8, 128)} if quick else {"0.9 M": (SMALL, 8, 128), "7 M": (MEDIUM, 4, 256)}
     found = []
-    for p in (2, 4):
+    for p in worlds():
         minipar.shutdown()  # a device mesh needs a world of exactly p processes
         for name, (config, batch, tokens) in models.items():
             for sequence_parallel in (False, True):
-                times = minipar.run(
+                times = run(
                     _race_steps, config, batch, tokens, sequence_parallel, 5 if quick else 15, world_size=p
                 )
                 kind, bar = ("TP+SP", None) if sequence_parallel else ("TP", 0.95)
                 found.append(row(f"{kind} step, {name}, {p} ranks", times, bar))
-            times = minipar.run(_race_chunked, config, batch, tokens, 5 if quick else 15, world_size=p)
+            times = run(_race_chunked, config, batch, tokens, 5 if quick else 15, world_size=p)
             found.append(row(f"chunked vs whole, {name}, {p} ranks", times))
-    return [*found, _loss_row(quick)]
+    return [*found, _loss_row(quick)] if 4 in worlds() else found
 
 
 def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_parallel: bool, rounds: int):
     torch.set_num_threads(1)
-    ours = tensor_parallel(Transformer(config), world, sequence_parallel)
-    theirs = dtensor(Transformer(config), init_device_mesh("cpu", (world.size,)), sequence_parallel)
-    data = torch.randint(config.vocab_size, (2, batch, tokens))
+    ours = tensor_parallel(Transformer(config, device=world.device), world, sequence_parallel)
+    theirs = dtensor(
+        Transformer(config, device=world.device),
+        init_device_mesh(world.device.type, (world.size,)),
+        sequence_parallel,
+    )
+    data = torch.randint(config.vocab_size, (2, batch, tokens), device=world.device)
     losses = [_step(ours, data, nullcontext), _step(theirs, data, loss_parallel)]
     losses = [loss.full_tensor() if hasattr(loss, "full_tensor") else loss for loss in losses]
     torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-4)  # the same work, or the ratio means nothing
@@ -65,8 +69,11 @@ def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_pa
 def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: int):
     """Race sequence parallelism with chunked communication ("ours") against unchunked ("theirs")."""
     torch.set_num_threads(1)
-    data = torch.randint(config.vocab_size, (2, batch, tokens))
-    chunked, whole = (tensor_parallel(Transformer(config), world, True, chunked=c) for c in (True, False))
+    data = torch.randint(config.vocab_size, (2, batch, tokens), device=world.device)
+    chunked, whole = (
+        tensor_parallel(Transformer(config, device=world.device), world, True, chunked=c)
+        for c in (True, False)
+    )
     return race(
         world, partial(_step, chunked, data, nullcontext), partial(_step, whole, data, nullcontext), rounds
     )
@@ -125,7 +132,7 @@ def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Modu
 
 
 def _loss_row(quick: bool) -> Row:
-    results = minipar.run(_race_losses, 5 if quick else 15, world_size=4)
+    results = run(_race_losses, 5 if quick else 15, world_size=4)
     ours, theirs = results[0][1]
     note = (
         f"peak memory {ours / 2**20:.0f} MB against {theirs / 2**20:.0f}: {ours / theirs:.2f}, at most 0.33"
@@ -136,9 +143,11 @@ def _loss_row(quick: bool) -> Row:
 def _race_losses(world, rounds: int):
     torch.set_num_threads(1)
     torch.manual_seed(world.rank)
-    hidden = torch.randn(LOSS_TOKENS, LOSS_DIM, requires_grad=True)
-    weight = torch.randn(VOCAB // world.size, LOSS_DIM, requires_grad=True)
-    targets = torch.randint(VOCAB, (LOSS_TOKENS,), generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(LOSS_TOKENS, LOSS_DIM, requires_grad=True, device=world.device)
+    weight = torch.randn(VOCAB // world.size, LOSS_DIM, requires_grad=True, device=world.device)
+    targets = torch.randint(VOCAB, (LOSS_TOKENS,), generator=torch.Generator().manual_seed(0)).to(
+        world.device
+    )
 
     def split():
         vocab_parallel_cross_entropy(world, hidden @ weight.t(), targets, reduction="sum").backward()
@@ -151,7 +160,7 @@ def _race_losses(world, rounds: int):
 
     peaks = []
     for loss in (split, gathered):
-        with LiveBytes() as memory:
+        with counted_bytes(world.device) as memory:
             loss()
         peaks.append(memory.peak)
     return race(world, split, gathered, rounds), peaks

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import minipar
-from benchmarks.harness import Row, race, row
+from benchmarks.harness import Row, on_cuda, race, row, run, worlds
 from minipar.data_parallel import FSDP, ZeroOptimizer
 from minipar.model import ModelConfig, Transformer
 from minipar.model.block import Block
@@ -28,12 +28,13 @@ def rows(quick: bool = False) -> list[Row]:
     """Adam at ~20 M parameters, one thread per rank, 2 samples of 64 tokens each, so that communication matters."""
     rounds = 3 if quick else 11
     found = []
-    for p in (2, 4):
+    for p in worlds():
         minipar.shutdown()  # fully_shard needs a world of exactly its ranks
-        times = minipar.run(_race_zero, rounds, world_size=p)
+        times = run(_race_zero, rounds, world_size=p)
         found.append(row(f"ZeRO-1 step, {p} ranks", times, 1.0, "against ZeroRedundancyOptimizer"))
         found.append(_fsdp_row(p, rounds))
-        found.append(_prefetch_row(p, rounds))
+        if not on_cuda():  # a GPU has no need of units that sleep
+            found.append(_prefetch_row(p, rounds))
     minipar.shutdown()
     return found
 
@@ -43,20 +44,22 @@ def _race_zero(world, rounds: int):
 
 
 def _zero_step(world):
-    model = Transformer(CONFIG)
+    model = Transformer(CONFIG, device=world.device)
     return _stepper(world, model, ZeroOptimizer(model.parameters(), torch.optim.Adam, world, lr=1e-3))
 
 
 def _torch_zero_step(world):
     group = world.process_group()
-    model = DistributedDataParallel(Transformer(CONFIG), process_group=group, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        Transformer(CONFIG, device=world.device), process_group=group, gradient_as_bucket_view=True
+    )
     return _stepper(
         world, model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, group, lr=1e-3)
     )
 
 
 def _fsdp_row(p: int, rounds: int) -> Row:
-    results = minipar.run(_race_fsdp, rounds, world_size=p)
+    results = run(_race_fsdp, rounds, world_size=p)
     ours, theirs = (max(peaks) / 2**20 for peaks in zip(*(peaks for _, peaks in results)))
     note = (
         f"against fully_shard; peak memory {ours:.0f} MB against {theirs:.0f}: {ours / theirs:.2f}, at most 1"
@@ -66,19 +69,19 @@ def _fsdp_row(p: int, rounds: int) -> Row:
 
 def _race_fsdp(world, rounds: int):
     """Times, then the peak bytes of a step of each, shards and optimizer state included."""
-    mesh = init_device_mesh("cpu", (world.size,))
+    mesh = init_device_mesh(world.device.type, (world.size,))
     ours, theirs = _fsdp_step(world), _torch_fsdp_step(world, mesh)
     times = race(world, ours, theirs, rounds)
     return times, [_peak(step) for step in (ours, theirs)]
 
 
 def _fsdp_step(world, **options):
-    model = FSDP(Transformer(CONFIG), world, units=Block, **options)
+    model = FSDP(Transformer(CONFIG, device=world.device), world, units=Block, **options)
     return _stepper(world, model, torch.optim.Adam(model.parameters(), lr=1e-3))
 
 
 def _torch_fsdp_step(world, mesh):
-    model = Transformer(CONFIG)
+    model = Transformer(CONFIG, device=world.device)
     for module in (*(m for m in model.modules() if isinstance(m, Block)), model):
         fully_shard(module, mesh=mesh)
     return _stepper(world, model, torch.optim.Adam(model.parameters(), lr=1e-3))
@@ -92,7 +95,7 @@ def _peak(step) -> int:
 
 def _prefetch_row(p: int, rounds: int) -> Row:
     """Race prefetch against none, on units that sleep: ranks sharing two cores cannot compute and communicate at once."""
-    results = minipar.run(_race_prefetch, rounds, world_size=p)
+    results = run(_race_prefetch, rounds, world_size=p)
     hidden = [sum(fractions) / p for fractions in zip(*(fractions for _, fractions in results))]
     note = f"emulated compute; communication hidden {hidden[0]:.0%} against {hidden[1]:.0%}"
     return row(f"FSDP prefetch against none, {p}", [times for times, _ in results], 1.0, note)
@@ -110,7 +113,7 @@ def _emulated_step(world, prefetch: bool):
     )
 
     def step():
-        fsdp(torch.ones(1, 1, requires_grad=True)).sum().backward()
+        fsdp(torch.ones(1, 1, requires_grad=True, device=world.device)).sum().backward()
 
     return step
 
@@ -151,7 +154,7 @@ def _hidden(world, step) -> float:
 def _stepper(world, model, optimizer):
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator)
+    tokens = torch.randint(0, CONFIG.vocab_size, (2, 64), generator=generator).to(world.device)
 
     def step():
         optimizer.zero_grad()

@@ -18,7 +18,14 @@ from minipar.museum.command import museum_command
 from minipar.quiz.command import quiz_command
 from minipar.report import Progress, draw_exercise, draw_losses, print_summary
 from minipar.schedules.registry import ScheduleName
-from minipar.train.check_paths import CHECKPOINTS, check_export, check_generate, check_paths, require_writable
+from minipar.train.check_paths import (
+    CHECKPOINTS,
+    check_export,
+    check_generate,
+    check_paths,
+    require_readable,
+    require_writable,
+)
 from minipar.train.legal_configs import configs_to_verify
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
@@ -55,11 +62,13 @@ def _commands(settings: dict) -> dict:
     return {
         "train": _train_command(settings),
         "verify": _verify_command(settings),
+        "tokenize": tokenize_command,
         "generate": generate_command,
         "export": export_command,
         "timeline": timeline_command,
         "bench": bench_command,
         "plan": plan_command,
+        "explore": explore_command,
         "exercise": exercise_command(draw_exercise),
         "museum": museum_command(draw_losses),
         "quiz": quiz_command,
@@ -152,6 +161,31 @@ def _sweep(flags, world_size: int) -> None:
     raise SystemExit(1 if wrong else 0)
 
 
+def tokenize_command(text: tyro.conf.Positional[Path], tokenizer: Path, out: Path):
+    """Write the token ids of a text to a file for `minipar train --tokens`. Never has all of the text in memory.
+
+    Args:
+        text: a file of UTF-8.
+        tokenizer: a tokenizer.json of the package tokenizers.
+        out: the file to write: ids of 16 bits, or 32 where the vocabulary exceeds 65536, and nothing else.
+    """
+    return partial(_tokenize, text, tokenizer, out)
+
+
+def _tokenize(text: Path, tokenizer: Path, out: Path) -> None:
+    require_readable("text", text)
+    require_readable("tokenizer", tokenizer)
+    require_writable(out.parent)
+    from minipar.train.atomic_files import prepare_folder
+    from minipar.train.tokenizer import Tokenizer, write_tokens
+
+    codec = Tokenizer(tokenizer)
+    prepare_folder(out.parent)
+    count = write_tokens(text, codec, out)
+    print(f"{count} tokens of a vocabulary of {codec.vocab_size}: minipar train --tokens {out} "
+          f"--tokenizer {tokenizer} --model.vocab-size {codec.vocab_size}")  # fmt: skip
+
+
 def generate_command(
     run: tyro.conf.Positional[Path],
     prompt: str = "The ",
@@ -166,8 +200,8 @@ def generate_command(
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
         prompt: the text to continue.
-        tokens: number of bytes to generate.
-        temperature: 0 takes the most likely byte each time; above 0, bytes are sampled.
+        tokens: number of tokens to generate: bytes, unless the run has a tokenizer.
+        temperature: 0 takes the most likely token each time; above 0, tokens are sampled.
         seed: seed of the sampling.
         tp: tensor-parallel ranks.
         pp: pipeline ranks.
@@ -180,7 +214,7 @@ def _generate(run: Path, prompt: str, tokens: int, temperature: float, **options
     from minipar.train import generate_text
 
     text = generate_text(run, prompt, tokens, temperature, **options)
-    print(prompt + text.removeprefix(prompt))
+    print(text)
 
 
 def export_command(
@@ -211,7 +245,7 @@ def _export(run: Path, out: Path, layout: str) -> None:
 
 
 def timeline_command(
-    schedule: tuple[ScheduleName, ...] = ("1f1b",),
+    schedule: tuple[Literal[ScheduleName, "optimal"], ...] = ("1f1b",),
     stages: int = 4,
     microbatches: int = 8,
     chunks: int | None = None,
@@ -225,13 +259,13 @@ def timeline_command(
     """Print pipeline schedules as grids, and draw them on a common time axis as PNG and SVG.
 
     Args:
-        schedule: one or more schedules.
+        schedule: one or more schedules; optimal is the best there is, by exact search (small sizes; needs OR-tools).
         stages: pipeline ranks; a schedule with several chunks per rank divides each rank's stage evenly among them.
         microbatches: microbatches per step.
-        chunks: chunks per rank, for breadth-first and interleaved (2 if not given).
+        chunks: chunks per rank, for breadth-first, interleaved and hanayo (2 if not given).
         costs: seconds of F (forward), I (input gradient) and W (weight gradient) of a rank's stage per microbatch.
         comm: seconds of latency of a message between ranks.
-        memory_limit: live activations that zb-auto may hold per rank (twice the stages if not given).
+        memory_limit: live activations that zb-auto and optimal may hold per rank (twice the stages if not given).
         measure: also run each schedule, on local ranks that sleep for each action's cost, and draw the measured times.
         draw: draw the pictures; otherwise only print the grids.
         out: the picture file; a name without .png, .svg or .pdf gives a PNG and an SVG.
@@ -261,14 +295,19 @@ def plan_command(
     top: int = 10,
     json: bool = False,
     run: bool = False,
+    compress: str = "none",
+    auto_split: bool = False,
+    calibrate: Path | None = None,
     picture: Path | None = None,
+    scaling: Path | None = None,
 ):
     """Predict memory and time of training on GPUs you may not have: every legal layout, those that fit, the fastest first.
 
     Args:
         model: a name (llama-7b, llama3-405b, gpt3-175b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
         gpus: number of GPUs.
-        machine: a name (a100-80gb, h100, h200, b200, v100 ...), or a .toml file that describes a GPU and its node.
+        machine: a name (a100-80gb, h100, h200, b200, v100 ...), or a .toml file that describes a GPU and its node; local is
+            this machine, by local.toml or, where there is none, measured now.
         seq: tokens per sample.
         batch: samples per step, over all GPUs.
         precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.
@@ -276,26 +315,71 @@ def plan_command(
         top: number of layouts to print.
         json: print the numbers as JSON, in seconds and bytes.
         run: also print the commands that train the winner.
+        compress: auto says whether compressed gradients would pay on the winner, and what each method costs; or a method's
+            name, as of minipar train --compress.
+        auto_split: instead, choose the layers and GPUs of each pipeline stage and its own layout, as Alpa does.
+        calibrate: instead, measure this machine, and write it to this .toml file, for --machine.
         picture: a .png, .svg or .pdf to draw memory against the card, and time against memory, to.
+        scaling: a .png, .svg or .pdf to draw the winner's weak and strong scaling to 16,384 GPUs to.
     """
-    options = dict(precision=precision, explain=explain, as_json=json, run=run, top=top)
-    return partial(_plan, picture, model, gpus, machine, seq, batch, options)
+    if calibrate is not None:
+        return partial(_calibrate, calibrate)
+    options = dict(precision=precision, explain=explain, as_json=json, run=run, top=top, compress=compress)
+    options["auto_split"] = auto_split
+    return partial(_plan, (picture, scaling), model, gpus, machine, seq, batch, options)
 
 
 def _plan(
-    picture: Path | None, model: str, gpus: int, machine: str, seq: int, batch: int, options: dict
-) -> None:
+    pictures: tuple[Path | None, Path | None], model: str, gpus: int, machine: str, seq: int, batch: int, options: dict
+) -> None:  # fmt: skip
     from minipar.cost.plan_command import plan_command
 
-    if picture is not None:
-        from visualize.cost import check_picture, draw_plan
+    for picture in filter(None, pictures):
+        from visualize.cost import check_picture
 
         check_picture(picture)
         require_writable(picture.parent)
+    if machine == "local":
+        if not Path("local.toml").exists():
+            _calibrate(Path("local.toml"))
+        machine = "local.toml"
     outcome = plan_command(model, gpus, machine, seq, batch, **options)
     print(outcome.text)
-    if picture is not None:
-        print(f"wrote {draw_plan(outcome.job, outcome.layouts, picture, outcome.plan)}", file=sys.stderr)
+    if any(pictures):
+        from visualize.cost import draw_layout_scaling, draw_plan
+
+        memory, scaling = pictures
+        if memory is not None:
+            print(f"wrote {draw_plan(outcome.job, outcome.layouts, memory, outcome.plan)}", file=sys.stderr)
+        if scaling is not None:
+            print(f"wrote {draw_layout_scaling(outcome.job, outcome.layouts[0], scaling)}", file=sys.stderr)
+
+
+def _calibrate(path: Path) -> None:
+    if path.suffix != ".toml":
+        raise ValueError(f"calibrate={path} is no machine file; use a name that ends in .toml")
+    require_writable(path.parent)
+    from minipar.train.calibrate import calibrate
+
+    calibrate(path, on_progress=partial(print, file=sys.stderr))
+    print(f"wrote {path}: minipar plan --machine {path}", file=sys.stderr)
+
+
+def explore_command(site: Path | None = None, port: int = 0, browser: bool = True):
+    """Open the site in a browser, on this machine alone: pipelines, the planner, collectives and the mesh, to play with.
+
+    Args:
+        site: the folder of a built site (build/site of this checkout if not given); `make site` builds it.
+        port: of the server on 127.0.0.1; 0 takes any free one.
+        browser: open a browser; otherwise only print the address.
+    """
+    return partial(_explore, site, port, browser)
+
+
+def _explore(site: Path | None, port: int, browser: bool) -> None:
+    from visualize.explore import explore
+
+    explore(site, port, browser)
 
 
 def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool = False):

@@ -15,6 +15,7 @@ import tyro
 
 HEADINGS = {
     "mesh": "Who computes what. Any mesh gives the same losses.",
+    "messages": "Cheap messages: gradients compressed, or sent more rarely.",
     "memory": "What is kept, and where.",
     "optimization": "The batch and the optimizer.",
     "precision": "Numbers, and what is none.",

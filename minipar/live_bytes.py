@@ -1,4 +1,4 @@
-"""Current and peak bytes of live tensors, counted by storage: for CPUs, whose allocator keeps no such count.
+"""Current and peak bytes of live tensors: counted by storage on a CPU, whose allocator keeps no count, else by torch.
 
     with LiveBytes() as memory:
         model.loss(tokens, targets).backward()
@@ -32,7 +32,8 @@ class LiveBytes(TorchDispatchMode):
         }
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in before | self._alive:
+            allocates = isinstance(x, torch.Tensor) and not x.is_meta
+            if allocates and x.untyped_storage()._cdata not in before | self._alive:
                 self._on_allocate(x.untyped_storage())
         return result
 
@@ -46,3 +47,31 @@ class LiveBytes(TorchDispatchMode):
     def _on_free(self, key: int, num_bytes: int) -> None:
         self._alive.discard(key)
         self.now -= num_bytes
+
+
+class AllocatedBytes:
+    """Context manager that counts as `LiveBytes` does, on a GPU, whose allocator keeps the count for all threads."""
+
+    def __init__(self, device: torch.device, cuda=torch.cuda):
+        self._device, self._cuda = device, cuda
+
+    def __enter__(self):
+        self._before = self._cuda.memory_allocated(self._device)
+        self._cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *error):
+        self._peak = self._cuda.max_memory_allocated(self._device) - self._before
+
+    @property
+    def now(self) -> int:
+        return self._cuda.memory_allocated(self._device) - self._before
+
+    @property
+    def peak(self) -> int:
+        return self._peak
+
+
+def counted_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:
+    """Return a context manager that counts the bytes allocated inside it on this device: `now` alive, and their `peak`."""
+    return AllocatedBytes(device) if device.type == "cuda" else LiveBytes()

@@ -1,4 +1,4 @@
-"""Spans of compute, communicate and wait time on a rank, and their export as a file that Perfetto opens.
+"""Spans of compute, communicate, disk and wait time on a rank, and their export as a file that Perfetto opens.
 
     trace = Trace()
     world.trace = trace                      # every Comm made from `world` records into it
@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Kind = Literal["compute", "communicate", "wait"]
+Kind = Literal["compute", "communicate", "disk", "wait"]
 
 
 class Span(NamedTuple):
@@ -29,11 +29,16 @@ class Span(NamedTuple):
     name: str
     start_s: float
     end_s: float
-    lane: str = "main"  # the rank's main thread, or the stream of one Comm
+    lane: str = "main"  # the rank's main thread, the stream of one Comm, or the thread of offloaded states
 
 
 class Trace:
-    """The spans of one rank, in the order in which they ended. Recording a span costs about a microsecond."""
+    """The spans of one rank, in the order in which they ended. Recording a span costs about a microsecond.
+
+    now  the time, as `add` takes it: here of the host. `comm/cuda_trace.py` has the GPU's
+    """
+
+    now = staticmethod(time.perf_counter)
 
     def __init__(self):
         self.spans: list[Span] = []
@@ -43,16 +48,16 @@ class Trace:
 
     @contextmanager
     def span(self, kind: Kind, name: str, lane: str = "main"):
-        start_s = time.perf_counter()
+        start = self.now()
         try:
             yield
         finally:
-            self.add(kind, name, start_s, time.perf_counter(), lane)
+            self.add(kind, name, start, self.now(), lane)
 
 
-def span(trace: Trace | None, kind: Kind, name: str):
-    """Return `trace.span(kind, name)`, or a context that does nothing if `trace` is None."""
-    return nullcontext() if trace is None else trace.span(kind, name)
+def span(trace: Trace | None, kind: Kind, name: str, lane: str = "main"):
+    """Return `trace.span(kind, name, lane)`, or a context that does nothing if `trace` is None."""
+    return nullcontext() if trace is None else trace.span(kind, name, lane)
 
 
 def busy_s(spans, kind: Kind) -> float:
@@ -60,14 +65,14 @@ def busy_s(spans, kind: Kind) -> float:
     return _length(_union(spans, kind))
 
 
-def overlap_fraction(spans) -> float:
-    """Return the fraction of communication time during which the rank also computed: 0 nothing hidden, 1 all of it.
+def overlap_fraction(spans, kind: Kind = "communicate") -> float:
+    """Return the fraction of time of this kind during which the rank also computed: 0 nothing hidden, 1 all of it.
 
     A lane does one thing at a time: communicate and wait spans inside a compute span of the same lane are subtracted.
     """
-    communicate = _union(spans, "communicate")
+    of_kind = _union(spans, kind)
     computing = _merge(chain.from_iterable(_computing(spans)))
-    hidden_s, total_s = _length(_intersection(communicate, computing)), _length(communicate)
+    hidden_s, total_s = _length(_intersection(of_kind, computing)), _length(of_kind)
     return min(1.0, hidden_s / total_s) if total_s else 0.0
 
 

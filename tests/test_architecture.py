@@ -132,12 +132,15 @@ def reserved_faults(tree: ast.AST, path: Path):
     """What only certain files may touch: torch.distributed, and the environment."""
     uses = [(module, line) for module, line, _ in imported(tree, path)]
     uses += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    # Caller and worker carry the caller's environment over to the ranks whole; only launch reads settings.
+    # Caller and worker carry the caller's environment over to the ranks whole; the others read settings.
     environment = tuple(
-        f"minipar/runtime/{name}.py" for name in ("caller", "environment", "launch", "worker")
-    )
+        f"minipar/{name}.py"
+        for name in (
+            "comm/transports", "runtime/caller", "runtime/environment", "runtime/launch", "runtime/worker"
+        )
+    )  # fmt: skip
     transports = tuple(
-        f"minipar/comm/{name}.py" for name in ("existing_group", "grouped", "native", "transport")
+        f"minipar/comm/{name}.py" for name in ("existing_group", "grouped", "host", "native", "transport")
     )
     allowed = {
         "torch.distributed": (*transports, "minipar/runtime/launch.py", "minipar/runtime/worker.py"),

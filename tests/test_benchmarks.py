@@ -3,8 +3,11 @@
 import pytest
 
 import benchmarks
-from benchmarks.collectives import line
+from benchmarks import checkpoints, context, harness, training
+from benchmarks.collectives import line, with_bus_bandwidth
 from benchmarks.harness import Row, print_table, row
+from minipar.cost.machines import find_machine
+from minipar.model import ModelConfig
 
 
 def test_a_round_takes_as_long_as_on_its_slowest_rank():
@@ -30,6 +33,60 @@ def test_a_line_is_recovered_from_points_on_it():
     assert beta_s == pytest.approx(2e-9)
 
 
+def test_a_rank_s_memory_is_that_of_the_rank_with_most(capsys):
+    usages = [
+        checkpoints.Usage(1.0, 2_000_000, 3_000_000, 0, 5),
+        checkpoints.Usage(2.0, 1_000_000, 4_000_000, 9, 0),
+    ]
+    line = checkpoints.row("build", usages)
+    assert line == checkpoints.Row("build", 2.0, 2_000_000, 4_000_000, 9, 5)
+    checkpoints.print_table("Title", [line])
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["build", "2", "4", "0", "0", "2.0"]
+
+
 def test_an_unknown_benchmark_is_refused():
     with pytest.raises(ValueError, match="'nothing' is no benchmark; use collectives"):
         benchmarks.run(["nothing"])
+
+
+def test_bus_bandwidth_is_the_bytes_that_must_be_sent_over_the_time():
+    note = with_bus_bandwidth(Row("x", 1e-3, 2e-3, 0.5, None, "1..2"), 4, 10**6).note
+    assert note == "1..2  bus 1.50 GB/s against 0.75"  # 2 * 3/4 of 1 MB
+
+
+def test_a_gpu_benchmark_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(benchmarks.Machine, "here", classmethod(lambda cls: cls(0, None, False)))
+    with pytest.raises(ValueError, match="device='cuda': NCCL needs a GPU"):
+        benchmarks.run(["collectives"], device="cuda")
+    with pytest.raises(ValueError, match="device='tpu' is unknown; use cpu or cuda"):
+        benchmarks.run(["collectives"], device="tpu")
+
+
+def test_gpu_worlds_are_those_that_nccl_can_serve(monkeypatch):
+    monkeypatch.setattr(benchmarks.Machine, "here", classmethod(lambda cls: cls(4, (2, 28, 3), False)))
+    assert harness.worlds() == [2, 4]
+    device = harness._device.set("cuda")
+    assert harness.worlds() == [2, 4]
+    monkeypatch.setattr(benchmarks.Machine, "here", classmethod(lambda cls: cls(1, (2, 30, 0), True)))
+    assert harness.worlds() == [2, 4, 8]
+    harness._device.reset(device)
+
+
+def test_what_a_gpu_is_to_run_works_on_a_cpu(monkeypatch):
+    """Tiny, and on two ranks at most: that the code runs is the claim, not what it takes."""
+    monkeypatch.setattr(training, "SMALL", ModelConfig(dim=16, num_layers=1, num_heads=2, max_seq_len=16))
+    monkeypatch.setattr(training, "worlds", lambda: [2])
+    alone, together = training.rows(quick=True)
+    assert "TFLOP/s a rank" in alone.note
+    assert "communication hidden" in together.note
+    tiled, auto = context._fused_rows(64, 1)
+    assert tiled.ours_s > 0 < auto.ours_s
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"), [("NVIDIA H100 80GB HBM3", "MFU 50.0% of NVIDIA H100"), ("RTX", ""), (None, "")]
+)
+def test_the_mfu_is_of_the_gpus_own_peak(gpu, words):
+    peak = find_machine("h100").peak_flops / 1e12
+    assert words in training._mfu(peak / 2, gpu)
+    assert bool(training._mfu(peak / 2, gpu)) == bool(words)

@@ -38,7 +38,7 @@ def outcome(capsys, *argv):
         (["bench", "no-such-table"], "no-such-table"),
         (["train", "--tp", "3"], "tp=3 does not divide"),
         (["train", "--on-nan", "cry"], "invalid choice 'cry' for argument '--on-nan'"),
-        (["train", "--eval-every", "5", "--text", ".ci/run", "--seq-len", "64"], "too few to hold out"),
+        (["train", "--eval-every", "5", "--text", ".gitignore", "--seq-len", "64"], "too few to hold out"),
         (["generate", "no/such/run"], "no/such/run"),
         (["export", "no/such/run", "--out", "model.safetensors"], "no whole checkpoint"),
     ],

@@ -13,4 +13,7 @@ pipeline_text.py     a pipeline's timeline as a grid of text
 pipeline.py          the same, simulated or measured, as PNG and SVG
 pipeline_command.py  the work of `minipar timeline`
 verify.py            the sweep of `minipar verify --all`
+mesh.py              groups of a mesh, what its axes send, what a step waits for
+checkpoint.py        days with failures, a tensor's parts, a run that went on, goodput
+source.py            source code in a notebook
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.planner import Plan
-from minipar.cost.scaling import Point
+from minipar.cost.scaling import Point, bound_gpus, gpu_counts, needed_tokens, scaling
 from visualize.style import (
     BLUE,
     FAINT,
@@ -80,7 +81,8 @@ def memory_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], card_bytes:
         axes.text(left, y, f" {left:.1f}", va="center", fontsize=SMALL, color=INK, bbox=white)
     axes.axvline(card_bytes / GB, color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
     axes.set_yticks(range(len(bars)), list(bars))
-    axes.invert_yaxis()
+    around = max(0.5, 1.5 - len(bars) / 2)  # a single bar is no thicker than one of several
+    axes.set_ylim(len(bars) - 1 + around, -around)
     axes.set_title(f"GB of the fullest rank; the card has {card_bytes / GB:.0f}", loc="left", fontsize=NORMAL)
     axes.legend(fontsize=SMALL, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.08))
     quiet(axes, grid="x")
@@ -89,7 +91,7 @@ def memory_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], card_bytes:
 def pareto(axes: Axes, plan: Plan) -> None:
     """Draw every layout that fits as a point, and the line of those that no other beats in both time and memory."""
     sizes, seconds = zip(*((fit.num_bytes / GB, fit.seconds) for fit in plan.fits))
-    axes.scatter(sizes, seconds, s=4, color=FAINT, label=f"{len(seconds):,} that fit")
+    axes.scatter(sizes, seconds, s=4, color=FAINT, label=f"{len(seconds):,} that were weighed and fit")
     front = plan.frontier
     axes.plot(
         [s / GB for _, s in front],
@@ -111,27 +113,69 @@ def pareto(axes: Axes, plan: Plan) -> None:
     quiet(axes, grid="both")
 
 
+def draw_layout_scaling(job: Job, layout: Layout, path: str | Path) -> Path:
+    """Write `layout_scaling_figure`; return the path."""
+    return write(layout_scaling_figure(job, layout), path)
+
+
+def layout_scaling_figure(job: Job, layout: Layout) -> Figure:
+    """Draw the weak and strong scaling of a layout, from one data-parallel rank to MOST_GPUS.
+
+    A line marks where the batch leaves a data-parallel rank too few tokens to hide its gradients: see `scaling.py`.
+    """
+    gpus = gpu_counts(layout)
+    first = replace(job, gpus=gpus[0], batch=max(1, job.batch * gpus[0] // job.gpus))
+    curves = {
+        "weak: the batch grows": scaling(first, layout, gpus, weak=True),
+        "strong: the batch stays": scaling(job, layout, gpus, weak=False),
+    }
+    bound = bound_gpus(job, layout, gpus)
+    if bound is None:
+        return scaling_figure(curves)
+    dp = bound * layout.dp // layout.world_size
+    tokens, needed = job.batch * job.seq_len // (dp * layout.cp), needed_tokens(job, replace(layout, dp=dp))
+    note = f"this batch leaves a data-parallel\nrank {tokens:,} tokens; to hide its\ngradients it needs {needed:,.0f}"
+    return scaling_figure(curves, (bound, note))
+
+
 def draw_scaling(curves: Mapping[str, Sequence[Point]], path: str | Path) -> Path:
     """Write `scaling_figure`; return the path."""
     return write(scaling_figure(curves), path)
 
 
-def scaling_figure(curves: Mapping[str, Sequence[Point]]) -> Figure:
-    """Draw efficiency and the share of messages against the number of GPUs, a line per curve."""
-    figure = new_figure(8.4, 3.0)
+def scaling_figure(curves: Mapping[str, Sequence[Point]], bound: tuple[int, str] | None = None) -> Figure:
+    """Draw efficiency and the share of messages against the number of GPUs, a line per curve.
+
+    bound  a number of GPUs to mark, and what is said of it
+    """
+    figure = new_figure(8.8, 3.2)
     left, right = figure.subplots(1, 2)
     for (name, points), colour in zip(curves.items(), (BLUE, VERMILION, GREEN, ORANGE, PURPLE)):
         gpus = [p.gpus for p in points]
         left.plot(gpus, [p.efficiency for p in points], color=colour, marker="o", markersize=3, label=name)
         right.plot(gpus, [p.communication for p in points], color=colour, marker="o", markersize=3)
-    for axes, title in (
-        (left, "work per GPU, against the fewest"),
-        (right, "share of a step that waits for messages"),
+    most = max(p.communication for points in curves.values() for p in points)
+    for axes, title, top in (
+        (left, "work per GPU, against the fewest", 1.05),
+        (right, "share of a step that waits for messages", min(1.05, max(0.25, 1.5 * most))),
     ):
         axes.set_xscale("log", base=2)
-        axes.set_ylim(0, 1.05)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_ylim(0, top)
         axes.set_xlabel("GPUs", fontsize=SMALL)
         axes.set_title(title, loc="left", fontsize=NORMAL)
         quiet(axes, grid="y")
-    left.legend(fontsize=SMALL, frameon=False)
+        if bound is not None:
+            axes.axvline(bound[0], color=INK, linewidth=1, linestyle=(0, (3, 2)))
+    if bound is not None:
+        right.text(
+            bound[0] * 0.85,
+            0.98 * right.get_ylim()[1],
+            bound[1],
+            va="top",
+            ha="right",
+            fontsize=SMALL,
+            color=INK,
+        )
+    left.legend(fontsize=SMALL, frameon=False, loc="lower left")
     return figure

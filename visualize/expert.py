@@ -92,7 +92,7 @@ def load_figure(runs: Mapping[str, Sequence], aim: float = 0.02) -> Figure:
         _draw_shares(axes[0, column], steps)
         axes[0, column].set_title(name, loc="left", fontsize=LARGE)
         _draw_drops(axes[1, column], steps, aim)
-    axes[0, 0].set_ylabel("experts' shares of the load", fontsize=NORMAL)
+    axes[0, 0].set_ylabel("shares of the experts 0, 1, ...", fontsize=NORMAL)
     axes[1, 0].set_ylabel("dropped", fontsize=NORMAL)
     return figure
 
@@ -104,6 +104,12 @@ def _draw_shares(axes: Axes, steps: Sequence) -> None:
     axes.stackplot(range(len(steps)), list(zip(*shares)), colors=colours, edgecolor="white", linewidth=0.3)
     for e in range(1, num_experts):  # where the borders would be under an even load
         axes.axhline(e / num_experts, color=INK, linewidth=0.5, linestyle=(0, (1, 3)))
+    bottom = 0.0
+    for e, share in enumerate(shares[-1]):  # who is who, where there is room for a number
+        if share > 0.05:
+            style = dict(ha="right", va="center", fontsize=SMALL, color=text_on(colours[e]))
+            axes.text(len(steps) - 1, bottom + share / 2, f"{e} ", **style)
+        bottom += share
     axes.set_ylim(0, 1)
     axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
     quiet(axes)
@@ -113,7 +119,12 @@ def _draw_drops(axes: Axes, steps: Sequence, aim: float) -> None:
     axes.plot([m.drop_rate for m in steps], color=VERMILION, linewidth=1.2)
     axes.axhline(aim, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
     axes.annotate(
-        f"{aim:.0%}", (1, aim), xycoords=("axes fraction", "data"), fontsize=SMALL, ha="right", va="bottom"
+        f" aim: {aim:.0%}",
+        (0, aim),
+        xycoords=("axes fraction", "data"),
+        fontsize=SMALL,
+        ha="left",
+        va="bottom",
     )
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
 import webbrowser
@@ -19,7 +20,9 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 def server(site: Path = BUILT, port: int = 0) -> http.server.ThreadingHTTPServer:
     """Return a server of the site on 127.0.0.1; port 0: any free one. Raises ValueError where the site is not built."""
     if not (site / FIRST_PAGE).exists():
-        raise ValueError(f"site={site} is not built; run `make site` in a checkout of minipar, or give --site")
+        raise ValueError(
+            f"site={site} is not built; run `make site` in a checkout of minipar, or give --site"
+        )
     try:
         return http.server.ThreadingHTTPServer(
             ("127.0.0.1", port), functools.partial(_Quiet, directory=str(site))
@@ -35,7 +38,5 @@ def explore(site: Path | None = None, port: int = 0, browser: bool = True) -> No
         print(f"{url}   (end with ctrl-c)", flush=True)
         if browser:
             webbrowser.open(url)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             running.serve_forever()
-        except KeyboardInterrupt:
-            pass

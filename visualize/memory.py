@@ -40,19 +40,25 @@ class Bar(NamedTuple):
     formula: float | None = None
 
 
-def draw_memory(bars: Sequence[Bar], path: str | Path) -> Path:
+def draw_memory(
+    bars: Sequence[Bar], path: str | Path, what: str = "held by a rank", line: str = "formula"
+) -> Path:
     """Write `memory_figure` to a .png, .svg or .pdf; return the path."""
-    return write(memory_figure(bars), path)
+    return write(memory_figure(bars, what, line), path)
 
 
-def memory_figure(bars: Sequence[Bar]) -> Figure:
-    """Draw a stacked bar per `Bar` (or equal tuple), with its total above it and a line at the formula's value."""
+def memory_figure(bars: Sequence[Bar], what: str = "held by a rank", line: str = "formula") -> Figure:
+    """Draw a stacked bar per `Bar` (or equal tuple), with its total above it and a line at the formula's value.
+
+    what  the title after the unit, as in "GB held by a rank"
+    line  the name of what the dashed lines mark
+    """
     bars = [Bar(*bar) for bar in bars]
     kinds = list(dict.fromkeys(kind for bar in bars for kind in bar.held))
     if not kinds or len(kinds) > len(COLOURS):
         raise ValueError(f"bars hold {len(kinds)} kinds of bytes; use 1 to {len(COLOURS)}")
     colour_of = dict(zip(kinds, COLOURS))
-    figure = new_figure(1.6 + 1.4 * len(bars), 4.2)
+    figure = new_figure(2.6 + 1.2 * len(bars), 3.6)
     axes = figure.subplots()
     unit, unit_bytes = _unit(max(sum(bar.held.values()) for bar in bars))
     tallest = max(max(sum(bar.held.values()), bar.formula or 0) for bar in bars) / unit_bytes
@@ -60,11 +66,11 @@ def memory_figure(bars: Sequence[Bar]) -> Figure:
         _draw_bar(axes, x, bar, colour_of, unit_bytes, tallest)
     axes.set(xticks=range(len(bars)), xlim=(-0.6, len(bars) - 0.4), ylim=(0, 1.1 * tallest))
     axes.set_xticklabels([bar.name for bar in bars], fontsize=NORMAL)
-    axes.set_title(f"{unit} held by a rank", loc="left", fontsize=NORMAL)
+    axes.set_title(f"{unit} {what}", loc="left", fontsize=NORMAL)
     handles = [Patch(facecolor=colour_of[kind], label=kind) for kind in reversed(kinds)]
     if any(bar.formula is not None for bar in bars):
-        handles.append(Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (3, 2)), label="formula"))
-    axes.legend(handles=handles, fontsize=NORMAL, frameon=False, loc="upper right")
+        handles.append(Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (3, 2)), label=line))
+    figure.legend(handles=handles, fontsize=NORMAL, frameon=False, loc="outside right upper")
     quiet(axes, grid="y")
     return figure
 

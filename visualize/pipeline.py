@@ -149,9 +149,9 @@ def _draw_live(axes: Axes, timeline: Timeline, duration: float) -> None:
         floor = rank + 0.42
         tops = [floor - 0.84 * count / most for count in counts]
         axes.fill_between(times, tops, floor, step="post", color="#7f7f9f", linewidth=0)
-        axes.text(duration, rank, f" {peak}", va="center", fontsize=7.5)
-    axes.set_title("live activations", loc="left", fontsize=7.5, pad=2)
-    axes.set_title("peak", loc="right", fontsize=7.5, pad=2)
+        axes.text(duration, rank, f" {peak}", va="center", fontsize=9)
+    axes.set_title("live activations", loc="left", fontsize=9, pad=2)
+    axes.set_title("peak", loc="right", fontsize=9, pad=2)
     _style_rows(axes, timeline, duration)
 
 
@@ -159,7 +159,7 @@ def _style_rows(axes: Axes, timeline: Timeline, duration: float) -> None:
     ranks = range(timeline.schedule.num_ranks)
     axes.set_xlim(0, duration)
     axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=7.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=9)
     axes.tick_params(length=0, labelbottom=False)
     axes.spines[:].set_visible(False)
 

@@ -56,7 +56,9 @@ def _optimal(stages: int, microbatches: int, costs: Costs, memory_limit: float |
     start = zb_auto(stages, microbatches, costs, limit)
     found = optimal(stages, microbatches, costs, limit, start=start)
     if not found.proved:
-        print(f"optimal: after 30 s the best takes {found.span:g}, and none can take less than {found.bound:g}")
+        print(
+            f"optimal: after 30 s the best takes {found.span:g}, and none can take less than {found.bound:g}"
+        )
     return simulate(found.schedule, costs)
 
 

@@ -157,8 +157,8 @@ def _deep(t: int, m: int, d_in: int, d_out: int) -> linear_costs.Cost:
     return linear_costs.summa_cost(t, m, d_in, d_out, depth=4)
 
 
-def draw_kept(parts: dict[str, dict[str, float]], path: str | Path) -> Path:
-    """Draw stacked bars: for each way to run a layer, the bytes of activations kept per rank, by kind."""
+def draw_kept(parts: dict[str, dict[str, float]], path: str | Path, title: str = "") -> Path:
+    """Draw stacked bars: for each way to run a layer, the bytes of activations kept per rank, by kind, and their sum."""
     kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     figure = new_figure(1.3 * len(parts) + 2.2, 3.0)
     axes = figure.subplots()
@@ -168,6 +168,9 @@ def draw_kept(parts: dict[str, dict[str, float]], path: str | Path) -> Path:
         heights = [by_kind.get(kind, 0.0) / 1e6 for by_kind in parts.values()]
         axes.bar(list(parts), heights, 0.6, list(bottom.values()), color=colour, label=kind)
         bottom = {name: bottom[name] + height for name, height in zip(bottom, heights)}
+    for name, total in bottom.items():
+        axes.text(name, total, f"{total:.2f}", ha="center", va="bottom", fontsize=SMALL)
+    axes.set_title(title, loc="left", fontsize=NORMAL)
     axes.set_ylabel("MB a rank and layer", fontsize=SMALL)
     axes.legend(fontsize=SMALL, frameon=False, loc="upper right")
     quiet(axes, grid="y")

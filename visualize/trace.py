@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from minipar.trace import Span, busy_s, overlap_fraction
 from visualize.style import (
     BLUE,
+    GREEN,
     GREY,
     IDLE,
     INK,
@@ -108,7 +109,7 @@ def _write_name(axes: Axes, s: Span, start: float, end: float, top: float, lengt
 
 
 def _colour(s: Span) -> str:
-    return BLUE if s.kind == "communicate" else COMPUTE.get(_what(s), GREY)
+    return {"communicate": BLUE, "disk": GREEN}.get(s.kind) or COMPUTE.get(_what(s), GREY)
 
 
 def _what(s: Span) -> str:
@@ -143,6 +144,8 @@ def _legend(spans: Sequence[Span]) -> list[Patch]:
     kinds = {s.kind for s in spans}
     if "communicate" in kinds:
         handles.append(Patch(facecolor=BLUE, label="communication"))
+    if "disk" in kinds:
+        handles.append(Patch(facecolor=GREEN, label="disk"))
     if "wait" in kinds:
         handles.append(Patch(**IDLE, label="waiting for it"))
     return handles

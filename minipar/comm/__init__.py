@@ -1,7 +1,7 @@
 """Ranks, messages and collectives. In reading order:
 
 communicator.py      Comm: rank, size, send, recv, exchange, subgroup, and the collectives as methods
-transport.py         sends and receives with tags, deadlines and counts, over gloo
+transport.py         the contract of the two transports, with deadlines and counts; and the tagged one, for gloo
 messages.py          Message, Channel, and Traffic, the count of bytes sent
 stream.py            the stream that runs a Comm's operations in call order, and the handle of an asynchronous one
 collectives.py       the algorithms of each collective, and the one that "auto" chooses
@@ -17,8 +17,13 @@ native.py            torch's own collectives on the same ranks
 autograd.py          collectives with their adjoints as backward
 diagnosis.py         deadlocks and lost messages, explained from all ranks' message counts
 existing_group.py    a world on an existing process group
-grouped.py           the NCCL transport
+grouped.py           the grouped transport, for NCCL: a communicator per Comm, messages matched by order alone
+checked.py           the same on gloo, which refuses what NCCL would hang on or cross
+transports.py        the choice between them: by the backend, or by MINIPAR_TRANSPORT
+watch.py             deadlines on a GPU, for which the host does not wait
 cuda_stream.py       the stream on CUDA
+cuda_trace.py        spans in a GPU's time
+host.py              the same ranks with tensors on the CPU
 """
 
 from minipar.comm.communicator import Comm

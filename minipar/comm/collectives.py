@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from minipar.comm import halving_doubling, hierarchical, pairwise, ring, tree
+from minipar.comm.messages import require_device
 from minipar.comm.native import native
 from minipar.errors import one_of
 
@@ -70,6 +71,7 @@ def require_algorithm(name: str) -> None:
 
 def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes=None):
     """Return the function (x, **arguments) that computes this collective on `comm`."""
+    require_device(x, comm.device, f"comm {comm.name!r}")
     known = ALGORITHMS[collective]
     if algorithm == "auto" and comm.default_algorithm in (*known, "native"):
         algorithm = comm.default_algorithm
@@ -78,9 +80,12 @@ def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes
         if collective == "all_gather":  # size of the result: inputs may differ in size between ranks
             num_bytes = sum(ring.gathered_sizes(comm, x, sizes)) * x.shape[1:].numel() * x.itemsize
         algorithm = choose(collective, comm.size, num_bytes)
+    # What these need is made in the caller's thread, hence in the same order on every rank.
     if algorithm == "native":
-        comm.process_group()  # created in the caller's thread, hence in the same order on every rank
+        comm.process_group()
         return partial(native, comm, collective)
+    if algorithm == "hierarchical" and collective == "all_reduce":
+        hierarchical.make_levels(comm)
     if algorithm not in known:
         raise ValueError(
             f"algorithm={algorithm!r} is none of {collective}; use {one_of([*known, 'native', 'auto'])}"

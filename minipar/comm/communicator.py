@@ -77,7 +77,7 @@ class Comm:
     def subgroup(self, ranks, name: str) -> Comm:
         """Make the Comm of `ranks` (ranks of this Comm, in the order given), which must include this rank.
 
-        On gloo this sends nothing and takes microseconds. On NCCL it creates a process group, so ranks that share several
+        On gloo this sends nothing and takes microseconds. On NCCL it makes a communicator, so ranks that share several
         subgroups must make them in the same order; `Mesh` does. Subgroups with the same ranks and name share one stream:
         operations that run at the same time need subgroups of different names.
         """
@@ -86,9 +86,7 @@ class Comm:
             raise ValueError(
                 f"subgroup {name!r} of ranks {ranks}: use distinct ranks below {self.size}, rank {self.rank} among them"
             )
-        comm = Comm(self._transport, tuple(self.ranks[r] for r in ranks), f"{self.name}/{name}", parent=self)
-        self._transport.prepare_channel(comm._channel)
-        return comm
+        return Comm(self._transport, tuple(self.ranks[r] for r in ranks), f"{self.name}/{name}", parent=self)
 
     def using(self, algorithm: str) -> Comm:
         """Return this Comm with `algorithm` as the meaning of "auto" in every collective that has it; "auto" resets it."""
@@ -179,28 +177,29 @@ class Comm:
             x, kwargs["op"] = x / self.size, "sum"
         function = find_algorithm(self, kind, algorithm, x, kwargs.get("sizes"))
         signature = f"{kind} {kwargs['op']}" if "op" in kwargs else kind
-        return self._run(kind, signature, partial(function, x, **kwargs), async_op)
+        return self._run(kind, signature, partial(function, x, **kwargs), async_op, x.shape)
 
-    def _run(self, kind: str, signature: str, operation, async_op: bool):
+    def _run(self, kind: str, signature: str, operation, async_op: bool, shape: torch.Size | None = None):
         """Run a collective on the stream, or directly where another collective of this Comm calls it."""
         if self._channel.stream.inside():
             return Handle.finished_with(operation()) if async_op else operation()
-        return self._on_stream(kind, partial(self._run_labelled, kind, signature, operation), async_op)
+        return self._on_stream(kind, partial(self._run_labelled, kind, signature, shape, operation), async_op)
 
-    def _run_labelled(self, kind: str, signature: str, operation):
-        self._channel.kind, self._channel.signature = kind, signature
+    def _run_labelled(self, kind: str, signature: str, shape, operation):
+        channel = self._channel
+        channel.kind, channel.signature, channel.shape = kind, signature, shape
+        channel.num_collectives += 1
         try:
             return operation()
         finally:
-            self._channel.kind, self._channel.signature = None, ""
+            channel.kind, channel.signature, channel.shape = None, "", None
 
     def _on_stream(self, kind: str, operation, async_op: bool):
-        trace, on_wait = self._transport.trace, None
+        trace, on_wait, stream = self._transport.trace, None, self._channel.stream
         if trace is not None:
-            operation = partial(run_recorded, trace, f"{kind} {self.name}", operation)
+            operation = partial(run_recorded, trace, f"{kind} {self.name}", stream, operation)
             on_wait = partial(trace.add, "wait", f"{kind} {self.name}")
-        stream = self._channel.stream
-        return (stream.submit if async_op else stream.run)(operation, on_wait)
+        return (stream.submit if async_op else stream.run)(operation, on_wait, kind)
 
     # Point to point --------------------------------------------------------------------------------------------
 
@@ -235,7 +234,7 @@ class Comm:
         if stream.inside():  # a step of a collective
             posted = post(kind, x, to, out, source)
             return posted if async_op else posted.wait()
-        if async_op and stream.idle():
+        if async_op and self._transport.posts_ahead and stream.idle():
             return stream.run(partial(post, kind, x, to, out, source))
         return self._on_stream(kind, lambda: post(kind, x, to, out, source).wait(), async_op)
 

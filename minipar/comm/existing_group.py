@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 from collections import Counter
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from minipar.comm.grouped import Grouped
-from minipar.comm.transport import Tagged, Transport
+from minipar.comm.transport import Transport
+from minipar.comm.transports import choose_transport
+from minipar.comm.watch import Stuck, Watch
 
 # Number of worlds made on each process group in this process. It is part of every tag, so that two worlds on one group
 # never receive each other's messages.
@@ -20,12 +24,26 @@ def transport_on(group, timeout_s: float, node_size: int | None = None) -> Trans
     """Make the transport of a new world on `group` (None: the default group). All ranks must do so in the same order."""
     group = dist.group.WORLD if group is None else group
     nccl = "nccl" in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    device = _bound_device(group) if nccl else torch.device("cpu")
     ranks = tuple(dist.get_process_group_ranks(group))
     number = _num_worlds[group.group_name] = _num_worlds[group.group_name] + 1
-    make, namespace = Grouped if nccl else Tagged, f"world {number} of {group.group_name}/"
+    make, namespace = choose_transport(dist.get_backend(group)), f"world {number} of {group.group_name}/"
     transport = make(
         group, ranks, dist.get_rank(), device, timeout_s, run=number, node_size=node_size, namespace=namespace
     )
+    if device.type == "cuda":
+        transport.watch = Watch(timeout_s, partial(_end_process, transport.rank))
+        transport.watch.start(device)
     atexit.register(transport.release_groups)
     return transport
+
+
+def _end_process(rank: int, stuck: Stuck) -> None:
+    """End this process, which waits in vain for its GPU: only that frees it. torchrun then ends the other ranks."""
+    print(f"rank {rank}: {stuck}: a member has not called it", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _bound_device(group) -> torch.device:
+    """The GPU that the group was made for (`device_id`), else the current one."""
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())

@@ -43,6 +43,11 @@ def all_reduce(
     return out
 
 
+def make_levels(comm) -> None:
+    """Make the Comms that `all_reduce` uses, all ranks at one time, before a thread runs it."""
+    _levels(comm, None)
+
+
 def _levels(comm, node_size: int | None):
     """Return the Comm of this rank's node, and the Comm of the ranks with this local rank in every node."""
     g = node_size or comm.node_size or _near_square_root(comm.size)

@@ -21,6 +21,18 @@ class PeerLate(TimeoutError):
         self.peer = peer
 
 
+class OutOfOrder(RuntimeError):
+    """A rank makes groups, or posts messages, in another order than its peer: NCCL would hang, or cross the messages."""
+
+
+def require_device(x: torch.Tensor, device: torch.device, comm) -> None:
+    """Raise ValueError unless x is on the device of its Comm: gloo takes what is on the CPU, NCCL what is on its GPU."""
+    if x.device != device:
+        raise ValueError(
+            f"x is on {x.device}, and {comm} on {device}; use x.to({str(device)!r}) or x.to(comm.device)"
+        )
+
+
 class Traffic:
     """Bytes and messages that this rank has sent through one Comm and all its subgroups.
 
@@ -100,6 +112,8 @@ class Channel:
         self.key, self.peers, self.digest, self.stream = key, peers, digest, stream
         self.kind: str | None = None  # the running collective; signature adds its reduction
         self.signature = ""
+        self.shape: torch.Size | None = None  # of the running collective's tensor
+        self.num_collectives = 0  # those that have begun
         self.sent: dict[tuple[int, str], tuple[int, int, str]] = {}  # (peer, lane) -> count, bytes, label
         self.received: dict[tuple[int, str], tuple[int, int, str]] = {}
         self._device = device

@@ -23,10 +23,20 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def native(comm, collective: str, x: torch.Tensor, **kwargs):
     """Run torch's collective of this name. Traffic counts the bytes of x once, under the kind "native"."""
     comm.traffic.book("native", x.nbytes)
+    comm._transport.before_native(comm._channel, x)
     x, group = x.detach().contiguous(), comm.process_group()
-    # torch's collectives take no timeout of their own, only their process group does.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=comm.timeout_s), group)
+    set_timeout([group], comm.timeout_s, comm.device)
     return NATIVE[collective](comm, group, x, **kwargs)
+
+
+def set_timeout(groups, timeout_s: float, device: torch.device) -> None:
+    """Set what an operation on these process groups may take. torch's collectives take no timeout of their own.
+
+    On a GPU it is twice `timeout_s`: NCCL's own watchdog ends the process, so that the Watch, which can explain, is first.
+    """
+    limit = timedelta(seconds=timeout_s if device.type == "cpu" else 2 * timeout_s)
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _all_reduce(comm, group, x, op, out=None):
@@ -93,21 +103,36 @@ def _pad(x: torch.Tensor, length: int) -> torch.Tensor:
     return x if x.shape[0] == length else torch.cat([x, x.new_zeros((length - x.shape[0], *x.shape[1:]))])
 
 
-def named_group(ranks: list[int], name: str, timeout_s: float) -> dist.ProcessGroup:
+def has_backend(group, name: str) -> bool:
+    """Return whether a process group has this backend, for any device: "cpu:gloo,cuda:nccl" has two."""
+    return name in dist.get_backend(group)
+
+
+def named_group(
+    ranks: list[int], name: str, timeout_s: float, device: torch.device | None = None
+) -> dist.ProcessGroup:
     """Create a process group whose members find each other by its name.
 
     dist.new_group instead matches members by the number of groups each process has created so far. It hangs where these
     numbers differ, as in a pool that serves worlds of several sizes.
+    On a GPU NCCL connects the members here, and not by ncclCommSplit, which all ranks of the world would have to call.
     """
     c10d = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(dist.get_rank()),
-        ranks,
-        dist.get_backend(),
-        c10d._get_default_store(),
-        group_name=f"{name} {ranks}",
-        timeout=timedelta(seconds=timeout_s),
-    )
+    on_gpu = device is not None and device.type == "cuda"
+    world = c10d._get_default_group()
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            "nccl" if on_gpu else dist.get_backend(),
+            c10d._get_default_store(),
+            group_name=f"{name} {ranks}",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
+    finally:
+        world.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group

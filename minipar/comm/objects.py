@@ -6,12 +6,15 @@ import pickle
 
 import torch
 
+from minipar.comm.host import on_host
+
 
 def all_gather_objects(comm, value) -> list:
     """Return every rank's value, in rank order, on every rank.
 
     Over all ranks, each pickle and its length of 8 bytes are sent p-1 times.
     """
+    comm = on_host(comm)
     data = _as_bytes(comm, value)
     sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
     return [_from_bytes(part) for part in comm.all_gather(data, sizes).split(sizes)]
@@ -22,6 +25,7 @@ def gather_objects(comm, value, root: int = 0) -> list | None:
 
     After an all-gather of the lengths, every rank but the root sends its pickle once.
     """
+    comm = on_host(comm)
     data = _as_bytes(comm, value)
     sizes = comm.all_gather(torch.tensor([len(data)], device=comm.device)).tolist()
     if comm.rank != root:

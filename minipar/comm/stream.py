@@ -79,17 +79,16 @@ class ThreadStream:
 
     A stream belongs to the first thread that uses it; calls from a second thread raise RuntimeError. If two threads called
     in an order that differs between ranks, they would receive each other's messages. Threads of autograd and of other
-    streams are allowed: they act for the thread that called them.
+    streams are allowed, as they act for the thread that called them; but none while another one is inside.
     """
 
     def __init__(self, name: str, waits: Waits | None = None):
         self.name, self._waits = name, waits
-        self._owner: int | None = None
+        self._owner: threading.Thread | None = None
         self._inline_thread: int | None = None  # the calling thread, while it runs an operation itself
         self._thread: StreamThread | None = None
-        self._last_finished: threading.Event | None = (
-            None  # not the handle, which would keep the result alive
-        )
+        # of the last operation submitted; not its handle, which would keep the result alive
+        self._last_finished: threading.Event | None = None
 
     def inside(self) -> bool:
         """Return whether the calling thread is inside an operation of this stream."""
@@ -99,48 +98,70 @@ class ThreadStream:
     def idle(self) -> bool:
         return self._last_finished is None or self._last_finished.is_set()
 
-    def run(self, operation: Callable, on_wait=None):
+    def drain(self) -> None:
+        """Wait until all operations have ended."""
+        if self._last_finished is not None:
+            last = Handle(f"the operations of {self.name}", self._waits)
+            last.finished = self._last_finished
+            last.wait()
+
+    def lane(self) -> str:
+        """Return the trace's lane of what runs now: that of this thread."""
+        thread = threading.current_thread()
+        return "main" if thread is threading.main_thread() else thread.name
+
+    def run(self, operation: Callable, on_wait=None, what: str = "an operation"):
         if self.inside():
             return operation()
         self._check_owner()
         if not self.idle():
-            return self.submit(operation, on_wait).wait()
+            return self.submit(operation, on_wait, what).wait()
         self._inline_thread = threading.get_ident()
         try:
             return operation()
         finally:
             self._inline_thread = None
 
-    def submit(self, operation: Callable, on_wait=None) -> Handle:
+    def submit(self, operation: Callable, on_wait=None, what: str = "an operation") -> Handle:
         self._check_owner()
         if self._thread is None:
             self._thread = StreamThread(self.name)
             self._thread.start()
             weakref.finalize(self, self._thread.operations.put, None)
-        handle = Handle(f"an operation of {self.name}", self._waits, on_wait)
+        handle = Handle(f"{what} of {self.name}", self._waits, on_wait)
         self._last_finished = handle.finished
         self._thread.operations.put((handle, operation))
         return handle
 
     def _check_owner(self) -> None:
-        me = threading.get_ident()
-        if self._owner == me or acts_for_caller():
+        here = threading.current_thread()
+        if self._inline_thread is not None:  # a caller is inside, and not this one
+            raise RuntimeError(
+                f"thread {here.name!r} uses {self.name} while another thread is inside an operation of it: their messages "
+                "could cross. Give each stream a subgroup with a name of its own"
+            )
+        if self._owner is here or acts_for_caller(here):
             return
         if self._owner is not None:
             raise RuntimeError(
-                f"two threads use {self.name}: their messages could cross. "
+                f"two threads use {self.name}, {self._owner.name!r} and {here.name!r}: their messages could cross. "
                 "Give each thread a subgroup with a name of its own"
             )
-        self._owner = me
+        self._owner = here
 
 
-def acts_for_caller() -> bool:
-    """Return whether this thread is running a backward for autograd, or is the thread of a stream."""
-    return isinstance(threading.current_thread(), StreamThread) or torch._C._current_graph_task_id() != -1
+def acts_for_caller(thread: threading.Thread) -> bool:
+    """Return whether this thread, the running one, is the thread of a stream, or one that autograd started for a backward.
+
+    A thread that the program has started does not act for another one, whether it runs a backward or not.
+    """
+    started_by_autograd = (
+        isinstance(thread, threading._DummyThread) and torch._C._current_graph_task_id() != -1
+    )
+    return isinstance(thread, StreamThread) or started_by_autograd
 
 
-def run_recorded(trace, name: str, operation: Callable):
-    """Run the operation, and record its span in the trace, on the lane of this thread."""
-    thread = threading.current_thread()
-    with trace.span("communicate", name, "main" if thread is threading.main_thread() else thread.name):
+def run_recorded(trace, name: str, stream, operation: Callable):
+    """Run the operation, and record its span in the trace, on the lane of the stream."""
+    with trace.span("communicate", name, stream.lane()):
         return operation()

@@ -7,15 +7,19 @@ models.py       sizes of a model; parameters and FLOPs that follow from them. mo
 toml_table.py   either from a TOML file
 layout.py       Layout: how a job is split; Job: model, machine, batch; which layouts are legal
 stages.py       layers of each pipeline rank, live activations and idle time of each schedule, in closed form
+ranks.py        contents of each pipeline rank
 activations.py  bytes that a layer keeps for its backward
 memory.py       bytes per rank, itemised: states, activations, logits, gathered units, buffers
 collectives.py  seconds of a collective, latency and bandwidth
 links.py        the links that a mesh axis really has: members per node, cards per node
 traffic.py      bytes sent per step and rank, by axis, and how many of them leave the node
 work.py         seconds of a layer's and the head's arithmetic: one efficiency rule
+compression.py  bytes, passes and seconds of compressed gradients, and whether they pay
 timing.py       seconds of a step, by part; MFU and HFU
 planner.py      every legal layout, pruned and ranked
 reasons.py      why the other layouts lost; what would help where nothing fits
+auto_split.py   stages of unlike meshes, by dynamic programming
+scaling.py      weak and strong scaling, and where data parallelism becomes communication bound
 report.py       the text of `minipar plan`
 plan_command.py the command
 """

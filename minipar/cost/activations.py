@@ -8,11 +8,14 @@ and this library's layer, by `minipar.tensor_parallel.activation_memory`, with e
 
     e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term over t, too
 
-Recomputation keeps, of either: "selective" all but the scores; "full" the layer's input alone.
-Source: arXiv:2205.05198, section 4 and table 2.
+Recomputation keeps, of either: "selective" all but the scores; "full" the layer's input alone; "every:N" that of every N-th
+layer, and N layers are recomputed at once.
+Source: arXiv:2205.05198, section 4 and table 2; arXiv:1604.06174, section 4.
 """
 
 from __future__ import annotations
+
+from math import ceil
 
 from minipar.cost.models import ModelShape
 
@@ -92,3 +95,14 @@ def layer_bytes(
         return gpt_layer_bytes(s, b, shape.dim, shape.num_heads, tp, sequence_parallel, stored, **options)
     scores = keys if stored == "none" else 0
     return llama_layer_bytes(shape, s, b, tp, sequence_parallel, scores, e, experts)
+
+
+def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:
+    """Return (kept, most) for layers recomputed in units of `every`: kept by the forward, and at most in the backward.
+
+    layer        bytes of one layer without recomputation      layer_input  those of its input alone
+
+    kept = ceil(L/N) layer_input        most = kept + N layer        every=1 is recompute="full"
+    """
+    kept = ceil(num_layers / every) * layer_input
+    return kept, kept + min(every, num_layers) * layer

@@ -13,6 +13,7 @@ from minipar.errors import one_of, require_positive
 from minipar.schedules.registry import LOOPED, chunks_per_rank
 
 AXES = ("dp", "pp", "cp", "ep", "tp")
+CP_ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,20 @@ class Implementation:
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
     sequence_parallel  wherever tp > 1: tokens are split over tp between the split matrices
     scatter_pipeline   without it: tp ranks send a part each of a stage's output, and all-gather it inside the node
+    reduce_every       "microbatch": ZeRO-2 reduces gradients after each, and holds its part of them alone
+    replicate          groups of the dp x cp ranks that each have all of ZeRO-3's shards: hybrid sharding
+    cp_ulysses         ranks of a group of cp_attention="usp"
+
+    The last three change bytes and memory; no time is predicted for them.
     """
 
     attention: Literal["flash", "dense"] = "flash"
     overlap_gradients: bool = True
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
+    reduce_every: Literal["step", "microbatch"] = "step"
+    replicate: int = 1
+    cp_ulysses: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +102,23 @@ class Layout:
     chunks: int = 1
     microbatch: int = 1
     recompute: str = "none"
+    cp_attention: str = "ring"
+
+    @property
+    def unit(self) -> int:
+        """Layers that are computed again at once: 1 with "full", N with "every:N", 0 where whole layers never are."""
+        return 1 if self.recompute == "full" else int(self.recompute.partition(":")[2] or 0)
 
     @property
     def world_size(self) -> int:
         return self.dp * self.pp * self.cp * self.tp
+
+    def with_order(self, zero: int, schedule: str, chunks: int) -> Layout:
+        """Return this layout with another ZeRO stage and schedule."""
+        return Layout(
+            self.dp, self.pp, self.cp, self.ep, self.tp, zero, schedule, chunks, self.microbatch, self.recompute,
+            self.cp_attention,
+        )  # fmt: skip
 
     def microbatches(self, job: Job) -> int:
         """Return the number of microbatches in which a rank works through its samples."""
@@ -116,7 +138,8 @@ class Layout:
             else [f"{self.schedule}:{self.chunks}" if self.schedule in LOOPED else self.schedule]
         )
         again = [] if self.recompute == "none" else [self.recompute]
-        return "-".join([*axes, f"zero{self.zero}", f"mb{self.microbatch}", *order, *again])
+        how = [] if self.cp_attention == "ring" else [self.cp_attention]
+        return "-".join([*axes, *how, f"zero{self.zero}", f"mb{self.microbatch}", *order, *again])
 
 
 def parse_layout(text: str) -> Layout:
@@ -139,8 +162,10 @@ def parse_layout(text: str) -> Layout:
         found = re.fullmatch(r"(dp|pp|cp|ep|tp|zero|mb)(\d+)", word)
         if found:
             values["microbatch" if found[1] == "mb" else found[1]] = int(found[2])
-        elif word in ("none", "selective", "full"):
+        elif word in ("none", "selective", "full") or re.fullmatch(r"every:[1-9]\d*", word):
             values["recompute"] = word
+        elif word in CP_ATTENTIONS:
+            values["cp_attention"] = word
         else:
             raise ValueError(
                 f"layout={text!r}: {word!r} cannot be read; write for example dp4-pp2-tp8-zero1-mb1-1f1b-full"
@@ -166,6 +191,20 @@ def obstacle(job: Job, layout: Layout) -> str | None:
             a.cp > 1 and job.seq_len % (2 * a.cp),
             f"2*cp={2 * a.cp} (zigzag) does not divide seq={job.seq_len}",
         ),
+        (a.cp == 1 and a.cp_attention != "ring", f"cp_attention={a.cp_attention} needs cp of 2 or more"),
+        (
+            a.cp_attention == "usp"
+            and (job.implementation.cp_ulysses < 2 or a.cp % job.implementation.cp_ulysses),
+            f"cp_attention=usp needs cp_ulysses of 2 or more that divides cp={a.cp}",
+        ),
+        (
+            a.cp_attention == "ulysses" and shape.num_heads // a.tp % a.cp,
+            f"cp={a.cp} does not divide a rank's {shape.num_heads // a.tp} heads, as cp_attention=ulysses needs",
+        ),
+        (
+            a.cp_attention == "ulysses" and a.cp % max(1, kv // a.tp) and max(1, kv // a.tp) % a.cp,
+            f"cp={a.cp} neither divides a rank's {max(1, kv // a.tp)} key/value heads nor is a multiple of them",
+        ),
         (
             job.seq_len // a.cp % a.tp,
             f"tp={a.tp} does not divide a rank's tokens, seq/cp={job.seq_len // a.cp}",
@@ -175,6 +214,10 @@ def obstacle(job: Job, layout: Layout) -> str | None:
         (a.dp * a.cp % a.ep, f"ep={a.ep} does not divide dp*cp={a.dp * a.cp}"),
         (job.batch % a.dp, f"dp={a.dp} does not divide batch={job.batch}"),
         (job.batch // a.dp % a.microbatch, f"mb={a.microbatch} does not divide batch/dp={job.batch // a.dp}"),
+        (
+            a.unit > 1 and a.unit > -(-shape.num_layers // (a.pp * a.chunks)),
+            f"recompute={a.recompute} is more than the {-(-shape.num_layers // (a.pp * a.chunks))} layers of a stage",
+        ),
         (a.pp * a.chunks > shape.num_layers, f"{a.pp * a.chunks} stages, and {shape.num_layers} layers"),
         (a.pp == 1 and a.schedule != "1f1b", f"schedule={a.schedule} needs pp of 2 or more"),
         (

@@ -15,12 +15,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minipar.cost.collectives import _SHARES, sent_share
+from minipar.cost.collectives import collective_s as ring_s
 from minipar.cost.layout import Layout
 from minipar.cost.machines import Machine
 
-LINK_FRACTION = (
-    0.8  # of a link's speed that large collectives reach (Machine Learning Engineering Open Book, network)
-)
+# Of a link's speed, what large collectives reach (Machine Learning Engineering Open Book, network): a machine's default.
+LINK_FRACTION = 0.8
 
 
 class Links(NamedTuple):
@@ -50,7 +50,7 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
         per_node -= 1
     cards = machine.cards_per_node * machine.card_bytes_per_s
     return Links(
-        size, per_node, LINK_FRACTION * machine.link_bytes_per_s, LINK_FRACTION * cards * per_node / gpus
+        size, per_node, machine.share * machine.link_bytes_per_s, machine.share * cards * per_node / gpus
     )
 
 
@@ -76,6 +76,8 @@ def collective_s(machine: Machine, links: Links, kind: str, num_bytes: float) ->
     """
     if links.size == 1:
         return 0.0
+    if machine.collectives is not None:
+        return ring_s(kind, links.size, num_bytes, *machine.collectives[kind])
     n, nodes, rounds = links.size, links.nodes, _SHARES[kind]
     sent = sent_share(kind, n) * num_bytes
     if kind == "all_to_all":
@@ -96,6 +98,9 @@ def collective_s(machine: Machine, links: Links, kind: str, num_bytes: float) ->
 
 def send_s(machine: Machine, layout: Layout, num_bytes: float) -> float:
     """Return the seconds of a message from one pipeline rank to the next."""
+    if machine.collectives is not None:
+        alpha, beta = machine.collectives["send"]
+        return alpha + beta * num_bytes
     links = axis_links(machine, layout, "pp")
     if links.per_node == links.size:
         return machine.start_latency_s + machine.link_latency_s + num_bytes / links.inside

@@ -4,10 +4,11 @@
     gradients        g P, and with ZeRO-2 and -3 g P/N; but whole where they accumulate over several microbatches
     optimizer state  k P, and with ZeRO k P/N
     gathered units   ZeRO-3: the embedding, norm and head of this rank, the layer that runs, and the next one
-    activations      live chunks x layers of a chunk x `layer_bytes`
-    recomputation    the layer that is computed again, whole
+    activations      live chunks x layers of a chunk x `layer_bytes`; recompute="every:N" keeps one input of N layers
+    recomputation    the layers that are computed again at once, whole
     logits           (e + 4) tokens V/t: the head's output and its float32 copy, of each live microbatch of the last stage
-    buffers          two buckets of gradients; what a pipeline receives; two blocks of keys and values of a cp ring
+    buffers          two buckets of gradients; what a pipeline receives; of a cp ring two blocks of keys and values, of
+                     all_gather the whole sequence's, of ulysses what is sent of q, k, v and o
     context          CUDA's context and libraries
 
 P parameters on this rank, N ranks that share them (dp x cp; for experts dp x cp / ep), w, g, k bytes by precision.
@@ -17,14 +18,13 @@ from __future__ import annotations
 
 from functools import cache
 
-from minipar.cost.activations import layer_bytes
+from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import Held, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
 from minipar.cost.stages import live_chunks
 from minipar.errors import require_positive
 
-CONTEXT_BYTES = 2e9  # 0.5 to 2 GiB: context, cuBLAS workspaces, NCCL's channels
 BUCKET_BYTES = 25 * 2**20
 ITEMS = (
     "parameters", "gradients", "optimizer state", "gathered units", "activations", "recomputation", "logits", "buffers",
@@ -46,16 +46,17 @@ def model_state_bytes(num_params: float, ranks: int = 1, zero: int = 0, precisio
 
 def rank_memory(job: Job, layout: Layout, rank: int) -> dict[str, float]:
     """Return the bytes of each of ITEMS on a rank with this pp coordinate."""
-    return _memory(job, layout, held_by(job, layout, rank))
+    return held_memory(job, layout, held_by(job, layout, rank))
 
 
-def _memory(job: Job, layout: Layout, held: Held) -> dict[str, float]:
+def held_memory(job: Job, layout: Layout, held: Held) -> dict[str, float]:
+    """Return the bytes of each of ITEMS on a rank that holds this."""
     return {
         **_states(job, layout, *held_elems(job, layout, held)),
         "gathered units": _gathered(job, layout, held),
         **_activations(job, layout, held),
         "buffers": _buffers(job, layout),
-        "context": CONTEXT_BYTES,
+        "context": job.machine.context_bytes,
     }
 
 
@@ -65,28 +66,43 @@ def worst_rank_memory(job: Job, layout: Layout) -> tuple[int, dict[str, float]]:
     Among ranks that hold alike, the first holds most: live activations never increase from rank to rank.
     """
     kinds = rank_kinds(job, layout.schedule, layout.pp, layout.chunks)
-    found = [(held.rank, _memory(job, layout, held)) for held in kinds]
+    found = [(held.rank, held_memory(job, layout, held)) for held in kinds]
     return max(found, key=lambda pair: sum(pair[1].values()))
 
 
-def state_floor(job: Job, tp: int, pp: int, ranks: int, ep: int, zero: int) -> float:
-    """Return a lower bound of the bytes of parameters, gradients and states of the fullest of pp ranks: an even share."""
-    shape, b = job.shape, job.bytes_of
-    experts = shape.num_moe_layers and sum(layer_elems(shape, i, 1, 1)[1] for i in range(shape.num_layers))
+@cache
+def _dense_and_expert_elems(job: Job) -> tuple[int, int]:
+    experts = sum(layer_elems(job.shape, i)[1] for i in range(job.shape.num_layers))
+    return job.shape.num_params - experts, experts
+
+
+def state_floor(
+    job: Job, tp: int, pp: int, ranks: int, ep: int, zero: int, accumulates: bool = False
+) -> float:
+    """Return a lower bound of the bytes of parameters, gradients and states of the fullest of pp ranks: an even share.
+
+    accumulates  over several microbatches, so that gradients are whole
+    """
+    b = job.bytes_of
+    dense, experts = _dense_and_expert_elems(job)
     total = 0.0
-    for elems, sharers, split in (
-        (shape.num_params - experts, ranks, tp * pp),
-        (experts, ranks // ep, tp * pp * ep),
-    ):
-        cuts = (sharers if zero >= 3 else 1, sharers if zero >= 2 else 1, sharers if zero else 1)
+    for elems, sharers, split in ((dense, ranks, tp * pp), (experts, ranks // ep, tp * pp * ep)):
+        cut_gradients = zero >= 2 and not accumulates
+        cuts = (sharers if zero >= 3 else 1, sharers if cut_gradients else 1, sharers if zero else 1)
         total += sum(n / cut for n, cut in zip((b.weight, b.gradient, b.state), cuts)) * elems / split
     return total
 
 
 def _states(job: Job, layout: Layout, dense: int, expert: int) -> dict[str, float]:
-    b, ranks = job.bytes_of, layout.dp * layout.cp
+    b, ranks = (
+        job.bytes_of,
+        layout.dp * layout.cp // (job.implementation.replicate if layout.zero == 3 else 1),
+    )
     whole, shard = dense + expert, -(-dense // ranks) + -(-expert // (ranks // layout.ep))
-    sharded_gradients = layout.zero >= 2 and layout.microbatches(job) == 1
+    at_once = layout.microbatches(job) == 1 or (
+        layout.zero == 2 and job.implementation.reduce_every == "microbatch"
+    )
+    sharded_gradients = layout.zero >= 2 and at_once
     return {
         "parameters": b.weight * (shard if layout.zero == 3 else whole),
         "gradients": b.gradient * (shard if sharded_gradients else whole),
@@ -119,14 +135,20 @@ def _activations(job: Job, layout: Layout, held: Held) -> dict[str, float]:
     def kept(recompute: str, experts: bool) -> float:
         return activation_bytes(job, a.tp, a.cp, a.microbatch, recompute, experts)
 
-    of_all = 0.0
-    for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
-        of_all += number * kept(a.recompute, experts) if number else 0.0
-    again = kept("none", held.num_moe > 0) - kept(a.recompute, held.num_moe > 0)
+    whole = kept("none", held.num_moe > 0)
+    if a.unit > 1:
+        own = kept("full", False)
+        of_chunk, most = bytes_of_units(-(-held.num_layers // a.chunks), a.unit, whole, own)
+        again = most - of_chunk - own  # the first input of those layers is one that is kept
+    else:
+        of_all = 0.0
+        for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
+            of_all += number * kept(a.recompute, experts) if number else 0.0
+        of_chunk, again = of_all / a.chunks, whole - kept(a.recompute, held.num_moe > 0)
     tokens, e = a.tokens(job), job.bytes_of.activation
     heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
     return {
-        "activations": of_all / a.chunks * live,
+        "activations": of_chunk * live,
         "recomputation": max(again, 0.0),
         "logits": held.last * heads * tokens * ((e + 4) * shape.vocab_size / a.tp + 3 * e * shape.dim),
     }
@@ -137,5 +159,13 @@ def _buffers(job: Job, layout: Layout) -> float:
     buckets = 2 * BUCKET_BYTES * (layout.dp * layout.cp > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)
-    blocks = 4 * e * tokens * job.shape.kv_dim / min(layout.tp, job.shape.num_kv_heads) * (layout.cp > 1)
-    return buckets + received + blocks
+    return buckets + received + (_context_buffers(job, layout) if layout.cp > 1 else 0.0)
+
+
+def _context_buffers(job: Job, layout: Layout) -> float:
+    shape = job.shape
+    both = 2 * job.bytes_of.activation * layout.tokens(job)  # for keys and values, of one element a token
+    kv = both * shape.kv_dim / min(layout.tp, shape.num_kv_heads)
+    if layout.cp_attention == "ulysses":
+        return both * shape.dim / layout.tp + kv
+    return kv * (2 if layout.cp_attention == "ring" else layout.cp)

@@ -139,7 +139,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
-    """Operations per token with recomputation: "full" one more forward of the layers, "selective" of the attention core.
+    """Operations per token with recomputation: of the attention core for "selective", else one more forward of all layers.
 
     For a GPT, full recomputation: 96 l h^2 (1 + s/(6 h) + V/(16 l h)); the head is not computed again. Selective: one
     forward of the core, 4 s h per layer; the paper's equation, with s/(3 h) for s/(6 h), has three times as much.
@@ -147,4 +147,4 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "
     """
     core = 4 * shape.num_layers * seq_len * shape.dim
     layers = forward_flops_per_token(shape, seq_len) - 2 * shape.dim * shape.vocab_size
-    return model_flops_per_token(shape, seq_len) + {"none": 0, "selective": core, "full": layers}[recompute]
+    return model_flops_per_token(shape, seq_len) + {"none": 0, "selective": core}.get(recompute, layers)

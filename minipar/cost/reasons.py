@@ -11,8 +11,9 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
-from minipar.cost.planner import FAMILIES, Candidate, Misfit, Plan, divisors, mesh_sizes, zero_stages
+from minipar.cost.planner import FAMILIES, Candidate, Misfit, Plan, mesh_sizes, zero_stages
 from minipar.cost.timing import step_parts
+from minipar.errors import divisors
 
 PART_NAMES = {
     "compute": "arithmetic of the slowest stage",

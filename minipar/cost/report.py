@@ -29,7 +29,8 @@ def plan_text(plan: Plan, why: list[Reason]) -> str:
     card = plan.job.machine.memory_bytes / GB
     lines = [
         headline(plan.job),
-        f"{plan.seen:,} legal layouts weighed, {len(plan.fits):,} of them fit {card:.0f} GB",
+        f"{plan.legal:,} legal layouts; {plan.seen:,} weighed, the others cannot win; {len(plan.fits):,} of these fit "
+        f"{card:.0f} GB",
         "",
         f"{'s/step':>8} {'GB':>6} {'MFU':>5} {'HFU':>5}  layout, and where time goes",
     ]
@@ -106,6 +107,7 @@ def plan_json(plan: Plan, why: list[Reason]) -> dict:
     ]
     return {
         "job": headline(plan.job),
+        "legal": plan.legal,
         "weighed": plan.seen,
         "fit": len(plan.fits),
         "best": best,
@@ -136,6 +138,8 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "ep", "tp") if getattr(layout, axis) > 1
     }
     values |= {"zero": layout.zero, "microbatches": layout.microbatches(job), "recompute": layout.recompute}
+    if layout.cp > 1:
+        values["cp-attention"] = layout.cp_attention
     if layout.pp > 1:
         values["schedule"] = layout.schedule
     if layout.schedule in LOOPED:
@@ -145,14 +149,16 @@ def _flags(job: Job, layout: Layout) -> list[str]:
     return (
         flags
         + ["--sequence-parallel"] * (layout.tp > 1)
-        + [f"--model.{name} {v}" for name, v in _sizes(shape, job)]
+        + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp)]
     )
 
 
-def _sizes(shape: ModelShape, job: Job):
+def _sizes(shape: ModelShape, job: Job, cp: int):
     for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
         yield name.replace("_", "-"), getattr(shape, name)
     yield "max-seq-len", job.seq_len
     if shape.num_experts:
         for name in ("num_experts", "top_k", "capacity_factor", "moe_every", "shared_dim"):
             yield name.replace("_", "-"), getattr(shape, name)
+        if cp > 1:  # zigzag gives a rank two pieces of a sample, and no piece is routed in parts
+            yield "group-tokens", job.seq_len // (2 * cp)

@@ -10,8 +10,7 @@ from functools import cache
 
 from minipar.schedules.registry import LOOPED, V_SHAPED, chunks_per_rank
 
-# dualpipe-v is left out: under this model, zb-v has less idle time and fewer live activations. zb-auto searches.
-PLANNED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v")
+PLANNED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto")
 
 
 @cache
@@ -51,7 +50,9 @@ def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1) -> i
     interleaved            min(2 (p - r - 1) + (v - 1) p + 1, m v)
     zb-h1                  min(p, m)
     zb-h2                  min(2 p - 1, m)
+    zb-auto                min(2 p, m): for equal costs and 2p activations, as `minipar train` has it
     zb-v                   min(2 p, 2 m): of half a rank's layers each
+    dualpipe-v             min(2 p + 1, 2 m), likewise
 
     For m >= p; the simulator's peak_live.
     """
@@ -63,7 +64,8 @@ def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1) -> i
         return min(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, m * chunks)
     if schedule == "zb-h1":
         return min(pp, m)
-    return min(2 * pp - 1, m) if schedule == "zb-h2" else min(2 * pp, 2 * m)
+    most = {"zb-h2": (2 * pp - 1, m), "zb-auto": (2 * pp, m), "zb-v": (2 * pp, 2 * m)}
+    return min(most.get(schedule, (2 * pp + 1, 2 * m)))
 
 
 def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1) -> float:
@@ -72,30 +74,41 @@ def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1
     1f1b, gpipe                  (p-1) (F + I + W)
     interleaved, breadth-first   (p-1) (F + I + W) / v
     zb-h1                        (p-1) (F + I - min(F, W))
-    zb-h2                        (p-1) (F + I - 2W), at least 0
+    zb-h2, zb-auto               (p-1) (F + I - 2W), at least 0
     zb-v                         (p-1) (I - W), at least 0
+    dualpipe-v                   (p-1) (F + I - W)/2 and, if that is above 0, ((p-2) (I - F) - (2F - I))/2
 
-    For as many microbatches as `enough_microbatches` asks for.
+    For as many microbatches as `enough_microbatches` asks for, W at most F and I, and in a V F at most I.
     """
     whole = f + i + w
+    if schedule == "dualpipe-v":
+        return (pp - 1) * (f + i - w) / 2 + max(0.0, (pp - 2) * (i - f) - (2 * f - i)) / 2
     each = {
         "interleaved": whole / chunks,
         "breadth-first": whole / chunks,
         "zb-h1": f + i - min(f, w),
         "zb-h2": max(0.0, f + i - 2 * w),
+        "zb-auto": max(0.0, f + i - 2 * w),
         "zb-v": max(0.0, i - w),
     }.get(schedule, whole)
     return (pp - 1) * each
+
+
+def least_idle(schedule: str, pp: int, m: int, chunks: int) -> float:
+    """Return a lower bound of the idle time over the work of an even share of the layers: none of what splits I and W."""
+    if schedule not in (*LOOPED, "1f1b", "gpipe"):
+        return 0.0
+    return (pp - 1) / (m * chunks)
 
 
 def message_hops(schedule: str, pp: int, m: int, chunks: int = 1) -> float:
     """Return how many messages between stages, one after the other, lengthen a step: their latency times this.
 
     1f1b                  2 (p-1) (m/p + 1) - 2    after each p microbatches a rank waits for a round trip
-    gpipe, zb-h2          2 (p-1)
+    gpipe, zb-h2, zb-auto 2 (p-1)
     breadth-first         2 (p-1)                  the others of its hops lie behind other microbatches' work
     interleaved           2 (v p - 1)
-    zb-h1                 4 (p-1)
+    zb-h1, dualpipe-v     4 (p-1)
     zb-v                  6 (p-1) - 2
 
     Messages short beside a stage's work; equal stages; m a multiple of p, and for all but 1f1b at least 2p.
@@ -106,6 +119,7 @@ def message_hops(schedule: str, pp: int, m: int, chunks: int = 1) -> float:
         "1f1b": 2 * (pp - 1) * (m / pp + 1) - 2,
         "interleaved": 2 * (chunks * pp - 1),
         "zb-h1": 4 * (pp - 1),
+        "dualpipe-v": 4 * (pp - 1),
         "zb-v": 6 * (pp - 1) - 2,
     }.get(schedule, 2 * (pp - 1))
 
@@ -116,7 +130,7 @@ def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
         return True
     if schedule in LOOPED:
         return m % pp == 0
-    return m >= 2 * pp - 1
+    return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
 
 
 def chunk_choices(schedule: str, num_layers: int, pp: int) -> tuple[int, ...]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from minipar.cost.compression import CODECS, compressed_gradients
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links, collective_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import ends_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import Held, ends_elems, held_elems, layer_kinds_elems, rank_kinds
 from minipar.cost.stages import idle_s, message_hops
 from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, hidden_bytes, message_bytes, tp_sums
 from minipar.cost.work import (
@@ -61,29 +62,45 @@ def step_time(job: Job, layout: Layout) -> StepTime:
     )
 
 
-def step_parts(job: Job, layout: Layout) -> dict[str, float]:
+def step_parts(job: Job, layout: Layout, compress: str = "none") -> dict[str, float]:
     """Return the seconds of a step by PARTS."""
     a, m = layout, layout.microbatches(job)
     kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
-    works = [
-        _rank_work(job, a.tp, a.cp, a.ep, a.dp, a.microbatch, a.recompute, a.zero == 3, *held[2:4], held.last)
-        for held in kinds
-    ]
+    layer = _layer_layout(a)
+    works = [_rank_work(job, layer, *held[2:4], held.last) for held in kinds]
     held, work = max(zip(kinds, works), key=lambda pair: pair[1].seconds.total)
     parts = {name: m * seconds for name, seconds in work.parts.items()}
     parts["idle"] = (
         idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks) if a.pp > 1 else 0.0
     )
     parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks) * _message_s(job, a) if a.pp > 1 else 0.0
+    parts["gradients"], parts["update"] = _after_backward(job, a, held, work, compress)
+    return parts
+
+
+def stage_seconds(job: Job, a: Layout, held: Held) -> float:
+    """Return the seconds of one microbatch on a rank that holds this, with its part of exposed gradients and the update."""
+    work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
+    return work.seconds.total + sum(_after_backward(job, a, held, work)) / a.microbatches(job)
+
+
+def _after_backward(
+    job: Job, a: Layout, held: Held, work: RankWork, compress: str = "none"
+) -> tuple[float, float]:
+    """Seconds of the gradients and gathered parameters that nothing hides, and of the update."""
     elems = held_elems(job, a, held), ends_elems(job, a.tp, held.first, held.last)
     reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, *elems)
-    exposed = reduce_s
-    if job.implementation.overlap_gradients:
+    exposed, codec = reduce_s, None
+    if compress != "none":
+        codec = compressed_gradients(job, a, elems[0], compress)
+        exposed = reduce_s = codec.messages_s
+    if job.implementation.overlap_gradients and (codec is None or CODECS[compress].hides):
         last = 1 / held.num_layers  # the layer whose gradients come last, with nothing behind which to hide
         backward = work.seconds.input_gradient + work.seconds.weight_gradient
         exposed = max(reduce_s - backward * (1 - last), reduce_s * last)
-    parts["gradients"], parts["update"] = exposed + gather_s, optimizer_seconds(job, updated)
-    return parts
+    if codec is not None:
+        exposed += codec.codec_s
+    return exposed + gather_s, optimizer_seconds(job, updated)
 
 
 def _others(pp: int, kinds, works, slowest: RankWork) -> Seconds:
@@ -108,14 +125,32 @@ class RankWork(NamedTuple):
     seconds: Seconds
 
 
+def _layer_layout(a: Layout) -> Layout:
+    """Return what a layer's time depends on, the rest by its default: data-parallel ranks only if they gather weights."""
+    dp, zero = (a.dp, 3) if a.zero == 3 else (1, 0)
+    return Layout(dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention)
+
+
+def least_seconds(job: Job, a: Layout) -> float:
+    """Return a lower bound of a step: layers and head spread evenly over pp; no idle time, pp, gradients, update."""
+    layer, work = _layer_layout(a), 0.0
+    for number, experts in (
+        (job.shape.num_layers - job.shape.num_moe_layers, False),
+        (job.shape.num_moe_layers, True),
+    ):
+        if number:
+            parts = _layer_parts(job, layer, experts)
+            work += number * (
+                parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
+            )
+    work += head_seconds(job, a.tokens(job), a.tp).total
+    return a.microbatches(job) * work / a.pp * (1 - 1e-9)  # sums in another order may be larger
+
+
 @cache
-def _rank_work(
-    job: Job, tp: int, cp: int, ep: int, dp: int, microbatch: int, recompute: str, gathered: bool, num_layers: int,
-    num_moe: int, last: bool,
-) -> RankWork:  # fmt: skip
-    layout = Layout(dp, 1, cp, ep, tp, 3 if gathered else 0, microbatch=microbatch, recompute=recompute)
+def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bool) -> RankWork:
     parts = dict.fromkeys(PARTS[:6], 0.0)
-    f, i, w = head = head_seconds(job, layout.tokens(job), tp) if last else Seconds(0.0, 0.0, 0.0)
+    f, i, w = head = head_seconds(job, layout.tokens(job), layout.tp) if last else Seconds(0.0, 0.0, 0.0)
     parts["compute"] = head.total
     for number, experts in ((num_layers - num_moe, False), (num_moe, True)):
         if not number:
@@ -145,17 +180,19 @@ class LayerParts(NamedTuple):
 def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     machine, tokens = job.machine, a.tokens(job)
     work = layer_seconds(job, tokens, a.tp, experts)
-    again = {"none": 0.0, "full": work.forward, "selective": core_again_seconds(job, tokens, a.tp)}[
-        a.recompute
-    ]
+    again = work.forward if a.unit else 0.0
+    if a.recompute == "selective":
+        again = core_again_seconds(job, tokens, a.tp)
     times = tp_sums(job, a)
     all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a))
     forward, backward = {"tp": times[0] * all_reduce}, {"tp": times[1] * all_reduce}
     if experts:
         each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a))
-        forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.recompute == "full" else 1)
+        forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
     if a.cp > 1:
-        forward["cp"], backward["cp"] = _exposed_ring(job, a)
+        forward["cp"], backward["cp"] = (
+            _exposed_ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
+        )
     if a.zero == 3:
         dense, expert = layer_kinds_elems(job, a.tp, a.ep)[experts]
         gather = collective_s(
@@ -178,6 +215,19 @@ def _exposed_ring(job: Job, a: Layout) -> tuple[float, float]:
     hops = (a.cp - 1) * (job.machine.start_latency_s + latency)
     seconds = [hops + num_bytes / slowest for num_bytes in cp_layer_bytes(job, a)]
     return max(0.0, seconds[0] - core), max(0.0, seconds[1] - 2.5 * core)
+
+
+def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
+    """Seconds of the messages of ulysses, or of gathering keys and values and summing their gradients, per layer."""
+    links, sent = axis_links(job.machine, a, "cp"), cp_layer_bytes(job, a)
+    whole = [num_bytes * a.cp / (a.cp - 1) for num_bytes in sent]
+    if a.cp_attention == "ulysses":
+        forward, backward = (collective_s(job.machine, links, "all_to_all", n) for n in whole)
+        again = forward if a.unit else 0.0
+        return forward, backward + again
+    gather = collective_s(job.machine, links, "all_gather", whole[0])
+    reduce = collective_s(job.machine, links, "reduce_scatter", whole[1] - whole[0])
+    return gather, gather + reduce
 
 
 @cache

@@ -59,4 +59,11 @@ def read(kind: str, path: Path, cls: type[T]) -> T:
         raise ValueError(f"{kind}={path}: {error}") from None
 
 
-_TYPES = {"str": str, "int": int, "int | None": int | None, "float": float, "bool": bool}
+_TYPES = {
+    "str": str,
+    "int": int,
+    "int | None": int | None,
+    "float": float,
+    "bool": bool,
+    "dict | None": dict | None,
+}

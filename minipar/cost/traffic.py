@@ -4,12 +4,16 @@ N tokens of a rank in a step, over all its microbatches; D the width, e bytes an
 
     tp     (t-1)/t N D e times 8 a layer (four all-reduces) and 2 for the embedding and for the head; with sequence
            parallelism 2 a layer and 1 for the head more, since backward gathers each column-parallel input again;
-           recompute="full" 2 a layer (3 with sequence parallelism, 4 with dropout). Besides, 3 numbers a token for the loss
+           recompute="full" 2 a layer (3 with sequence parallelism, 4 with dropout); "every:N" 4 a layer, but for the last
+           of N layers. Besides, 3 numbers a token for the loss
     pp     N D e to the next stage and as much back, per chunk; over t with sequence parallelism
-    cp     2 N D_kv/t (c-1) e forward per layer, as much again backward, and as many elements of gradients, 4 bytes or more
-    ep     4 k CF N D e (ep-1)/ep per layer with experts: dispatch and combine, forward and backward; also over t
-    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); ZeRO-3 sends gathered weights twice a microbatch, and
-           gradients once
+    cp     2 N D_kv/t (c-1) e forward per layer, as much again backward, and as many elements of gradients, 4 bytes or more;
+           ulysses (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
+    ep     4 k CF N D e (ep-1)/ep per layer with experts: dispatch and combine, forward and backward; 6 where layers are
+           computed again; also over t
+    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); ZeRO-2 with reduce_every="microbatch" (m+1) (P-1)/P; ZeRO-3
+           sends gathered weights twice a microbatch, three times but for the last layer of a unit that is computed again,
+           and gradients once; replicate=R: P/R for P, and 2 (R-1)/R of a shard's gradients
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from typing import NamedTuple
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links
 from minipar.cost.ranks import ends_elems, held_by, held_elems
+from minipar.schedules.registry import V_SHAPED
 
 
 class Sent(NamedTuple):
@@ -54,7 +59,10 @@ def hidden_bytes(job: Job, layout: Layout) -> float:
 def tp_sums(job: Job, layout: Layout) -> tuple[float, float]:
     """Return (forward, backward): all-reduces of the hidden states per layer over tp; those of a recomputation backward."""
     split, dropout = job.implementation.sequence_parallel, job.shape.dropout
-    again = (2 if dropout else 1.5 if split else 1) if layout.recompute == "full" else 0
+    last = (
+        2 if dropout else 1.5 if split else 1
+    )  # of the layers of a unit: what its last message makes is not used
+    again = 2 - (2 - last) / layout.unit if layout.unit else 0
     return 2, 2 + split + again
 
 
@@ -80,7 +88,9 @@ def _pp(job: Job, layout: Layout, rank: int) -> float:
         return 0.0
     held = held_by(job, layout, rank)
     hops = 2 * layout.chunks - held.first - held.last
-    if layout.schedule == "zb-v":  # the last rank holds both stages of the turn: nothing is sent between them
+    if (
+        layout.schedule in V_SHAPED
+    ):  # the last rank holds both stages of the turn: nothing is sent between them
         hops -= 2 * (rank == layout.pp - 1)
     return hops * layout.microbatches(job) * message_bytes(job, layout)
 
@@ -91,15 +101,31 @@ def _cp(job: Job, layout: Layout, rank: int) -> float:
 
 
 def cp_layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
-    """Return (forward, backward): bytes that a rank's keys, values and their gradients take around a ring, per layer."""
+    """Return (forward, backward): bytes that a rank sends for attention over cp, per layer.
+
+    Keys and values, and backward their gradients too, around a ring or gathered; or, with ulysses, all of q, k, v and o.
+    """
     shape, e = job.shape, job.bytes_of.activation
-    kv = 2 * layout.tokens(job) * max(1, shape.num_kv_heads // layout.tp) * shape.head_dim * (layout.cp - 1)
-    return kv * e, kv * (e + max(4, e))
+    kv_heads, group = max(1, shape.num_kv_heads // layout.tp), ulysses_ranks(job, layout)
+    # Inside a group, where there are fewer key/value heads than ranks, each of them goes to all ranks that read it.
+    read = max(kv_heads, group) if group > 1 else kv_heads
+    width = shape.dim // layout.tp + read * shape.head_dim
+    both = 2 * layout.tokens(job) * width * (group - 1) / group * e
+    kv = 2 * layout.tokens(job) * read * shape.head_dim * (layout.cp // group - 1)
+    return both + kv * e, both + kv * (e + max(4, e))
+
+
+def ulysses_ranks(job: Job, layout: Layout) -> int:
+    """Return the ranks that exchange heads for tokens; a ring or an all-gather joins such groups."""
+    return {"ulysses": layout.cp, "usp": job.implementation.cp_ulysses}.get(layout.cp_attention, 1)
 
 
 def _ep(job: Job, layout: Layout, rank: int) -> float:
     layers = held_by(job, layout, rank).num_moe
-    return 4 * layers * layout.microbatches(job) * dispatch_bytes(job, layout) * (layout.ep - 1) / layout.ep
+    times = 6 if layout.unit else 4
+    return (
+        times * layers * layout.microbatches(job) * dispatch_bytes(job, layout) * (layout.ep - 1) / layout.ep
+    )
 
 
 def dispatch_bytes(job: Job, layout: Layout) -> float:
@@ -111,16 +137,29 @@ def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
     """Return (dp, edp): bytes that a rank sends for gradients and gathered weights of dense and of expert parameters."""
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
-    ranks, b = layout.dp * layout.cp, job.bytes_of
-    sharers = ranks // layout.ep
-    rates = [2 * b.gradient if layout.zero == 0 else b.gradient + b.weight] * 2
-    whole = 0.0
-    if layout.zero == 3:
-        rates = [b.gradient + 2 * b.weight * layout.microbatches(job)] * 2
-        whole = (
-            b.weight * layout.microbatches(job) * ends_elems(job, layout.tp, held.first, held.last)
-        )  # gathered once
-    return (rates[0] * dense - whole) * (ranks - 1) / ranks, rates[1] * expert * (sharers - 1) / sharers
+    b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
+    sent, ends = [], ends_elems(job, layout.tp, held.first, held.last)
+    sharers = layout.dp * layout.cp
+    for elems, ranks, root in ((dense, sharers, ends), (expert, sharers // layout.ep, 0)):
+        copies = how.replicate if layout.zero == 3 else 1
+        shards = ranks // copies
+        once, again = (
+            b.gradient,
+            b.gradient if layout.zero == 0 else b.weight,
+        )  # the two halves of an all-reduce
+        if layout.zero == 2 and how.reduce_every == "microbatch":
+            once *= m
+        num_bytes = (once + again) * elems
+        if layout.zero == 3:  # what is outside the layers is gathered once
+            num_bytes = once * elems + b.weight * m * (gathers(layout) * (elems - root) + root)
+        between = 2 * (copies - 1) / copies * b.gradient * elems / shards
+        sent.append(num_bytes * (shards - 1) / shards + between)
+    return sent[0], sent[1]
+
+
+def gathers(layout: Layout) -> float:
+    """Return how often ZeRO-3 gathers a layer's weights for a microbatch: once more in units, but for the last of each."""
+    return 3 - 1 / layout.unit if layout.unit else 2
 
 
 def critical_tokens_per_gpu(ranks: int, flops_per_s: float, bytes_per_s: float) -> float:

@@ -1,11 +1,12 @@
 """Seconds of arithmetic, by one rule for every layer, model and machine:
 
-    matrix products   FLOPs / (peak * matmul_fraction * SHARE), or bytes / (HBM bandwidth * SHARE) if that is longer
-    everything else   bytes read and written / (HBM bandwidth * SHARE)
+    matrix products   FLOPs / (peak * matmul_fraction * share), or bytes / (HBM bandwidth * share) if that is longer
+    flash attention   FLOPs that the mask leaves / (peak * attention_fraction * share)
+    everything else   bytes read and written / (HBM bandwidth * share)
 
-matmul_fraction is the machine's best measured product; SHARE is what is left of either best in a run: products that are not
-of the best shape, kernels that do not fill the GPU, launches, clocks under load. Its value is not fitted: it is 0.8, the
-fraction of a link's speed that is taken as reached, too.
+matmul_fraction is the machine's best measured product, attention_fraction a measured kernel; share is what is left of
+either best in a run: products not of the best shape, kernels that do not fill the GPU, launches, clocks under load.
+It is not fitted: it is 0.8, the fraction of a link's speed that is taken as reached, too.
 
 Norms, dropouts, activation functions, rotary embeddings and stored attention scores read and write memory and compute next
 to nothing. Per token, forward, in elements of e bytes; the backward takes twice as long:
@@ -22,8 +23,6 @@ from typing import NamedTuple
 
 from minipar.cost.layout import Job
 from minipar.cost.models import ModelShape, layer_matmul_elems
-
-SHARE = 0.8
 
 
 class Seconds(NamedTuple):
@@ -56,8 +55,10 @@ def layer_seconds(job: Job, tokens: int, tp: int, experts: bool) -> Seconds:
 
 def core_seconds(job: Job, tokens: int, tp: int) -> float:
     """Return the forward of a layer's attention core: two products; a flash kernel skips what the causal mask hides."""
-    flash = job.implementation.attention == "flash"
-    return 4 * job.seq_len * job.shape.dim * tokens / tp / _matmul_rate(job) / (2 if flash else 1)
+    flops = 4 * job.seq_len * job.shape.dim * tokens / tp
+    if job.implementation.attention == "dense":
+        return flops / _matmul_rate(job)
+    return flops / 2 / (_matmul_rate(job) * job.machine.attention_fraction / job.machine.matmul_fraction)
 
 
 def core_again_seconds(job: Job, tokens: int, tp: int) -> float:
@@ -80,13 +81,13 @@ def optimizer_seconds(job: Job, elems: float) -> float:
 
 
 def _matmul_rate(job: Job) -> float:
-    """FLOP/s; for 32-bit types, an eighth of 16-bit's, as TF32 is half and float32 far less."""
-    slower = 1 if job.bytes_of.activation == 2 else 8
-    return job.machine.peak_flops * job.machine.matmul_fraction * SHARE / slower
+    machine = job.machine
+    slower = 1 if job.bytes_of.activation == 2 else machine.float32_slowdown
+    return machine.peak_flops * machine.matmul_fraction * machine.share / slower
 
 
 def _hbm_rate(job: Job) -> float:
-    return job.machine.hbm_bytes_per_s * SHARE
+    return job.machine.hbm_bytes_per_s * job.machine.share
 
 
 def _operand_bytes(job: Job, elems: int, tokens: int, tp: int) -> float:

@@ -7,7 +7,8 @@ gradient_reducer.py        the reduction of buckets during the backward, common 
 buffers.py                 running means and other buffers: rank 0's, before each forward
 ddp.py                     DDP: every rank has a replica, and gradients are all-reduced
 sharded_bucket.py          a bucket of which each rank owns a chunk
-offload.py                 memory for shards and optimizer state: the device's, the host's, or files on disk
+scratch_file.py            a file without a name, for tensors that are not needed in memory
+offload.py                 memory for shards and optimizer state: the device's, the host's, or a file, read ahead
 chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  the optimizers that may update a shard of a parameter
 lamb.py                    one that needs norms of whole parameters, and all-reduces them
@@ -21,6 +22,7 @@ fsdp_unit.py               FSDP's units: which module is one, which parameters i
 fsdp_full_state.py         FSDP's shards made from full parameters, and gathered again
 fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
 optimizer_interface.py     one interface to the optimizer, for every stage
+offloaded_optimizer.py     an optimizer of FSDP's shards, with its states in that memory
 loss_scaler.py             dynamic loss scaling, for gradients in fp16
 """
 

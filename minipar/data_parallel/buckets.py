@@ -64,6 +64,17 @@ class Bucket:
         return gradient is not None
 
     @torch.no_grad()
+    def average(self, sent: Tensor, compressor, reduce: str) -> Tensor:
+        """Replace the gradients in `sent`, laid out as `flat`, by the compressor's means, or sums; return it."""
+        parts = {}
+        for param, view in self.views.items():
+            start = view.storage_offset()
+            parts[param] = sent[start : start + view.numel()].view(view.shape)
+        for param, mean in compressor.means(parts).items():
+            parts[param].copy_(mean if reduce == "mean" else mean * self.comm.size)
+        return sent
+
+    @torch.no_grad()
     def write(self, param: nn.Parameter, used: bool) -> None:
         """After the reduction, make the view the gradient of a parameter that any rank used; restore that of another."""
         view, kept = self.views[param], self._kept.pop(param, None)

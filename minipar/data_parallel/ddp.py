@@ -23,6 +23,7 @@ from minipar.data_parallel.arguments import (
 )
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.compress.plain_mean import Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward, in_backward
 from minipar.mesh import place_whole, placement_of, set_placement
 
@@ -39,7 +40,8 @@ class DDP(nn.Module):
     broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
     reduce_dtype        of the gradient reduction, whose result is rounded to the parameters' dtype; default: that
     compress    a function from Comm to what averages gradients with fewer bytes, such as `compress.PowerSGD` or
-                `partial(compress.CompressedMean, codec=Sign())`; `compressors` has them, with their residuals
+                `partial(compress.CompressedMean, codec=Sign())`; `compressors` has them, with their residuals. While
+                `compressors.on` is False, gradients are reduced as they are: a warm-up. Over one rank nothing is compressed
 
     forward     the module's
     backward    grad = 1/p * sum over ranks of grad; bucket by bucket, waited for at the very end
@@ -69,15 +71,14 @@ class DDP(nn.Module):
         axis: str = "dp",
         broadcast_buffers: bool = True,
         reduce_dtype: torch.dtype | None = None,
-        compress: Callable[[Comm], Callable[..., Tensor]] | None = None,
+        compress: Callable[[Comm], object] | None = None,
     ):
         super().__init__()
         require_reduce(reduce)
         self._bucket_sizes = bucket_sizes(bucket_mb, first_bucket_mb)
         self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
         self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
-        self._compress = compress
-        self.compressors: dict[Comm, Callable[..., Tensor]] = {}  # Comm -> what averages its gradients
+        self.compressors = Compressors(compress)
         self._comm_of = function_of_parameter(comm)
         self._handles: list = []
         self._sent: list[
@@ -120,31 +121,17 @@ class DDP(nn.Module):
             bucket.flags.copy_(torch.tensor(used))
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         self._sent.append((bucket, sent))
-        if self._compress is not None:
-            reduce = partial(self._reduce_compressed, bucket, sent)
+        if (average := self.compressors.of(bucket.comm)) is not None:
+            reduce = partial(self._reduce_compressed, bucket, sent, average)
             self._handles.append(bucket.comm.custom("compressed_all_reduce", reduce, async_op=True))
             return
         reduce = bucket.comm.all_reduce_
         self._handles.append(reduce(sent, self.reduce, algorithm=self.algorithm, async_op=True))
 
-    @torch.no_grad()
-    def _reduce_compressed(self, bucket: Bucket, sent: Tensor) -> None:
-        comm = bucket.comm
-        if comm not in self.compressors:
-            self.compressors[comm] = self._compress(comm)
-        average = self.compressors[comm]
-        end = bucket.flags.storage_offset()
-        if getattr(average, "by_parameter", False):
-            for param, view in bucket.views.items():
-                start = view.storage_offset()
-                part = sent[start : start + view.numel()]
-                part.copy_(average(part.view(view.shape), param).flatten())
-        else:
-            sent[:end].copy_(average(sent[:end], tuple(bucket.params)))
-        if self.reduce == "sum":
-            sent[:end] *= comm.size
-        if bucket.flagged:
-            comm.all_reduce_(sent[end:])
+    def _reduce_compressed(self, bucket: Bucket, sent: Tensor, average) -> None:
+        bucket.average(sent, average, self.reduce)
+        if bucket.flagged and not getattr(average, "sends_nothing", False):
+            bucket.comm.all_reduce_(sent[bucket.flags.storage_offset() :])
 
     def _finish(self) -> None:
         """Wait for the all-reduces. A parameter that only other ranks used gets its gradient here too."""
@@ -155,7 +142,11 @@ class DDP(nn.Module):
             if sent is not bucket.flat:
                 bucket.flat.copy_(sent)
         for bucket in self.buckets:
-            for param, used in zip(bucket.flagged, bucket.flags.tolist()):
+            # Where this rank used every parameter, a GPU need not be waited for.
+            used_all = self.reducer.used.issuperset(bucket.flagged)
+            for param, used in zip(
+                bucket.flagged, [1] * len(bucket.flagged) if used_all else bucket.flags.tolist()
+            ):
                 self.reducer.bucket_of[param].write(param, bool(used))
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ class FlatGradients:
     """The gradients of one `FlatParameters`, and their reduction under way.
 
     flat     the parameters
-    pending  parameter -> its full gradient in reduce_dtype, not yet reduced
+    pending  parameter -> its full gradient, not yet reduced; in reduce_dtype where several were added
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """
@@ -36,9 +36,8 @@ class FlatGradients:
     @torch.no_grad()
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a full gradient to the pending ones. Its memory may be kept and changed in place."""
-        gradient = require_dense(param, gradient).to(self.reduce_dtype)
-        before = self.pending.get(param)
-        self.pending[param] = gradient if before is None else before.add_(gradient)
+        gradient, before = require_dense(param, gradient), self.pending.get(param)
+        self.pending[param] = gradient if before is None else before.to(self.reduce_dtype).add_(gradient)
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -23,6 +23,7 @@ from minipar.data_parallel.buckets import range_in_param, slice_of_chunk
 from minipar.data_parallel.freed_parameter import allow_use, forbid_use
 from minipar.data_parallel.offload import Memory
 from minipar.mesh import placement_of, set_placement
+from minipar.model.init import materialise
 
 ALIGNMENT_ELEMS = (
     64  # every parameter and every chunk starts at a multiple of 64 elements, so of 64 bytes in any dtype
@@ -90,17 +91,18 @@ class FlatParameters:
     # Sharding full parameters ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def cut(self, value_of: Callable[[nn.Parameter], Tensor], axis: str, broadcast: bool) -> None:
-        """Make `shard` this rank's chunk of the parameters' values: its own values or, with `broadcast`, rank 0's."""
-        if broadcast:
-            shard = self._chunk_of_rank0(value_of)
+    def cut(self, axis: str, part_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
+        """Make `shard` this rank's chunk: of rank 0's parameters or, given `part_of`, of this rank's part of each, flat."""
+        if part_of is None:
+            shard = self._chunk_of_rank0()
         else:
             shard = torch.zeros(self.range[1] - self.range[0], dtype=self.dtype, device=self.device)
             for param in self.params:
-                low, high = self.part(param)
-                self.slice_of_shard(param, shard).copy_(value_of(param).reshape(-1)[low:high])
+                place = self.slice_of_shard(param, shard)
+                if place.numel():
+                    place.copy_(part_of(param))
         away = self.memory.device is not None and not self.whole
-        self.shard = self.memory.copy_of(shard, self.dtype, "shard") if away else shard
+        self.shard = self.memory.copy_of(shard, self.dtype) if away else shard
         if self.whole:
             self.full = self.shard
         else:
@@ -109,10 +111,10 @@ class FlatParameters:
         if not self.whole:
             self.full.untyped_storage().resize_(0)
 
-    def _chunk_of_rank0(self, value_of) -> Tensor:
+    def _chunk_of_rank0(self) -> Tensor:
         chunk = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         for param in self.params:
-            self.slice_of_full(param, chunk).copy_(value_of(param).reshape(-1))
+            self.slice_of_full(param, chunk).copy_(param.detach().reshape(-1))
         if self.comm is not None:
             chunk = self.comm.broadcast(chunk)[slice(*self.range)].clone()
         for replicas in self.replicas:
@@ -127,7 +129,7 @@ class FlatParameters:
             placement = placement_of(param)
             placement = placement if self.whole else placement.flatten_range(*self.part(param))
             if param.is_meta:
-                _materialise(param, self.shard_views[param])
+                materialise(param, self.shard_views[param])
             else:
                 param.data = self.shard_views[param]
             set_placement(param, placement.replicate(axis) if self.replicas else placement)
@@ -141,9 +143,8 @@ class FlatParameters:
             return
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.full[slice(*self.range)]
-        own.copy_(self.shard)
+        self.memory.copy_to(own, self.shard)
         self._gathered_versions = {p: p._version for p in self.params}
-        self.memory.release([self.shard])
         self._pending_gather = self.comm.all_gather(
             own, out=self.full, algorithm=self.algorithm, async_op=True
         )
@@ -216,13 +217,6 @@ class FlatParameters:
 def _memory_of(x: Tensor) -> tuple:
     """Return what identifies a tensor's memory; `data_ptr()` does not for an empty tensor."""
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype
-
-
-def _materialise(param: nn.Parameter, value: Tensor) -> None:
-    """Give a meta parameter a value. Assigning `.data` is refused where the device differs."""
-    real = nn.Parameter(value, requires_grad=param.requires_grad)
-    real.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, real)
 
 
 def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:

@@ -22,10 +22,16 @@ from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.fsdp_unit import Unit, UnitOrder, find_units, group_parameters
+from minipar.data_parallel.fsdp_unit import (
+    Unit,
+    UnitOrder,
+    find_units,
+    group_parameters,
+    refuse_compile,
+)
 from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward, take_over, tensors_in
 from minipar.data_parallel.offload import memory_for
-from minipar.mesh import place_whole
+from minipar.mesh import Placement, place_whole
 from minipar.model.overrides import GRADIENT_RECEIVER
 
 
@@ -42,7 +48,8 @@ class FSDP(nn.Module):
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes
     replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
-    init          (canonical name, shape) -> value, for a module on the meta device
+    init          (canonical name, shape) -> value, for a module on the meta device; or init_part, Placement -> the
+                  value of that part, where it need not be made whole
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
     broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
 
@@ -53,7 +60,7 @@ class FSDP(nn.Module):
     update each element from that element alone (see elementwise_optimizers.py). Clip with `minipar.clip_grad_norm_`:
     torch's would take the norm of a shard for the whole, and is refused. All ranks must run the same units in the same
     order. The unit whose forward ends last stays unsharded for its backward, which comes first. torch.compile cannot trace
-    the hooks: compile first and wrap the result, FSDP(torch.compile(module), comm), without compiling units themselves.
+    the hooks: what it returns may be a unit, FSDP(torch.compile(module), comm), or be inside one, but not around one.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     once in reduce_dtype to reduce-scatter its gradients if it is trained. Each parameter is rounded up to 64 elements and
@@ -81,6 +88,7 @@ class FSDP(nn.Module):
         algorithm: str = "auto",
         replicas: Comm | Callable[[Tensor], Comm] | None = None,
         init: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+        init_part: Callable[[Placement], Tensor] | None = None,
         offload: str | None = None,
         folder: str | None = None,
         axis: str = "dp",
@@ -101,7 +109,7 @@ class FSDP(nn.Module):
         for (i, cut_over, copies, *_), params in groups.items():
             unit = self.units[i]
             flat = FlatParameters(params, unit.name, cut_over, copies, compute_dtype, memory, algorithm)
-            full_state.init_shards(flat, init, axis)
+            full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
             unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
         full_state.require_values_of_buffers(module)
@@ -122,6 +130,7 @@ class FSDP(nn.Module):
     def _install_hooks(self) -> None:
         for unit in self.units:
             unit.module.forward = partial(self._unit_forward, unit, unit.module.forward)
+            unit.module.compile = partial(refuse_compile, unit.name)
             for param in (p for flat in unit.flats if flat.trained for p in flat.params):
                 param.register_post_accumulate_grad_hook(partial(self._on_gradient, unit))
                 setattr(param, GRADIENT_RECEIVER, partial(self._take, param))
@@ -229,6 +238,11 @@ class FSDP(nn.Module):
             unit.active = 0
 
     def _before_backward(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"create_graph=True in a backward through unit {unit.name!r}: FSDP frees the parameters that a second "
+                "derivative needs; use DDP or ZeroOptimizer for a gradient penalty"
+            )
         if not self._end.armed:
             self._end.arm()
             for other in self.units:

@@ -12,23 +12,26 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import placement_of
 
 
-def init_shards(flat: FlatParameters, init: Callable | None, axis: str) -> None:
-    """Shard rank 0's parameters or, where they are on the meta device, the values that `init` makes one by one."""
+def init_shards(flat: FlatParameters, init: Callable | None, init_part: Callable | None, axis: str) -> None:
+    """Shard rank 0's parameters or, where they are on the meta device, the values that are made for them one by one."""
     if not any(p.is_meta for p in flat.params):
-        flat.cut(lambda param: param.detach(), axis, broadcast=True)
+        flat.cut(axis)
         return
-    if init is None:
+    if init is None and init_part is None:
         name = next(flat.names[p] for p in flat.params if p.is_meta)
         raise ValueError(
             f"{name} is on the meta device and init is None; pass init=(canonical name, shape) -> value"
         )
-    placements = {p: placement_of(p) for p in flat.params}
+    ranges = {p: (0, flat.num_elems[p]) if flat.whole else flat.part(p) for p in flat.params}
+    placements = {p: placement_of(p).flatten_range(*ranges[p]) for p in flat.params}
 
-    def value_of(param: nn.Parameter) -> Tensor:
+    def part_of(param: nn.Parameter) -> Tensor:
         placement = placements[param]
+        if init_part is not None:
+            return init_part(placement)
         return placement.slice_of(init(placement.name, placement.global_shape))
 
-    flat.cut(value_of, axis, broadcast=False)
+    flat.cut(axis, part_of)
 
 
 def require_values_of_buffers(module: nn.Module) -> None:

@@ -29,6 +29,11 @@ class Unit:
         for flat in self.flats:
             flat.unshard()
 
+    def announce(self) -> None:
+        """Tell the operating system that the shards will be read, where they are on disk."""
+        for flat in self.flats:
+            flat.memory.announce(flat.shard)
+
     def use_unsharded(self) -> None:
         for flat in self.flats:
             flat.use_unsharded()
@@ -87,9 +92,12 @@ class UnitOrder:
             self.pending_reshard.reshard(forbid=True)
         self.pending_reshard = None
         unit.unshard()
-        following = self._following(unit, self.backward_order if backward else self.forward_order)
+        order = self.backward_order if backward else self.forward_order
+        following = self._following(unit, order)
         if self.prefetch and following is not None:
             following.unshard()
+            if (after := self._following(following, order)) is not None:
+                after.announce()
         unit.use_unsharded()
 
     def delay_reshard(self, unit: Unit) -> None:
@@ -108,6 +116,7 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
     """Return (name, module) of the root and of every match of `units`, outer ones first; and whether the root matches."""
     if units is None:
         _refuse_old_norms([("root", module)])
+        refuse_compiled(module, [("root", module)])
         return [("root", module)], True
     matches = units
     if isinstance(units, type | tuple):
@@ -122,6 +131,7 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
             "use a module class, a tuple of them, a predicate, or None for all of it as one unit"
         )
     _refuse_old_norms([("root", module), *found])
+    refuse_compiled(module, [("root", module), *found])
     return [("root", module), *found], matches(module)
 
 
@@ -134,6 +144,28 @@ def _refuse_old_norms(modules: list[tuple[str, nn.Module]]) -> None:
                     f"torch.nn.utils.{hook.__module__.split('.')[-1]} of unit {name!r} computes {hook.name} before the "
                     "unit's forward, which is too early; use the one in torch.nn.utils.parametrizations"
                 )
+
+
+def refuse_compiled(root: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
+    """Raise ValueError where torch.compile would trace the forward of a unit, and with it FSDP's hooks."""
+    for around in root.modules():
+        in_place = getattr(around, "_compiled_call_impl", None) is not None
+        if not in_place and type(around).__name__ != "OptimizedModule":
+            continue
+        inside = {id(m) for m in around.modules() if in_place or m is not around}
+        for name in (name for name, m in modules if id(m) in inside):
+            raise ValueError(
+                f"unit {name!r} is inside what torch.compile traces, which cannot trace FSDP's hooks; make what "
+                "torch.compile(module) returns the unit, or compile modules inside the units"
+            )
+
+
+def refuse_compile(name: str, *_, **__) -> None:
+    """What `compile` of a unit's module is, once it is wrapped."""
+    raise RuntimeError(
+        f"unit {name!r} is wrapped in FSDP, whose hooks torch.compile cannot trace; compile first, and make what "
+        "torch.compile(module) returns the unit, or compile modules inside it"
+    )
 
 
 def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:

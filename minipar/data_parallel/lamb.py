@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class Lamb(torch.optim.Optimizer):
         updates = [self._update(group, param) for group, param in with_gradient]
         ratios = self._ratios([param for _, param in with_gradient], updates)
         for (group, param), update, ratio in zip(with_gradient, updates, ratios):
-            param.sub_(update * (group["lr"] * ratio))
+            param.sub_(update * (ratio * group["lr"]))
         return loss
 
     def _update(self, group: dict, param: Tensor) -> Tensor:
@@ -52,13 +54,20 @@ class Lamb(torch.optim.Optimizer):
         denominator = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
         return (m / (1 - b1**t)).div_(denominator).add_(param, alpha=group["weight_decay"])
 
-    def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> list[float]:
-        squares = [[_square(w), _square(u)] for w, u in zip(params, updates)]
-        squares = torch.tensor(squares, dtype=torch.float64)
-        if self._comm is not None and self._comm.size > 1 and params:
-            squares = self._comm.all_reduce(squares.to(self._comm.device)).cpu()
-        return [(w / u) ** 0.5 if w > 0 and u > 0 else 1.0 for w, u in squares.tolist()]
+    def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Sequence[Tensor]:
+        if not params:
+            return ()
+        squares = torch.stack([torch.stack((_square(w), _square(u))) for w, u in zip(params, updates)])
+        if self._comm is not None and self._comm.size > 1:
+            squares = self._comm.all_reduce(squares.to(self._comm.device)).to(params[0].device)
+        return trust_ratios(squares)
 
 
-def _square(x: Tensor) -> float:
-    return x.double().square().sum().item()
+def trust_ratios(squares: Tensor) -> Sequence[Tensor]:
+    """Return |w| / |u| of each pair of squared norms [n, 2], 1 where either is 0: as tensors, for no GPU to be awaited."""
+    of_param, of_update = squares.unbind(1)
+    return torch.where(squares.amin(1) > 0, (of_param / of_update).sqrt(), 1.0).unbind()
+
+
+def _square(x: Tensor) -> Tensor:
+    return x.double().square().sum()

@@ -58,9 +58,9 @@ class DynamicLossScaler:
     def _overflowed(self, interface: OptimizerInterface) -> bool:
         interface.reduce_pending()
         gradients = [x.grad for x in interface.tensors if x.grad is not None]
-        found = any(not torch.isfinite(grad).all() for grad in gradients)
-        flag = torch.tensor([float(found)], device=self._comm.device)
-        return bool(self._comm.all_reduce(flag, "max").item())
+        finite = [torch.isfinite(grad).all().to(self._comm.device) for grad in gradients]
+        found = ~torch.stack(finite).all() if finite else torch.zeros((), device=self._comm.device)
+        return bool(self._comm.all_reduce(found.float().view(1), "max").item())  # the one wait for a GPU
 
     def update(self, stepped: bool) -> None:
         """Change the scale after a step that was taken or, because a gradient overflowed, skipped."""

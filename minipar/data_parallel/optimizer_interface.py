@@ -74,10 +74,9 @@ class TorchOptimizerAdapter:
         self.optimizer.zero_grad(set_to_none)
 
     def step(self, *, grad_scale: float = 1.0):
-        if grad_scale != 1:
-            for p in self.tensors:
-                if p.grad is not None:
-                    p.grad /= grad_scale
+        gradients = [p.grad.as_subclass(Tensor) for p in self.tensors if p.grad is not None]
+        if grad_scale != 1 and gradients:
+            torch._foreach_div_(gradients, grad_scale)
         return self.optimizer.step()
 
 

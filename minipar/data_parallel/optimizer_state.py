@@ -13,10 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, is_per_element
+from minipar.data_parallel.chunk_optimizer import MASTER, ChunkOptimizer, is_per_element
 from minipar.mesh import placement_of
-
-MASTER = "master"  # the key of the optimizer's own copy of a parameter, where it keeps one
 
 
 def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:

@@ -11,6 +11,7 @@ So each chunk is summed in the order in which DDP's all-reduce would sum it: the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -126,9 +127,14 @@ class ShardedBucket:
             if param.grad is None:
                 self._drop(param)
 
-    def reduce(self, op: str, algorithm: str) -> Callable[[], None]:
-        """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result."""
+    def reduce(self, op: str, algorithm: str, compressor=None) -> Callable[[], None]:
+        """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result.
+
+        compressor  reduces the whole bucket as DDP would, with its bits, and this rank keeps its own chunk
+        """
         flat = self.bucket.flat
+        if compressor is not None:
+            return self._reduce_compressed(op, compressor)
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         handle = self.comm.reduce_scatter(
             flat.to(self.reduce_dtype),
@@ -140,6 +146,14 @@ class ShardedBucket:
         for param in self.params:
             param.grad = self._reduced[param].added = None
         return lambda: self._store_reduced(handle.wait())
+
+    def _reduce_compressed(self, op: str, compressor) -> Callable[[], None]:
+        sent = self.bucket.flat.to(self.reduce_dtype)
+        average = partial(self.bucket.average, sent, compressor, op)
+        handle = self.comm.custom("compressed_all_reduce", average, async_op=True)
+        for param in self.params:
+            param.grad = self._reduced[param].added = None
+        return lambda: self._store_reduced(handle.wait()[slice(*self.range)])
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:

@@ -23,5 +23,8 @@ def used_on_any_rank(
         flags = torch.zeros(-(-len(params) // comm.size) * comm.size, dtype=torch.uint8)
         flags[: len(params)] = torch.tensor([p in used_here for p in params])
         flags = comm.all_reduce(flags.to(comm.device), "max", algorithm=algorithm)
-        used |= {p for p, flag in zip(params, flags.tolist()) if flag}
+        if used_here.issuperset(params):  # a GPU need not be waited for
+            used.update(params)
+        else:
+            used |= {p for p, flag in zip(params, flags.tolist()) if flag}
     return used

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
 from minipar.data_parallel.buckets import make_buckets
-from minipar.data_parallel.chunk_optimizer import ChunkOptimizer
+from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, step_chunks
+from minipar.data_parallel.compress.plain_mean import Compressors
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.data_parallel.offload import memory_for
 from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.data_parallel.unused_parameters import used_on_any_rank
-from minipar.mesh import placement_of, set_placement
+from minipar.mesh import placement_of
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -35,8 +36,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     reduce         "mean", for a loss that is a mean over this rank's samples; "sum", for one divided by the global count
     master_dtype   of master weights, if not the parameters' own dtype: float32 for bf16 parameters
     reduce_dtype   of the gradient reduction; default: master_dtype
-    offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the files
+    offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the file. See offload.py
     per_element    True: accept an optimizer class that is not known to update each element from that element alone
+    compress       of stage 1, as DDP's, with its bits and its bytes in place of the reduce-scatter's
 
     backward       shard.grad = 1/p * sum over ranks of grad       reduce-scatter, bucket by bucket, during the backward
     step           shard = optimizer_cls(shard, shard.grad)        then all-gather, while the next bucket is updated
@@ -78,6 +80,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         folder: str | None = None,
         per_element: bool = False,
         axis: str = "dp",
+        compress: Callable[[Comm], object] | None = None,
         **kwargs,
     ):
         if stage not in (1, 2):
@@ -88,7 +91,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._master_dtype, self._reduce_dtype, self._axis = master_dtype, reduce_dtype, axis
         self._bucket_sizes = arguments.bucket_sizes(bucket_mb, first_bucket_mb)
         self._comm_of = arguments.function_of_parameter(comm)
-        self._memory = memory_for(offload, folder)
+        self._memory, self.compressors = memory_for(offload, folder), Compressors(compress)
         self._chunks: list[ChunkOptimizer] = []
         self._unreduced = True
         self._pending: list[Callable[[], None]] = []
@@ -149,10 +152,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
         """Yield each shard, or its master copy, and its optimizer state, to be read or replaced by tensors of its shape."""
         for chunk in self._chunks:
-            chunk.refresh_masters()
-            for param, master in chunk.masters.items():
-                set_placement(master, placement_of(chunk.bucket.shards[param]))
-                yield master, chunk.optimizer.state[master]
+            yield from chunk.tensors_and_states()
 
     # Gradients ------------------------------------------------------------------------------------------------
 
@@ -187,7 +187,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.
         if self.stage == 2 and len(self._pending) > 1:
             self._pending.pop(0)()
-        self._pending.append(bucket.reduce(self.reduce, self.algorithm))
+        compressor = self.compressors.of(bucket.comm)
+        self._pending.append(bucket.reduce(self.reduce, self.algorithm, compressor))
 
     def _finish(self) -> None:
         """Wait for the reduce-scatters, and set the shards' `.grad`."""
@@ -214,10 +215,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.check()
         self.reduce_pending()
         handles = []
-        for chunk, following in zip(self._chunks, [*self._chunks[1:], None]):
-            if following is not None:
-                following.prefetch()
-            chunk.step(self.param_groups, grad_scale)
+        for chunk in step_chunks(self._chunks, self.param_groups, grad_scale):
             bucket = chunk.bucket
             gather = partial(bucket.comm.all_gather, algorithm=self.algorithm, async_op=True)
             handles.append(gather(bucket.own, out=bucket.flat))

@@ -45,8 +45,9 @@ class DispatchedRows:
     """Rows being dispatched. sizes [ep, ep, E/ep]: rows from each source rank for each expert of each target rank."""
 
     def __init__(self, route: AllToAllRoute, rows: Tensor, sizes: Tensor, overlap: bool):
-        self.route, self.between = route, sizes.sum(2).tolist()
-        self.segments = sizes[:, route.comm.rank].tolist()  # [source rank][own expert]
+        by_expert = sizes.tolist()  # the host waits: messages have the sizes that the routers chose
+        self.route, self.between = route, [[sum(of_target) for of_target in source] for source in by_expert]
+        self.segments = [source[route.comm.rank] for source in by_expert]  # [source rank][own expert]
         self.exchange = OverlappedAllToAll(route, self.between, overlap)
         self.left = self.exchange.start(rows)
 

@@ -13,12 +13,14 @@ flash.py              attention in tiles, without the score matrix
 fused.py              the same by torch's kernels
 attention.py          grouped-query attention, with a plain, a fused or a flash core
 mlp.py                SwiGLU
+value_check.py        a check of values for which no GPU is waited
 moe_config.py         the options of a mixture of experts
 counter_dropout.py    dropout and random numbers that depend on global coordinates, not on ranks
 router.py             which tokens go to which experts
 groups.py             routing groups: consecutive tokens that share the experts' capacity
 permute.py            permuting tokens into their experts' rows, and combining the results
-grouped_mlp.py        an MLP per expert, in one grouped product
+grouped_kernel.py     an MLP per expert, by torch's grouped product
+grouped_mlp.py        an MLP per expert, in a loop over experts, or by that
 aux_loss.py           losses that balance the experts' load, and routing metrics
 init.py               initial weights from the seed and a parameter's name
 moe.py                a mixture of experts
@@ -27,6 +29,7 @@ vocabulary.py         the check that tokens are in the vocabulary
 transformer.py        the whole model, a stage of it, and the loss
 cache.py              the key/value cache
 sampling.py           text generation
+llama_config.py       the config.json of a Llama of Hugging Face's, as a ModelConfig
 huggingface.py        Hugging Face's Llama, read by this model's names
 """
 

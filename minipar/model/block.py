@@ -72,3 +72,10 @@ class Block(nn.Module):
         if not (self.training and self.dropout_rate > 0):
             return x
         return counter_dropout(x, self.dropout_rate, self.seed, step, self.layer, site, sample_ids, indices)
+
+
+def run_blocks(blocks: list[Block], x: Tensor, *args) -> Tensor:
+    """Run blocks one after another, each with `args` besides its input."""
+    for block in blocks:
+        x = block(x, *args)
+    return x

@@ -59,13 +59,13 @@ def _hash(
     """Return a 32-bit hash for each element of [B, T, num_features]."""
     state = 0
     for word in key:
-        state = _mix(_mix(state, word & _LOW_32), word >> 32)
-    tokens = _mix(_mix(state, sample_ids)[:, None], indices)
+        state = mix(mix(state, word & _LOW_32), word >> 32)
+    tokens = mix(mix(state, sample_ids)[:, None], indices)
     features = torch.arange(feature_offset, feature_offset + num_features, device=indices.device)
-    return _mix(tokens[..., None], features)
+    return mix(tokens[..., None], features)
 
 
-def _mix(state, word):
+def mix(state, word):
     """Mix one more word into a 32-bit state; both are ints or int64 tensors.
 
     Products may wrap in int64, which leaves the low 32 bits right; shifts are logical, since no value is negative. The word

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
+from minipar.model.grouped_kernel import KernelExperts, kernel_takes
 
 
 def grouped_swiglu(
@@ -17,14 +18,14 @@ def grouped_swiglu(
     gate: Tensor,
     up: Tensor,
     down: Tensor,
-    counts: Sequence[int],
+    counts: Sequence[int] | Tensor,
     deferred: WeightGradients | None = None,
 ) -> Tensor:
     """Apply to each run of rows its expert's SwiGLU: y_r = down_e (silu(gate_e x_r) * up_e x_r), for the expert e of row r.
 
     x         [R, D]      rows sorted by expert
     gate, up  [E, F, D]   down  [E, D, F]
-    counts    E numbers   how many rows each expert has; their sum is R, and any may be 0
+    counts    E numbers, or [E] on x's device: how many rows each expert has; their sum is R, and any may be 0
     y         [R, D]
 
     With g = gate_e x_r, u = up_e x_r:
@@ -34,14 +35,22 @@ def grouped_swiglu(
 
     Costs 6 R D F flops forward and twice that backward: nothing is padded, and an expert without rows has a gradient of
     0. Keeps x, g and u, 2 R F elements besides x, where autograd would keep silu(g) and the product too.
-    Source: MegaBlocks, arXiv:2211.15841, with a loop of dense products in place of its block-sparse kernel.
+    Source: MegaBlocks, arXiv:2211.15841, with a loop of dense products in place of its block-sparse kernel, or torch's
+    grouped product (`grouped_kernel.py`) where there is one.
     """
     weights = gate, up, down
+    if kernel_takes(x, gate):
+        function, counts = (
+            KernelExperts,
+            torch.as_tensor(counts, device=x.device).cumsum(0, dtype=torch.int32),
+        )
+    else:
+        function, counts = _Experts, counts.tolist() if isinstance(counts, Tensor) else counts
     if deferred is None or not all(w.requires_grad and w.is_leaf for w in weights):
-        return _Experts.apply(x, counts, None, None, *weights)
+        return function.apply(x, counts, None, None, *weights)
     # Autograd must not see a parameter whose gradient comes later, or it would run the parameter's hooks now.
     anchor = None if x.requires_grad else deferred.anchor
-    return _Experts.apply(x, counts, (deferred, weights), anchor, *(w.detach() for w in weights))
+    return function.apply(x, counts, (deferred, weights), anchor, *(w.detach() for w in weights))
 
 
 class _Experts(torch.autograd.Function):
@@ -91,8 +100,12 @@ def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
 
 @torch.no_grad()
 def _add_later(weights, shapes, saved_per_expert) -> None:
-    """Add the deferred gradients; `shapes` are the unsharded weights', since FSDP may have resharded them by now."""
-    dweights = [w.new_empty(shape) for w, shape in zip(weights, shapes)]
+    """Add the deferred gradients, in the dtype of the rows.
+
+    FSDP may have resharded the weights by now, and holds their shards in a wider dtype: `shapes` are those that were used.
+    """
+    x = saved_per_expert[0][0]
+    dweights = [x.new_empty(shape) for shape in shapes]
     for e, piece in enumerate(saved_per_expert):
         _weight_products(*piece, *(dw[e] for dw in dweights))
     for weight, dw in zip(weights, dweights):
@@ -120,7 +133,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(empty(num_experts, hidden_dim, dim))
         self.down = nn.Parameter(empty(num_experts, dim, hidden_dim))
 
-    def forward(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def forward(self, x: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
         return grouped_swiglu(x, self.gate, self.up, self.down, counts, self.deferred)
 
     def extra_repr(self) -> str:

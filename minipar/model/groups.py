@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.model.moe_config import cut_group
+from minipar.model.value_check import holds
 
 
 class RoutingGroups(NamedTuple):
@@ -65,7 +66,8 @@ def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
     place = torch.arange(length, device=positions.device)
     starts = positions[..., place // size * size]
     is_aligned = starts % size == 0 if group_tokens is not None else starts == 0
-    if ((positions - starts == place % size) & is_aligned).all():
+    whole = ((positions - starts == place % size) & is_aligned).all()
+    if holds(whole, f"these positions cut a routing group of group_tokens={group_tokens} in two"):
         return
     row = positions.reshape(-1, positions.shape[-1])[0].tolist()
     raise ValueError(cut_group(row, group_tokens))

@@ -6,7 +6,6 @@ another activation, other head sizes, scaled rotary embeddings, biases, quantise
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from minipar.errors import one_of
+from minipar.model.llama_config import read_config, read_json
 from minipar.model.model_config import ModelConfig
 from minipar.model.transformer import Transformer
 
@@ -35,16 +35,6 @@ NAMES = {
 INDEX = "model.safetensors.index.json"  # of weights in several files
 NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: the wavelengths, which the configuration determines
 
-# What a Llama's config.json may say besides its sizes; another value is another model.
-ONLY = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-}
-
 
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
     """Return the configuration of the Llama in `folder`, and its weights by this model's parameter names.
@@ -59,55 +49,6 @@ def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
     folder = Path(folder)
     config = read_config(folder / "config.json")
     return config, LlamaWeights(folder, config)
-
-
-def read_config(path: Path) -> ModelConfig:
-    """Read config.json of a Llama. Raises ValueError for what a ModelConfig cannot represent."""
-    given = _read_json(path)
-    for field, only in ONLY.items():
-        found = given.get(field, only)
-        if (found or None) != (only or None):
-            raise ValueError(
-                f"{path}: {field}={found!r} is not in this model; use a Llama with {field}={only!r}"
-            )
-    try:
-        config = ModelConfig(
-            vocab_size=given["vocab_size"],
-            dim=given["hidden_size"],
-            num_layers=given["num_hidden_layers"],
-            num_heads=given["num_attention_heads"],
-            num_kv_heads=given.get("num_key_value_heads"),
-            hidden_dim=given["intermediate_size"],
-            max_seq_len=given["max_position_embeddings"],
-            norm_eps=given["rms_norm_eps"],
-            rope_theta=_rope_theta(path, given),
-            tie_embeddings=given.get("tie_word_embeddings", False),
-        )
-    except KeyError as missing:
-        raise ValueError(f"{path} has no {missing}; give a whole configuration of a Llama") from None
-    head_dim = given.get("head_dim") or config.head_dim
-    if head_dim != config.head_dim:
-        raise ValueError(
-            f"{path}: head_dim={head_dim} is not hidden_size / num_attention_heads, which this model's heads have; "
-            f"use head_dim={config.head_dim}"
-        )
-    return config
-
-
-def _rope_theta(path: Path, given: dict) -> float:
-    """The base of the wavelengths: of `rope_parameters` (transformers 5), else on its own beside `rope_scaling`."""
-    rope = {}
-    for field in ("rope_scaling", "rope_parameters"):
-        of_field = given.get(field) or {}
-        kind = of_field.get("rope_type", of_field.get("type", "default"))
-        changes = sorted(of_field.keys() - {"rope_type", "type", "rope_theta"})
-        if kind != "default" or changes:
-            raise ValueError(
-                f"{path}: {field} with rope_type={kind!r} and {changes} scales the rotary embeddings, which this model "
-                "does not do; use a Llama with rope_type='default' alone, as Llama 2 and Llama 3 (not 3.1) are"
-            )
-        rope |= of_field
-    return float(rope.get("rope_theta") or given.get("rope_theta") or 10000.0)
 
 
 class LlamaWeights(Mapping):
@@ -163,7 +104,7 @@ def _renamed(name: str, names: dict[str, str], whose: str) -> str:
 def _open_files(folder: Path) -> dict[Path, safe_open]:
     names = ["model.safetensors"]
     if (folder / INDEX).exists():
-        names = sorted(set(_read_json(folder / INDEX)["weight_map"].values()))
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(
@@ -185,12 +126,3 @@ def _check_shapes(folder: Path, config: ModelConfig, found: dict[str, tuple[int,
     for name, shape in want.items():
         if found[name] != shape:
             raise ValueError(f"{folder}: {name} has shape {found[name]}, and by config.json {shape}")
-
-
-def _read_json(path: Path) -> dict:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; give a folder with a Llama of Hugging Face's") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None

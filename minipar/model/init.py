@@ -56,3 +56,10 @@ def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = 
                 f"{canonical} is on the meta device and holds no numbers; use to_empty(device=...) first"
             )
         parameter.copy_(initial_weight(canonical, tuple(parameter.shape), config, seed))
+
+
+def materialise(param: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter on the meta device a value, keeping its attributes: assigning `.data` would be refused."""
+    real = nn.Parameter(value, requires_grad=param.requires_grad)
+    real.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, real)

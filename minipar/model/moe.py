@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -51,8 +51,8 @@ class LocalDispatch(NamedTuple):
     rows: Tensor
     counts: Tensor
 
-    def receive(self) -> tuple[Tensor, Sequence[int]]:
-        return self.rows, self.counts.tolist()
+    def receive(self) -> tuple[Tensor, Tensor]:
+        return self.rows, self.counts
 
     def combine(self, out: Tensor) -> Tensor:
         return out

@@ -9,6 +9,7 @@ records have slots: assigning a point that is not declared here raises Attribute
     num_heads             of an Attention, and num_kv_heads, by the heads that this rank computes      tensor_parallel
     deferred              of a layer, by a queue for its weight gradients (deferrable_linear.py)       pipeline
     forward               of a unit, by itself between two hooks                                       FSDP
+    compile               of a unit, by a refusal: torch.compile cannot trace the hooks                FSDP
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ class TransformerOverrides:
                        tensor_parallel: under sequence parallelism, stages exchange shards [B, T/tp, D]
     default_positions  (T, device) -> [T], each token's index in its sample: its position where the caller gives none
                        context_parallel: this rank's tokens are not the first T; cache.py: the tokens follow earlier ones
+    run_blocks         (blocks, x, *args) -> x, all of the stage's blocks one after another, each called with x and args
+                       recompute="every:N": N of them under one activation checkpoint
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor] | None = None
     sequence_length: Callable[[Tensor], int] | None = None
     default_positions: Callable | None = None
+    run_blocks: Callable | None = None
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ def plan_kept_rows(expert: Tensor, kept: Tensor, num_experts: int) -> PermutePla
     expert, kept  [M, k]
     """
     target = expert.masked_fill(~kept, num_experts).flatten()
-    counts = torch.bincount(target, minlength=num_experts + 1)[:num_experts]
+    counts = target.new_zeros(num_experts + 1).scatter_add_(0, target, torch.ones_like(target))[:num_experts]
     choice = target.argsort(stable=True)[: int(counts.sum())]
     row = torch.full_like(target, -1)
     row[choice] = torch.arange(len(choice), device=row.device)
@@ -55,9 +55,9 @@ def plan_padded_rows(
     """
     row = ((expert * num_groups + group[:, None]) * capacity + place).masked_fill(~kept, -1)
     rows_each = num_groups * capacity
-    choice = torch.full((num_experts * rows_each,), -1, device=row.device)
-    choice[row[kept]] = kept.flatten().nonzero()[:, 0]
-    return PermutePlan(choice, row, torch.full((num_experts,), rows_each, device=row.device))
+    choice = torch.full((num_experts * rows_each + 1,), -1, device=row.device)
+    choice[row.flatten()] = torch.arange(row.numel(), device=row.device)  # row -1, the last one, is nobody's
+    return PermutePlan(choice[:-1], row, torch.full((num_experts,), rows_each, device=row.device))
 
 
 def permute_rows(x: Tensor, plan: PermutePlan) -> Tensor:
@@ -117,6 +117,6 @@ def _token_of_row(plan: PermutePlan) -> Tensor:
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], 0 where the index is -1."""
     missing = index < 0
-    if not missing.any():
+    if not missing.is_cuda and not missing.any():  # on a GPU, to know would take longer than to mask
         return x.index_select(0, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minipar.model.counter_dropout import uniform
 from minipar.model.deferrable_linear import Linear, linear
+from minipar.model.value_check import holds
 
 JITTER_SITE, NOISE_SITE = 2, 3  # which of a layer's random numbers; dropout uses 0 and 1
 
@@ -140,8 +141,12 @@ def expert_choice(probs: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, T
 
 
 def _require_finite(logits: Tensor) -> None:
-    bad = ~logits.detach().isfinite().all(-1)
-    if bad.any():
+    finite = logits.detach().isfinite().all(-1)
+    if not holds(
+        finite.all(),
+        "the router's logits are nan or infinite; look for nan or inf in its input or its weight",
+    ):
+        bad = ~finite
         raise ValueError(
             f"the router's logits are nan or infinite for {int(bad.sum())} of {bad.numel()} tokens, the first at "
             f"{tuple(bad.nonzero()[0].tolist())}; look for nan or inf in its input or its weight"

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minipar.errors import one_of
-from minipar.model.block import Block
+from minipar.model.block import Block, run_blocks
 from minipar.model.deferrable_linear import Linear, TiedHead
 from minipar.model.groups import check_whole_groups
 from minipar.model.init import initialize
@@ -100,8 +100,8 @@ class Transformer(nn.Module):
         _check_shape("sample_ids", sample_ids, [(B,)])
         if self.first:
             x = self.embedding(x)
-        for block in self.layers.values():
-            x = block(x, positions, sample_ids, step, indices)
+        run = self.overrides.run_blocks or run_blocks
+        x = run(list(self.layers.values()), x, positions, sample_ids, step, indices)
         if not self.last:
             return x
         x = self.norm(x)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minipar.model.value_check import holds
+
 
 def check_vocabulary(name: str, tokens: Tensor, vocab_size: int, ignore_index: int | None = None) -> None:
     """Raise ValueError where a token is not in the vocabulary.
@@ -20,8 +22,6 @@ def check_vocabulary(name: str, tokens: Tensor, vocab_size: int, ignore_index: i
     allowed = f"vocab_size={vocab_size} allows 0 to {vocab_size - 1}"
     if ignore_index is not None:
         allowed += f", and {ignore_index} for one that does not count"
-    if tokens.is_cuda:
-        torch._assert_async(inside.all(), f"{name} are not in the vocabulary; {allowed}")
-    elif not tokens.is_meta and not inside.all():
+    if not holds(inside.all(), f"{name} are not in the vocabulary; {allowed}"):
         counted = tokens[~ignored]
         raise ValueError(f"{name} range from {counted.min()} to {counted.max()}; {allowed}")

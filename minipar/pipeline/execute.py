@@ -181,16 +181,14 @@ class _Step:
 
     def _compute(self, action: Action) -> None:
         stage, start_s = self._pipeline.stages[action.stage], time.perf_counter()
-        if action.op == "F":
-            self._forward(stage, action)
-        elif action.op == "W":
-            stage.weight_backward(action.microbatch)
-        else:
-            self._backward(stage, action)
-        end_s = time.perf_counter()
-        self._pipeline.spans[action] = (start_s, end_s)
-        if self._pipeline.comm.trace is not None:
-            self._pipeline.comm.trace.add("compute", str(action), start_s, end_s)
+        with span(self._pipeline.comm.trace, "compute", str(action)):
+            if action.op == "F":
+                self._forward(stage, action)
+            elif action.op == "W":
+                stage.weight_backward(action.microbatch)
+            else:
+                self._backward(stage, action)
+        self._pipeline.spans[action] = (start_s, time.perf_counter())
         if stage.done:
             stage.synchronize()
 

@@ -45,8 +45,6 @@ class Mailbox:
             for pair in sorted(pairs)  # one order on every rank, as NCCL needs
             if comm.rank in pair
         }
-        if comm.device.type == "cuda":
-            self._connect()
         self._outbox = Outbox() if comm.device.type == "cpu" else StreamOutbox()
         self.forget()
         self.begin()
@@ -112,16 +110,6 @@ class Mailbox:
             self._boundaries[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
         shape, dtype = self._boundaries[boundary]
         self._arriving[output_key(action)] = comm.recv(shape, dtype, 0, async_op=True)
-
-    def _connect(self) -> None:
-        """Connect all pairs, in one order on every rank: NCCL connects a pair at its first message, blocking both ranks."""
-        for pair, comm in self._comms.items():
-            token = torch.zeros(1, device=self._device)
-            if pair[0] == self._rank:
-                comm.send(token, 1)
-            else:
-                comm.recv((1,), token.dtype, 0)
-        torch.cuda.synchronize(self._device)
 
 
 class Outbox:

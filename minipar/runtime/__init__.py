@@ -4,6 +4,7 @@ launch.py         run: call a function on every rank of a local pool; init_from_
 pool.py           the caller's side: the processes of a world, and a call of a function on them
 call.py           one request to the ranks: wait for their answers, explain a failure
 forkserver.py     the process that starts the ranks, and ends them when the caller ends
+devices.py        the backend of a world and the device of a rank
 worker.py         a rank's side: receive a function, run it, send back the result
 protocol.py       what the caller and a rank say to each other
 threads.py        which threads of a rank may still act

@@ -9,6 +9,7 @@ from contextlib import suppress
 from multiprocessing import connection
 
 from minipar.comm.diagnosis import deadlock, last_waited_for
+from minipar.comm.watch import Stuck, ranks_behind
 from minipar.errors import RankError
 from minipar.runtime import stacks
 from minipar.runtime.protocol import STACK_SIGNAL, Failure, Status
@@ -132,7 +133,9 @@ class Call:
             self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
         )
         failure = self._failures[rank]
-        if not isinstance(failure, str) and failure.timed_out:
+        if not isinstance(failure, str) and failure.stuck is not None:
+            self._name_who_is_behind(rank, failure.stuck)
+        elif not isinstance(failure, str) and failure.timed_out:
             self._name_who_is_late(rank)
         traceback = failure if isinstance(failure, str) else failure.traceback
         raise RankError(rank, traceback, self._others(rank), results(self._answers))
@@ -157,6 +160,18 @@ class Call:
             where = where if late in silent else self._statuses[late].where
             said = f"rank {late} is late: {why}\nit is {where}:\n{stacks.as_text(stack[late])}"
             raise RankError(late, said, self._others(late), results(self._answers))
+
+    def _name_who_is_behind(self, rank: int, stuck: Stuck) -> None:
+        """Raise RankError for the first rank that has not called what this one waits in on its GPU."""
+        counts = {r: status.operations for r, status in self._statuses.items()} | dict.fromkeys(
+            self._answers, {}
+        )
+        if not (behind := ranks_behind(stuck, counts)):
+            return
+        late, also = behind[0], f" (nor have ranks {behind[1:]})" if behind[1:] else ""
+        where = self._statuses[late].where if late in self._statuses else "done: its function has returned"
+        said = f"rank {late} is late: rank {rank} waits: {stuck}, which rank {late} has not called{also}; it is {where}"
+        raise RankError(late, said, self._others(late), results(self._answers))
 
     def _waits_for(self) -> dict[int, int]:
         """Return, for each rank that waits or has waited for a message, the rank at its other end."""

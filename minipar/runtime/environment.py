@@ -6,6 +6,7 @@ import multiprocessing
 import os
 
 MAX_RANKS = 64  # in a local pool
+MULTI_RANK_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # of NCCL 2.30 and later
 _RANK = "minipar rank "
 
 
@@ -17,6 +18,16 @@ def under_torchrun() -> bool:
 def ranks_per_node() -> int:
     """Return the number of torchrun's ranks on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    """Return this rank's number among torchrun's ranks on this machine."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def shares_gpus() -> bool:
+    """Return whether the user allows several ranks on one GPU."""
+    return os.environ.get(MULTI_RANK_GPU, "0") not in ("", "0")
 
 
 def name_process(rank: int) -> None:

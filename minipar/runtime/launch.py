@@ -15,11 +15,12 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from uuid import uuid4
 
-import torch
 import torch.distributed as dist
 
 from minipar.comm.communicator import Comm
-from minipar.runtime.environment import MAX_RANKS, in_local_pool, ranks_per_node
+from minipar.comm.transports import choose_transport
+from minipar.runtime.devices import Machine, choose_backend, device_of, group_options
+from minipar.runtime.environment import MAX_RANKS, in_local_pool, local_rank, ranks_per_node
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
 from minipar.runtime.serialization import dumps
@@ -33,11 +34,12 @@ def run(
     """Call `fn(world, *args)` on every rank of a local pool; return the results in rank order. `world` is a Comm.
 
     world_size  the number of ranks
-    backend     "gloo", "nccl", or None: nccl where there is a GPU for every rank
+    backend     None or "gloo": tensors on the CPU. "nccl": on GPUs. "auto": nccl where it can serve every rank
     timeout_s   how long one send, receive or collective may wait; the run itself is not bounded
     on_report   called in this process as on_report(rank, value) for every `world.report(value)` on a rank
 
-    fn may be a closure or a notebook's function: it is sent by value. What ranks print appears here with their rank.
+    fn may be a closure or a notebook's function: it is sent by value. Tensors travel to the CPU, in both directions: fn
+    moves its own by x.to(world.device). What ranks print appears here with their rank.
     Raises ValueError for a bad argument or during another run, RankError where a rank raised, died, waited too long,
     is part of a deadlock, or left a send or a receive without its counterpart. The next run then starts new processes.
     """
@@ -89,8 +91,10 @@ def _end_all() -> None:
 def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     """Return the world of a program started by torchrun: `torchrun --nproc-per-node 4 script.py`.
 
+    backend  "gloo", "nccl", or None, as "auto": nccl, on this rank's GPU, where it can serve every local rank
+
     Reads the rank, the world size and the rendezvous address from the environment that torchrun sets.
-    Raises ValueError where one is missing, or for a bad `timeout_s`.
+    Raises ValueError where one is missing, for a bad `timeout_s`, and where NCCL cannot serve the ranks of this machine.
     """
     _check_timeout(timeout_s)
     missing = [
@@ -98,15 +102,13 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
     ]
     if missing:
         raise ValueError(f"{', '.join(missing)} not set: start the program with torchrun, or use minipar.run")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = ranks_per_node()
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
-    backend = backend or ("nccl" if enough else "gloo")
-    if backend == "nccl":
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    local_size, machine = ranks_per_node(), Machine.here()
+    backend = choose_backend(backend or "auto", local_size, machine)
+    device = device_of(backend, local_rank(), machine)
     if not dist.is_initialized():
         store, rank, size = next(dist.rendezvous("env://"))
-        dist.init_process_group(backend, store=_of_this_life(store, rank, size), rank=rank, world_size=size)
+        store, options = _of_this_life(store, rank, size), group_options(backend, device)
+        dist.init_process_group(store=store, rank=rank, world_size=size, **options)
         atexit.register(_leave_group)
     return Comm.from_process_group(timeout_s=timeout_s, node_size=local_size)
 
@@ -114,10 +116,14 @@ def init_from_env(backend: str | None = None, timeout_s: float = 600.0) -> Comm:
 def _leave_group() -> None:
     """Destroy the process group, which the Comms have released by now (`Transport.release_groups`).
 
-    Not after an uncaught exception: destroying the group would wait for messages that may never come.
+    After an uncaught exception, destroying it would wait for messages that may never come: NCCL's is aborted.
     """
-    if dist.is_initialized() and getattr(sys, "last_value", None) is None:
+    if not dist.is_initialized():
+        return
+    if getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
+    elif "nccl" in dist.get_backend():
+        dist.distributed_c10d._abort_process_group()
 
 
 def _of_this_life(store: dist.Store, rank: int, size: int) -> dist.Store:
@@ -156,13 +162,9 @@ def _check_request(fn, world_size, backend, timeout_s) -> str:
         raise ValueError("run starts no ranks on Windows; use the Windows Subsystem for Linux")
     if in_local_pool():
         raise ValueError("run was called on a rank; a rank talks to the others through its Comm")
-    if backend is None:
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= world_size
-        return "nccl" if enough else "gloo"
-    if backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend={backend!r} is not known; use gloo or nccl")
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("backend='nccl' needs a GPU, and torch finds none; use gloo")
+    # What `fn` brings along is on the CPU, unless the caller says otherwise.
+    backend = choose_backend("gloo" if backend is None else backend, world_size, Machine.here())
+    choose_transport(backend)  # here too, so that a bad choice starts no process
     return backend
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from typing import NamedTuple
 
-from minipar.comm.messages import MessageCounts
+from minipar.comm.messages import ChannelId, MessageCounts
+from minipar.comm.watch import Stuck
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.stacks import Frame
 
@@ -29,6 +30,7 @@ class Status(NamedTuple):
     line: str = ""  # innermost line of the caller's own code
     stack: list[Frame] = []  # of the main thread, from the caller's function on
     running: bool = True  # outside every function of a Comm, in the main thread or another one
+    operations: dict[ChannelId, int] = {}  # on GPUs, the operations put on each Comm's stream
 
 
 class Failure(NamedTuple):
@@ -37,3 +39,4 @@ class Failure(NamedTuple):
     summary: str
     timed_out: bool = False  # a wait for others has passed its deadline
     waited_for: int | None = None  # the rank whose message did not come in time
+    stuck: Stuck | None = None  # the operation that did not end in time on a GPU

@@ -11,16 +11,16 @@ import torch
 
 
 class _CompactPickler(cloudpickle.Pickler):
-    """A pickler that writes a tensor's own elements, not the whole storage that it is a view of."""
+    """A pickler that writes a tensor's own elements, not the whole storage that it is a view of; one of a GPU for a CPU."""
 
     def reducer_override(self, obj):
         if (
             isinstance(obj, torch.Tensor)
             and not obj.is_sparse
-            and obj.untyped_storage().nbytes() > obj.nbytes
+            and (obj.is_cuda or obj.untyped_storage().nbytes() > obj.nbytes)
         ):
             with torch.no_grad():
-                copy = obj.detach().clone().requires_grad_(obj.requires_grad)
+                copy = obj.detach().to("cpu", copy=True).requires_grad_(obj.requires_grad)
             if type(obj) is torch.nn.Parameter:
                 copy = torch.nn.Parameter(copy.detach(), obj.requires_grad)
             copy.__dict__.update(obj.__dict__)

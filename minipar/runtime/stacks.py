@@ -1,18 +1,18 @@
 """The place in the caller's script where a rank is: its main thread's stack, most recent call last.
 
 A rank gives it itself, from another thread; or, where its main thread keeps the interpreter to itself (a loop in C) or
-the process is stopped, faulthandler's signal handler writes it.
+the process is stopped, a signal handler writes it. Both are faulthandler's work, which leaves out what is beyond 100 calls.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
-import sys
+import tempfile
 import threading
 import time
 import traceback
-from types import FrameType
 
 import minipar.comm
 from minipar.runtime.caller import is_own
@@ -22,17 +22,26 @@ Frame = tuple[str, int, str]  # file, line number, function
 _COMM = os.path.dirname(minipar.comm.__file__) + os.sep
 _OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")  # it calls the caller's function
 _HEADER = "(most recent call first):\n"
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):\n")
 _DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def stack_of(innermost: FrameType) -> list[Frame]:
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(innermost)]
-    return frames[::-1]
+def all_stacks() -> dict[int, list[Frame]]:
+    """Return the stack of every thread, by ident.
+
+    By faulthandler, which lets no thread run while it looks. Between two steps of a walk in Python the thread would run on,
+    its frames be gone, and CPython 3.11 take what lies there now for a frame, or crash.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        _, *parts = _THREAD.split(file.read().decode(errors="replace"))
+    return {int(ident, 16): _frames(text) for ident, text in zip(parts[::2], parts[1::2])}
 
 
 def main_stack() -> list[Frame]:
     """Return the main thread's stack, from the caller's function on."""
-    return _of_caller(stack_of(sys._current_frames()[threading.main_thread().ident]))
+    return _of_caller(all_stacks().get(threading.main_thread().ident, []))
 
 
 def read_dump(pipe, timeout_s: float) -> list[Frame]:
@@ -45,10 +54,14 @@ def read_dump(pipe, timeout_s: float) -> list[Frame]:
     while pipe.poll(max(0.0, deadline - time.monotonic())):
         text += os.read(pipe.fileno(), 1 << 16).decode(errors="replace")
         for thread in text.split(_HEADER):
-            stack = [(file, int(line), name) for file, line, name in _DUMPED.findall(thread)][::-1]
+            stack = _frames(thread)
             if "\n  ..." in thread or any((file, name) == _OUTERMOST for file, _, name in stack):
                 return _of_caller(stack)
     return []
+
+
+def _frames(dumped: str) -> list[Frame]:
+    return [(file, int(line), name) for file, line, name in _DUMPED.findall(dumped)][::-1]
 
 
 def _of_caller(stack: list[Frame]) -> list[Frame]:

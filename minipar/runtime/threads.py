@@ -9,7 +9,7 @@ from collections.abc import Collection
 from types import FrameType
 
 from minipar.comm.stream import StreamThread
-from minipar.runtime.stacks import own_line, place, stack_of
+from minipar.runtime.stacks import Frame, all_stacks, own_line, place
 
 # What a thread is in while it waits for another one of its process: these functions, and these if they have no timeout.
 _IDLE_IN = {StreamThread.run.__code__, concurrent.futures.thread._worker.__code__}
@@ -26,7 +26,8 @@ def busy_threads(waiting: Collection[int]) -> list[str]:
     frames = sys._current_frames()
     others = [t for t in threading.enumerate() if t.ident in frames.keys() - without]
     busy = [(t, frames[t.ident]) for t in others if not _idle(frames[t.ident])]
-    return [f"thread {t.name!r} runs ({_place(frame)})" for t, frame in busy]
+    stacks = all_stacks() if busy else {}
+    return [f"thread {t.name!r} runs ({_place(stacks.get(t.ident), frame)})" for t, frame in busy]
 
 
 def _idle(frame: FrameType) -> bool:
@@ -35,6 +36,6 @@ def _idle(frame: FrameType) -> bool:
     return code in _IDLE_IN or (waits and frame.f_locals.get("timeout") in (None, -1))
 
 
-def _place(frame: FrameType) -> str:
-    stack = stack_of(frame)
-    return own_line(stack) or place(stack[-1])
+def _place(stack: list[Frame] | None, innermost: FrameType) -> str:
+    code = innermost.f_code
+    return own_line(stack or []) or place((code.co_filename, innermost.f_lineno, code.co_name))

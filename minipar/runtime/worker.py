@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 
 from minipar.comm import Comm, PeerLost, native
-from minipar.comm.grouped import Grouped
 from minipar.comm.messages import MessageCounts, PeerLate
-from minipar.comm.transport import Tagged, Transport
+from minipar.comm.transport import Transport
+from minipar.comm.transports import choose_transport
+from minipar.comm.watch import Stuck, Watch
 from minipar.runtime.caller import CallerEnvironment, CallerModules
+from minipar.runtime.devices import Machine, device_of, group_options
 from minipar.runtime.environment import name_process
 from minipar.runtime.protocol import STACK_SIGNAL, Failure, Job, Status
 from minipar.runtime.serialization import dumps, loads
@@ -90,14 +92,12 @@ class Worker:
     def join(self, backend: str, folder: str) -> None:
         """Join the process group through a file. gloo listens on loopback only, so no port opens to the network."""
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
-        self._make_transport, self.device = Tagged, torch.device("cpu")
-        if backend == "nccl":
-            self._make_transport = Grouped
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
-            torch.cuda.set_device(self.device)
+        self._backend = backend
+        self.device = device_of(backend, self.rank, Machine.here())
         store = dist.FileStore(os.path.join(folder, "store"), self.size)
+        options = group_options(backend, self.device)
         dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=10)
+            store=store, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=10), **options
         )
         self.group = dist.group.WORLD
 
@@ -113,16 +113,30 @@ class Worker:
     def _call(self, job: Job):
         self._take_over(job.environment)
         self._torch.reset()
-        self._transport = self._make_transport(
+        self._transport = choose_transport(self._backend)(
             self.group, tuple(range(self.size)), self.rank, self.device, job.timeout_s, run=job.run,
             report=lambda value: self.tell("report", value), groups=self._groups,
         )  # fmt: skip
+        if self.device.type == "cuda":
+            self._watch_gpu(job.timeout_s)
         fn, args = loads(job.payload)
         world = Comm(self._transport, tuple(range(job.world_size)), "world")
         try:
-            return fn(world, *args)
+            result = fn(world, *args)
+            self._transport.drain()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # what it has only enqueued may still fail
+            return result
         finally:
             self._modules.remember()
+            if self._transport.watch is not None:
+                self._transport.watch.stop()
+
+    def _watch_gpu(self, timeout_s: float) -> None:
+        """Have a thread tell the caller of an operation that does not end on the GPU: this rank may never come back."""
+        native.set_timeout([self.group, *self._groups.values()], timeout_s, self.device)
+        self._transport.watch = Watch(timeout_s, lambda stuck: self.tell("failed", _stuck(self.rank, stuck)))
+        self._transport.watch.start(self.device)
 
     def _take_over(self, caller: CallerEnvironment) -> None:
         _take_over_output()
@@ -145,7 +159,8 @@ class Worker:
         where = "; ".join([f"{where} ({line})" if line else where, *busy])
         blocked = threading.main_thread().ident in waits and not busy
         counts = counts._replace(waiting=messages)
-        return Status(blocked, where, counts, line, stack, bool(busy) or not inside_comm(stack))
+        operations = {} if self._transport.watch is None else dict(self._transport.watch.counts)
+        return Status(blocked, where, counts, line, stack, bool(busy) or not inside_comm(stack), operations)
 
 
 def _take_over_output() -> None:
@@ -167,6 +182,11 @@ def _failure(error: BaseException) -> Failure:
     waited_for = error.peer if late else None
     secondary = isinstance(error, PeerLost)
     return Failure(_trimmed_traceback(error), secondary, f"failed too: {said}", timed_out, waited_for)
+
+
+def _stuck(rank: int, stuck: Stuck) -> Failure:
+    said = f"rank {rank}: {stuck}"
+    return Failure(said, False, f"failed too: {said}", timed_out=True, stuck=stuck)
 
 
 def _trimmed_traceback(error: BaseException) -> str:

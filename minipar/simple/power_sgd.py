@@ -26,6 +26,8 @@ class PowerSGD:
 
     def __call__(self, gradient):
         """gradient [n, m]  ->  [n, m]"""
+        if self.comm.size == 1:
+            return gradient  # nothing is sent
         matrix = gradient + self.residual
         if self.q is None:  # the same random start on every rank
             generator = torch.Generator().manual_seed(0)

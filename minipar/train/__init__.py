@@ -3,11 +3,18 @@
 train_config.py       a run's configuration: model, batch, optimizer, mesh
 check_config.py       which meshes, models and batches fit each other, checked before any rank starts
 check_paths.py        which files and folders can be read and written, checked before torch is imported
+compression_config.py  what `--compress` can be, what each method serves, and what is refused
 toml_config.py        a configuration as a TOML file
-text.py               the text as bytes, and the batch of step k as a function of (seed, k)
+token_file.py         a file of token ids, or of bytes, mapped into memory
+tokenizer.py          text to token ids and back
+epoch.py              samples without replacement, computed from seed and step
+text.py               a run's token ids, held-out text, and the batch of step k as a function of (seed, k)
+made_ahead.py         the next batch, made on a thread
+initial_weights.py    the weights that a run starts from, a rank's own: from the seed, or from a Llama
 optim.py              parameter groups, learning rate, gradient norm over any mesh
 recompute.py          activation checkpointing; activations partitioned over tp or offloaded to the CPU
 master_weights.py     float32 master weights of a half precision model
+compression.py        gradients compressed, or sent more rarely: what compresses, and its state in checkpoints
 parallelize.py        the recipe: which transformation is applied in which order
 metrics.py            metrics of a step besides its loss: throughput, and the routing of the experts
 step.py               one training step on one rank
@@ -28,6 +35,7 @@ resume.py             what a run is not continued from, and what is said to diff
 internode_traffic.py  which axes cross nodes, and the bytes that tp then sends between them
 trainer.py            the loop, and the run around it
 export.py             a trained model as one file, or as Hugging Face's Llama
+calibrate.py          this machine, measured, as a machine file of `minipar plan`
 text_generation.py    text from a trained model, on any mesh of tp and pp ranks
 """
 

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+
 from minipar.context.limits import check_context_parallel, padded_length
 from minipar.errors import divisors, one_of, require_divides
 from minipar.mesh import Mesh
 from minipar.schedules import Schedule, make_schedule
 from minipar.tensor_parallel.limits import check_tensor_parallel
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def blocks_per_unit(recompute: str) -> int | None:
+    """Return N of recompute="every:N", and None where it is one of RECOMPUTE. Raises ValueError for anything else."""
+    if found := re.fullmatch(r"every:([1-9]\d*)", recompute):
+        return int(found[1])
+    if recompute in RECOMPUTE:
+        return None
+    choices = f"{', '.join(RECOMPUTE)} or every:N, with N blocks a unit, 1 or more"
+    near = difflib.get_close_matches(recompute, RECOMPUTE, 1)
+    raise ValueError(
+        f"recompute={recompute!r} is unknown; use {choices}" + (f"; did you mean {near[0]}?" if near else "")
+    )
+
+
+def check_data(config) -> None:
+    """Raise ValueError where the sources of tokens, the vocabulary and the scale of lr do not fit each other."""
+    if config.tokens is not None and config.text is not None:
+        raise ValueError(f"tokens={config.tokens} is used in place of text={config.text}; use one of the two")
+    vocab_size, reads_bytes = config.model.vocab_size, config.tokens is None and config.tokenizer is None
+    if reads_bytes and vocab_size < 256:
+        raise ValueError(f"vocab_size={vocab_size} does not hold every byte; use 256 or more")
+    scale, reference = config.lr_scale, config.lr_batch_size
+    if reference is not None and reference < 1:
+        raise ValueError(f"lr_batch_size={reference} is out of range; use 1 or more")
+    if (scale == "none") != (reference is None):
+        raise ValueError(
+            f"lr_scale={scale} with lr_batch_size={reference}: lr is scaled from the batch size it was found for; "
+            "use both, lr_scale=linear or sqrt, or neither"
+        )
 
 
 def check_layout(config) -> None:
@@ -17,9 +52,11 @@ def check_layout(config) -> None:
     check_tensor_parallel(config.model, config.tp, config.pad_vocab)
     _check_replicas(config)
     _check_reduction(config, schedule)
+    _check_offload(config)
     _check_tokens(config)
     _check_experts(config)
     _check_activations(config)
+    _check_compile(config, schedule)
 
 
 def _check_batch(config) -> None:
@@ -101,6 +138,17 @@ def _check_reduction(config, schedule: Schedule) -> None:
         )
 
 
+def _check_offload(config) -> None:
+    if config.offload != "none" and not config.zero:
+        raise ValueError(
+            f"offload={config.offload} is for the states that zero cuts, and zero=0; use zero=1, 2 or 3, on one rank too"
+        )
+    if config.offload_folder is not None and config.offload != "disk":
+        raise ValueError(
+            f"offload_folder={config.offload_folder} is for offload=disk, and offload={config.offload}; use that, or none"
+        )
+
+
 def _check_replicas(config) -> None:
     """Check hybrid sharding: the ranks that have the same parameters are `replicate` groups of equal size."""
     if config.replicate == 1:
@@ -134,15 +182,38 @@ def _check_experts(config) -> None:
 
 
 def _check_activations(config) -> None:
+    every = blocks_per_unit(config.recompute)
     if not config.partition_activations:
         return
-    if config.recompute != "full":
+    if config.recompute != "full" and every is None:
         raise ValueError(
             f"partition_activations cuts the inputs that recompute=full keeps, and recompute={config.recompute}; "
-            "use recompute=full"
+            "use recompute=full or every:N"
         )
     if config.sequence_parallel:
         raise ValueError(
             "partition_activations: with sequence_parallel a rank keeps only its part of these inputs anyway; "
             "use one of the two"
+        )
+
+
+def _check_compile(config, schedule: Schedule) -> None:
+    """Check that a block is one graph: messages, host reads and deferred products would break it, or be traced once."""
+    if config.compile == "none":
+        return
+    reasons = {
+        f"tp={config.tp} sends messages": config.tp > 1,
+        f"cp={config.cp} sends messages": config.cp > 1,
+        "experts read their numbers of rows": config.model.num_experts > 0,
+        "zero=3 swaps the weights": config.zero == 3,
+        f"recompute={config.recompute} runs a block again": config.recompute != "none",
+        "offload_activations moves what is saved": config.offload_activations,
+        f"schedule={config.schedule} defers products": any(
+            a.op == "W" for own in schedule.actions for a in own
+        ),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ValueError(
+            f"compile={config.compile} makes one graph of a block, and in it {reason}; use compile=none, or only dp, "
+            "pp with a schedule without W, and zero=0, 1 or 2"
         )

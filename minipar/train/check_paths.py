@@ -13,8 +13,11 @@ CHECKPOINTS = "checkpoints"  # in the run's folder
 
 def check_paths(config, writes: bool = True) -> None:
     """Raise ValueError where a TrainConfig's text, checkpoints or (if the command `writes`) folder cannot be used."""
-    if config.text is not None:
-        require_readable("text", config.text)
+    for name in ("text", "tokens", "tokenizer"):
+        if getattr(config, name) is not None:
+            require_readable(name, getattr(config, name))
+    if (folder := config.offload_folder) is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ValueError(f"offload_folder={folder} is no folder to write to; use one that is there")
     if config.resume is not None and config.resume.resolve() != config.folder.resolve():
         require_checkpoint("resume", config.resume)
     if writes:

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from minipar.comm import PeerLost
+from minipar.comm.host import on_host
 from minipar.comm.objects import all_gather_objects, gather_objects
 from minipar.mesh import Placement
 from minipar.train.atomic_files import write_whole
@@ -56,7 +57,7 @@ class Saver:
 
     comm      all ranks; a subgroup of it is made here
     keep      how many of the newest whole checkpoints to keep; 0: all
-    wait      `save` returns only when the checkpoint is written
+    wait      `save` returns only when the checkpoint is written, and so needs no copies
     resumed   the checkpoint that the run went on from, which is never removed; neither is the one just written
     deadline_s  how long a save may take
 
@@ -72,7 +73,7 @@ class Saver:
         self, comm, folder: Path, keep: int = 3, wait: bool = False, resumed: Path | None = None,
         deadline_s: float = DEADLINE_S,
     ):  # fmt: skip
-        self._comm = comm.subgroup(range(comm.size), "checkpoint")
+        self._comm = on_host(comm).subgroup(range(comm.size), "checkpoint")
         self._folder, self._wait, self._deadline_s = Path(folder), wait, deadline_s
         self._old = OldCheckpoints(self._folder, keep, resumed)
         self._task: _Task | None = None  # this rank's thread, while the save is in progress on any rank
@@ -91,7 +92,7 @@ class Saver:
         """
         self.finish()
         mine = [
-            StoredPart(kind, placement, tensor.detach().to("cpu", copy=True).contiguous())
+            StoredPart(kind, placement, tensor.detach().to("cpu", copy=not self._wait).contiguous())
             for kind, placement, tensor in _to_write(self._comm, list(parts))
         ]
         self._step, self._started_s, self._extra = step, time.monotonic(), extra

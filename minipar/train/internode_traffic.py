@@ -9,7 +9,7 @@ N tokens (over all its microbatches) sends per step:
 
 With sequence_parallel, the backward all-gathers the input of each column-parallel product again, half an all-reduce:
 twice per layer, and once for the head. recompute="full" repeats a layer's forward all-reduces, except the last one where
-no dropout follows it.
+no dropout follows it; "every:N" repeats them, too, except the last one of a unit.
 
 In every layer the ranks wait for tp's messages; they need the gradients' only when the step ends. So tp belongs inside a
 node.
@@ -20,10 +20,11 @@ Source: Megatron-LM on clusters, arXiv:2104.04473, section 3.2 (tp up to the siz
 from __future__ import annotations
 
 import warnings
-from math import gcd
+from math import ceil, gcd
 
 from minipar.mesh import axes_across_nodes, mesh_without_comm, place_whole, placement_of
 from minipar.model import Transformer
+from minipar.train.check_config import blocks_per_unit
 
 
 def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
@@ -75,13 +76,22 @@ def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
     mesh, model = mesh_without_comm(mesh_sizes), config.model
     tokens = config.batch_size * config.seq_len // (mesh.sizes["dp"] * mesh.sizes["cp"])
     itemsize, split = config.torch_dtype.itemsize, config.sequence_parallel
-    again = (2 if model.dropout else 1.5 if split else 1) if config.recompute == "full" else 0
-    sums = model.num_layers * (4 + split + again) + 2 + 0.5 * split
+    sums = model.num_layers * (4 + split) + _sums_again(config, mesh.sizes["pp"]) + 2 + 0.5 * split
     routed = model.top_k * sum(model.has_experts(layer) for layer in range(model.num_layers))
     norms = split * (2 * model.num_layers + 1) * config.microbatches
     elems = (sums * tokens + norms) * model.dim + routed * tokens
     num_bytes = elems * itemsize + 3 * tokens * max(4, itemsize)
     return _sum(mesh.sizes["tp"], num_bytes) / mesh.sizes["pp"]
+
+
+def _sums_again(config, pp: int) -> float:
+    """The all-reduces of hidden states that a recomputation repeats, over all layers."""
+    every = 1 if config.recompute == "full" else blocks_per_unit(config.recompute)
+    if every is None:
+        return 0
+    layers = config.model.num_layers
+    units = pp * ceil(layers / pp / every)
+    return 2 * layers - units * (0 if config.model.dropout else 0.5 if config.sequence_parallel else 1)
 
 
 def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:

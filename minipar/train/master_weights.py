@@ -49,14 +49,20 @@ class MasterWeights(TorchOptimizerAdapter):
 
     @torch.no_grad()
     def step(self, *, grad_scale: float = 1.0):
-        for param, master in self.masters.items():
-            if param.grad is not None:
-                master.grad = param.grad.as_subclass(Tensor).to(master) / grad_scale
+        # A few operations on lists, each one kernel for all parameters on a GPU.
+        trained = [(p, master) for p, master in self.masters.items() if p.grad is not None]
+        gradients = [torch.empty_like(master) for _, master in trained]
+        if trained:
+            torch._foreach_copy_(gradients, [p.grad.as_subclass(Tensor) for p, _ in trained])
+            torch._foreach_div_(gradients, grad_scale)
+        for (_, master), gradient in zip(trained, gradients):
+            master.grad = gradient
         self.optimizer.step()
-        for param, master in self.masters.items():
-            if param is not master:
-                param.copy_(master)
-                master.grad = None
+        rounded = [(p, master) for p, master in self.masters.items() if p is not master]
+        if rounded:
+            torch._foreach_copy_([p for p, _ in rounded], [master for _, master in rounded])
+        for _, master in rounded:
+            master.grad = None
 
 
 def _master(param: nn.Parameter) -> Tensor:

@@ -26,12 +26,25 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
     return 6 * weights + 12 * model.num_layers * model.dim * seq_len
 
 
+def recomputed_flops_per_token(model: ModelConfig, seq_len: int, recompute: str) -> float:
+    """Floating point operations per token of a recomputation: one more forward of what it repeats, never of the head."""
+    core = 4 * model.num_layers * model.dim * seq_len
+    layers = flops_per_token(model, seq_len) / 3 - 2 * model.dim * model.vocab_size
+    return {"none": 0.0, "selective": core}.get(recompute, layers)
+
+
 def speed(config, seconds: float) -> dict[str, float]:
-    """Tokens per second of all ranks; useful TFLOP/s of one rank, and their fraction of `config.peak_tflops` (mfu)."""
+    """Tokens per second of all ranks; useful TFLOP/s of one rank; of `config.peak_tflops`, these (mfu) and all done (hfu).
+
+    hfu counts the operations of a recomputation, too: at most 4/3 of mfu.
+    """
     tokens_per_s = config.batch_size * config.seq_len / seconds
-    tflops = tokens_per_s * flops_per_token(config.model, config.seq_len) / config.world_size / 1e12
-    mfu = {"mfu": tflops / config.peak_tflops} if config.peak_tflops else {}
-    return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **mfu}
+    useful = flops_per_token(config.model, config.seq_len)
+    done = useful + recomputed_flops_per_token(config.model, config.seq_len, config.recompute)
+    tflops = tokens_per_s * useful / config.world_size / 1e12
+    mfu = tflops / config.peak_tflops if config.peak_tflops else None
+    fractions = {} if mfu is None else {"mfu": mfu, "hfu": mfu * done / useful}
+    return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **fractions}
 
 
 def routing(world, state, config) -> dict[str, float]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from minipar.data_parallel.lamb import Lamb
+from minipar.data_parallel.lamb import Lamb, trust_ratios
 from minipar.mesh import placement_of
 
 BETAS = (0.9, 0.95)  # of AdamW
@@ -55,22 +55,34 @@ def clip_grad_norm_(
     """
     params = list(params)
     norm = grad_norm(params, comm, shares)
-    if torch.isfinite(norm) and norm > max_norm:
-        for p in params:
-            if p.grad is not None:
-                p.grad.mul_((max_norm / (norm + 1e-6)).to(p.grad.dtype))
+    # No branch, which would wait for a GPU: the factor is 1 where nothing is to be scaled.
+    too_long = torch.isfinite(norm) & (norm > max_norm)
+    factor = torch.where(too_long, max_norm / (norm + 1e-6), 1.0)
+    for p in params:
+        if p.grad is not None:
+            p.grad.mul_(factor.to(p.grad.device, p.grad.dtype))
     return norm
 
 
 def grad_norm(params: Iterable[nn.Parameter], comm=None, shares: list[float] | None = None) -> torch.Tensor:
     """The norm of the gradients over the whole model; arguments as in `clip_grad_norm_`."""
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
-    squares = [p.new_zeros((), dtype=torch.float64) if p.grad is None else _square(p.grad) for p in params]
+    squares = _squares([p.new_zeros(1) if p.grad is None else p.grad for p in params])
     if comm is not None:
         shares = norm_shares(params, comm) if shares is None else shares
-        squares = [square * share for square, share in zip(squares, shares)]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        squares = squares.to(comm.device) * torch.tensor(shares, dtype=torch.float64, device=comm.device)
+    total = squares.sum()
     return (total if comm is None else comm.all_reduce(total)).sqrt()
+
+
+def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The squared norms, in float64: how a tensor was cut then changes the rounding only."""
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float64)
+    plain = [
+        x.as_subclass(torch.Tensor) for x in tensors
+    ]  # a ShardGradient has no norm: it is not the whole gradient
+    return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
 
 
 def _square(grad: torch.Tensor) -> torch.Tensor:
@@ -116,14 +128,18 @@ def lamb_over(comm) -> type[Lamb]:
             super().__init__(params, **options)  # without ZeRO's Comm, which has only some of the parts
             self._shares: Tensor | None = None
 
-        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> list[float]:
+        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Sequence[Tensor]:
             parts = [p for group in self.param_groups for p in group["params"]]
             if self._shares is None:
-                self._shares = torch.tensor(norm_shares(parts, comm, count_tied=True), dtype=torch.float64)
+                shares = norm_shares(parts, comm, count_tied=True)
+                self._shares = torch.tensor(shares, dtype=torch.float64, device=comm.device)
             of_updates = dict(zip(params, map(_square, updates)))
             squares = [[_square(p), of_updates.get(p, _square(p.new_zeros(())))] for p in parts]
-            squares = torch.stack([torch.stack(pair) for pair in squares]).cpu() * self._shares[:, None]
-            totals = dict(zip(parts, comm.all_reduce(squares.to(comm.device)).tolist()))
-            return [(w / u) ** 0.5 if w > 0 and u > 0 else 1.0 for w, u in map(totals.get, params)]
+            squares = (
+                torch.stack([torch.stack(pair) for pair in squares]).to(comm.device) * self._shares[:, None]
+            )
+            totals = comm.all_reduce(squares).to(parts[0].device)
+            of = dict(zip(parts, trust_ratios(totals)))
+            return [of[p] for p in params]
 
     return MeshLamb

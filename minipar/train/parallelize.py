@@ -10,7 +10,8 @@
     6. data       last, since it shards the parameters as they now are, and sums their gradients over dp x cp
     7. schedule   which rank runs which stage of which microbatch when
 
-Every weight is initialised from (seed, name) on the rank that holds it, so no initial weight is ever sent.
+The model is on the meta device until its parameters are this rank's parts: only then does each get its value, made from
+(seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is sent.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from torch import nn
 from minipar.comm import Comm
 from minipar.context import context_parallel
 from minipar.data_parallel import DDP, ZeroOptimizer
+from minipar.data_parallel.compress import Compressors
 from minipar.data_parallel.fsdp import FSDP
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
+from minipar.data_parallel.offloaded_optimizer import OffloadedOptimizer
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole
@@ -33,6 +36,8 @@ from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance, make_schedule
 from minipar.pipeline.partition import layer_costs
 from minipar.tensor_parallel import tensor_parallel
+from minipar.train.compression import gradient_compressor, make_own_optimizer
+from minipar.train.initial_weights import fill, fill_buffers, initial_values
 from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import BETAS, norm_shares, optimizer_class, parameter_groups
 from minipar.train.recompute import recompute, relocate_activations
@@ -49,6 +54,7 @@ class RankState:
     updates   the optimizer, over this rank's part of the parameters
     scaler    the loss scale of a float16 model: part of a run's state
     shares    the fraction of the square of each of `optimizer.tensors` that this rank counts in the gradient norm
+    compressors   what compresses gradients, of DDP or ZeroOptimizer
     """
 
     mesh: Mesh
@@ -57,6 +63,7 @@ class RankState:
     optimizer: OptimizerInterface
     shares: list[float] = field(default_factory=list)
     scaler: DynamicLossScaler | None = None
+    compressors: list[Compressors] = field(default_factory=list)
 
     @property
     def loss_scale(self) -> float:
@@ -79,13 +86,15 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
+    state.compressors = [x.compressors for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer)]
     return state
 
 
 def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int) -> Transformer:
     layers = stage_layers(config, num_stages)[number]
     first, last = number == 0, number == num_stages - 1
-    stage = Transformer(config.model, config.seed, layers, first, last, device, config.torch_dtype)
+    stage = Transformer(config.model, config.seed, layers, first, last, "meta", config.torch_dtype)
+    fill_buffers(stage, device)
     place_whole(stage)
     if mesh.sizes["ep"] > 1:
         expert_parallel(stage, mesh.comm("ep"), node_size=config.ep_node_size)
@@ -95,10 +104,14 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     if mesh.sizes["cp"] > 1:
         context_parallel(stage, mesh.comm("cp"), config.cp_layout, config.cp_attention,
                          ulysses_size=config.cp_ulysses)  # fmt: skip
+    if config.zero < 3:  # FSDP cuts the parameters once more
+        fill(stage, initial_values(config), device)
     recompute(stage, config.recompute)
     relocate_activations(
         stage, mesh.comm("tp") if config.partition_activations else None, config.offload_activations
     )
+    for block in stage.layers.values() if config.compile != "none" else ():
+        block.compile(backend=config.compile)
     return stage
 
 
@@ -122,6 +135,8 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
             bucket_mb=config.bucket_mb,
             master_dtype=config.torch_master_dtype,
             reduce_dtype=config.torch_reduce_dtype,
+            compress=gradient_compressor(config),
+            **_offload(config),
             **options,
         )
         list(optimizer.tensors_and_states())  # gives the masters their placements, which LAMB needs
@@ -132,24 +147,38 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
         shards, replicas = sharding_comms(sum_over, config.replicate)
         computed = config.torch_dtype if config.mixed_precision else None
         precision = {"compute_dtype": computed, "reduce_dtype": config.torch_reduce_dtype}
+        values = initial_values(config)
         # Masters are what FSDP shards; what it leaves whole it computes as it is, so that stays in half precision.
         for sharded in stages if cut_ends else (block for stage in stages for block in stage.layers.values()):
             sharded.to(config.torch_master_dtype)
         modules: list[nn.Module] = [
             FSDP(
-                stage, shards, units=Block, reduce="sum", shard_rest=cut_ends, replicas=replicas, **precision
+                stage, shards, units=Block, reduce="sum", shard_rest=cut_ends, replicas=replicas, **precision,
+                init_part=values, **_offload(config),
             )
             for stage in stages
-        ]
+        ]  # fmt: skip
     else:
         buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
+        buckets["compress"] = gradient_compressor(config)
         if config.torch_reduce_dtype != config.torch_dtype:
             buckets["reduce_dtype"] = config.torch_reduce_dtype
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
     groups = parameter_groups(_named(modules), config.weight_decay)
+    if config.offload != "none":
+        optimizer = OffloadedOptimizer(modules, groups, make_optimizer, config.torch_master_dtype, **options)
+        list(optimizer.tensors_and_states())  # as above
+        return modules, optimizer
+    if own := make_own_optimizer(config, groups, make_optimizer, sum_over, **options):
+        return modules, own
     if config.mixed_precision:
         return modules, MasterWeights(groups, make_optimizer, **options)
     return modules, TorchOptimizerAdapter(make_optimizer(groups, **options))
+
+
+def _offload(config: TrainConfig) -> dict:
+    folder = None if config.offload_folder is None else str(config.offload_folder)
+    return {} if config.offload == "none" else {"offload": config.offload, "folder": folder}
 
 
 def sharding_comms(comm_of, replicate: int):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -11,9 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from minipar.chunks import chunk_sizes
-from minipar.errors import one_of
-
-RECOMPUTE = ("none", "selective", "full")
+from minipar.model.block import run_blocks
+from minipar.train.check_config import blocks_per_unit
 
 
 def recompute(stage: nn.Module, mode: str) -> None:
@@ -22,20 +23,44 @@ def recompute(stage: nn.Module, mode: str) -> None:
     none       nothing: the most memory, no extra work
     selective  the attention core: its scores are many bytes and little work (Korthikanti et al., section 5)
     full       the whole block; its input is kept, 2 B T D bytes per layer in bf16. One more forward, a third more work
+    every:N    units of N successive blocks: of a unit, its first block's input is kept. The same work as full
 
+    Kept by L blocks whose input is x bytes and which save a bytes each, and alive at most during the backward:
+
+    none       L a                 L a
+    full       L x                 L x + a
+    every:N    ceil(L/N) x         ceil(L/N) x + N a          least where N is about sqrt(L x / a)
+
+    Blocks under FSDP are unsharded once more for every:N, to be recomputed, but for the last of each unit.
     Raises ValueError for another mode.
+    Source: Chen et al., arXiv:1604.06174, section 4; Megatron-LM's --recompute-method uniform.
     """
-    if mode not in RECOMPUTE:
-        raise ValueError(f"mode={mode!r} is unknown; use {one_of(RECOMPUTE, near=mode)}")
-    for block in stage.layers.values() if mode != "none" else ():
+    size = blocks_per_unit(mode)
+    again = partial(checkpoint, use_reentrant=False)
+    if size is not None:
+        stage.overrides.run_blocks = _Units(size, again)
+    for block in stage.layers.values() if mode in ("selective", "full") else ():
         if mode == "full":
-            block.overrides.call = partial(checkpoint, use_reentrant=False)
+            block.overrides.call = again
         else:
             block.attention.overrides.core = partial(checkpoint, block.attention.core, use_reentrant=False)
 
 
+@dataclass
+class _Units:
+    """Run a stage's blocks in units of `size`, each through `call`: (forward, x, *args) -> x."""
+
+    size: int
+    call: Callable
+
+    def __call__(self, blocks: list[nn.Module], x: Tensor, *args) -> Tensor:
+        for first in range(0, len(blocks), self.size):
+            x = self.call(partial(run_blocks, blocks[first : first + self.size]), x, *args)
+        return x
+
+
 def relocate_activations(stage: nn.Module, partition=None, offload: bool = False) -> None:
-    """Partition or offload, in place, the tensors that blocks save for the backward: with recompute="full", their inputs.
+    """Partition or offload, in place, what blocks save for the backward: with recompute="full" or "every:N", inputs.
 
     Call it after `recompute`, whose wrapper it wraps.
 
@@ -43,13 +68,20 @@ def relocate_activations(stage: nn.Module, partition=None, offload: bool = False
                Sends (p-1)/p of what is saved. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
     offload    to CPU memory, pinned where the tensor is on a GPU. With `partition`, each rank its part: ZeRO-R, P_a+cpu
     """
+    if partition is None and not offload:
+        return
+    if (units := stage.overrides.run_blocks) is not None:
+        # A checkpoint saves its inputs alone; and the blocks' weights may be freed here.
+        units.call = partial(_relocating, tuple, units.call, partition, offload)
+        return
     for block in stage.layers.values():
-        if partition is not None or offload:
-            block.overrides.call = partial(_relocating, block, block.overrides.call, partition, offload)
+        block.overrides.call = partial(
+            _relocating, block.parameters, block.overrides.call, partition, offload
+        )
 
 
-def _relocating(block: nn.Module, inner, partition, offload: bool, forward, *args):
-    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+def _relocating(parameters: Callable, inner, partition, offload: bool, forward, *args):
+    weights = {p.untyped_storage().data_ptr() for p in parameters()}
 
     def keep(x: Tensor) -> _Kept | Tensor:
         if not x.is_floating_point() or x.untyped_storage().data_ptr() in weights:

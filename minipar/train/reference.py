@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
-from minipar.model import Transformer, set_num_groups, update_balance_bias
+from minipar.model import set_num_groups, update_balance_bias
+from minipar.train.initial_weights import whole_model
 from minipar.train.optim import BETAS, learning_rate, optimizer_class, parameter_groups
 from minipar.train.text import batch_of_step
 from minipar.train.train_config import TrainConfig
@@ -38,7 +39,7 @@ def train_in_one_process(
 
     Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
     """
-    model = Transformer(config.model, seed=config.seed, dtype=config.torch_dtype)
+    model = whole_model(config)
     weights = dict(model.named_parameters())
     masters = {
         n: p.detach().float().requires_grad_() if config.mixed_precision else p for n, p in weights.items()
@@ -51,8 +52,8 @@ def train_in_one_process(
     observe(masters)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.lr, config.warmup)
-        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len)
+            group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
         model.zero_grad()
         scale = 1.0 if scaler is None else scaler.current_scale
         set_num_groups(model, None, scale)

@@ -9,6 +9,7 @@ from minipar.comm.objects import all_gather_objects
 from minipar.train.check_paths import CHECKPOINTS
 from minipar.train.restore import Checkpoint, Chosen, checkpoints, find_damage
 from minipar.train.state import changed_settings, require_same_run
+from minipar.train.text import TextId
 from minipar.train.train_config import TrainConfig
 
 
@@ -21,7 +22,7 @@ def require_no_others(config: TrainConfig) -> None:
         )
 
 
-def require_usable(config: TrainConfig, text_digest: str, path: Path | None) -> Chosen | None:
+def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> Chosen | None:
     """Return the checkpoint at `path`, the newest whole one of `config.resume`, or None to begin at step 0.
 
     A run may begin in its own folder as long as that has no checkpoint. Where it has some and none is whole, beginning
@@ -43,18 +44,21 @@ def require_usable(config: TrainConfig, text_digest: str, path: Path | None) -> 
             )
         return None
     checkpoint = Checkpoint(path)
-    require_same_run(config, checkpoint, text_digest)
+    require_same_run(config, checkpoint, text_id)
     require_no_others(config)
     changes = changed_settings(config, checkpoint)
     print(f"going on from {path}" + (f" with {changes}" if changes else ""), file=sys.stderr)
     return checkpoint.chosen
 
 
-def require_same_text(world, config: TrainConfig, text_digest: str) -> None:
+def require_same_text(world, config: TrainConfig, text_id: TextId) -> None:
     """Raise ValueError, on every rank, where the ranks have read different texts."""
-    other = [r for r, digest in enumerate(all_gather_objects(world, text_digest)) if digest != text_digest]
+    other = [r for r, other_id in enumerate(all_gather_objects(world, text_id)) if other_id != text_id]
     if other:
-        raise ValueError(f"text={config.text} has other bytes on rank {other[0]} than on rank {world.rank}")
+        name = "text" if config.tokens is None else "tokens"
+        raise ValueError(
+            f"{name}={getattr(config, name)} has other bytes on rank {other[0]} than on rank {world.rank}"
+        )
 
 
 def _in_own_folder(config: TrainConfig) -> bool:

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.model import Transformer, set_num_groups, update_balance_bias
+from minipar.model import set_num_groups, update_balance_bias
+from minipar.train.initial_weights import whole_model
 from minipar.train.optim import BETAS, learning_rate, optimizer_class, parameter_groups
 from minipar.train.reference import make_scaler, may_step, relative
 from minipar.train.text import Batch, batch_of_step
@@ -51,8 +52,8 @@ def follow(
     config: TrainConfig, text: torch.Tensor, weights: list[Tensors], gradients: list[Tensors]
 ) -> list[RoundedStep]:
     """Return a RoundedStep for each step k of a mesh that has these master weights before it, and these gradients in it."""
-    rounded = Transformer(config.model, config.seed, dtype=config.torch_dtype)
-    exact = Transformer(config.model, config.seed, dtype=config.torch_master_dtype)
+    rounded = whole_model(config)
+    exact = whole_model(config, config.torch_master_dtype)
     masters = {name: torch.nn.Parameter(w.clone()) for name, w in weights[0].items()}
     groups = parameter_groups(masters.items(), config.weight_decay)
     optimizer, scaler = optimizer_class(config)(groups, lr=config.lr, betas=BETAS), make_scaler(config)
@@ -60,8 +61,8 @@ def follow(
     steps = []
     for step, (before, of_mesh) in enumerate(zip(weights, gradients)):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.lr, config.warmup)
-        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len)
+            group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
+        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
         scale = 1.0 if scaler is None else scaler.current_scale
         loss, own = _gradients(rounded, before, batch, step, scale)
         copies = {name: p.detach() for name, p in rounded.named_parameters()}

@@ -6,7 +6,7 @@ are functions of seed and step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -14,8 +14,11 @@ import torch
 
 from minipar.mesh import Placement, placement_of
 from minipar.train.checkpoint import StoredPart
+from minipar.train.compression_config import require_resumable
+from minipar.train.epoch import place_of_step
 from minipar.train.parallelize import RankState
 from minipar.train.restore import Checkpoint
+from minipar.train.text import NO_TEXT, TextId
 from minipar.train.train_config import TrainConfig
 
 PARAMETER, BUFFER = "parameter", "buffer"
@@ -67,45 +70,88 @@ def restore(state: RankState, checkpoint: Checkpoint) -> None:
         state.scaler.load_state_dict(checkpoint.extra["loss_scaler"])
 
 
+class StoredParameters(Mapping):
+    """Every parameter of a checkpoint by name, each read when it is asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
+        self._checkpoint, self._dtype = checkpoint, dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        shape = self._checkpoint.global_shape(PARAMETER, name)
+        return self._checkpoint.read(PARAMETER, Placement.whole(name, shape)).to(self._dtype)
+
+    def __iter__(self):
+        return iter(self._checkpoint.names(PARAMETER))
+
+    def __len__(self) -> int:
+        return len(self._checkpoint.names(PARAMETER))
+
+
 # What decides the numbers, with the model and the text. All other settings may differ, and are then said to.
-ALIKE = ("seed", "dtype", "optimizer", "batch_size", "seq_len")
+ALIKE = ("seed", "dtype", "optimizer", "batch_size", "seq_len", "sampling")
 UNSAID = (
-    "model", "moe", "text", "eval_every", "out", "name", "resume", "checkpoint_every", "keep", "verify_steps",
-    "trace_steps", "timeout_s", "tensorboard", "peak_tflops",
+    "model", "moe", "text", "tokens", "tokenizer", "eval_every", "out", "name", "resume", "checkpoint_every", "keep",
+    "verify_steps", "trace_steps", "timeout_s", "tensorboard", "peak_tflops",
+    "offload_folder", "init",
 )  # fmt: skip
 
 
-def described(config: TrainConfig, numbers: dict | None = None, text_digest: str = "") -> dict:
-    """The description of a run that its checkpoints store, text_digest from `text.digest_of`."""
+def described(
+    config: TrainConfig, text_id: TextId = NO_TEXT, step: int = 0, numbers: dict | None = None
+) -> dict:
+    """The description of a run that its checkpoints store: what decides its numbers, and its place in the text.
+
+    numbers  the scalar optimizer state, as from `parts_of`
+    """
     return {
         **{name: getattr(config, name) for name in ALIKE},
         "model": asdict(config.model),
-        "text": text_digest,
+        "text": text_id.digest,
+        "codec": text_id.codec,
+        "place": _place(config, text_id, step),
         "held_out": bool(config.eval_every),
         "settings": _settings(config),
         "numbers": numbers or {},
     }
 
 
-def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_digest: str) -> None:
+def _place(config: TrainConfig, text_id: TextId, step: int) -> list[int] | None:
+    """The epoch that a run has come to after `step` steps, and how many of its samples have come; None without epochs."""
+    if config.sampling == "random" or not text_id.num_tokens:
+        return None
+    return [*place_of_step(text_id.num_tokens, step, config.batch_size, config.seq_len)]
+
+
+def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_id: TextId) -> None:
     """Raise ValueError where the checkpoint is of another run, or has already done `config.steps` steps.
 
     Another run is one with another model, seed, precision, batch or text: its numbers could not go on from these.
     """
-    theirs = checkpoint.extra
-    ours = described(config, text_digest=text_digest)
+    theirs = {"sampling": "random", "codec": "bytes", "place": None} | checkpoint.extra
+    ours = described(config, text_id, checkpoint.step)
     of = f"{checkpoint.path} is of a run"
     for name, value in [(name, ours[name]) for name in ALIKE] + list(ours["model"].items()):
         stored = theirs["model"].get(name) if name in ours["model"] else theirs[name]
         if stored != value:
             raise ValueError(f"{name}={value!r}, but {of} with {name}={stored!r}; use that")
+    require_resumable(config, theirs["settings"], of)
     if theirs["held_out"] != ours["held_out"]:
         did, use = ("held out a part of", "above 0") if theirs["held_out"] else ("trained on all of", "0")
         raise ValueError(
             f"eval_every={config.eval_every}, but {of} that {did} its text; use eval_every={use}"
         )
+    if theirs["codec"] != ours["codec"]:
+        raise ValueError(f"tokenizer={config.tokenizer}, but {of} with another one, or none; use that")
     if theirs["text"] != ours["text"]:
-        raise ValueError(f"text={config.text}, but {of} on a text with other bytes; use that text")
+        name = "text" if config.tokens is None else "tokens"
+        raise ValueError(
+            f"{name}={getattr(config, name)}, but {of} on a text with other bytes; use that text"
+        )
+    if theirs["place"] != ours["place"]:
+        raise ValueError(
+            f"step {checkpoint.step} is at {ours['place']} (epoch, samples of it), but {of} at {theirs['place']}: "
+            "its samples were cut otherwise; use the text and the version that it was trained with"
+        )
     if checkpoint.step >= config.steps:
         raise ValueError(
             f"steps={config.steps}: {checkpoint.path} has done {checkpoint.step}; use more steps"

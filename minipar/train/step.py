@@ -10,6 +10,7 @@ import torch
 from minipar.context import local_positions
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.trace import span
+from minipar.train.compression import begin_step
 from minipar.train.metrics import routing, speed
 from minipar.train.optim import grad_norm, learning_rate
 from minipar.train.parallelize import RankState
@@ -19,27 +20,32 @@ from minipar.train.train_config import TrainConfig
 
 
 def train_step(
-    world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int, observe=None
+    world, state: RankState, config: TrainConfig, text, step: int, observe=None, batch: Batch | None = None
 ) -> dict:
     """Run one step: compute and clip the gradients, update the parameters, return the step's metrics.
 
     observe  called when the gradients are complete, before they are clipped
+    batch    the step's, where it was made ahead of time
 
     Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
     """
     start_s = time.perf_counter()
-    lr = learning_rate(step, config.steps, config.lr, config.warmup)
+    lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.zero_grad()
-    loss = gradients(world, state, config, text, step)
+    begin_step(state, config, step)
+    loss = gradients(world, state, config, text, step, batch)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
         scale = state.loss_scale
-        norm = grad_norm(state.optimizer.tensors, world, state.shares).item() / scale
+        norm = grad_norm(state.optimizer.tensors, world, state.shares)
+        # The step's one wait for a GPU: whether to update depends on both.
+        loss, norm = torch.stack((loss.double(), norm.double())).tolist()
+        norm /= scale
         # Loss and norm are the same on every rank, so all ranks step, or all skip.
-        if stepped := may_step(config, step, loss.item(), norm, state.scaler):
+        if stepped := may_step(config, step, loss, norm, state.scaler):
             too_long = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
             state.optimizer.step(grad_scale=scale * too_long)
         if config.model.balance_bias:
@@ -47,7 +53,7 @@ def train_step(
                 update_balance_bias(stage, comm=state.mesh.comm("dp", "cp"))
     return {
         "step": step,
-        "loss": loss.item(),
+        "loss": loss,
         "grad_norm": norm,
         "lr": lr,
         "skipped": int(not stepped),
@@ -57,14 +63,16 @@ def train_step(
     }
 
 
-def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, step: int) -> torch.Tensor:
+def batch_of(config: TrainConfig, text, step: int) -> Batch:
+    """The batch of a step of this run."""
+    return batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
+
+
+def gradients(
+    world, state: RankState, config: TrainConfig, text, step: int, batch: Batch | None = None
+) -> torch.Tensor:
     """Compute and reduce the gradients of this step's batch; return the whole batch's loss, on every rank."""
-    inputs = _local_batch(
-        state.mesh,
-        config,
-        batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
-        world.device,
-    )
+    inputs = _local_batch(state.mesh, config, batch or batch_of(config, text, step), world.device)
     inputs["stage_kwargs"]["step"] = step
     if config.model.num_experts:
         for stage in state.stages:
@@ -84,16 +92,11 @@ def gradients(world, state: RankState, config: TrainConfig, text: torch.Tensor, 
 EVAL_STEPS = 4  # batches per validation loss
 
 
-def evaluate(world, state: RankState, config: TrainConfig, text: torch.Tensor) -> float:
+def evaluate(world, state: RankState, config: TrainConfig, text) -> float:
     """The mean loss over EVAL_STEPS batches of `text`, the same ones every time, without dropout; equal on every rank."""
     losses = []
     for step in range(EVAL_STEPS):
-        inputs = _local_batch(
-            state.mesh,
-            config,
-            batch_of_step(text, config.seed, step, config.batch_size, config.seq_len),
-            world.device,
-        )
+        inputs = _local_batch(state.mesh, config, batch_of(config, text, step), world.device)
         losses.append(reduce_loss(world, state, config, state.pipeline.evaluate(**inputs)))
     for stage in state.stages:
         take_metrics(stage)  # discard: the next step reports its own routing only

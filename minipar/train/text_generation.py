@@ -23,6 +23,7 @@ from minipar.tensor_parallel import check_tensor_parallel, tensor_parallel
 from minipar.train.check_paths import CHECKPOINTS
 from minipar.train.restore import Checkpoint, Chosen, newest_whole
 from minipar.train.state import BUFFER, PARAMETER
+from minipar.train.tokenizer import Ids, codec_of_run
 
 
 def generate_text(
@@ -35,10 +36,10 @@ def generate_text(
     seed: int = 0,
     timeout_s: float = 60.0,
 ) -> str:
-    """Continue `prompt` by `num_tokens` bytes with a run's newest checkpoint, on tp x pp local ranks; return all the text.
+    """Continue `prompt` by `num_tokens` tokens with a run's newest checkpoint, on tp x pp local ranks; return all the text.
 
-    At temperature 0, and above it for a given seed, every mesh generates the same text, except where two bytes are
-    equally likely up to rounding. Bytes that are not UTF-8 become replacement characters.
+    At temperature 0, and above it for a given seed, every mesh generates the same text, except where two tokens are
+    equally likely up to rounding. Text and tokens are as the run had them: bytes, or those of its tokenizer.
     Raises ValueError for a folder without a whole checkpoint, an empty prompt, a negative number, or a mesh over which
     the model cannot be cut, before any rank starts; RankError where a rank fails.
     """
@@ -47,15 +48,16 @@ def generate_text(
         raise ValueError(f"{run_folder} has no whole checkpoint; train with --checkpoint-every first")
     checkpoint = Checkpoint(path)
     config = ModelConfig(**checkpoint.extra["model"])
+    codec = codec_of_run(Path(run_folder), checkpoint.extra)
     if not prompt:
         raise ValueError("prompt='' is empty; give at least one character to go on from")
-    tokens = checked_prompt(config, list(prompt.encode()), num_tokens, temperature)
+    tokens = checked_prompt(config, codec.encode(prompt), num_tokens, temperature)
     check_mesh(config, tp, pp)
     text = run(
         _generate_rank, checkpoint.chosen, {"tp": tp, "pp": pp}, tokens, num_tokens, temperature, seed,
-        world_size=tp * pp, timeout_s=timeout_s,
+        world_size=tp * pp, backend="auto", timeout_s=timeout_s,
     )[0]  # fmt: skip
-    return _decoded(text)
+    return codec.decode(text.tolist())
 
 
 def _generate_rank(world, chosen: Chosen, mesh_sizes: dict[str, int], *request) -> Tensor:
@@ -63,17 +65,11 @@ def _generate_rank(world, chosen: Chosen, mesh_sizes: dict[str, int], *request) 
     return generate_on_mesh(load_stage(chosen.open(), mesh, world.device), mesh, *request)
 
 
-def _decoded(tokens: Tensor) -> str:
-    return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")
-
-
 SAMPLE_BYTES_PER_RANK = 16 << 20
 
 
-def sample_text(
-    world, config, path: Path, prompt: str, num_tokens: int, temperature: float = 0.7
-) -> str | None:
-    """Generate from the checkpoint at `path` on ranks that are there: on as few as hold 16 MiB of the weights each.
+def sample_text(world, config, path: Path, num_tokens: int, temperature: float = 0.7) -> str | None:
+    """Continue "The " from the checkpoint at `path` on ranks that are there: on as few as hold 16 MiB of the weights each.
 
     config  the TrainConfig of the run that `world` has trained; its tp cuts the model where the layers alone are too few
     Every rank calls this; rank 0 gets the text, the others None.
@@ -88,9 +84,12 @@ def sample_text(
     if world.rank >= pp * tp:
         return None
     mesh = Mesh(world.subgroup(range(pp * tp), "sample"), pp=pp, tp=tp)
-    stage = load_stage(Checkpoint(path), mesh, world.device)
-    text = generate_on_mesh(stage, mesh, list(prompt.encode()), num_tokens, temperature)
-    return _decoded(text) if world.rank == 0 else None
+    checkpoint = Checkpoint(path)
+    stage = load_stage(checkpoint, mesh, world.device)
+    codec = codec_of_run(config.folder, checkpoint.extra)
+    prompt = codec.encode("0" if isinstance(codec, Ids) else "The ") or [0]
+    text = generate_on_mesh(stage, mesh, prompt, num_tokens, temperature)
+    return codec.decode(text.tolist()) if world.rank == 0 else None
 
 
 def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:

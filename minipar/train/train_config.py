@@ -1,16 +1,20 @@
 """The configuration of a run: model, batch, optimizer, mesh. All is checked before any rank starts. Imports no torch."""
 
+# longer than 250 lines because it is one table of options
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from minipar.model.llama_config import sizes_from
 from minipar.model.model_config import ModelConfig
 from minipar.options import check_types, normalise_types, option, with_option_table
 from minipar.runtime.environment import MAX_RANKS, under_torchrun
 from minipar.schedules.registry import ScheduleName
-from minipar.train.check_config import check_layout
+from minipar.train.check_config import check_data, check_layout
+from minipar.train.compression_config import MethodName, check_compression
 
 if TYPE_CHECKING:
     import torch
@@ -79,16 +83,60 @@ class TrainConfig:
         option("auto", "of every collective that has it; auto chooses by size, native is torch's own", "mesh")
     )
 
-    recompute: Literal["none", "selective", "full"] = option(
+    compress: MethodName = option(
         "none",
-        "activations computed again in the backward: none, attention's (selective) or whole blocks'",
+        "what goes over dp x cp in place of whole gradients: codecs (sign, int8, fp8, topk; tagc: topk of feed-forward "
+        "layers), two thin factors (powersgd), signs of a momentum (onebit-adam, onebit-lamb, zero-one-adam), or "
+        "weights, rarely (local-sgd, diloco). Lossy: the losses are no longer those of one process",
+        "messages",
+    )
+    compress_rank: int = option(4, "of powersgd's factors", "messages")
+    compress_fraction: float = option(
+        0.01, "of the gradients, the largest, that topk and tagc send", "messages"
+    )
+    compress_every: int = option(
+        10,
+        "steps that local-sgd, diloco and in the end zero-one-adam go alone between agreements",
+        "messages",
+    )
+    compress_warmup: int | None = option(
+        None,
+        "first steps that are not compressed (with local-sgd: post-local SGD); none: 30 for onebit-adam, onebit-lamb and "
+        "zero-one-adam, which need some, else 0",
+        "messages",
+    )
+    compress_node_size: int | None = option(
+        None,
+        "compress in two levels: plain inside nodes of so many dp x cp ranks, codec or signs across",
+        "messages",
+    )
+
+    recompute: Literal["none", "selective", "full"] | str = option(
+        "none",
+        "activations computed again in the backward: none, attention's (selective), whole blocks' (full), or whole "
+        "blocks' of which only every N-th input is kept (every:N)",
         "memory",
     )
     partition_activations: bool = option(
-        False, "with recompute=full, tp ranks keep a part each of the blocks' inputs (ZeRO-R)", "memory"
+        False,
+        "with recompute=full or every:N, tp ranks keep a part each of the kept inputs (ZeRO-R)",
+        "memory",
     )
     offload_activations: bool = option(
         False, "what the backward needs waits in CPU memory, pinned where there is a GPU", "memory"
+    )
+    compile: Literal["none", "eager", "aot_eager", "inductor"] = option(
+        "none",
+        "torch.compile of every block: inductor makes kernels, on a CPU by a C++ compiler; the others only take the graph",
+        "memory",
+    )
+    offload: Literal["none", "cpu", "disk"] = option(
+        "none",
+        "with zero 1, 2 or 3, where master weights and optimizer states wait for the update: in CPU memory, or in a file",
+        "memory",
+    )
+    offload_folder: Path | None = option(
+        None, "with offload=disk, a folder for that file; none: the system's for temporary files", "memory"
     )
     bucket_mb: float = option(1.0, "megabytes of gradients that are all-reduced at once", "memory")
 
@@ -104,6 +152,14 @@ class TrainConfig:
         "optimization",
     )
     lr: float = option(5e-3, "highest learning rate", "optimization")
+    lr_scale: Literal["none", "linear", "sqrt"] = option(
+        "none",
+        "multiply lr by batch_size / lr_batch_size, or by its square root, which suits Adam and LAMB better",
+        "optimization",
+    )
+    lr_batch_size: int | None = option(
+        None, "with lr_scale, the batch size that lr was found for", "optimization"
+    )
     warmup: int = option(
         20, "steps in which the learning rate rises; then it falls along a cosine to a tenth", "optimization"
     )
@@ -136,6 +192,25 @@ class TrainConfig:
         "a file to train on, read as bytes; none: the Python language reference that comes with Python",
         "data",
     )
+    tokenizer: Path | None = option(
+        None, "a tokenizer.json that encodes text, and decodes what is generated; none: bytes", "data"
+    )
+    tokens: Path | None = option(
+        None,
+        "in place of text, a file of token ids, larger than memory or not: .npy of uint16 or uint32, or the bare ids",
+        "data",
+    )
+    sampling: Literal["random", "epoch"] = option(
+        "random",
+        "random: samples begin anywhere; epoch: every sample comes once before any comes again",
+        "data",
+    )
+    init: Path | None = option(
+        None,
+        "the folder of a Llama of Hugging Face's to start from, in place of weights made from the seed; the model's sizes "
+        "are those of its config.json, and setting one to another value is refused",
+        "data",
+    )
     seed: int = option(0, "decides initial weights, batches and dropout masks", "data")
     eval_every: int = option(
         0, "steps between measurements of the loss on held-out text, a twentieth of all; 0: none", "data"
@@ -152,7 +227,7 @@ class TrainConfig:
     tensorboard: bool = option(False, "write the metrics for TensorBoard too, in the run's folder", "run")
     peak_tflops: float = option(
         0.0,
-        "a device's best, in 1e12 floating point operations a second; given it, metrics have the MFU",
+        "a device's best, in 1e12 floating point operations a second; given it, metrics have MFU and HFU",
         "run",
     )
     out: Path | None = option(None, "the folder to write to; none: runs/NAME", "run")
@@ -172,6 +247,8 @@ class TrainConfig:
         self._require("seed", 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.moe:
             object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
+        if self.init is not None:
+            object.__setattr__(self, "model", sizes_from(self.init, self.model, (ModelConfig(), SMALL)))
         if self.world_size > MAX_RANKS and not under_torchrun():
             raise ValueError(
                 f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"
@@ -181,13 +258,23 @@ class TrainConfig:
                 f"seq_len={self.seq_len} exceeds max_seq_len={self.model.max_seq_len}; "
                 f"use {self.model.max_seq_len} or fewer"
             )
-        if self.model.vocab_size < 256:
-            raise ValueError(f"vocab_size={self.model.vocab_size} does not hold every byte; use 256 or more")
+        check_data(self)
         check_layout(self)
+        check_compression(self)
 
     def _require(self, name: str, good: bool, works: str) -> None:
         if not good:
             raise ValueError(f"{name}={getattr(self, name)} is out of range; use {works}")
+
+    @property
+    def highest_lr(self) -> float:
+        """The learning rate after the warmup: lr, scaled from lr_batch_size samples a step to batch_size.
+
+        linear  lr * batch_size / lr_batch_size         Goyal et al., arXiv:1706.02677, section 2.1
+        sqrt    lr * sqrt(batch_size / lr_batch_size)   Krizhevsky, arXiv:1404.5997; for Adam, arXiv:2205.10287
+        """
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scale]
+        return self.lr * (self.batch_size / (self.lr_batch_size or self.batch_size)) ** power
 
     @property
     def world_size(self) -> int:

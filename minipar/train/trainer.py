@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,29 +11,36 @@ from typing import NamedTuple
 
 import torch
 
+from minipar.comm.cuda_trace import trace_on
 from minipar.comm.objects import gather_objects
-from minipar.mesh import Mesh, Placement
+from minipar.expert import gradient_comm
+from minipar.mesh import Mesh
 from minipar.runtime.environment import ranks_per_node, under_torchrun
 from minipar.runtime.launch import init_from_env, run
-from minipar.trace import Span, Trace, write_chrome_trace
+from minipar.trace import Span, write_chrome_trace
 from minipar.train.atomic_files import prepare_folder, write_whole
 from minipar.train.check_paths import CHECKPOINTS
 from minipar.train.checkpoint import Saver, checkpoint_path
+from minipar.train.compression import restore_compression, stored_parts
+from minipar.train.compression_config import exact_steps
+from minipar.train.initial_weights import check_initial_weights
 from minipar.train.internode_traffic import warn_if_tp_crosses
 from minipar.train.log import MetricsLog
+from minipar.train.made_ahead import made_ahead
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
 from minipar.train.restore import Checkpoint, Chosen, agree_on_newest, decided_on_rank_0, newest_whole
 from minipar.train.resume import require_no_others, require_same_text, require_usable
-from minipar.train.state import BUFFER, PARAMETER, described, parts_of, restore
-from minipar.train.step import evaluate, train_step
-from minipar.train.text import digest_of, hold_out, load_text, require_samples
+from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
+from minipar.train.step import batch_of, evaluate, train_step
+from minipar.train.text import NO_TEXT, TextId, hold_out, load_data
 from minipar.train.text_generation import sample_text
+from minipar.train.tokenizer import TOKENIZER, name_of_codec, read_tokenizer
 from minipar.train.toml_config import as_toml
 from minipar.train.train_config import TrainConfig
 
 PARAMETERS = ".parameters"  # in the run's folder, while it runs
-SAMPLE_PROMPT, SAMPLE_BYTES = "The ", 300
+SAMPLE_TOKENS = 300
 
 
 @dataclass
@@ -64,24 +71,26 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     Returns the result; under torchrun, None on every rank but rank 0.
     Raises ValueError for bad input before any rank starts, RankError where a rank fails.
     """
-    text = load_text(config.text)
-    require_samples(text, config.seq_len, config.text)
+    check_initial_weights(config)
+    text, digest = load_data(config)
     text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
-    text_digest = digest_of(text)
+    text_id = TextId(digest, len(text), name_of_codec(config))
     world = None
     if under_torchrun():
         world = init_from_env(timeout_s=config.timeout_s)
         _require_world(world.size, config)
-        require_same_text(world, config, text_digest)
-    start = _choose_start(config, text_digest, world)
+        require_same_text(world, config, text_id)
+    start = _choose_start(config, text_id, world)
     decided_on_rank_0(world, partial(prepare_folder, config.folder))
     if world is not None and world.rank:
-        train_rank(world, config, text, held_out, start)
+        train_rank(world, config, text, held_out, start, text_id=text_id)
         return None
     if world is not None:
         warn_if_tp_crosses(config, ranks_per_node())
     tell = on_progress or (lambda what, metrics: None)
     write_whole(config.folder / "config.toml", as_toml(config))
+    if config.tokenizer is not None:
+        write_whole(config.folder / TOKENIZER, read_tokenizer(config.tokenizer))
     log = MetricsLog(config.folder, config.tensorboard, start.step if start else 0)
 
     def on_step(metrics: dict) -> None:
@@ -90,10 +99,10 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
 
     try:
         if world is not None:
-            trained = train_rank(world, config, text, held_out, start, on_step)
+            trained = train_rank(world, config, text, held_out, start, on_step, text_id)
         else:
             trained = run(
-                train_rank, config, text, held_out, start, world_size=config.world_size,
+                train_rank, config, text, held_out, start, None, text_id, world_size=config.world_size, backend="auto",
                 timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
             )[0]  # fmt: skip
         return _finish(config, text, trained, tell)
@@ -107,42 +116,45 @@ def _require_world(size: int, config: TrainConfig) -> None:
         raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
 
 
-def _choose_start(config: TrainConfig, text_digest: str, world=None) -> Chosen | None:
+def _choose_start(config: TrainConfig, text_id: TextId, world=None) -> Chosen | None:
     """The checkpoint to go on from, the same for every rank; None to begin at step 0. Writes nothing."""
     if config.resume is None:
         return decided_on_rank_0(world, partial(require_no_others, config))
     folder = config.resume / CHECKPOINTS
     path = newest_whole(folder) if world is None else agree_on_newest(world, folder)
-    return decided_on_rank_0(world, partial(require_usable, config, text_digest, path))
+    return decided_on_rank_0(world, partial(require_usable, config, text_id, path))
 
 
 def train_rank(
     world,
     config: TrainConfig,
-    text: torch.Tensor,
-    held_out: torch.Tensor | None = None,
+    text,
+    held_out=None,
     start: Chosen | None = None,
     report=None,
+    text_id: TextId = NO_TEXT,
 ) -> Trained | None:
     """Run this rank's part of the training, from checkpoint `start` if given; rank 0 returns all ranks' results."""
     report = report or world.report
     torch.manual_seed(config.seed)
     state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
-    metrics, verified, trace, begin = [], None, Trace(), 0
+    metrics, verified, trace, begin = [], None, trace_on(world.device), 0
     if start is not None:
         restore(state, start.open())
+        restore_compression(state, start.open(), gradient_comm(state.mesh))
         begin = start.step
-    store = _Store(world, config, state, text, start)
-    for step in range(begin, config.steps):
-        world.trace = trace if _traced(config, step) else None
-        metrics.append(train_step(world, state, config, text, step))
-        if held_out is not None and (step + 1) % config.eval_every == 0:
-            metrics[-1]["eval_loss"] = evaluate(world, state, config, held_out)
-        if world.rank == 0:
-            report(metrics[-1])
-        if begin == 0 and step + 1 == min(config.verify_steps, config.steps):
-            verified = store.parameters(step + 1)
-        store.after(step + 1)
+    store = _Store(world, config, state, start, text_id)
+    with closing(made_ahead(partial(batch_of, config, text), range(begin, config.steps))) as batches:
+        for step, batch in batches:
+            world.trace = trace if _traced(config, step) else None
+            metrics.append(train_step(world, state, config, text, step, batch=batch))
+            if held_out is not None and (step + 1) % config.eval_every == 0:
+                metrics[-1]["eval_loss"] = evaluate(world, state, config, held_out)
+            if world.rank == 0:
+                report(metrics[-1])
+            if begin == 0 and step + 1 == min(config.verify_steps, exact_steps(config)):
+                verified = store.parameters(step + 1)
+            store.after(step + 1)
     world.trace = None
     traces = gather_objects(world, trace.spans)
     sample = store.sample(verified)
@@ -154,13 +166,14 @@ def train_rank(
 class _Store:
     """Files that the ranks of a run write together: checkpoints, and parameters for the comparison and for the sample."""
 
-    def __init__(self, world, config: TrainConfig, state: RankState, text, start: Chosen | None):
+    def __init__(self, world, config: TrainConfig, state: RankState, start: Chosen | None, text_id: TextId):
         self._world, self._config, self._state = world, config, state
-        self._saver, self._step_of_parameters = None, 0
+        self._saver, self._step_of_parameters, self._text_id = None, 0, text_id
         if config.checkpoint_every:
-            self._text_digest = digest_of(text) if world.rank == 0 else ""  # rank 0 describes the run
             resumed = start and start.path
-            self._saver = Saver(world, config.folder / CHECKPOINTS, config.keep, resumed=resumed)
+            # A copy of the states, to be written during the next steps, would be what is on disk because it has no room.
+            wait = config.offload == "disk"
+            self._saver = Saver(world, config.folder / CHECKPOINTS, config.keep, wait, resumed)
 
     def after(self, step: int) -> None:
         """Save the state after `step` steps, if it is time or the last; else look at the save in progress."""
@@ -171,7 +184,8 @@ class _Store:
             self._saver.look()
             return
         parts, numbers = parts_of(self._state)
-        extra = described(self._config, text_digest=self._text_digest)
+        parts += stored_parts(self._state, gradient_comm(self._state.mesh))
+        extra = described(self._config, self._text_id, step)
         if self._state.scaler is not None:
             extra["loss_scaler"] = self._state.scaler.state_dict()
         self._saver.save(step, parts, extra, numbers)
@@ -182,7 +196,7 @@ class _Store:
         """Write the parameters alone, and tell rank 0 where: `train` reads them there, since no rank has room for all."""
         saver = Saver(self._world, self._config.folder / PARAMETERS, keep=0, wait=True)
         parts = [part for part in parts_of(self._state)[0] if part.kind in (PARAMETER, BUFFER)]
-        saver.save(step, parts, described(self._config))
+        saver.save(step, parts, described(self._config, self._text_id))
         self._step_of_parameters = step
         return None if self._world.rank else Checkpoint(self._path(PARAMETERS, step)).chosen
 
@@ -192,7 +206,7 @@ class _Store:
         path = self._path(CHECKPOINTS if self._saver else PARAMETERS, steps)
         if self._saver is None and self._step_of_parameters != steps:
             self.parameters(steps)
-        text = sample_text(self._world, config, path, SAMPLE_PROMPT, SAMPLE_BYTES)
+        text = sample_text(self._world, config, path, SAMPLE_TOKENS)
         if self._world.rank == 0 and verified is None:
             shutil.rmtree(config.folder / PARAMETERS, ignore_errors=True)
         return text
@@ -222,23 +236,6 @@ def _finish(config: TrainConfig, text, trained: Trained, tell) -> Result:
         stored = StoredParameters(trained.verified.open(), config.torch_dtype)
         difference = compare(ReferenceRun(losses, norms, stored), reference)
     return Result(folder, metrics, trained.traces, trained.sample, difference, reference)
-
-
-class StoredParameters(Mapping):
-    """Every parameter of a checkpoint by name, each read when it is asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
-        self._checkpoint, self._dtype = checkpoint, dtype
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        shape = self._checkpoint.global_shape(PARAMETER, name)
-        return self._checkpoint.read(PARAMETER, Placement.whole(name, shape)).to(self._dtype)
-
-    def __iter__(self):
-        return iter(self._checkpoint.names(PARAMETER))
-
-    def __len__(self) -> int:
-        return len(self._checkpoint.names(PARAMETER))
 
 
 def _reference_rank(world, config: TrainConfig, text, steps: int) -> ReferenceRun:

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 
 from minipar.mesh import Mesh, Placement, gather, placement_of
-from minipar.model import Transformer
 from minipar.runtime.launch import run
+from minipar.train.compression_config import require_exact
+from minipar.train.initial_weights import check_initial_weights, whole_model
 from minipar.train.parallelize import parallelize
 from minipar.train.provenance import place_in_recipe
 from minipar.train.reference import relative, train_in_one_process
 from minipar.train.rounded_reference import RoundedStep, follow, is_rounded
 from minipar.train.step import train_step
-from minipar.train.text import load_text, require_samples
+from minipar.train.text import load_data
 from minipar.train.train_config import VERIFY_DEFAULTS, TrainConfig
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}  # relative to a tensor's largest entry
@@ -73,17 +74,21 @@ class Observed(NamedTuple):
     norms: list[float]
 
 
-def verify(config: TrainConfig = VERIFY_DEFAULTS) -> Verification:
+def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Verification:
     """Run `config.steps` steps on the configuration's mesh and in one process, and compare everything.
 
     Every rank's part of every tensor is compared with the same part of the one-process tensor: initial weights; then in
     each step the gradients, the loss and the gradient norm; then the weights at the end. The first row that differs
     therefore shows what went wrong first, and on which rank. In half precision, see `rounded_reference.py`.
-    Raises ValueError for a text that is unreadable or too short, RankError where a rank fails.
+    The mesh runs on GPUs where `backend` is "nccl", or "auto" and NCCL can serve it; the one process runs on the CPU.
+    Raises ValueError for a text that is unreadable, too short or outside the vocabulary, RankError where a rank fails.
     """
-    text = load_text(config.text)
-    require_samples(text, config.seq_len, config.text)
-    seen = run(_observe_rank, config, text, world_size=config.world_size, timeout_s=config.timeout_s)
+    require_exact(config)
+    check_initial_weights(config)
+    text, _ = load_data(config)
+    seen = run(
+        _observe_rank, config, text, world_size=config.world_size, backend=backend, timeout_s=config.timeout_s
+    )
     if is_rounded(config):
         return Verification(config, _rounded_rows(config, text, seen))
     wanted, losses, norms = run(_observe_one_process, config, text, world_size=1)[0]
@@ -149,7 +154,7 @@ def _rounded_rows(config: TrainConfig, text: torch.Tensor, seen: list[Observed])
     wholes = [_whole(tensors) for tensors in held]
     weights, gradients = [wholes[0], *wholes[2::2]], wholes[1::2]
     wanted = run(_follow, config, text, weights[:-1], gradients, world_size=1)[0]
-    model = Transformer(config.model, config.seed, dtype=config.torch_dtype)
+    model = whole_model(config)
     initial = {name: p.detach().to(config.torch_master_dtype) for name, p in model.named_parameters()}
     rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
     for step, want in enumerate(wanted):

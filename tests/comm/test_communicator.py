@@ -45,6 +45,7 @@ def test_a_line_has_ends():
     assert minipar.run(received, world_size=3, timeout_s=10) == [None, torch.tensor([0]), torch.tensor([1])]
 
 
+@pytest.mark.tagged("on both ranks a send waits behind receives, which NCCL takes in order")
 def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
     def received(world):
         other, n = 1 - world.rank, 50
@@ -107,6 +108,7 @@ def test_collectives_are_right_in_subgroups_of_subgroups_in_any_order(data):
     assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
 
 
+@pytest.mark.tagged("making a communicator takes messages, and 200 of them long")
 def test_a_subgroup_is_free_of_messages():
     def sent(world):
         for i in range(200):
@@ -137,6 +139,7 @@ def subgroups_of_one_name(world):
     return pair if world.rank < 2 else None, every
 
 
+@pytest.mark.tagged("groups made in another order on each rank, which NCCL waits in for ever")
 def test_subgroups_of_one_name_are_told_apart_by_their_ranks():
     """Theirs are other messages, and other counts: three through one and one through the other is no surplus."""
 
@@ -151,6 +154,7 @@ def test_subgroups_of_one_name_are_told_apart_by_their_ranks():
     assert minipar.run(received, world_size=3, timeout_s=10) == [[None] * 4, [4, 1, 2, 3], []]
 
 
+@pytest.mark.tagged("groups made in another order on each rank, which NCCL waits in for ever")
 def test_a_message_left_in_one_is_not_made_up_for_by_another_of_its_name():
     def leaves_one(world):
         pair, every = subgroups_of_one_name(world)
@@ -190,6 +194,7 @@ def test_a_process_group_somebody_else_made_is_a_world():
     assert minipar.run(result, world_size=4, timeout_s=10) == want
 
 
+@pytest.mark.tagged("on both ranks a receive waits behind a send, which NCCL takes in order")
 def test_two_worlds_on_one_process_group_never_receive_each_others_messages():
     """Same ranks, same names, same numbers of messages; received in the other order than they were sent."""
 
@@ -282,6 +287,7 @@ def everybody_sends_first(world):
     return world.recv((1 << 20,), torch.float32, (world.rank - 1) % world.size)
 
 
+@pytest.mark.tagged("its words; those of the grouped one are in test_checked.py")
 @pytest.mark.parametrize(
     ("function", "size", "words"),
     [

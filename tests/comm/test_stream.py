@@ -61,6 +61,31 @@ def test_a_second_thread_is_refused():
     assert said == [True]
 
 
+def test_an_operation_of_another_stream_is_refused_while_a_caller_is_inside():
+    inner, outer = ThreadStream("comm 'inner'"), ThreadStream("comm 'outer'")
+
+    def step():
+        handle = outer.submit(lambda: inner.run(lambda: None))
+        with pytest.raises(
+            RuntimeError, match="thread \"comm 'outer'\" uses comm 'inner' while another thread is"
+        ):
+            handle.wait()
+        return inner.run(lambda: 1)
+
+    assert inner.run(step) == 1
+    assert outer.submit(lambda: inner.run(lambda: 2)).wait() == 2
+
+
+def test_draining_waits_for_what_nobody_has_waited_for():
+    stream, ended = ThreadStream("comm 'x'"), []
+    stream.drain()
+    gate = threading.Event()
+    stream.submit(lambda: gate.wait(5) and ended.append(True))
+    threading.Timer(0.05, gate.set).start()
+    stream.drain()
+    assert ended == [True]
+
+
 def test_two_threads_on_one_comm_are_refused_and_each_may_have_a_subgroup():
     def results(world):
         world.barrier()
@@ -161,6 +186,7 @@ def test_an_asynchronous_operation_inside_another_returns_a_handle_too(outer_is_
     assert minipar.run(result, world_size=2, timeout_s=10) == want
 
 
+@pytest.mark.tagged("on both ranks a send waits behind a receive, which NCCL takes in order")
 def test_point_to_point_beside_a_running_collective_does_not_meet_it():
     def result(world):
         other, bell = 1 - world.rank, world.subgroup([0, 1], "bell")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.cost.activations import gpt_layer_bytes, layer_bytes
+from minipar.cost.activations import bytes_of_units, gpt_layer_bytes, layer_bytes
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import (
@@ -23,6 +23,7 @@ from minipar.cost.ranks import held_by, held_elems
 from minipar.live_bytes import LiveBytes
 from minipar.mesh import Mesh
 from minipar.model import ModelConfig, Transformer
+from minipar.model.block import run_blocks
 from minipar.tensor_parallel import layer_activation_bytes
 from minipar.train import TrainConfig
 from minipar.train.parallelize import parallelize
@@ -40,6 +41,12 @@ def test_zeros_table_1_cell_by_cell(num_params):
         for stage, printed in enumerate(cells, start=1):
             gb = model_state_bytes(num_params, ranks, stage) / 1e9
             assert gb == pytest.approx(printed, abs=0.05) if num_params < 1e10 else 0 <= gb - printed < 1
+
+
+def test_one_rank_holds_all_unless_told_otherwise():
+    assert (
+        model_state_bytes(10) == model_state_bytes(10, 1, 0, "mixed") == model_state_bytes(10, zero=3) == 160
+    )
 
 
 def test_a_forgotten_factor_is_noticed():
@@ -89,19 +96,46 @@ def test_a_layer_of_the_library_keeps_what_its_own_formula_says(tp, split, kv_he
     )
 
 
+def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
+    """(kept by the forward of all blocks, alive at most during their backward), without gradients of weights."""
+    model = Transformer(config)
+    recompute(model, recomputed)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x, positions, samples = torch.randn(4, 128, 64, requires_grad=True), torch.arange(128), torch.arange(4)
+    run = model.overrides.run_blocks or run_blocks
+    with LiveBytes() as memory:
+        y = run(list(model.layers.values()), x, positions, samples, 0)
+        kept = memory.now - y.nbytes + x.nbytes  # the first layer's input, but not the last one's output
+        memory.peak = memory.now
+        y.backward(y.detach())
+    return kept, memory.peak
+
+
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
 def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
-    model = Transformer(config)
-    recompute(model, recomputed)
-    x, positions, samples = torch.randn(4, 128, 64, requires_grad=True), torch.arange(128), torch.arange(4)
-    with LiveBytes() as memory:
-        y = x
-        for block in model.layers.values():
-            y = block(y, positions, samples, 0)
-        kept = memory.now - y.nbytes + x.nbytes  # the first layer's input, but not the last one's output
+    kept, _ = counted_bytes(config, recomputed)
     assert kept == 4 * layer_bytes(shape_of(config), 128, 4, 1, False, recomputed, 128, False, 4)
+
+
+@pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
+def test_units_keep_one_input_each_and_are_recomputed_whole(options):
+    """What a unit's backward holds besides, gradients of hidden states, is the same for every size of a unit."""
+    config = ModelConfig(dim=64, num_layers=6, num_heads=4, max_seq_len=128, **options)
+    layer, own = (
+        layer_bytes(shape_of(config), 128, 4, 1, False, how, 128, False, 4) for how in ("none", "full")
+    )
+    besides = []
+    for every in (1, 2, 3, 4, 6, 9):
+        kept, most = counted_bytes(config, f"every:{every}")
+        want_kept, want_most = bytes_of_units(6, every, layer, own)
+        assert kept == want_kept, every
+        besides.append(most - want_most)
+    assert 0 < besides[0] < layer
+    if not config.dropout:  # a mask of random numbers is larger than what is kept of it
+        assert set(besides[:-1]) == {besides[0]}
 
 
 # Pipelines ------------------------------------------------------------------------------------------------------------
@@ -215,16 +249,19 @@ def held(world, config):
 
 def job_of(config: TrainConfig) -> tuple[Job, Layout]:
     """The job and the layout that a training configuration describes."""
-    how = Implementation(sequence_parallel=config.sequence_parallel)
+    how = Implementation(
+        sequence_parallel=config.sequence_parallel, reduce_every=config.reduce_every, replicate=config.replicate,
+        cp_ulysses=config.cp_ulysses,
+    )  # fmt: skip
     job = Job(
         shape_of(config.model), MACHINES["h100"], config.world_size, config.seq_len, config.batch_size,
         config.dtype, how,
     )  # fmt: skip
-    chunks = {"interleaved": 2, "zb-v": 2}.get(config.schedule, 1)
+    chunks = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(config.schedule, 1)
     microbatch = config.batch_size // config.dp // config.microbatches
     return job, Layout(
         config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, config.schedule, chunks, microbatch,
-        config.recompute,
+        config.recompute, config.cp_attention,
     )  # fmt: skip
 
 

@@ -51,9 +51,31 @@ def test_one_layout_is_itemised_against_the_card(capsys):
     assert json.loads(out)["fullest_pp_rank"] == 0
 
 
+def test_an_automatic_split_is_printed_as_a_table_of_stages(capsys):
+    argv = ["plan", "--model", "llama-7b", "--gpus", "4", "--machine", "h100", "--batch", "8", "--auto-split"]
+    code, out, _ = outcome(capsys, *argv)
+    assert code == 0
+    assert "layout of the stage" in out
+    assert "the planner's best, whose stages have one mesh" in out
+    code, out, _ = outcome(capsys, *argv, "--json")
+    assert sum(stage["gpus"] for stage in json.loads(out)["stages"]) == 4
+
+
+def test_scaling_is_drawn(capsys, tmp_path):
+    picture = tmp_path / "scaling.svg"
+    code, _, err = outcome(capsys, "plan", *SMALL, "--explain", "dp8-zero1-full", "--scaling", str(picture))
+    assert code == 0
+    assert f"wrote {picture}" in err
+    assert picture.read_text().startswith("<?xml")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
+        (["--auto-split", "--run"], "leave out --explain and --run"),
+        (["--auto-split", "--gpus", "8", "--machine", "v100"], "GB too much"),
+        (["--calibrate", "mine.txt"], "use a name that ends in .toml"),
+        (["--calibrate", "/dev/null/mine.toml"], "cannot be written"),
         (["--model", "lama-70b"], "did you mean llama"),
         (["--machine", "a100"], "did you mean a100-40gb or a100-80gb"),
         (["--gpus", "0"], "gpus=0; use a whole number of 1 or more"),
@@ -113,6 +135,9 @@ def config_of(line: str) -> TrainConfig:
         ("llama-7b", "dp2-pp2-tp2-zero1-mb2-full"),
         ("llama-7b", "dp2-pp4-interleaved:2-zero2"),
         ("llama-7b", "cp4-pp2-zb-v-zero3"),
+        ("llama-7b", "cp4-ulysses-pp2-dualpipe-v-every:4"),
+        ("llama-7b", "dp2-pp4-zb-auto-zero1"),
+        ("mixtral-8x7b", "dp2-cp2-ep4-tp2-zero1"),
         ("mixtral-8x7b", "dp4-ep4-tp2-zero1"),
     ],
 )
@@ -126,6 +151,7 @@ def test_the_printed_command_is_the_layout(model, layout):
         layout.recompute,
     )
     assert config.microbatches == layout.microbatches(job)
+    assert config.cp_attention == layout.cp_attention
     assert (config.batch_size, config.seq_len, config.dtype) == (32, 4096, "bfloat16")
     assert config.model.num_layers == job.shape.num_layers
     assert config.model.num_experts == job.shape.num_experts

@@ -17,11 +17,11 @@ from minipar.cost.stages import (
 from minipar.model import ModelConfig, Transformer
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.schedules import Costs, make_schedule, simulate
-from minipar.schedules.registry import LOOPED
+from minipar.schedules.registry import LOOPED, V_SHAPED
 from tests.cost.published import ZB_1F1B
 
 
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(
     schedule=st.sampled_from(PLANNED),
     pp=st.integers(2, 6),
@@ -32,9 +32,10 @@ from tests.cost.published import ZB_1F1B
     w=st.floats(0.5, 2),
 )
 def test_idle_time_and_live_activations_are_the_simulators(schedule, pp, rounds, v, f, extra, w):
-    """For I >= W, which holds where attention has no weights, and F at least W: recomputation adds to I."""
-    f, i, m = max(f, w), w + extra, rounds * pp
-    chunks = v if schedule in LOOPED else 2 if schedule == "zb-v" else 1
+    """For I and F of at least W, and in a V also I of at least F: attention has no weights, and recomputation adds to I."""
+    f, m = max(f, w), rounds * pp
+    i = (f if schedule in V_SHAPED else w) + extra
+    chunks = v if schedule in LOOPED else 2 if schedule in V_SHAPED else 1
     made = make_schedule(schedule, pp, m, chunks)
     parts = made.num_stages // pp
     timeline = simulate(made, Costs(f / parts, i / parts, w / parts))

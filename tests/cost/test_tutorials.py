@@ -6,13 +6,15 @@ import pytest
 
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import hierarchical_all_reduce_s, sent_share
-from minipar.cost.layout import Implementation, Job, Layout
+from minipar.cost.compression import CODECS, SCALE_BYTES
+from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.machines import GIGABIT, MACHINES
 from minipar.cost.memory import model_state_bytes
 from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.stages import idle_s, live_chunks
-from minipar.cost.traffic import gradients_bytes, step_traffic
+from minipar.cost.scaling import scaling
+from minipar.cost.stages import idle_s, live_chunks, message_hops
+from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, gradients_bytes, step_traffic
 
 GB = 1e9
 H100 = MACHINES["h100"]
@@ -173,3 +175,75 @@ def test_interleaving_divides_the_bubble_and_costs_activations(v):
 def test_blocks_that_hide_a_ring_of_keys(bytes_per_s, tokens):
     """arXiv:2310.01889, table 2: a block of F/B tokens. 4 d c^2 FLOPs hide 4 c d bytes."""
     assert MACHINES["a100-80gb"].peak_flops / bytes_per_s == tokens
+
+
+@pytest.mark.parametrize(
+    ("codec", "of_bf16", "of_float32"), [("fp8", 1 / 2, 1 / 4), ("sign", 1 / 16, 1 / 32)]
+)
+def test_bytes_of_compressed_gradients(codec, of_bf16, of_float32):
+    """Stated as a quarter and an eighth: of float32 8 bits are a quarter, of bf16 a half; one bit is less, plus scales."""
+    each = CODECS[codec].sent_bytes - SCALE_BYTES
+    assert (each / 2, each / 4) == (of_bf16, of_float32)
+
+
+@pytest.mark.parametrize(("warm_up", "times"), [(0.15, 4.92), (0.25, 3.37)])
+def test_1_bit_adam_sends_a_fifth_and_not_a_26th(warm_up, times):
+    """Stated as 26 times less: 5, since the first 15 % of the steps send whole gradients, and at most 16 after them."""
+    assert 1 / (warm_up + (1 - warm_up) / 16) == pytest.approx(times, abs=0.01)
+
+
+def test_half_of_the_peak_is_hfu():
+    """Stated as an MFU of 50 to 55 %: Megatron's 52 % has the recomputation in it; of the model's own work it is 39 %."""
+    shape = gpt("1T", 128, 25600, 160)
+    model, done = model_flops_per_token(shape, 2048), hardware_flops_per_token(shape, 2048, "full")
+    assert pytest.approx(0.52, abs=0.005) == 163 / 312
+    assert 163 / 312 * model / done == pytest.approx(0.392, abs=0.002)
+
+
+def test_weak_scaling_keeps_nine_tenths_and_messages_take_more_than_a_sixth():
+    """Stated as 90 %, and less than 15 % for messages: for 70B with tp 8, pp 2 the first is right, tp alone takes more."""
+    job, layout = Job(MODELS["llama-70b"], H100, 64, 4096, 1024), parse_layout("dp4-pp2-tp8-zero1-full")
+    last = scaling(job, layout, [64, 512, 4096], weak=True)[-1]
+    assert last.efficiency > 0.9
+    assert last.communication == pytest.approx(0.28, abs=0.01)
+
+
+def test_more_than_a_thousand_cards():
+    """Stated as negative returns of data parallelism: returns diminish, but a step of a fixed batch does not get longer."""
+    job, gpus = Job(MODELS["llama-7b"], H100, 64, 2048, 4096), [64 * 2**k for k in range(7)]
+    curve = scaling(job, Layout(dp=64, zero=1), gpus, weak=False)
+    assert [point.gpus for point in curve] == gpus
+    assert all(b.seconds < a.seconds for a, b in zip(curve, curve[1:]))
+    assert curve[-1].efficiency < 0.75 < 0.9 < curve[2].efficiency
+
+
+@pytest.mark.parametrize(("bits", "saved"), [(8, 0.5), (4, 0.75), (2, 0.875)])
+def test_quantised_keys_and_values(bits, saved):
+    """Stated as 50 to 75 % for 4 and 2 bits, which is for 8 and 4."""
+    assert 1 - bits / 16 == saved
+
+
+def test_capacity_counts_every_choice():
+    """Stated as T/E x factor: of top-2 it is twice that, and so are the bytes sent."""
+    shape = MODELS["mixtral-8x7b"]
+    one, two = (
+        dispatch_bytes(Job(replace(shape, top_k=k), H100, 8, 4096, 8), Layout(dp=8, ep=8)) for k in (1, 2)
+    )
+    assert two == 2 * one == 2 * 4096 * shape.dim * 2
+
+
+def test_keys_and_values_divide_by_the_ranks_of_a_ring_and_what_is_sent_does_not():
+    """Stated as attention's memory divided by the degree: right of a block of keys and values; bytes sent hardly change."""
+    job = Job(MODELS["llama-7b"], H100, 64, 65536, 64)
+    blocks = [layout.tokens(job) * 2 * job.shape.kv_dim for layout in (Layout(cp=2), Layout(cp=8))]
+    assert blocks[0] == 4 * blocks[1] == 65536 * job.shape.kv_dim
+    sent = [cp_layer_bytes(job, Layout(cp=cp))[0] for cp in (2, 8)]
+    assert sent[1] / sent[0] == (7 / 8) / (1 / 2)
+
+
+def test_zero_bubble_has_one():
+    """Stated as almost no bubble: 7 % of the paper's 6.2B with ZB-H2, none in a V where all three are equally long."""
+    p, m, f, i, w, message = 8, 24, 29.718, 29.444, 19.927, 0.527
+    idle = idle_s("zb-h2", p, f, i, w) + message_hops("zb-h2", p, m) * message
+    assert idle / (m * (f + i + w) + idle) == pytest.approx(0.0698, abs=1e-4)
+    assert idle_s("zb-v", p, 1, 1, 1) == idle_s("zb-h2", p, 1, 1, 1) == 0

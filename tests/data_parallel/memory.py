@@ -20,7 +20,7 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for x in tree_leaves((args, kwargs, result)):
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and not x.is_meta:
                 self._seen[x.untyped_storage()._cdata] = x.untyped_storage()._weak_ref()
         self.peak = max(self.peak, self._now())
         return result

@@ -55,6 +55,13 @@ WRONG_ANSWERS = [
     ),
     Wrong("shift", "return comm.exchange(", "comm.exchange(", "runs", "it returned a NoneType"),
     Wrong(
+        "shift",
+        "return comm.exchange(x, (comm.rank + 1) % comm.size, x.shape, x.dtype, (comm.rank - 1) % comm.size)",
+        "comm.exchange(x, (comm.rank + 1) % comm.size, x.shape, x.dtype, (comm.rank - 1) % comm.size); return x",
+        "small",
+        "it has rank 0's",
+    ),
+    Wrong(
         "broadcast",
         "(comm.rank - root) % comm.size  # place",
         "comm.rank  # place",
@@ -157,6 +164,20 @@ WRONG_ANSWERS = [
         "deadlock: rank 0 waits to send",
     ),
     Wrong(
+        "halving_doubling",
+        "    edges = bounds(",
+        "    return all_reduce_by_doubling(comm, x, op, out)\n    edges = bounds(",
+        "bytes",
+        "halving and doubling sends 288",
+    ),
+    Wrong(
+        "halving_doubling",
+        "        _double(comm, target, edges)\n    _fold_out",
+        "    _fold_out",
+        "small",
+        "the part of rank 1 is missing",
+    ),
+    Wrong(
         "all_to_all",
         "to, source = (r + step) % p, (r - step) % p",
         "to, source = (r + step) % p, (r + step) % p",
@@ -178,6 +199,13 @@ WRONG_ANSWERS = [
         "posted that receive with 8 bytes",
     ),
     Wrong(
+        "all_to_all",
+        "list(x.split(send_sizes))  # but",
+        "[torch.zeros_like(c) for c in x.split(send_sizes)]  # but",
+        "small",
+        "it should be rank 1's",
+    ),
+    Wrong(
         "hierarchical",
         "    across.all_reduce_(own, inner",
         "    comm.all_reduce_(own, inner",
@@ -194,6 +222,13 @@ WRONG_ANSWERS = [
     ),
     Wrong(
         "hierarchical", "require_divides(", "(lambda *_: None)(", "refusals", "raise a ValueError|deadlock"
+    ),
+    Wrong(
+        "hierarchical",
+        'node.reduce_scatter(flat, inner, sizes, algorithm="ring")\n    across.all_reduce_(own, inner, algorithm="ring")\n',
+        "across.all_reduce(node.all_reduce(flat, inner), inner).split(sizes)[node.rank].clone()\n",
+        "bytes",
+        "192 of 192 bytes left its node",
     ),
     Wrong(
         "conjugates",
@@ -244,6 +279,13 @@ WRONG_ANSWERS = [
         "small",
         "exactly 2 times too small: divided",
     ),
+    Wrong(
+        "average_gradients",
+        'param.grad = comm.all_reduce(param.grad, "mean")',
+        'param.data = comm.all_reduce(param.data, "mean")',
+        "small",
+        "the gradient of last.bias",
+    ),
     Wrong("ddp", "tensor.data.copy_(comm.broadcast(tensor.data))", "pass", "small", "the gradient of last"),
     Wrong(
         "ddp",
@@ -280,6 +322,13 @@ WRONG_ANSWERS = [
         'return comm.all_reduce(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted)',
         "runs",
         "autograd can follow",
+    ),
+    Wrong(
+        "global_loss",
+        'return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum") / counted',
+        "return F.cross_entropy(logits, targets, ignore_index=-100) / comm.size",
+        "small",
+        "each rank divides by its own number",
     ),
     Wrong(
         "zero1",
@@ -396,6 +445,13 @@ WRONG_ANSWERS = [
         "the output",
     ),
     Wrong(
+        "sequence_parallel",
+        "return x + scatter_tokens",
+        "return scatter_tokens",
+        "runs",
+        "the output, its own tokens",
+    ),
+    Wrong(
         "gpipe",
         "for stage in stages for k in range(m)]",
         "for stage in stages for k in range(m - 1)]",
@@ -420,6 +476,16 @@ WRONG_ANSWERS = [
         "small",
         "a rank takes 18; this order takes 12",
     ),
+    Wrong(
+        "one_f_one_b", " + backwards[steady:]", "", "small", "the backward of microbatch 2 on stage 0 has 0 B"
+    ),
+    Wrong(
+        "one_f_one_b",
+        "pairs = zip(forwards[num_warmup:], backwards)",
+        "pairs = zip(backwards, forwards[num_warmup:])",
+        "runs",
+        "deadlocks: rank 0 at B of microbatch 0",
+    ),
     Wrong("zb_h1", 'list(range(p)), "zb-h1"', '[0] * p, "zb-h1"', "small", "a rank takes"),
     Wrong(
         "zb_h1",
@@ -429,6 +495,20 @@ WRONG_ANSWERS = [
         "rank 1 keeps 3 microbatches alive; this order needs 2",
     ),
     Wrong("zb_h1", "return tuple(out + deferred)", "return tuple(out)", "small", "W"),
+    Wrong(
+        "zb_h1",
+        '[p - 1 - rank for rank in range(p)], list(range(p)), "zb-h1"',
+        '[p - rank for rank in range(p)], list(range(p)), "zb-h1"',
+        "small",
+        "rank 0 keeps 3 microbatches alive; this order needs 2",
+    ),
+    Wrong(
+        "zb_h1",
+        '[p - 1 - rank for rank in range(p)], list(range(p)), "zb-h1"',
+        '[p - 1 - rank for rank in range(p)], [m] * p, "zb-h1"',
+        "small",
+        "a rank takes 11; this order takes 10",
+    ),
     Wrong(
         "pipeline_step",
         "y = self.loss_fn(y, self.targets[k]) / self.m",
@@ -475,6 +555,20 @@ WRONG_ANSWERS = [
         "the gradient of its rows is a NoneType",
     ),
     Wrong(
+        "dispatch",
+        "table = comm.all_gather(counts).view(ep, ep, own)",
+        "table = counts.expand(ep, -1).reshape(ep, ep, own)",
+        "small",
+        "deadlock: rank 0 waits to receive 96 bytes from rank 1",
+    ),
+    Wrong(
+        "dispatch",
+        "h = (F.silu(h @ gate[e].t()) * (h @ up[e].t())) @ down[e].t()",
+        "h = (F.silu(h @ gate[0].t()) * (h @ up[0].t())) @ down[0].t()",
+        "runs",
+        "the experts' results, in the order of its rows",
+    ),
+    Wrong(
         "switch",
         "    f, P = chosen.to(probs.dtype).mean(1)",
         "    f, P = kept[..., None].to(probs.dtype).mul(chosen).mean(1)",
@@ -506,6 +600,13 @@ WRONG_ANSWERS = [
     ),
     Wrong("ring_forward", "/ q.shape[3] ** 0.5", "/ q.shape[3]", "runs", "attention of its queries"),
     Wrong(
+        "ring_forward",
+        "[None, :] > (comm.rank",
+        "[None, :] >= (comm.rank",
+        "small",
+        "the causal attention of its queries has nan",
+    ),
+    Wrong(
         "ring_backward", "return dq, *(own + travelling)", "return dq, *own", "small", "dk of its own tokens"
     ),
     Wrong(
@@ -524,6 +625,13 @@ WRONG_ANSWERS = [
     ),
     Wrong("ring_backward", "- delta) * scale", "- delta)", "runs", "dq of its own tokens"),
     Wrong(
+        "ring_backward",
+        "% comm.size, causal) - lse[..., None]).exp()",
+        "% comm.size, False) - lse[..., None]).exp()",
+        "small",
+        "dq of its own tokens",
+    ),
+    Wrong(
         "ulysses",
         "return torch.cat(tuple(_swap(comm, parts)), dim=3)",
         "return torch.cat(tuple(_swap(comm, parts)), dim=2)",
@@ -538,6 +646,13 @@ WRONG_ANSWERS = [
         "element 0 of tensors does not require grad",
     ),
     Wrong("ulysses", "is_causal=causal", "is_causal=True", "runs", "the full attention"),
+    Wrong(
+        "ulysses",
+        "return _tokens_for_heads(comm, out[None])[0]",
+        "return out",
+        "small",
+        "it should be float64 \\[2, 12, 4, 3\\]",
+    ),
     Wrong(
         "mesh",
         "grid.permute(*outside, *inside)",
@@ -559,16 +674,24 @@ WRONG_ANSWERS = [
         "small",
         "is in 0 groups",
     ),
+    Wrong(
+        "mesh",
+        'AXES = ("pp", "dp", "cp", "tp")',
+        'AXES = ("tp", "cp", "dp", "pp")',
+        "drawn",
+        "groups\\('cp',\\)",
+    ),
     Wrong("grad_norm", "square().sum() / n", "square().sum()", "small", "was counted on each"),
     Wrong(
         "grad_norm",
-        "comm.all_reduce(torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum()).sqrt()",
-        "torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()",
+        "comm.all_reduce(sum(squares, torch.zeros((), dtype=torch.float64, device=comm.device))).sqrt()",
+        "sum(squares, torch.zeros((), dtype=torch.float64)).sqrt()",
         "small",
         "this rank's own|times too small",
     ),
-    Wrong("grad_norm", ".sum()).sqrt()", ".sum().sqrt())", "small", "exactly .* times too large"),
+    Wrong("grad_norm", "device))).sqrt()", "device)).sqrt())", "small", "exactly .* times too large"),
     Wrong("grad_norm", "g.double().square()", "g.square()", "drawn", "inf, it should be|nan"),
+    Wrong("grad_norm", "square().sum() / n", "norm() / n", "runs", "the norm is exactly .* times too small"),
     Wrong(
         "reshard",
         "part[_inside(box, common)]",
@@ -584,4 +707,12 @@ WRONG_ANSWERS = [
         "opened the files",
     ),
     Wrong("reshard", "    if missing:\n", "    if False:\n", "refusals", "raise a ValueError"),
+    Wrong(
+        "reshard",
+        "out[_inside(wanted, common)]",
+        "out[_inside(((0, 0), (0, 0)), common)]",
+        "small",
+        "raised RuntimeError",
+    ),
+    Wrong("reshard", "part[_inside(box, common)]", "part", "small", "raised RuntimeError"),
 ]

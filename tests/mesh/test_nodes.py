@@ -56,6 +56,8 @@ PRICED = {
     "recompute": config(dp=2, tp=2, recompute="full"),
     "recompute, sequence parallel": config(tp=4, recompute="full", sequence_parallel=True),
     "recompute, dropout": config(ModelConfig(**vars(MODEL) | dict(dropout=0.1)), tp=4, recompute="full"),
+    "in units": config(dp=2, tp=2, recompute="every:2"),
+    "in units, sequence parallel": config(tp=4, recompute="every:2", sequence_parallel=True),
     "selective": config(tp=4, recompute="selective"),
     "context": config(cp=2, tp=2),
     "experts": config(WITH_EXPERTS, dp=2, tp=2),

@@ -260,6 +260,19 @@ def test_a_placement_stays_with_its_parameter_until_the_parameter_is_replaced():
         set_placement(weight, Placement.whole("weight", (4, 3)))
 
 
+def test_what_a_module_says_of_its_experts_and_tied_copies_is_in_their_placements():
+    module = torch.nn.ModuleDict({"dense": torch.nn.Linear(3, 4), "experts": torch.nn.Linear(3, 4)})
+    module["experts"].has_expert_parameters, module.tied_copies = True, {"dense.bias": "first.bias"}
+    place_whole(module, "model.")
+    found = {name: placement_of(param) for name, param in module.named_parameters()}
+    assert {name: (p.name, p.expert, p.tied_to) for name, p in found.items()} == {
+        "dense.weight": ("model.dense.weight", False, None),
+        "dense.bias": ("model.dense.bias", False, "first.bias"),
+        "experts.weight": ("model.experts.weight", True, None),
+        "experts.bias": ("model.experts.bias", True, None),
+    }
+
+
 def test_a_tied_parameter_has_one_placement_under_the_first_of_its_names():
     module = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False))
     module[1].weight = module[0].weight

@@ -176,7 +176,7 @@ BAD_REQUESTS = {
     "timeout_s=True .* number of seconds": dict(world_size=2, timeout_s=True),
     "timeout_s=nan .* above 0": dict(world_size=2, timeout_s=math.nan),
     "timeout_s=inf .* at most 31622400": dict(world_size=2, timeout_s=math.inf),
-    "backend='mpi' .* gloo or nccl": dict(world_size=2, backend="mpi"),
+    "backend='mpi' .* gloo, nccl or auto": dict(world_size=2, backend="mpi"),
     "fn=3 cannot be called": dict(fn=3, world_size=2),
     "cannot travel .* pickle": dict(fn=threading.Lock().acquire, world_size=2),
 }

@@ -43,9 +43,21 @@ FAILURES = {
     failures.returns_what_cannot_travel: (1, "cannot pickle", ""),
 }
 OWN_DEADLINE = {failures.keeps_another_waiting, failures.skips_a_native_collective}
+TAGGED = {
+    failures.receives_another_size,
+    failures.leaves_a_message,
+    failures.leaves_a_receive,
+    failures.skips_a_native_collective,
+}
 
 
-@pytest.mark.parametrize("fails", FAILURES, ids=lambda fails: fails.__name__)
+def marked(fails):
+    """With the mark of what only the tagged transport says."""
+    marks = [pytest.mark.tagged("its words; others are in test_checked.py")] if fails in TAGGED else []
+    return pytest.param(fails, marks=marks, id=fails.__name__)
+
+
+@pytest.mark.parametrize("fails", map(marked, FAILURES))
 def test_a_failure_is_explained_within_seconds_and_the_next_run_is_unharmed(fails):
     rank, about_it, about_the_other = FAILURES[fails]
     before = minipar.run(lambda world: os.getpid(), world_size=2)

@@ -1,6 +1,7 @@
 """Where a rank is: from its own frames, and from what faulthandler writes."""
 
 import os
+import threading
 from multiprocessing import Pipe
 
 import minipar
@@ -47,6 +48,23 @@ def test_a_rank_knows_its_own_stack_from_the_users_function_on():
     assert stacks.own_line(stack).startswith("test_stacks.py:")
     assert stacks.own_line(stack).endswith("in inner")
     assert "return inner()" in stacks.as_text(stack)
+
+
+def test_every_thread_has_its_own_stack():
+    def rests():
+        arrived.set()
+        leave.wait(10)
+
+    arrived, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=rests)
+    thread.start()
+    arrived.wait(10)
+    found = stacks.all_stacks()
+    leave.set()
+    thread.join()
+    assert "rests" in [name for _, _, name in found[thread.ident]]
+    mine = [name for _, _, name in found[threading.get_ident()]]
+    assert mine.index("test_every_thread_has_its_own_stack") < mine.index("all_stacks")
 
 
 def test_a_function_of_a_comm_is_told_from_the_users_own():

@@ -69,6 +69,7 @@ def test_what_is_missing_is_named_where_a_simulation_waits_for_it():
     ) as refusal:
         simulate(edited(schedule, 0, lambda actions: actions.remove(Action("F", 0, 1))))
     assert refusal.value.cycle == ()
+    assert "cycle" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_messages_in_another_order_at_one_end_are_refused():
     require_matched(programs)
     first, second = (n for n, x in enumerate(programs[1]) if x in (Receive(F0, 0), Send(B0, 0)))
     programs[1][first], programs[1][second] = programs[1][second], programs[1][first]
-    with pytest.raises(ValueError, match="^message 0 between ranks 0 and 1: rank 0 posts F of microbatch 0"):
+    with pytest.raises(ValueError, match="rank 0 posts F of microbatch 0 on stage 0 from rank 0, rank 1 "):
         require_matched(programs)
     with pytest.raises(ValueError, match="rank 1 nothing$"):
         require_matched([programs[0], []])

@@ -12,7 +12,8 @@ import minipar
 from minipar.model import ModelConfig, Transformer
 from minipar.train import TrainConfig, train
 from minipar.train.log import MetricsLog, read_metrics
-from minipar.train.metrics import flops_per_token
+from minipar.train.metrics import flops_per_token, speed
+from minipar.train.text import load_text
 
 SMALL = dict(dim=16, num_layers=4, num_heads=4, max_seq_len=32)
 RUN = dict(
@@ -68,12 +69,26 @@ def test_routing_is_reported_alike_on_every_mesh(tmp_path, mesh):
             assert got[name] == pytest.approx(line[name], rel=1e-9), name
 
 
+@pytest.mark.parametrize(
+    ("mode", "again"), [("selective", "core"), ("full", "layers"), ("every:2", "layers")]
+)
+def test_what_is_computed_again_is_in_hfu_and_not_in_mfu(mode, again):
+    model, T = ModelConfig(**SMALL), 32
+    run = TrainConfig(model=model, seq_len=T, recompute=mode, peak_tflops=1.0)
+    head, core = 2 * model.dim * model.vocab_size, 4 * model.num_layers * model.dim * T
+    forward = flops_per_token(model, T) / 3
+    extra = {"core": core, "layers": forward - head}[again]
+    line = speed(run, 1.0)
+    assert line["hfu"] / line["mfu"] == pytest.approx(1 + extra / (3 * forward), rel=1e-12)
+    assert line["mfu"] == speed(TrainConfig(model=model, seq_len=T, peak_tflops=1.0), 1.0)["mfu"]
+
+
 def test_the_rate_of_work_is_stated_against_the_peak_if_that_is_known(tmp_path):
     run = dict(model=ModelConfig(**SMALL), out=tmp_path, **RUN | dict(steps=1))
     (line,) = train(TrainConfig(dp=2, peak_tflops=2.0, **run)).metrics
     work = flops_per_token(ModelConfig(**SMALL), 32) * 8 * 32
     assert line["tflops"] == pytest.approx(work / line["seconds"] / 2 / 1e12)
-    assert line["mfu"] == line["tflops"] / 2
+    assert line["mfu"] == line["hfu"] == line["tflops"] / 2
     assert "mfu" not in train(TrainConfig(**run)).metrics[0]
 
 
@@ -101,7 +116,7 @@ def explode(config, at: int):
         finally:
             trainer.train_step = plain
 
-    return minipar.run(rank, trainer.load_text(None), world_size=config.world_size, timeout_s=10)[0]
+    return minipar.run(rank, load_text(None), world_size=config.world_size, timeout_s=10)[0]
 
 
 @pytest.mark.parametrize("mesh", [dict(dp=2), dict(dp=2, zero=2), dict(pp=2, microbatches=2)], ids=str)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import minipar
+from minipar.data_parallel import FSDP
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Block, ModelConfig, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.recompute import _Kept, recompute, relocate_activations
 from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
@@ -24,6 +25,8 @@ KEPT = dict(recompute="full", partition_activations=True)
         dict(pp=2, tp=4, microbatches=2, schedule="zb-h1", **KEPT),
         dict(dp=2, tp=2, zero=3, offload_activations=True, **KEPT),
         dict(dp=2, zero=3, offload_activations=True),
+        dict(dp=2, tp=2, zero=3, offload_activations=True, **KEPT | dict(recompute="every:3")),
+        dict(pp=2, microbatches=2, schedule="zb-h1", recompute="every:2"),
         dict(tp=2, sequence_parallel=True, recompute="selective", offload_activations=True),
     ],
     ids=str,
@@ -37,11 +40,11 @@ CONFIG = ModelConfig(dim=32, num_layers=3, num_heads=4, max_seq_len=16)
 B, T = 2, 16
 
 
-def kept_and_sent(world, partition: bool):
+def kept_and_sent(world, partition: bool, mode: str):
     """Bytes that a forward's blocks keep elsewhere, and what the backward sends to gather."""
     stage = Transformer(CONFIG)
     tensor_parallel(stage, Mesh(world, tp=world.size).comm("tp"))
-    recompute(stage, "full")
+    recompute(stage, mode)
     if partition:
         relocate_activations(stage, world)
     tokens = torch.randint(0, 256, (B, T))
@@ -52,21 +55,41 @@ def kept_and_sent(world, partition: bool):
     return kept, world.traffic.by_kind.get("all_gather", 0)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_partitioned_inputs_are_one_in_tp_and_are_gathered_once_a_layer(tp):
-    inputs = CONFIG.num_layers * 4 * B * T * CONFIG.dim
+@pytest.mark.parametrize(("tp", "mode", "num_inputs"), [(2, "full", 3), (4, "full", 3), (2, "every:2", 2)])
+def test_partitioned_inputs_are_one_in_tp_and_are_gathered_once(tp, mode, num_inputs):
+    inputs = num_inputs * 4 * B * T * CONFIG.dim
     for (_, without), (kept, sent) in zip(
-        minipar.run(kept_and_sent, False, world_size=tp, timeout_s=10),
-        minipar.run(kept_and_sent, True, world_size=tp, timeout_s=10),
+        minipar.run(kept_and_sent, False, mode, world_size=tp, timeout_s=10),
+        minipar.run(kept_and_sent, True, mode, world_size=tp, timeout_s=10),
     ):
         assert kept == inputs // tp
         assert sent - without == inputs * (tp - 1) // tp
 
 
+def gathered_under_fsdp(world, mode: str) -> int:
+    """Bytes that a rank sends to unshard blocks in a step."""
+    stage = Transformer(CONFIG)
+    recompute(stage, mode)
+    wrapped = FSDP(stage, world, Block, algorithm="ring")
+    tokens = torch.randint(0, 256, (B, T))
+    world.traffic.reset()
+    wrapped(tokens, targets=tokens).backward()
+    return world.traffic.by_kind["all_gather"]
+
+
+def test_fsdp_unshards_the_blocks_of_a_unit_but_its_last_once_more():
+    full, in_units = (
+        minipar.run(gathered_under_fsdp, mode, world_size=2, timeout_s=10)[0] for mode in ("full", "every:2")
+    )
+    block = sum(64 * -(-p.numel() // 64) * 4 for p in Transformer(CONFIG).layers["0"].parameters())
+    assert in_units - full == block // 2  # of three blocks, only the first is not the last of its unit
+
+
 def test_a_mode_that_does_not_exist_is_refused_before_anything_is_changed():
     stage = Transformer(CONFIG)
     with pytest.raises(
-        ValueError, match="mode='ful' is unknown; use none, selective or full; did you mean full"
+        ValueError,
+        match="recompute='ful' is unknown; use none, selective, full or every:N.*did you mean full",
     ):
         recompute(stage, "ful")
     assert all(block.attention.overrides.core is None for block in stage.layers.values())
@@ -77,6 +100,13 @@ def test_a_mode_that_does_not_exist_is_refused_before_anything_is_changed():
     [
         (dict(tp=2, partition_activations=True), "use recompute=full"),
         (dict(tp=2, sequence_parallel=True, **KEPT), "use one of the two"),
+        (
+            dict(recompute="every:0"),
+            "recompute='every:0' is unknown; use none.* every:N, with N blocks a unit, 1 or more",
+        ),
+        (dict(recompute="every:x"), "recompute='every:x' is unknown"),
+        (dict(recompute="every:"), "recompute='every:' is unknown"),
+        (dict(recompute=2), "recompute=2 is unknown"),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes, says):

@@ -4,12 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 import minipar
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig, restore, train, trainer
 from minipar.train.restore import TensorFile, agree_on_newest, checkpoints, decided_on_rank_0, newest_whole
 from minipar.train.resume import require_same_text
+from minipar.train.text import TextId, load_data
 from tests.train.test_checkpoint import damage_bit
 from tests.train.test_saves import save_each
 
@@ -59,8 +61,8 @@ def test_the_trainer_takes_the_choice_of_rank_0(tmp_path):
             restore.checkpoints = lambda folder: listed(folder)[1:]
             trainer.newest_whole = lambda folder: listed(folder)[1]
         config = replace(BASE, steps=6, dp=2, resume=tmp_path, out=tmp_path / "second")
-        digest = trainer.digest_of(trainer.load_text(None))
-        return trainer._choose_start(config, digest, world)
+        text, digest = load_data(config)
+        return trainer._choose_start(config, TextId(digest, len(text)), world)
 
     first, second = minipar.run(rank, world_size=2, timeout_s=10)
     minipar.shutdown()  # the rank whose view was spoiled
@@ -162,6 +164,6 @@ def test_held_out_text_is_not_trained_on(tmp_path, monkeypatch):
     (tmp_path / "text").write_bytes(random.Random(0).randbytes(4000))  # no two places in it are alike
     with pytest.raises(Started) as caught:
         train(replace(BASE, eval_every=2, text=tmp_path / "text", out=tmp_path / "run"))
-    text, held_out = (x.numpy().tobytes() for x in caught.value.args)
+    text, held_out = (bytes(x[torch.arange(len(x))].tolist()) for x in caught.value.args)
     assert (len(text), len(held_out)) == (3800, 200)
     assert not any(held_out[at : at + 8] in text for at in range(len(held_out) - 8))

@@ -52,7 +52,7 @@ def test_offloaded_activations_are_elsewhere():
         assert kept[name].isnan().any(), name
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "full", "every:2"])
 def test_recomputed_activations_give_the_same_bits(mode):
     want, stage = Transformer(CONFIG), Transformer(CONFIG)
     recompute(stage, mode)

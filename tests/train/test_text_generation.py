@@ -192,7 +192,7 @@ def sample(world, config, path, bytes_per_rank):
         mock.patch.object(text_generation, "load_stage", load_and_weigh),
         mock.patch.object(text_generation, "SAMPLE_BYTES_PER_RANK", bytes_per_rank),
     ):
-        return text_generation.sample_text(world, config, path, "The ", 20), sum(loaded)
+        return text_generation.sample_text(world, config, path, 20), sum(loaded)
 
 
 @pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])

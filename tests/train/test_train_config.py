@@ -38,3 +38,14 @@ def test_the_folder_is_named_after_the_mesh_unless_told(tmp_path):
     assert str(TrainConfig(dp=4).folder) == "runs/dp4"
     assert str(TrainConfig(name="mine").folder) == "runs/mine"
     assert TrainConfig(out=tmp_path, name="mine").folder == tmp_path
+
+
+def test_the_learning_rate_is_scaled_from_the_batch_size_it_was_found_for():
+    rates = [TrainConfig(lr=0.1, batch_size=16, **scale).highest_lr for scale in [
+        {}, {"lr_scale": "linear", "lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 4},
+        {"lr_scale": "linear", "lr_batch_size": 64}, {"lr_scale": "sqrt", "lr_batch_size": 16},
+    ]]  # fmt: skip
+    assert rates == pytest.approx([0.1, 0.4, 0.2, 0.025, 0.1], rel=1e-12)
+    for wrong in ({"lr_scale": "linear"}, {"lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 0}):
+        with pytest.raises(ValueError, match="lr_batch_size"):
+            TrainConfig(**wrong)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipar.model import IGNORE_INDEX, ModelConfig
 from minipar.pipeline import SCHEDULES
-from minipar.train.legal_configs import legal_configs
+from minipar.train.legal_configs import RECOMPUTATIONS, legal_configs
 from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.train.train_config import TrainConfig
 from minipar.train.verification import table, verify
@@ -49,15 +49,21 @@ def configs(draw) -> TrainConfig:
         reduce_every=draw(st.sampled_from(["step", "microbatch"])),
         partition_activations=draw(st.booleans()),
         offload_activations=draw(st.booleans()),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        offload=draw(st.sampled_from(["none", "cpu", "disk"])),
+        recompute=draw(st.sampled_from(["none", "selective", "full", "every:2", "every:3"])),
+        sampling=draw(st.sampled_from(["random", "epoch"])),
+        lr_scale=draw(st.sampled_from(["none", "linear", "sqrt"])),
         seed=draw(seeds),
     )
     # An option of a strategy that is not drawn would have the whole configuration refused.
     choices["cp_ulysses"] = 2 if choices["cp_attention"] == "usp" and sizes["cp"] > 1 else 1
     choices["tp_chunked"] &= choices["sequence_parallel"]
+    choices["lr_batch_size"] = None if choices["lr_scale"] == "none" else 4
     choices["replicate"] = choices["replicate"] if choices["zero"] == 3 else 1
+    choices["offload"] = choices["offload"] if choices["zero"] else "none"
     choices["ep_node_size"] = choices["ep_node_size"] if model["num_experts"] and sizes["ep"] > 1 else None
-    choices["partition_activations"] &= choices["recompute"] == "full" and not choices["sequence_parallel"]
+    whole_blocks = choices["recompute"] not in ("none", "selective")
+    choices["partition_activations"] &= whole_blocks and not choices["sequence_parallel"]
     plain = choices["schedule"] in ("gpipe", "1f1b") and not (model["tie_embeddings"] and sizes["pp"] > 1)
     choices["reduce_every"] = choices["reduce_every"] if choices["zero"] == 2 and plain else "step"
     try:
@@ -66,7 +72,7 @@ def configs(draw) -> TrainConfig:
             model=config,
             batch_size=8,
             seq_len=32,
-            steps=5,
+            steps=3,
             warmup=1,
             dtype="float64",
             timeout_s=10,
@@ -98,7 +104,9 @@ FREED = replace(
 
 @settings(max_examples=12)
 @example(FREED)
+@example(replace(FREED, dtype="float16", steps=2))
 @example(TIED)
+@example(replace(TIED, zero=3, offload="cpu", grad_clip=1e-3, steps=2))
 @given(configs())
 def test_every_mesh_gives_the_numbers_of_one_process(config):
     result = verify(config)
@@ -204,6 +212,7 @@ def test_the_sweep_has_every_axis_and_only_legal_configs():
     for mesh in ("pp2-dp2-tp2", "pp2-dp4"):
         tried = {(config.zero, config.schedule) for config in swept if config.mesh_name == mesh}
         assert tried == set(product(range(4), SCHEDULES))
+    assert {(c.zero, c.recompute) for c in swept} == set(product(range(4), RECOMPUTATIONS))
     assert all(config.world_size == 8 for config in swept)
     assert len({(c.mesh_name, c.zero, c.schedule) for c in swept}) == len(swept)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.data_parallel.compress.error_feedback import ErrorFeedback
+from minipar.data_parallel.compress.plain_mean import fused, unfused
 
 
 class CompressedMean:
@@ -16,7 +17,8 @@ class CompressedMean:
     2. rank r decodes and averages them, and encodes the mean         all-gather: (p-1) B bytes sent
 
     B is the codec's bytes of a chunk, n/p elements rounded up. Plain float32 sends 4 n per phase and p-1 of p parts, so
-    signs send about 1/32. Rank r's error of the second phase is fed back too.
+    signs send about 1/32. Rank r's error of the second phase is fed back too. Over one rank nothing is sent, and nothing
+    is compressed.
     Source: 1-bit Adam, arXiv:2102.02888, section 4.2 (the compressed all-reduce).
     """
 
@@ -25,41 +27,84 @@ class CompressedMean:
         self.worker = ErrorFeedback(codec, error_feedback)  # of this rank's vectors
         self.server = ErrorFeedback(codec, error_feedback)  # of the chunk that this rank averages
         self.codec = codec
+        self._groups: dict[
+            tuple, dict
+        ] = {}  # keys reduced together -> {key: a tensor of that shape, without memory}
+        self._loaded: dict = {}
 
-    @torch.no_grad()
     def __call__(self, x: Tensor, key=0) -> Tensor:
         """Return the mean of x over ranks, in its shape and dtype. `key`: which of the tensors reduced each step it is.
 
         Raises ArithmeticError where x has nan or inf.
         """
-        p = self.comm.size
-        flat = x.float().flatten()
-        chunks = F.pad(flat, (0, -len(flat) % p)).chunk(p)
+        return self.means({key: x})[key]
+
+    @torch.no_grad()
+    def means(self, tensors: dict) -> dict:
+        """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
+        if self.comm.size == 1 or not tensors:
+            return dict(tensors)
+        flat, group = fused(tensors), tuple(tensors)
+        if group not in self._groups:
+            self._begin(group, tensors)
+        return unfused(self._mean(flat, group), tensors)
+
+    def _mean(self, flat: Tensor, group: tuple) -> Tensor:
+        chunks = _chunks(flat, self.comm.size)
         n = len(chunks[0])
-        payloads = torch.stack([self.worker.encode((key, r), chunk) for r, chunk in enumerate(chunks)])
+        held = [min(max(len(flat) - r * n, 0), n) for r in range(self.comm.size)]  # the rest is padding
+        payloads = torch.stack(
+            [self.worker.encode((group, r), chunk, held[r]) for r, chunk in enumerate(chunks)]
+        )
         received = self.comm.all_to_all(payloads)
         mean = torch.stack([self.codec.decode(payload, n) for payload in received]).mean(0)
-        own = self.server.encode(key, mean)
+        own = self.server.encode(group, mean, held[self.comm.rank])
         gathered = self.comm.all_gather(own[None])
-        total = torch.cat([self.codec.decode(payload, n) for payload in gathered])
-        return total[: len(flat)].view(x.shape).to(x.dtype)
+        return torch.cat([self.codec.decode(payload, n) for payload in gathered])[: len(flat)]
 
     def sent_bytes(self, n: int) -> int:
         """The bytes that a rank sends for a vector of n elements, by formula."""
         p = self.comm.size
-        return 2 * (p - 1) * self.codec.num_bytes(-(-n // p))
+        return 2 * (p - 1) * self.codec.num_bytes(-(-n // p)) if p > 1 else 0
 
-    def state_dict(self) -> dict:
-        """Return this rank's residuals: what it has not sent yet. They belong to this rank and this number of ranks."""
-        state = {"worker": self.worker.state_dict(), "server": self.server.state_dict()}
-        return {**state, "rank": self.comm.rank, "size": self.comm.size}
+    # Its state --------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state: dict) -> None:
-        """Load this rank's residuals. Raises ValueError for another rank's, or another number of ranks'."""
-        if (state["rank"], state["size"]) != (self.comm.rank, self.comm.size):
-            raise ValueError(
-                f"these residuals are of rank {state['rank']} of {state['size']}; this is rank "
-                f"{self.comm.rank} of {self.comm.size}: start without residuals, or on the same ranks"
-            )
-        self.worker.load_state_dict(state["worker"])
-        self.server.load_state_dict(state["server"])
+    @torch.no_grad()
+    def state(self) -> dict:
+        """Return, by key, "residual" and "residual_of_mean": what this rank has not sent, and what the mean lacks.
+
+        The mean over ranks of "residual", plus "residual_of_mean", is all that is missing. All-gathers 4 bytes an element.
+        """
+        found: dict = dict(self._loaded)
+        for group, shapes in self._groups.items():
+            if (group, 0) not in self.worker.residuals:
+                continue
+            own = torch.cat([self.worker.residuals[group, r] for r in range(self.comm.size)])
+            mean = self.comm.all_gather(self.server.residuals[group])
+            length = sum(x.numel() for x in shapes.values())
+            for name, flat in (("residual", own), ("residual_of_mean", mean)):
+                parts = flat[:length].split([x.numel() for x in shapes.values()])
+                for (key, x), part in zip(shapes.items(), parts):
+                    found.setdefault(key, {})[name] = part.view(x.shape)
+        return found
+
+    def load(self, state: dict) -> None:
+        """Load what `state` returned; on another number of ranks, give each the mean of the residuals."""
+        self._loaded = dict(state)
+
+    def _begin(self, group: tuple, tensors: dict) -> None:
+        self._groups[group] = {key: torch.empty_like(x, device="meta") for key, x in tensors.items()}
+        states = {key: self._loaded.pop(key, {}) for key in group}
+        for name, feedback in (("residual", self.worker), ("residual_of_mean", self.server)):
+            if not any(name in state for state in states.values()):
+                continue
+            whole = {key: states[key].get(name, torch.zeros_like(x)) for key, x in tensors.items()}
+            chunks = _chunks(fused(whole), self.comm.size)
+            if feedback is self.worker:
+                feedback.residuals |= {(group, r): chunk.clone() for r, chunk in enumerate(chunks)}
+            else:
+                feedback.residuals[group] = chunks[self.comm.rank].clone()
+
+
+def _chunks(flat: Tensor, p: int) -> tuple[Tensor, ...]:
+    return F.pad(flat, (0, -len(flat) % p)).chunk(p)

@@ -14,30 +14,49 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.errors import one_of
+from minipar.model.value_check import holds
 
 FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
 class Sign:
-    """One bit per element, packed 8 to a byte, and one float32 scale: the mean of |x|.
+    """One bit per element, packed 8 to a byte, and one float32 scale per block: the block's mean of |x|.
 
-    decode = scale * sign(x), with sign(0) = 1. Contractive, delta = |x|_1^2 / (n |x|_2^2).
-    Bytes: ceil(n/8) + 4.   Source: EF-SignSGD, arXiv:1901.09847, section 4.
+    block  elements with a scale of their own; None: all of them, as in the papers. A short block keeps small rows small,
+           those of rare words say, among large ones
+
+    decode = scale * sign(x), with sign(0) = 1. Contractive, delta = |x|_1^2 / (n |x|_2^2) of the worst block.
+    Bytes: ceil(n/8) + 4 ceil(n/block).   Source: EF-SignSGD, arXiv:1901.09847, section 4.
     """
 
+    block: int | None = None
+
     def num_bytes(self, n: int) -> int:
-        return ceil(n / 8) + 4
+        return ceil(n / 8) + 4 * self._num_scales(n)
+
+    def _num_scales(self, n: int) -> int:
+        return 1 if self.block is None else ceil(n / self.block)
 
     def encode(self, x: Tensor) -> Tensor:
         bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
         packed = (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
-        return torch.cat((packed, _bytes(x.abs().mean().float())))
+        return torch.cat((packed, _bytes(self._scales(x.abs()).float())))
+
+    def _scales(self, size: Tensor) -> Tensor:
+        if self.block is None:
+            return size.mean()
+        sums, short = _blocks(size, self.block).sum(1), -len(size) % self.block
+        counts = torch.full_like(sums, self.block)
+        counts[-1:] -= short
+        return sums / counts
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        packed, scale = payload[:-4], _from_bytes(payload[-4:], torch.float32)
+        split = ceil(n / 8)
+        packed, scale = payload[:split], _from_bytes(payload[split:], torch.float32)
         bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
-        return (bits.flatten()[:n].float() * 2 - 1) * scale
+        signs = bits.flatten()[:n].float() * 2 - 1
+        return signs * (scale if self.block is None else scale.repeat_interleave(self.block)[:n])
 
 
 @dataclass(frozen=True)
@@ -90,29 +109,33 @@ class Float8:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k = ceil(fraction * n) elements of largest |x|: their float32 values and int32 indices. delta = k/n.
+    """The k = ceil(fraction * n) elements of largest |x|: their values, of this dtype, and int32 indices. delta = k/n.
 
-    Bytes: 8 k.
+    Bytes: 8 k; 12 k in float64.
     """
 
     fraction: float = 0.01
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction}: k would be 0, or above n; use above 0, at most 1")
 
     def k(self, n: int) -> int:
         return min(n, ceil(self.fraction * n))
 
     def num_bytes(self, n: int) -> int:
-        return 8 * self.k(n)
+        return (4 + self.dtype.itemsize) * self.k(n)
 
     def encode(self, x: Tensor) -> Tensor:
         index = x.abs().topk(self.k(len(x)), sorted=False).indices
-        return torch.cat((_bytes(x[index].float()), _bytes(index.to(torch.int32))))
+        return torch.cat((_bytes(x[index].to(self.dtype)), _bytes(index.to(torch.int32))))
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
-        half = len(payload) // 2
-        index = _from_bytes(payload[half:], torch.int32).long()
-        return payload.new_zeros(n, dtype=torch.float32).index_copy_(
-            0, index, _from_bytes(payload[:half], torch.float32)
-        )
+        split = self.dtype.itemsize * self.k(n)
+        index = _from_bytes(payload[split:], torch.int32).long()
+        values = _from_bytes(payload[:split], self.dtype)
+        return values.new_zeros(n).index_copy_(0, index, values)
 
 
 @dataclass(frozen=True)
@@ -165,8 +188,9 @@ def make_codec(name: str):
 
 def require_finite(x: Tensor, what: str) -> None:
     """Raise ArithmeticError where x has nan or inf: a codec would spread it, or hide it."""
-    if not torch.isfinite(x).all():
-        raise ArithmeticError(f"{what} is not finite: it is not compressed")
+    sentence = f"{what} is not finite: it is not compressed"
+    if not holds(torch.isfinite(x).all(), sentence):
+        raise ArithmeticError(sentence)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -19,8 +19,10 @@ class ErrorFeedback:
         self.codec, self.enabled = codec, enabled
         self.residuals: dict[object, Tensor] = {}
 
-    def encode(self, key, x: Tensor) -> Tensor:
+    def encode(self, key, x: Tensor, held: int | None = None) -> Tensor:
         """Return the bytes of x [n], float32, plus what is left of earlier vectors with this key.
+
+        held  of the n elements; the others are padding, of which nothing is missed
 
         Raises ArithmeticError where x is not finite; the residual is then as before.
         """
@@ -29,6 +31,8 @@ class ErrorFeedback:
         payload = self.codec.encode(wanted)
         if self.enabled:
             self.residuals[key] = wanted - self.codec.decode(payload, len(x))
+            if held is not None:
+                self.residuals[key][held:] = 0
         return payload
 
     def state_dict(self) -> dict:

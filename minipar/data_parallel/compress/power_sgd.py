@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minipar.data_parallel.compress.codecs import require_finite
+from minipar.data_parallel.compress.plain_mean import PlainMean, widened
 from minipar.errors import require_positive
 
 
@@ -18,36 +19,49 @@ class PowerSGD:
     sent = P Q^T;   residual = (gradient + residual) - sent
 
     Both products are linear in M, so plain all-reduces sum them: unlike signs or top-k it needs no exchange of its own.
-    Vectors, and matrices for which r (n + m) >= n m, are reduced as they are. Tensors of more dimensions are matrices of
+    All matrices reduced together share two all-reduces, whatever their number. Vectors, and matrices for which
+    r (n + m) >= n m, are reduced as they are, in the first of the two. Tensors of more dimensions are matrices of
     their first dimension by the rest. Sends 2(p-1)/p * r (n + m) elements.
     Raises ValueError for a rank below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:1905.13727, algorithm 1.
     """
 
-    by_parameter = True  # DDP gives it one gradient at a time, in its shape
-
     def __init__(self, comm, rank: int = 2, seed: int = 0, error_feedback: bool = True):
         require_positive(rank=rank)
         self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
+        self.plain = PlainMean(comm)
         self.residuals: dict[object, Tensor] = {}
         self._factors: dict[object, Tensor] = {}  # Q of the step before: where the iteration goes on
 
-    @torch.no_grad()
     def __call__(self, x: Tensor, key=0) -> Tensor:
         """Return an approximation of the mean of x over ranks, in its shape and dtype."""
-        require_finite(x, "a gradient")
-        if x.dim() < 2 or self._is_small(*_matrix_shape(x)):
-            return self.comm.all_reduce(x, "mean")
-        local = x.float().reshape(_matrix_shape(x))
-        if key in self.residuals:
-            local = local + self.residuals[key]
-        p = _orthonormal(self.comm.all_reduce(local @ self._factor(key, local), "mean"))
-        q = self.comm.all_reduce(local.t() @ p, "mean")
-        self._factors[key] = q
-        mean = p @ q.t()
-        if self.error_feedback:
-            self.residuals[key] = local - mean
-        return mean.view(x.shape).to(x.dtype)
+        return self.means({key: x})[key]
+
+    @torch.no_grad()
+    def means(self, tensors: dict) -> dict:
+        """Return approximate means of the tensors, in two all-reduces; see plain_mean.py."""
+        for x in tensors.values():
+            require_finite(x, "a gradient")
+        if self.comm.size == 1:
+            return dict(tensors)
+        thin = {key: x for key, x in tensors.items() if not self._is_whole(x)}
+        local = {key: widened(x).reshape(_matrix_shape(x)) for key, x in thin.items()}
+        for key in self.residuals.keys() & local.keys():
+            local[key] = local[key] + self.residuals[key].view_as(local[key])
+        products = {key: x @ self._factor(key, x) for key, x in local.items()}
+        found = self.plain.means(products | {key: x for key, x in tensors.items() if key not in thin})
+        p = {key: _orthonormal(found[key]) for key in thin}
+        q = self.plain.means({key: x.t() @ p[key] for key, x in local.items()})
+        self._factors |= q
+        for key, x in thin.items():
+            mean = p[key] @ q[key].t()
+            if self.error_feedback:
+                self.residuals[key] = (local[key] - mean).view(x.shape)
+            found[key] = mean.view(x.shape).to(x.dtype)
+        return {key: found[key] for key in tensors}
+
+    def _is_whole(self, x: Tensor) -> bool:
+        return x.dim() < 2 or self._is_small(*_matrix_shape(x))
 
     def _is_small(self, n: int, m: int) -> bool:
         return self.rank * (n + m) >= n * m
@@ -55,13 +69,27 @@ class PowerSGD:
     def _factor(self, key, local: Tensor) -> Tensor:
         if key not in self._factors:
             generator = torch.Generator().manual_seed(self.seed)  # the same on every rank
-            self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).to(local.device)
+            self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).to(local)
         return self._factors[key]
 
     def sent_elements(self, shape) -> int:
         """The elements that are all-reduced for a tensor of this shape."""
         n, m = _matrix_shape(torch.empty(shape, device="meta")) if len(shape) > 1 else (1, shape[0])
         return n * m if len(shape) < 2 or self._is_small(n, m) else self.rank * (n + m)
+
+    def state(self) -> dict:
+        """Return, by key, "residual", this rank's, and "factor" [m, r], Q; nothing is sent."""
+        found = {key: {"residual": x} for key, x in self.residuals.items()}
+        for key, q in self._factors.items():
+            found.setdefault(key, {})["factor"] = q
+        return found
+
+    def load(self, state: dict) -> None:
+        for key, own in state.items():
+            if "residual" in own:
+                self.residuals[key] = own["residual"]
+            if "factor" in own:
+                self._factors[key] = own["factor"]
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:

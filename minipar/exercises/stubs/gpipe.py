@@ -12,7 +12,7 @@ from minipar.schedules import Schedule
 def gpipe(p, m) -> Schedule:
     """Return Schedule(actions, stage_rank, m, name) of minipar.schedules.
 
-    actions      per rank a tuple of Action(op, stage, microbatch), op "F" or "B"
+    actions      per rank a tuple of minipar.schedules.Action(op, stage, microbatch), op "F" or "B"
     stage_rank   per stage its rank
     """
     raise NotImplementedError

@@ -11,5 +11,9 @@ from minipar.schedules import Schedule
 
 
 def one_f_one_b(p, m) -> Schedule:
-    """Return Schedule(actions, stage_rank, m, name) of minipar.schedules: actions "F" and "B"."""
+    """Return Schedule(actions, stage_rank, m, name) of minipar.schedules.
+
+    actions      per rank a tuple of minipar.schedules.Action(op, stage, microbatch), op "F" or "B"
+    stage_rank   per stage its rank
+    """
     raise NotImplementedError

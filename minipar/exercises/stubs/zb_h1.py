@@ -8,5 +8,9 @@ from minipar.schedules import Schedule
 
 
 def zb_h1(p, m) -> Schedule:
-    """Return Schedule(actions, stage_rank, m, name) of minipar.schedules: actions "F", "I" and "W"."""
+    """Return Schedule(actions, stage_rank, m, name) of minipar.schedules.
+
+    actions      per rank a tuple of minipar.schedules.Action(op, stage, microbatch), op "F", "I" or "W"
+    stage_rank   per stage its rank
+    """
     raise NotImplementedError

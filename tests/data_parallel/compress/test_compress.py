@@ -108,7 +108,7 @@ def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name, size, n):
         for (_, chunk), residual in worker.items():
             left[chunk * padded : (chunk + 1) * padded] += residual / size
     for rank, (*_, server) in enumerate(ranks):
-        left[rank * padded : (rank + 1) * padded] += server[0]
+        left[rank * padded : (rank + 1) * padded] += server.get((0,), 0.0)
     total = sum(ranks[0][0]) + left[:n]
     assert (total - true).abs().max() < 1e-4
 
@@ -332,10 +332,8 @@ def test_residuals_are_state_of_their_rank():
         again = CompressedMean(world, Sign())
         [again(vector(30, world.rank + 3 * i)) for i in range(2)]
         resumed = CompressedMean(world, Sign())
-        resumed.load_state_dict(again.state_dict())
+        resumed.load(again.state())
         rest = [resumed(vector(30, world.rank + 3 * i)) for i in (2, 3)]
-        with pytest.raises(ValueError, match="residuals are of rank"):
-            resumed.load_state_dict({**again.state_dict(), "rank": 5})
         return all(torch.equal(a, b) for a, b in zip(first[2:], rest))
 
     assert all(minipar.run(saved, world_size=2, timeout_s=10))
@@ -363,7 +361,12 @@ def by_ddp(world, compress, reduce, steps):
         loss_of(ddp, world.rank, step).backward()
         sgd.step()
     sent = world.traffic.sent_bytes
-    return [p.detach() for p in model.parameters()], loss_of(model, 9, 0).item(), sent, len(ddp.compressors)
+    return (
+        [p.detach() for p in model.parameters()],
+        loss_of(model, 9, 0).item(),
+        sent,
+        len(ddp.compressors.by_comm),
+    )
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum"])

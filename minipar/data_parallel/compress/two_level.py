@@ -1,0 +1,98 @@
+"""The compressed mean in two levels: plain inside a node, compressed across nodes, where the link is slow."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minipar.data_parallel.compress.all_reduce import CompressedMean
+from minipar.data_parallel.compress.plain_mean import fused, unfused
+from minipar.errors import require_divides
+
+
+class TwoLevelMean:
+    """mean over k nodes of g consecutive ranks. The same bits on every rank.
+
+    reduce-scatter inside the node         (g-1)/g 4n bytes
+    compressed mean of the chunk, across   2 (k-1) B bytes, B the codec's of n/(gk) elements: all that the slow link sees
+    all-gather inside the node             (g-1)/g 4n bytes
+
+    What the chunk's codec lost is fed back, and the fast link loses nothing. With one node it is a plain all-reduce.
+    Raises ValueError where node_size does not divide the number of ranks.
+    Sources: as all_reduce.py; the levels: minipar.comm.hierarchical.
+    """
+
+    def __init__(self, comm, codec, node_size: int, error_feedback: bool = True):
+        require_divides("node_size", node_size, "the number of ranks", comm.size)
+        node, place = divmod(comm.rank, node_size)
+        self.comm = comm
+        self.node = comm.subgroup(range(node * node_size, (node + 1) * node_size), "node of compression")
+        self.across = comm.subgroup(range(place, comm.size, node_size), "across nodes of compression")
+        self.mean = CompressedMean(self.across, codec, error_feedback)
+        self._shapes: dict = {}
+        self._loaded: dict = {}
+
+    def __call__(self, x: Tensor, key=0) -> Tensor:
+        return self.means({key: x})[key]
+
+    @torch.no_grad()
+    def means(self, tensors: dict) -> dict:
+        """Return the mean over ranks of each tensor, all in one message; see plain_mean.py."""
+        if self.comm.size == 1 or not tensors:
+            return dict(tensors)
+        group, flat = tuple(tensors), fused(tensors)
+        if group not in self._shapes:
+            self._begin(group, tensors, flat)
+        own = self.node.reduce_scatter(self._padded(flat), "mean", algorithm="ring")
+        held = self._held(len(flat))
+        if held:
+            own[:held] = self.mean(own[:held], group)
+        return unfused(self.node.all_gather(own, algorithm="ring")[: len(flat)], tensors)
+
+    def _held(self, n: int) -> int:
+        """The elements of n in this rank's chunk; the rest of it is padding."""
+        chunk = -(-n // self.node.size)
+        return min(max(n - self.node.rank * chunk, 0), chunk)
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        return torch.nn.functional.pad(flat, (0, -len(flat) % self.node.size))
+
+    def sent_bytes(self, n: int) -> int:
+        """The bytes that a rank sends for a vector of n float32, by formula: inside the node, and across."""
+        g = self.node.size
+        return 2 * (g - 1) * 4 * -(-n // g) + self.mean.sent_bytes(self._held(n))
+
+    def state(self) -> dict:
+        """As CompressedMean.state; gathered inside the node too, so that a node's ranks have one residual."""
+        found, chunks = dict(self._loaded), self.mean.state()
+        for group, shapes in self._shapes.items():
+            length = sum(x.numel() for x in shapes.values())
+            for name in ("residual", "residual_of_mean") if self.across.size > 1 else ():
+                own, place = (
+                    torch.zeros(-(-length // self.node.size), device=self.comm.device),
+                    chunks.get(group, {}),
+                )
+                if name in place:
+                    own = own.to(place[name])
+                    own[: len(place[name])] = place[name]
+                flat = self.node.all_gather(own, algorithm="ring")
+                parts = flat[:length].split([x.numel() for x in shapes.values()])
+                for (key, x), part in zip(shapes.items(), parts):
+                    found.setdefault(key, {})[name] = part.view(x.shape)
+        return found
+
+    def load(self, state: dict) -> None:
+        self._loaded = dict(state)
+
+    def _begin(self, group: tuple, tensors: dict, like: Tensor) -> None:
+        self._shapes[group] = {key: torch.empty_like(x, device="meta") for key, x in tensors.items()}
+        states = {key: self._loaded.pop(key, {}) for key in group}
+        own = {}
+        for name in ("residual", "residual_of_mean"):
+            if any(name in state for state in states.values()):
+                whole = {key: states[key].get(name, torch.zeros_like(x)) for key, x in tensors.items()}
+                own[name] = self._padded(fused(whole)).chunk(self.node.size)[self.node.rank][
+                    : self._held(len(like))
+                ]
+        if own:
+            self.mean.load({group: own})

@@ -1,0 +1,68 @@
+"""`grouped_swiglu` by torch's grouped matrix product: one kernel for all experts, where a loop launches one for each.
+
+    product   [R, K] x [E, K, N] -> [R, N]    row r times the matrix of its expert
+    outer     [R, M] x [R, N] -> [E, M, N]    sum over an expert's rows of a_r b_r^T
+
+The number of rows per expert stays on the GPU, so that the host does not wait for it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.model.deferrable_linear import accumulate_gradient
+
+ALIGNMENT_BYTES = 16  # of the kernel's rows
+
+
+def kernel_takes(x: Tensor, gate: Tensor) -> bool:
+    """Return whether torch has a grouped kernel for these: bfloat16 on a GPU, in rows of multiples of 16 bytes.
+
+    x  [R, D]    gate  [E, F, D]
+    """
+    sizes = gate.shape[1] * gate.itemsize, gate.shape[2] * gate.itemsize
+    aligned = not any(size % ALIGNMENT_BYTES for size in sizes)
+    return x.is_cuda and x.dtype == gate.dtype == torch.bfloat16 and aligned and hasattr(F, "grouped_mm")
+
+
+class KernelExperts(torch.autograd.Function):
+    """As `grouped_mlp._Experts`, with `ends` [E] int32, where each expert's rows end, in place of their numbers."""
+
+    @staticmethod
+    def forward(ctx, x, ends, deferred_to, anchor, gate, up, down):
+        product = partial(F.grouped_mm, offs=ends)
+        g, u = product(x, gate.transpose(1, 2)), product(x, up.transpose(1, 2))
+        ctx.deferred_to = deferred_to
+        ctx.save_for_backward(x, g, u, ends, gate, up, down)
+        return product(F.silu(g).mul_(u), down.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, g, u, ends, gate, up, down = ctx.saved_tensors
+        product, dy = partial(F.grouped_mm, offs=ends), dy.contiguous()
+        dh = product(dy, down)
+        dg = torch.ops.aten.silu_backward(dh * u, g)
+        du = dh.mul_(F.silu(g))
+        dx = product(dg, gate).add_(product(du, up)) if ctx.needs_input_grad[0] else None
+        saved, needed = (x, g, u, dg, du, dy, ends), ctx.needs_input_grad[4:]
+        if ctx.deferred_to is not None:
+            queue, weights = ctx.deferred_to
+            queue.put(partial(_add_later, weights, saved))
+        dweights = _outer_products(*saved) if any(needed) else (None,) * 3
+        return dx, None, None, None, *(dw if n else None for dw, n in zip(dweights, needed))
+
+
+def _outer_products(x, g, u, dg, du, dy, ends) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and up [E, F, D] and of down [E, D, F]."""
+    outer = partial(F.grouped_mm, offs=ends)
+    return outer(dg.t(), x), outer(du.t(), x), outer(dy.t(), F.silu(g).mul_(u))
+
+
+@torch.no_grad()
+def _add_later(weights, saved) -> None:
+    for weight, dw in zip(weights, _outer_products(*saved)):
+        accumulate_gradient(weight, dw)

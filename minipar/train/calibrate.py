@@ -1,0 +1,144 @@
+"""The machine that this runs on, measured, as a machine file of `minipar plan`: `minipar plan --calibrate`.
+
+On as many ranks as there are cores, all at once, since ranks share caches and memory: the rate of matrix products by size,
+of a copy, of the attention kernel, and of every collective, small and large. A run's products are taken to have the median
+rate of the sizes. Each number is the median of rounds, and a round takes as long as on its slowest rank. A ring's time over
+p ranks is rounds (p-1) alpha + share (p-1)/p n beta, so that two sizes give alpha, seconds per message, and beta, seconds
+per byte.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from minipar.cost.collectives import sent_share
+from minipar.cost.machines import COLLECTIVES, Machine
+from minipar.model.flash import flash_attention
+from minipar.runtime.launch import run
+
+SIZES = (128, 256, 512, 1024)  # of square matrices
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
+ROUNDS = 9
+ATTENTION = (4, 8, 256, 64)  # samples, heads, tokens, head_dim
+
+
+def calibrate(path: Path, ranks: int | None = None, on_progress: Callable[[str], None] = print) -> Machine:
+    """Measure this machine, write it to `path`, and return it.
+
+    ranks        how many measure at once; None: one per core, at least 2
+    on_progress  is told each result as a line
+    """
+    ranks = max(2, os.cpu_count() or 2) if ranks is None else ranks
+    rates = {n: 2 * n**3 / _slowest(ranks, matmul_s, n) for n in SIZES}
+    for n, rate in rates.items():
+        on_progress(f"product of {n} x {n}: {rate / 1e9:.1f} GFLOP/s a rank")
+    peak, usual = max(rates.values()), statistics.median(rates.values())
+    copied = 2 * LARGE_BYTES * 4 / _slowest(ranks, copy_s, LARGE_BYTES)
+    on_progress(f"copy: {copied / 1e9:.1f} GB/s a rank, reading and writing")
+    b, h, t, d = ATTENTION
+    attention = min(1.0, 2 * b * h * t * t * d / _slowest(ranks, attention_s, ATTENTION) / peak)
+    on_progress(f"attention kernel: {attention:.0%} of the best product")
+    pairs = {}
+    for kind in COLLECTIVES:
+        alpha, beta = measured_pair(kind, ranks)
+        pairs[kind] = [alpha, beta]
+        on_progress(f"{kind}: {1e6 * alpha:.0f} us a message, {1e9 * beta:.2f} ns a byte")
+    machine = Machine(
+        path.stem, peak, usual / peak, _memory_bytes() / ranks, copied, ranks, 1 / max(pairs["send"][1], 1e-12), 1,
+        1 / max(pairs["send"][1], 1e-12), attention_fraction=attention, share=1.0, float32_slowdown=1.0,
+        context_bytes=3e8, collectives=pairs, source=f"measured on {ranks} ranks, gloo, float32",
+    )  # fmt: skip
+    write_machine(path, machine, rates)
+    return machine
+
+
+def write_machine(path: Path, machine: Machine, rates: dict[int, float] | None = None) -> None:
+    """Write a machine as the TOML file that `--machine` reads; the rate by size as a comment."""
+    lines = [f"# product of {n} x {n}: {rate:.4g} FLOP/s" for n, rate in (rates or {}).items()]
+    for name in (f.name for f in fields(Machine) if f.name != "collectives"):
+        value = getattr(machine, name)
+        lines.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value!r}")
+    if machine.collectives is not None:
+        lines += ["", "[collectives]  # seconds per message, seconds per byte"]
+        lines += [f"{kind} = [{alpha!r}, {beta!r}]" for kind, (alpha, beta) in machine.collectives.items()]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def measured_pair(kind: str, ranks: int) -> tuple[float, float]:
+    """Return (alpha, beta) of a collective, or of a message to the next rank."""
+    small, large = (_slowest(ranks, collective_s, kind, n) for n in (SMALL_BYTES, LARGE_BYTES))
+    return fit_pair(kind, ranks, (SMALL_BYTES, small), (LARGE_BYTES, large))
+
+
+def fit_pair(
+    kind: str, ranks: int, small: tuple[float, float], large: tuple[float, float]
+) -> tuple[float, float]:
+    """Return (alpha, beta) of two measurements, each (bytes, seconds): the line through both, neither below 0."""
+    share = 1.0 if kind == "send" else sent_share(kind, ranks)
+    rounds = 1 if kind == "send" else (ranks - 1) * (2 if kind == "all_reduce" else 1)
+    beta = max(0.0, (large[1] - small[1]) / (share * (large[0] - small[0])))
+    return max(0.0, small[1] - share * small[0] * beta) / rounds, beta
+
+
+# On a rank ------------------------------------------------------------------------------------------------------------
+
+
+def matmul_s(world, n: int) -> list[float]:
+    """Seconds of a product of n x n matrices in float32, in each round."""
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    calls = max(1, 2**24 // n**2 // 16)
+    return [seconds / calls for seconds in _rounds(world, lambda: [a @ b for _ in range(calls)])]
+
+
+def copy_s(world, elems: int) -> list[float]:
+    """Seconds of a copy of so many float32, in each round."""
+    source, target = torch.randn(elems), torch.empty(elems)
+    return _rounds(world, lambda: target.copy_(source))
+
+
+def attention_s(world, sizes: Sequence[int]) -> list[float]:
+    """Seconds of the forward of causal attention, in each round."""
+    q, k, v = (torch.randn(*sizes) for _ in range(3))
+    return _rounds(world, lambda: flash_attention(q, k, v, impl="auto"))
+
+
+def collective_s(world, kind: str, num_bytes: int) -> list[float]:
+    """Seconds of a collective whose whole vector has `num_bytes`, in each round."""
+    whole = torch.zeros(num_bytes // 4 // world.size * world.size)
+    part = whole[: len(whole) // world.size]
+    right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    call = {
+        "all_reduce": lambda: world.all_reduce(whole),
+        "reduce_scatter": lambda: world.reduce_scatter(whole),
+        "all_gather": lambda: world.all_gather(part),
+        "all_to_all": lambda: world.all_to_all(whole),
+        "send": lambda: world.exchange(whole, right, whole.shape, whole.dtype, left),
+    }[kind]
+    return _rounds(world, call)
+
+
+def _rounds(world, function: Callable) -> list[float]:
+    function()
+    seconds = []
+    for _ in range(ROUNDS):
+        world.barrier()
+        start_s = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - start_s)
+    return seconds
+
+
+def _slowest(ranks: int, function: Callable, *args) -> float:
+    found = run(function, *args, world_size=ranks)
+    return statistics.median(max(of_round) for of_round in zip(*found))
+
+
+def _memory_bytes() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,77 @@
+"""When compressed gradients pay, by formula: over a slow link they do, over NVLink they do not."""
+
+import json
+
+import pytest
+
+import minipar
+from minipar.cost.compression import CODECS, compressed_gradients, methods_for
+from minipar.cost.layout import Job, parse_layout
+from minipar.cost.machines import find_machine
+from minipar.cost.model_table import find_model
+from minipar.cost.plan_command import plan_command
+from minipar.cost.traffic import gradients_bytes
+from minipar.data_parallel.compress import CompressedMean, Int8, PlainMean, Sign, TopK
+from minipar.train.compression_config import METHODS
+from tests.data_parallel.compress.test_compress import vector
+
+SLOW = """
+peak_flops = 312e12
+matmul_fraction = 0.87
+memory_bytes = 80e9
+hbm_bytes_per_s = 2.0e12
+gpus_per_node = 1
+link_bytes_per_s = 300e9
+cards_per_node = 1
+card_bytes_per_s = 1.25e9
+"""
+LAYOUT = "dp8-zero0-mb1-full"
+
+
+def advice(machine: str, compress: str = "auto", layout: str = LAYOUT, **options) -> str:
+    return plan_command("llama-7b", 8, machine, 1024, 64, explain=layout, compress=compress, **options).text
+
+
+def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
+    slow = tmp_path / "slow.toml"
+    slow.write_text(SLOW)
+    assert "compress: yes, " in advice(str(slow))
+    assert "compress: no, " in advice("h100")
+    assert "one data-parallel rank" in advice(str(slow), layout="pp8-mb8-full")
+    assert "needs whole" in advice(str(slow), layout="dp8-zero3-mb1-full")
+    rows = json.loads(advice(str(slow), as_json=True))["compress"]
+    assert rows["none"]["seconds"] > 2 * rows["sign"]["seconds"]
+    assert rows["none"]["sent_bytes"] > 10 * rows["sign"]["sent_bytes"]
+    assert list(json.loads(advice(str(slow), "sign", as_json=True))["compress"]) == ["none", "sign"]
+
+
+def test_an_unknown_method_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean powersgd"):
+        advice("h100", "power-sgd")
+
+
+def test_the_table_has_every_method_of_training():
+    assert set(CODECS) == set(METHODS)
+    assert set(methods_for(parse_layout(LAYOUT))) == set(METHODS)
+    assert "onebit-adam" not in methods_for(parse_layout("dp8-zero1-mb1"))
+
+
+@pytest.mark.parametrize(("name", "codec"), [("sign", Sign(256)), ("int8", Int8()), ("topk", TopK(0.01))])
+def test_the_bytes_are_those_that_ranks_send(name, codec):
+    n, p = 256 * 200, 2
+    job = Job(find_model("llama-7b"), find_machine("h100"), p, 1024, 64, "float32")
+    layout = parse_layout("dp2-mb1")
+
+    def sent(world):
+        CompressedMean(world, codec)(vector(n, world.rank))
+        compressed = world.traffic.sent_bytes
+        world.traffic.reset()
+        PlainMean(world).means({0: vector(n, world.rank)})
+        return compressed, world.traffic.sent_bytes
+
+    for compressed, plain in minipar.run(sent, world_size=p, timeout_s=10):
+        assert compressed_gradients(job, layout, (n, 0), name).sent_bytes == pytest.approx(
+            compressed, rel=0.01
+        )
+        assert plain == 2 * (p - 1) / p * 4 * n
+    assert gradients_bytes(job, layout, 0)[0] > 0

@@ -1,0 +1,251 @@
+"""1-bit Adam, 0/1 Adam and 1-bit LAMB against their papers' algorithms written out for all workers in one process."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.data_parallel.compress import CompressedMean, OneBitAdam, OneBitLamb, Sign, TopK, ZeroOneAdam
+from minipar.data_parallel.compress.zero_one_adam import agrees_after, is_variance_step
+from minipar.data_parallel.lamb import Lamb
+from minipar.mesh import Placement, set_placement
+from tests.data_parallel.compress.test_compress import loss_of, net, vector
+
+WHOLE = partial(CompressedMean, codec=TopK(1.0))
+STEPS, WARMUP, LR, EPS = 14, 5, 1e-2, 1e-8
+
+
+def gradient(rank: int, step: int, name: int, shape) -> torch.Tensor:
+    return vector(torch.Size(shape).numel(), 1000 * rank + 10 * step + name).view(shape) + 0.3
+
+
+SHAPES = [(4, 6), (5,)]
+
+
+def start() -> list[nn.Parameter]:
+    return [nn.Parameter(vector(torch.Size(s).numel(), 77 + i).view(s)) for i, s in enumerate(SHAPES)]
+
+
+def optimize(world, make, steps=STEPS):
+    """The parameters after each step; bytes sent in each."""
+    params = start()
+    optimizer, after, sent = make(params, world), [], []
+    for step in range(steps):
+        world.traffic.reset()
+        for i, p in enumerate(params):
+            p.grad = gradient(world.rank, step, i, p.shape)
+        optimizer.step()
+        sent.append(world.traffic.sent_bytes)
+        after.append([p.detach().clone() for p in params])
+    return after, sent
+
+
+def apart(ranks, want) -> float:
+    """The largest difference of a rank's parameters from the transcription's, after any step in which ranks agree."""
+    return max(
+        (a - b).abs().max().item()
+        for after, _ in ranks
+        for got, wanted in zip(after, want)
+        if wanted is not None
+        for a, b in zip(got, wanted)
+    )
+
+
+# The papers' algorithms, with a codec that loses nothing -----------------------------------------------------------
+
+
+def zero_one_adam_of_the_paper(workers, every, patience):
+    """arXiv:2202.06009, algorithm 1; None where the workers are apart."""
+    found, (b1, b2) = [], (0.9, 0.999)
+    x = [[p.detach().clone() for p in start()] for _ in range(workers)]
+    m, u = ([[torch.zeros_like(p) for p in x[0]] for _ in range(workers)] for _ in range(2))
+    v, last, gammas = [torch.zeros_like(p) for p in x[0]], [p.clone() for p in x[0]], 0.0
+    for t in range(STEPS):
+        g = [[gradient(w, t, i, s) for i, s in enumerate(SHAPES)] for w in range(workers)]
+        for i in range(len(SHAPES)):
+            if is_variance_step(t + 1, WARMUP, patience):
+                v[i] = b2 * v[i] + (1 - b2) * (sum(g[w][i] for w in range(workers)) / workers).square()
+            for w in range(workers):
+                m[w][i] = b1 * m[w][i] + (1 - b1) * g[w][i]
+                x[w][i] = x[w][i] - LR * m[w][i] / (v[i].sqrt() + EPS)
+                u[w][i] = u[w][i] + LR * m[w][i]
+        gammas += LR
+        agreed = agrees_after(t + 1, WARMUP, every)
+        if agreed:
+            for i in range(len(SHAPES)):
+                mean = sum(u[w][i] for w in range(workers)) / workers
+                last[i] = last[i] - mean / (v[i].sqrt() + EPS)
+                for w in range(workers):
+                    m[w][i], x[w][i], u[w][i] = mean / gammas, last[i], torch.zeros_like(mean)
+            gammas = 0.0
+        found.append([p.clone() for p in last] if agreed else None)
+    return found
+
+
+def one_bit_lamb_of_the_paper(workers):
+    """arXiv:2104.06069, algorithm 1, with decay 0 and bias corrections that stop at the end of the warm-up."""
+    found, (b1, b2, b3), eps = [], (0.9, 0.999, 0.9), 1e-6
+    x = [p.detach().clone() for p in start()]
+    m, v, fresh = ([torch.zeros_like(p) for p in x] for _ in range(3))
+    c_avg, r = [0.0, 0.0], [1.0, 1.0]
+    for t in range(STEPS):
+        for i, s in enumerate(SHAPES):
+            g = sum(gradient(w, t, i, s) for w in range(workers)) / workers
+            before, m[i] = m[i], b1 * m[i] + (1 - b1) * g
+            n = min(t + 1, WARMUP)
+            if t < WARMUP:
+                v[i] = b2 * v[i] + (1 - b2) * g.square()
+            step = m[i] / (1 - b1**n) / ((v[i] / (1 - b2**n)).sqrt() + eps)
+            if t < WARMUP:
+                c = (x[i].norm() / step.norm()).item()
+                c_avg[i] = b3 * c_avg[i] + (1 - b3) * min(max(c, 0.01), 10.0)
+                fresh[i] = v[i].clone()
+            else:
+                g = (m[i] - b1 * before) / (1 - b1)
+                fresh[i] = b2 * fresh[i] + (1 - b2) * g.square()
+                new = ((v[i] / (1 - b2**n)).sqrt() + eps) / ((fresh[i] / (1 - b2**n)).sqrt() + eps)
+                new = min(max(new.max().item(), 0.5), 4.0)
+                r[i] = min(max(new, 0.9 * r[i]), 1.1 * r[i])
+                c = r[i] * c_avg[i]
+            x[i] = x[i] - LR * c * step
+        found.append([p.clone() for p in x])
+    return found
+
+
+def make_zero_one(params, world, cls=ZeroOneAdam):
+    return cls(params, world, warmup=WARMUP, every=3, patience=2, lr=LR, compress=WHOLE)
+
+
+def make_lamb(params, world, cls=OneBitLamb):
+    return cls(params, world, warmup=WARMUP, lr=LR, compress=WHOLE)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_zero_one_adam_is_its_papers_algorithm(workers):
+    ranks = minipar.run(optimize, make_zero_one, world_size=workers, timeout_s=10)
+    want = zero_one_adam_of_the_paper(workers, 3, 2)
+    assert sum(w is None for w in want) >= 2, "some steps go alone"
+    assert apart(ranks, want) < 1e-5
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_one_bit_lamb_is_its_papers_algorithm(workers):
+    ranks = minipar.run(optimize, make_lamb, world_size=workers, timeout_s=10)
+    assert apart(ranks, one_bit_lamb_of_the_paper(workers)) < 1e-5
+
+
+class KeepsItsWeights(ZeroOneAdam):
+    """Planted: at an agreement a rank takes the momentum, and stays where it is."""
+
+    def _agree(self, group, param, u):
+        own = param.clone()
+        super()._agree(group, param, u)
+        param.copy_(own)
+
+
+class KeepsItsScale(OneBitLamb):
+    """Planted: the scale stays that of the warm-up, whatever the variance does."""
+
+    def _follow(self, group, param, before):
+        self.state[param]["ratio"].fill_(0.5)
+        super()._follow(group, param, before)
+
+
+@pytest.mark.parametrize("fault", [KeepsItsWeights, KeepsItsScale])
+def test_a_planted_fault_is_not_the_papers_algorithm(fault):
+    make, want = (
+        (make_zero_one, zero_one_adam_of_the_paper(2, 3, 2))
+        if issubclass(fault, ZeroOneAdam)
+        else (make_lamb, one_bit_lamb_of_the_paper(2))
+    )
+    ranks = minipar.run(optimize, partial(make, cls=fault), world_size=2, timeout_s=10)
+    assert apart(ranks, want) > 1e-4
+
+
+# Warm-up, traffic, replicas -----------------------------------------------------------------------------------------
+
+
+def test_the_warm_up_of_one_bit_lamb_is_lamb_bit_for_bit():
+    def both(world):
+        ours, theirs = start(), start()
+        onebit = OneBitLamb(ours, world, warmup=9, lr=LR, weight_decay=0.1)
+        lamb = Lamb(theirs, lr=LR, weight_decay=0.1)
+        for step in range(9):
+            grads = [gradient(world.rank, step, i, s) for i, s in enumerate(SHAPES)]
+            whole = world.all_reduce(torch.cat([g.flatten() for g in grads]), "mean").split([24, 5])
+            for p, q, g, mean in zip(ours, theirs, grads, whole):
+                p.grad, q.grad = g, mean.view(q.shape)
+            onebit.step()
+            lamb.step()
+        return all(torch.equal(p, q) for p, q in zip(ours, theirs))
+
+    assert minipar.run(both, world_size=2, timeout_s=10) == [True, True]
+
+
+@given(st.integers(0, 12), st.integers(1, 12), st.integers(1, 5))
+def test_agreements_and_variance_steps_follow_their_policies(warmup, every, patience):
+    steps = range(1, 200)
+    agreed = [step for step in steps if agrees_after(step, warmup, every)]
+    assert set(range(every, 200, every)) <= set(agreed), "a run may always end there"
+    assert set(range(1, warmup + 1)) <= set(agreed)
+    assert all(b - a <= every for a, b in zip(agreed, agreed[1:]))
+    assert [step % every for step in agreed[-3:]] == [0, 0, 0]
+    varied = [step for step in steps if is_variance_step(step, 10**6, patience)]
+    gaps = [b - a for a, b in zip([0, *varied], varied)]
+    assert gaps == [2 ** (i // patience) for i in range(len(gaps))]
+    assert not any(is_variance_step(step, warmup, patience) for step in range(warmup + 1, 200))
+
+
+def test_zero_one_adam_sends_by_formula_and_nothing_while_it_goes_alone():
+    p, n = 2, 29
+    make = partial(ZeroOneAdam, warmup=3, every=4, patience=1, lr=LR)
+    signs = 2 * (p - 1) * Sign().num_bytes(-(-n // p))
+    for _, sent in minipar.run(
+        optimize, lambda params, world: make(params, world), 20, world_size=p, timeout_s=10
+    ):
+        for step, num_bytes in enumerate(sent, start=1):
+            whole = 4 * n if is_variance_step(step, 3, 1) else 0  # 2(p-1)/p of n float32
+            got = num_bytes - (signs if agrees_after(step, 3, 4) else 0)
+            assert abs(got - whole) <= 4 * p, step
+
+
+def train_net(world, make, steps):
+    model = net()
+    optimizer, losses = make(model.parameters(), world), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+        losses.append(loss_of(model, 9, 0).item())
+    return [p.detach() for p in model.parameters()], losses
+
+
+MAKERS = {
+    "onebit-adam": partial(OneBitAdam, warmup=20, lr=1e-2),
+    "zero-one-adam": partial(ZeroOneAdam, warmup=20, every=5, lr=1e-2),
+    "onebit-lamb": partial(OneBitLamb, warmup=20, lr=2e-2),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_learn_on_and_end_on_equal_replicas(size):
+    for name, make in MAKERS.items():
+        ranks = minipar.run(train_net, make, 60, world_size=size, timeout_s=20)
+        assert all(torch.equal(a, b) for params, _ in ranks for a, b in zip(params, ranks[0][0])), name
+        assert ranks[0][1][-1] < 0.9 * ranks[0][1][19], name
+
+
+def test_a_gradient_that_is_not_finite_is_refused_by_name():
+    def refused(world):
+        param = nn.Parameter(torch.zeros(3))
+        set_placement(param, Placement.whole("head.weight", (3,)))
+        for make in MAKERS.values():
+            param.grad = torch.tensor([0.0, float("nan"), 0.0])
+            with pytest.raises(ArithmeticError, match="the gradient of head.weight is not finite"):
+                make([param], world).step()
+
+    minipar.run(refused, world_size=1, timeout_s=10)

@@ -1,0 +1,145 @@
+"""FSDP beside torch.compile, and under second derivatives: torch's numbers, or a refusal that says what would work."""
+
+import pytest
+import torch
+from torch import nn
+
+import minipar
+from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
+from tests.strategies import assert_equal_to
+
+
+def parts() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double() for _ in range(2)]
+
+
+def samples(rank: int, step: int) -> torch.Tensor:
+    return torch.linspace(-1, 1 + rank + step, 16, dtype=torch.float64).view(2, 8)
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")  # traces, and leaves the kernels as they are
+
+
+def whole(net: list[nn.Module]) -> tuple[nn.Module, object]:
+    return compiled(nn.Sequential(*net)), None
+
+
+def units(net: list[nn.Module]) -> tuple[nn.Module, object]:
+    made = [compiled(part) for part in net]
+    return nn.Sequential(*made), lambda module: module in made
+
+
+def inside(net: list[nn.Module]) -> tuple[nn.Module, object]:
+    for part in net:
+        part[0].compile(backend="eager")
+    return nn.Sequential(*net), lambda module: module in net
+
+
+def train_compiled(world, build):
+    """Two steps of gradients; the canonical parameters afterwards are those of the uncompiled model."""
+    module, match = build(parts())
+    fsdp = FSDP(module, world, match)
+    optimizer = torch.optim.SGD(fsdp.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        fsdp(samples(world.rank, step)).square().mean().backward()
+        optimizer.step()
+    return list(fsdp.full_state_dict().values())
+
+
+@pytest.mark.parametrize("build", [whole, units, inside])
+def test_what_is_compiled_may_be_a_unit_or_be_inside_one(build):
+    net = nn.Sequential(*parts())
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        for rank in range(2):
+            (net(samples(rank, step)).square().mean() / 2).backward()
+        optimizer.step()
+    for got in minipar.run(train_compiled, build, world_size=2, timeout_s=60):
+        for value, want in zip(got, net.state_dict().values(), strict=True):
+            assert_equal_to(value, want)
+
+
+def wrap(world, how):
+    net = parts()
+    module, match = nn.Sequential(*net), lambda module: module in net
+    if how == "in place":
+        net[1].compile(backend="eager")
+    if how == "around":
+        module = compiled(module)
+    fsdp = FSDP(module, world, match)
+    if how == "afterwards":
+        net[1].compile(backend="eager")
+    return fsdp
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (
+            "in place",
+            r"unit '1' is inside what torch\.compile traces, .*make what torch\.compile\(module\) returns the",
+        ),
+        ("around", r"unit '_orig_mod\.0' is inside what torch\.compile traces"),
+        (
+            "afterwards",
+            r"unit '1' is wrapped in FSDP, whose hooks torch\.compile cannot trace; compile first",
+        ),
+    ],
+)
+def test_a_unit_inside_what_is_compiled_is_refused(how, says):
+    with pytest.raises(minipar.RankError, match=says):
+        minipar.run(wrap, how, world_size=1, timeout_s=60)
+
+
+def penalised(module, x):
+    """A loss with the norm of its gradient in it, summed over two samples."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return slope.square().sum() + y.sum()
+
+
+def penalty(world, wrapper):
+    net, x = nn.Sequential(*parts()), samples(world.rank, 0)
+    if wrapper is DDP:
+        penalised(DDP(net, world), x).backward()
+        return [p.grad for p in net.parameters()]
+    optimizer = ZeroOptimizer(net.parameters(), torch.optim.SGD, world, lr=1.0)
+    before = [p.detach().clone() for p in net.parameters()]
+    penalised(net, x).backward()
+    optimizer.step()
+    return [b - p.detach() for b, p in zip(before, net.parameters())]
+
+
+@pytest.mark.parametrize("wrapper", [DDP, ZeroOptimizer])
+def test_a_gradient_penalty_is_that_of_one_process(wrapper):
+    net = nn.Sequential(*parts())
+    for rank in range(2):
+        (penalised(net, samples(rank, 0)) / 2).backward()
+    for got in minipar.run(penalty, wrapper, world_size=2, timeout_s=20):
+        for gradient, p in zip(got, net.parameters(), strict=True):
+            assert_equal_to(gradient, p.grad)
+
+
+def refused_penalty(world):
+    """The gradients of an ordinary backward, after a refused one and without."""
+    gradients = []
+    for refused in (True, False):
+        net = nn.Sequential(*parts())
+        fsdp = FSDP(net, world, nn.Linear)
+        if refused:
+            with pytest.raises(
+                RuntimeError, match="create_graph=True in a backward through unit .*use DDP or Zero"
+            ):
+                penalised(fsdp, samples(world.rank, 0))
+        fsdp(samples(world.rank, 0)).sum().backward()
+        gradients.append([p.grad.clone() for p in fsdp.parameters()])
+    return all(map(torch.equal, *gradients))
+
+
+def test_fsdp_refuses_a_second_derivative_in_words():
+    assert minipar.run(refused_penalty, world_size=2, timeout_s=20) == [True, True]

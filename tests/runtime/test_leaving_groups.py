@@ -1,0 +1,55 @@
+"""A program that joined a process group leaves it before the interpreter ends; a planted fault is seen."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, sys
+import torch.distributed as dist
+
+def look():  # registered first, so called last
+    print("in the group:", dist.is_initialized(), "held:", transport.group is not None or bool(transport.groups))
+
+atexit.register(look)
+import minipar
+from minipar.runtime import launch
+from minipar.comm.transport import Transport
+from minipar.comm.grouped import Grouped
+if sys.argv[1] == "stays":
+    launch._leave_group = lambda: None
+if sys.argv[1] == "holds":
+    for kind in (Transport, Grouped):
+        kind.release_groups = lambda self: None
+world = minipar.init_from_env("gloo", timeout_s=10)
+transport = world._transport
+world.subgroup([0], "inner").barrier()
+world.all_reduce(__import__("torch").ones(1), algorithm="native")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("none", "in the group: False held: False"),
+        ("stays", "in the group: True held: False"),
+        ("holds", "in the group: False held: True"),
+    ],
+)
+def test_no_process_group_is_left_when_a_program_ends(fault, says):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, fault],
+        env=os.environ | where,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == says, done.stderr
+    assert done.returncode == 0

@@ -1,0 +1,155 @@
+"""The lessons' form: one template for all, nothing that leads nowhere. `make test` also runs them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from minipar.exercises import EXERCISES
+from minipar.museum.gallery import EXHIBITS
+
+FOLDER = Path(__file__).parent.parent / "lessons"
+LESSONS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
+NUMBERS = [path.name[:2] for path in LESSONS]
+HEAD = re.compile(
+    r"# (?P<number>\d\d) · (?P<title>\S.*)\n\n"
+    r"\*(?P<minutes>\d+) minutes · needs (?P<needs>.+) · next (?P<next>.+)\*\n\n\S"
+)
+LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
+SECTIONS = ("The problem", "By hand", "Where it breaks", "Your turn", "In the interview", "Further reading")
+BOX = "In torch"  # anywhere between "By hand" and "Your turn"
+ALL_TORCH = "15"  # the lesson that is nothing but such boxes; the others are its by-hand versions
+WORDS_A_MINUTE, LINES_A_MINUTE = 200, 12
+
+
+def cells_of(path: Path) -> list[dict]:
+    return [cell | {"source": "".join(cell["source"])} for cell in json.loads(path.read_text())["cells"]]
+
+
+def text_of(cells: list[dict], kind: str) -> str:
+    return "\n\n".join(cell["source"] for cell in cells if cell["cell_type"] == kind)
+
+
+def sections_of(text: str) -> list[str]:
+    return re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+def minutes_to_read(cells: list[dict]) -> float:
+    """Prose at the speed of a reader, code at that of somebody who reads it, imports aside."""
+    code = [line for line in text_of(cells, "code").splitlines() if line.strip()]
+    imports = re.findall(r"^from [\w.]+ import \([^)]*\)|^(?:from|import) .*", text_of(cells, "code"), re.M)
+    lines = len(code) - sum(match.count("\n") + 1 for match in imports)
+    return len(text_of(cells, "markdown").split()) / WORDS_A_MINUTE + lines / LINES_A_MINUTE
+
+
+def faults(number: str, cells: list[dict], folder: Path = FOLDER) -> list[str]:
+    """Everything in which these cells are no lesson `number` of the folder, in words."""
+    prose, found = text_of(cells, "markdown"), []
+    head = HEAD.match(cells[0]["source"])
+    if not head:
+        return ["the first cell is no '# NN · title', '*M minutes · needs ... · next ...*', and a text"]
+    if head["number"] != number:
+        found.append(f"the title says {head['number']}")
+    if abs(int(head["minutes"]) - minutes_to_read(cells)) > 5:
+        found.append(f"{head['minutes']} minutes; reading takes {minutes_to_read(cells):.0f}")
+    if not LINK.search(head["next"]) or not (LINK.search(head["needs"]) or head["needs"] == "nothing"):
+        found.append("what it needs or what comes next is no link")
+    wanted = [name for name in SECTIONS if number != ALL_TORCH or name != "By hand"]
+    titles = [name for title in sections_of(prose) for name in (*wanted, BOX) if title.startswith(name)]
+    if [name for name in titles if name != BOX] != wanted:
+        found.append(f"sections {titles}, not {wanted}")
+    elif number != ALL_TORCH and not titles.index("By hand") < (titles + [BOX]).index(BOX) < titles.index(
+        "Your turn"
+    ):
+        found.append(f"{BOX} is not between 'By hand' and 'Your turn': {titles}")
+    if f"({head['next'].partition('(')[2].rstrip(')')})" not in cells_with_text(cells)[-1]:
+        found.append("the last text does not lead on to the next lesson")
+    for target in LINK.findall(prose):
+        if "://" not in target and not (folder / target.partition("#")[0]).exists():
+            found.append(f"a link to {target}, which does not exist")
+    named = re.findall(r"\blessons? (\d+)\b(?:(?:, | and | or | to )(\d\d)\b)?", prose, re.IGNORECASE)
+    for name in {n for pair in named for n in pair if n}:
+        if name.zfill(2) not in NUMBERS:
+            found.append(f"lesson {name} is named, which does not exist")
+    for command, names, known in (
+        ("minipar exercise start", re.findall(r"minipar exercise start ([\w-]+)", prose), exercise_names()),
+        ("minipar museum", re.findall(r"`minipar museum\s+(\w[\w-]*)`", prose), set(EXHIBITS)),
+    ):
+        found += [f"{command} {name}: there is no such thing" for name in names if name not in known]
+    if "minipar exercise start" not in prose and "minipar exercise cards" not in prose:
+        found.append("nothing to do: no `minipar exercise start NAME`")
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    if any(output.get("name") == "stderr" for output in outputs):
+        found.append("stored stderr")
+    if any(output["output_type"] == "error" for output in outputs):
+        found.append("a stored exception")
+    if not outputs:
+        found.append("no outputs: it was not run")
+    if re.search(r"print\((inspect\.)?getsource", text_of(cells, "code")):
+        found.append("source printed without highlighting: use visualize.source.source")
+    return found
+
+
+def exercise_names() -> set[str]:
+    return {exercise.name for exercise in EXERCISES}
+
+
+def cells_with_text(cells: list[dict]) -> list[str]:
+    return [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
+
+
+@pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
+def test_a_lesson_keeps_to_the_template(path):
+    assert faults(path.name[:2], cells_of(path)) == []
+
+
+def test_lessons_are_numbered_without_a_gap_and_the_index_names_each_once_in_order():
+    assert [int(number) for number in NUMBERS] == list(range(len(NUMBERS)))
+    index = (FOLDER / "README.md").read_text()
+    assert re.findall(r"\]\((\d\d_\w+\.ipynb)\)", index) == [path.name for path in LESSONS]
+    for path in LESSONS:
+        head = HEAD.match(cells_of(path)[0]["source"])
+        assert f"| {head['minutes']} | " in next(line for line in index.splitlines() if path.name in line)
+
+
+def test_a_lesson_shows_an_image_in_its_first_section():
+    late = []
+    for path in LESSONS:
+        cells = cells_of(path)
+        second = [i for i, cell in enumerate(cells) if cell["source"].startswith("## ")][1]
+        outputs = [output for cell in cells[:second] for output in cell.get("outputs", ())]
+        if not any("image/png" in output.get("data", {}) for output in outputs):
+            late.append(path.name)
+    assert late == []
+
+
+GOOD = cells_of(LESSONS[0])
+
+
+@pytest.mark.parametrize(
+    ("cell", "old", "new", "words"),
+    [
+        (0, "# 00 ·", "# 0.", "first cell"),
+        (0, "# 00 ·", "# 03 ·", "the title says 03"),
+        (0, r"\*\d+ minutes", "*2 minutes", "2 minutes; reading takes"),
+        (0, "needs nothing", "needs Python", "no link"),
+        (None, "## In the interview", "## Questions", "sections"),
+        (None, "## In torch", "## Torch", "In torch is not between"),
+        (None, "01_ring_all_reduce.ipynb", "01_ring.ipynb", "01_ring.ipynb, which does not exist"),
+        (None, "lesson 2", "lesson 77", "lesson 77 is named"),
+        (None, "exercise start shift", "exercise start shove", "shove"),
+    ],
+)
+def test_a_fault_of_form_is_found(cell, old, new, words):
+    cells = [dict(c) for c in GOOD]
+    for i in range(len(cells)) if cell is None else [cell]:
+        cells[i]["source"] = re.sub(old, new, cells[i]["source"], count=1)
+    assert any(words in fault for fault in faults("00", cells))
+
+
+def test_stored_noise_is_found():
+    noisy = {"outputs": [{"output_type": "stream", "name": "stderr", "text": "Warning"}]}
+    cells = [dict(c) for c in GOOD]
+    cells[1] |= noisy
+    assert "stored stderr" in faults("00", cells)

@@ -1,0 +1,39 @@
+"""Compiled blocks give the numbers of one process that is not compiled; what would break their graph is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from minipar.train.train_config import VERIFY_DEFAULTS
+from minipar.train.verification import table, verify
+
+EXPERTS = replace(VERIFY_DEFAULTS.model, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(tp=2), "tp=2 sends messages"),
+        (dict(cp=2), "cp=2 sends messages"),
+        (dict(model=EXPERTS), "experts read their numbers of rows"),
+        (dict(dp=2, zero=3), "zero=3 swaps the weights"),
+        (dict(recompute="selective"), "recompute=selective runs a block again"),
+        (dict(offload_activations=True), "offload_activations moves what is saved"),
+        (dict(pp=2, schedule="zb-h1"), "schedule=zb-h1 defers products"),
+    ],
+)
+def test_what_would_break_a_blocks_graph_is_refused(options, reason):
+    with pytest.raises(
+        ValueError, match=f"compile=inductor makes one graph of a block, and in it {reason}; use"
+    ):
+        replace(VERIFY_DEFAULTS, compile="inductor", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "options"), [("aot_eager", dict(dp=2, zero=1)), ("inductor", dict(pp=2, microbatches=2))]
+)
+def test_compiled_blocks_give_the_numbers_of_one_process(backend, options):
+    config = replace(VERIFY_DEFAULTS, compile=backend, steps=3, timeout_s=300, **options)
+    result = verify(config)
+    assert result.equal, table(result)
