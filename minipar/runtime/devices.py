@@ -86,6 +86,6 @@ def group_options(backend: str, device: torch.device) -> dict:
     With NCCL, gloo carries what the host reads (`comm/host.py`). By the device_id, NCCL connects all ranks at once, in one
     place, not at the first message, when another rank may be elsewhere; and no rank takes GPU 0 for its own.
     """
-    if backend == "gloo":
-        return {"backend": "gloo"}
+    if backend != "nccl":
+        return {"backend": backend}
     return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}

@@ -3,9 +3,8 @@
     FOLDER/step-00000010/rank-00000.safetensors ...   the parts, each stored by one of the ranks that hold it
     FOLDER/step-00000010/manifest.json                which part is where, and the checksums: see manifest.py
 
-A part is described by its placement, so a reader with other placements copies from each stored part what overlaps its
-own. The folder is written under a temporary name and renamed when all of it is on the disk, so a killed save leaves
-earlier checkpoints intact.
+A part is described by its placement, so a reader with other placements copies from each stored part what overlaps its own.
+The folder is written under a temporary name and renamed when all is on the disk: a killed save leaves earlier ones intact.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Saver:
     deadline_s  how long a save may take
 
     `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU:
-    that copy is all the memory it takes. A thread of each rank then writes, and one of rank 0 adds the manifest. The
-    threads send nothing: between steps, `look` all-reduces how far they are, 24 bytes, until all are done. So a slow disk
-    holds up nobody, and a rank that cannot write says so itself, while the others say which rank it was.
+    that copy is all the memory it takes. A thread of each rank then writes, and one of rank 0 adds the manifest. Threads send
+    nothing: between steps, `look` all-reduces how far they are, 24 bytes, until all are done. So a slow disk holds up nobody,
+    and a rank that cannot write says so itself, while the others say which rank it was.
     `look`, `save` and `finish` are collective, and raise the error of a failed save: RuntimeError on the rank that
     failed, PeerLost on the others, TimeoutError on all after `deadline_s`.
     """
@@ -91,12 +90,13 @@ class Saver:
         numbers   this rank's scalar state, by parameter: the checkpoint's extra["numbers"] has that of all ranks
         """
         self.finish()
-        mine = [
-            StoredPart(kind, placement, tensor.detach().to("cpu", copy=not self._wait).contiguous())
-            for kind, placement, tensor in _to_write(self._comm, list(parts))
-        ]
-        self._step, self._started_s, self._extra = step, time.monotonic(), extra
-        self._writing = True
+        mine, held = [], set()
+        for kind, placement, tensor in _to_write(self._comm, list(parts)):
+            # The ranks go on computing while a copy is written; a file takes no two tensors of the same memory.
+            own = tensor.detach().to("cpu", copy=not self._wait or tensor.data_ptr() in held)
+            held.add(tensor.data_ptr())
+            mine.append(StoredPart(kind, placement, own.contiguous()))
+        self._step, self._started_s, self._extra, self._writing = step, time.monotonic(), extra, True
         self._task = _Task(partial(_write_parts, self._beside, self._comm.rank, mine, numbers or {}))
         if self._wait:
             self.finish()

@@ -1,11 +1,19 @@
 """When compressed gradients pay, by formula: over a slow link they do, over NVLink they do not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import minipar
-from minipar.cost.compression import CODECS, compressed_gradients, methods_for
+from minipar.cost import compression
+from minipar.cost.compression import (
+    CODECS,
+    compressed_gradients,
+    compression_rows,
+    faster_layout,
+    methods_for,
+)
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
@@ -45,6 +53,36 @@ def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
     assert list(json.loads(advice(str(slow), "sign", as_json=True))["compress"]) == ["none", "sign"]
 
 
+def test_a_layout_that_compression_makes_faster_than_the_winner_is_named(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.toml"
+    slow.write_text(SLOW)
+    job = Job(find_model("llama-7b"), find_machine(str(slow)), 8, 1024, 64)
+    whole, mixed, pipeline = (
+        parse_layout(name) for name in ("dp8-zero0-mb1-full", "dp2-pp4-mb4-full", "pp8-mb8-full")
+    )
+    seconds = {
+        (layout, method): s
+        for layout in (whole, mixed, pipeline)
+        for method, s, _ in compression_rows(job, layout, "auto")
+    }
+    own = seconds[pipeline, "none"]
+    assert own < min(seconds[whole, "none"], seconds[mixed, "none"]), "uncompressed, it wins"
+    (layout, method), least = min(seconds.items(), key=lambda item: item[1])
+    line = f"with {method}, {layout.name} would take {least:.3g} s a step"
+    assert faster_layout(job, pipeline, [mixed, pipeline, whole], "auto") == [line]
+    assert faster_layout(job, whole, [mixed, pipeline, whole], "auto") == [], (
+        "compressed, the winner is fastest"
+    )
+    assert faster_layout(job, pipeline, [pipeline], "auto") == faster_layout(job, pipeline, [], "auto") == []
+    fast = replace(
+        job, machine=find_machine("h100")
+    )  # where whole gradients are faster still: that is no advice
+    assert faster_layout(fast, pipeline, [whole], "sign")[0].startswith(f"with sign, {whole.name} ")
+    for pays, lines in ((1.01, [line]), (0.99, [])):
+        monkeypatch.setattr(compression, "PAYS", pays * least / own)
+        assert faster_layout(job, pipeline, [mixed, whole], "auto") == lines
+
+
 def test_an_unknown_method_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean powersgd"):
         advice("h100", "power-sgd")
@@ -69,7 +107,7 @@ def test_the_bytes_are_those_that_ranks_send(name, codec):
         PlainMean(world).means({0: vector(n, world.rank)})
         return compressed, world.traffic.sent_bytes
 
-    for compressed, plain in minipar.run(sent, world_size=p, timeout_s=10):
+    for compressed, plain in minipar.run(sent, world_size=p):
         assert compressed_gradients(job, layout, (n, 0), name).sent_bytes == pytest.approx(
             compressed, rel=0.01
         )

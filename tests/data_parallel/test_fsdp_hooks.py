@@ -270,7 +270,7 @@ def tokens_of(rank):
 
 
 def from_meta(world):
-    """(largest value that `init` made, all of the model's bytes), and the weights."""
+    """The names of the parameters of which this rank made its part, and the weights."""
     with torch.device("meta"):
         model = Transformer(CONFIG, seed=None)
     made = []
@@ -282,13 +282,17 @@ def from_meta(world):
     with pytest.raises(ValueError, match="on the meta device and init is None"):
         FSDP(model, world, Block)
     fsdp = FSDP(model, world, Block, init=init)
-    assert len(made) == len(set(made)) == len(list(model.parameters()))
-    return fsdp.full_state_dict()
+    assert len(made) == len(set(made))
+    return made, fsdp.full_state_dict()
 
 
 def test_a_model_from_the_meta_device_has_the_weights_of_the_whole_one():
     want = Transformer(CONFIG, seed=4).state_dict()
-    for state in minipar.run(from_meta, world_size=3, timeout_s=10):
+    results = minipar.run(from_meta, world_size=3, timeout_s=10)
+    assert {name for made, _ in results for name in made} == {
+        n for n, _ in Transformer(CONFIG).named_parameters()
+    }
+    for _, state in results:
         assert state.keys() == want.keys()
         for name in want:
             assert torch.equal(state[name], want[name]), name

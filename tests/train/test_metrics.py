@@ -102,12 +102,12 @@ def explode(config, at: int):
 
     plain = steps.train_step
 
-    def broken(world, state, config, text, step, observe=None):
+    def broken(world, state, config, text, step, observe=None, batch=None):
         def poison():
             if step == at and world.rank == world.size - 1:
                 state.optimizer.tensors[0].grad.fill_(float("nan"))
 
-        return plain(world, state, config, text, step, poison)
+        return plain(world, state, config, text, step, poison, batch)
 
     def rank(world, text):
         trainer.train_step = broken

@@ -110,7 +110,7 @@ export function onChange(form, act) {
 }
 
 export function fill(select, names, chosen) {
-  select.innerHTML = names.map((name) => `<option${name === chosen ? " selected" : ""}>${name}</option>`).join("");
+  select.innerHTML = names.map((name) => `<option value="${name}"${name === chosen ? " selected" : ""}>${name || "nothing"}</option>`).join("");
 }
 
 // Drawing --------------------------------------------------------------------------------------------------------------

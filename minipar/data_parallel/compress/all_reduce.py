@@ -19,7 +19,8 @@ class CompressedMean:
     B is the codec's bytes of a chunk, n/p elements rounded up. Plain float32 sends 4 n per phase and p-1 of p parts, so
     signs send about 1/32. Rank r's error of the second phase is fed back too. Over one rank nothing is sent, and nothing
     is compressed.
-    Source: 1-bit Adam, arXiv:2102.02888, section 4.2 (the compressed all-reduce).
+    Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in the two phases of DeepSpeed's. There a rank has
+    one scale for all p chunks, sent by an all-gather of its own; here each chunk is encoded with its own.
     """
 
     def __init__(self, comm, codec, error_feedback: bool = True):

@@ -27,6 +27,8 @@ class Sign:
            those of rare words say, among large ones
 
     decode = scale * sign(x), with sign(0) = 1. Contractive, delta = |x|_1^2 / (n |x|_2^2) of the worst block.
+    No other scale loses less. That of 1-bit Adam, |x|_2 / sqrt(n), keeps the length of x in place: it loses
+    2 |x|_2^2 (1 - |x|_1 / (sqrt(n) |x|_2)), which for sparse x is more than x itself.
     Bytes: ceil(n/8) + 4 ceil(n/block).   Source: EF-SignSGD, arXiv:1901.09847, section 4.
     """
 

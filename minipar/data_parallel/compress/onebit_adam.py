@@ -16,13 +16,15 @@ class OneBitAdam(MomentumOptimizer):
               w = w - lr' m / (sqrt(v) + eps), with v as it was at the end of the warm-up
 
     Signs of a gradient would be useless to Adam, whose variance is not linear in it: with v frozen the update is linear in
-    m, so error feedback works. lr' and eps include the bias corrections of the warm-up's last step. Weight decay is
-    decoupled, as in AdamW. Where v is zero no gradient was ever seen, rows of words that do not occur, say: a sign cannot
-    say zero, so m is set to it there.
+    m, so error feedback works. Where v is zero no gradient was seen, rows of words that do not occur, say: a sign cannot
+    say zero, so m is set to it there. A weight whose first gradient comes after the warm-up therefore stays as it is.
     Sends 2(p-1)/p * 4 bytes an element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 8 bytes per parameter,
     and residuals of 4 + 4/p. Nothing else may reduce gradients, but see `reduces_warmup`.
     Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
-    Source: arXiv:2102.02888, algorithm 1: its steps in its order; weight decay and v = 0 are ours.
+    Source: arXiv:2102.02888, algorithm 1, after its authors' equations (DeepSpeed's post "1-bit Adam", section 2.1) and
+    DeepSpeed's OnebitAdam. Ours: Adam's bias corrections, which DeepSpeed leaves out (after the warm-up those of its last
+    step, in lr' and eps, so that no step jumps); m = 0 where v = 0, for which DeepSpeed takes a mask from the caller;
+    decay of w as in AdamW; a sign's scale (see codecs.py).
     """
 
     def __init__(

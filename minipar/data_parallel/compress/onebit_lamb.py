@@ -24,12 +24,15 @@ class OneBitLamb(MomentumOptimizer):
 
     Norms of compressed momenta say little, so a layer's scale is that of the warm-up, c_avg, and follows the variance by r.
     One vector holds all layers, and one scale must do for it: so each layer's momentum is multiplied before, and divided
-    after, by what makes their sizes equal at the end of the warm-up. Where v is zero, so is m, as in 1-bit Adam. With
-    weight decay, r counts by the part of u that is not decay.
+    after, by what makes their sizes equal at the end of the warm-up: the mean of their root mean squares over its own.
+    Where v is zero, so is m, as in 1-bit Adam. With weight decay, r counts by the part of u that is not decay.
     Sends 2(p-1)/p * 4 bytes an element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 12 bytes per parameter,
     and residuals. Needs whole layers on each rank.
     Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
-    Source: arXiv:2104.06069, algorithm 1: its steps in its order; the limits, and r under weight decay, are DeepSpeed's.
+    Source: arXiv:2104.06069, algorithm 1, as DeepSpeed's OnebitLamb runs it: its order, its limits, r under weight decay.
+    Ours: bias corrections as in LAMB, those of the warm-up's last step after it; c limited in c_avg alone, and not in the
+    step, so that the warm-up is LAMB; 1 where c_avg was never set, and DeepSpeed's 0 stops the layer; m = 0 where
+    v = 0, for which DeepSpeed takes a mask from the caller.
     """
 
     def __init__(

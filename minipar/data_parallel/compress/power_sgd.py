@@ -23,7 +23,9 @@ class PowerSGD:
     r (n + m) >= n m, are reduced as they are, in the first of the two. Tensors of more dimensions are matrices of
     their first dimension by the rest. Sends 2(p-1)/p * r (n + m) elements.
     Raises ValueError for a rank below 1, ArithmeticError for a gradient that is not finite.
-    Source: arXiv:1905.13727, algorithm 1.
+    Source: arXiv:1905.13727, algorithm 1, with the error feedback of algorithm 2, as in its authors' RankKReducer
+    (epfml/powersgd). Ours: QR for Gram-Schmidt, the same columns but for signs, which P Q^T does not see; small matrices
+    go whole; the momentum of algorithm 2 is the optimizer's.
     """
 
     def __init__(self, comm, rank: int = 2, seed: int = 0, error_feedback: bool = True):

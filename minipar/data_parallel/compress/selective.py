@@ -12,12 +12,14 @@ from minipar.data_parallel.compress.plain_mean import PlainMean
 class Selective:
     """The means of the tensors that `select(key)` chooses by `compress(comm)`, those of the others by one all-reduce.
 
-    Transformers lose least where their large matrices are compressed and embeddings, head and norms are not: with top-k
-    inside, that is TAGC's choice of layers. Here the indices are sent; TAGC, which sends a sketch that can be summed,
-    needs none. Where two tensor-parallel ranks hold copies of a tensor, it must not be chosen: each would be rounded
-    together with other neighbours, and the copies drift apart.
+    TAGC's code compresses the feed-forward matrices and the vocabulary's, and sends attention, position embeddings and
+    norms as they are. `minipar train --compress tagc` chooses the feed-forward matrices alone, whose gradients no other
+    layer shares: a tied embedding stays exact. TAGC keeps about the largest fifth by a threshold, and feeds back the rest;
+    it sums a sketch of them, and one bit an element that says which there are. With top-k inside, values and indices go.
+    Where two tensor-parallel ranks hold copies of a tensor, it must not be chosen: each would be rounded together with
+    other neighbours, and the copies drift apart.
     Sends 2(p-1)/p of the bytes of the tensors not chosen, and what the compressor sends for the others.
-    Source: TAGC, arXiv:2504.05638, section 3 (layer-selective compression).
+    Source: layer-selective compression of TAGC, arXiv:2504.05638, read in its authors' code (ipolyakov/TAGC).
     """
 
     def __init__(self, comm, compress: Callable, select: Callable[[object], bool]):

@@ -20,15 +20,20 @@ class ZeroOneAdam(MomentumOptimizer):
                          u = 0
     at a variance step   v = b2 v + (1 - b2) (plain mean of g)^2
 
-    Variance steps, the paper's T_v: within the first `warmup` steps, the gaps between them double after every `patience`:
-    adaptive freezing. Agreements, T_u: every step of the warm-up, then after steps whose number is a multiple of a gap,
-    which grows through the divisors of `every`, each for HOLD agreements. The paper lets gaps grow as the learning rate
-    falls, and up to 16. It updates v last in a step; here that comes first, since v starts at 0.
-    No bias correction, as in the paper. Weight decay is decoupled: it shrinks w, also that at the last agreement.
+    Variance steps, the paper's T_v: within the first `warmup` steps, the gaps between them double after every `patience`
+    (its kappa, 16): adaptive freezing. Agreements, T_u: every step of the warm-up, then after steps whose number is a
+    multiple of a gap, which grows through the divisors of `every`, each for HOLD agreements.
+    No bias correction. Weight decay is decoupled: it shrinks w, also that at the last agreement. Where v is zero, so is m,
+    as in 1-bit Adam.
     Sends in a variance step 2(p-1)/p * 4 bytes an element, in an agreement 2(p-1)/p / 8 bytes and scales, else nothing.
     State: 8 bytes per parameter, residuals of 4 + 4/p, and 8 more for u and w at the last agreement.
     Raises ValueError for warmup, every or patience below 1, ArithmeticError for a gradient that is not finite.
-    Source: arXiv:2202.06009, algorithm 1: its steps, in its order but for v; T_u after its experiments.
+    Source: arXiv:2202.06009, algorithm 1, and DeepSpeed's ZeroOneAdam. The algorithm updates v last in a step; here, as
+    in DeepSpeed, that comes first, since v starts at 0. In the warm-up DeepSpeed averages gradients, by signs between
+    variance steps; here u goes by signs in every step, as in the algorithm. Ours: T_u, whose gaps there double up to 16,
+    on a schedule fitted to the learning rate's; here they grow right after the warm-up, in runs of any length, and divide
+    `every`, so that a run may end at any multiple of it. Decay of w beside u, where DeepSpeed's is part of u. A sign's
+    scale (see codecs.py).
     """
 
     HOLD = 4  # agreements before the gap grows

@@ -50,7 +50,7 @@ def two_levels(world, node_size, n, codec, steps=3):
 @given(st.sampled_from([(2, 1), (4, 2), (4, 1), (4, 4)]), st.integers(2, 90))
 def test_only_the_slow_link_sees_the_codec_and_nothing_is_lost(sizes, n):
     size, node_size = sizes
-    ranks = minipar.run(two_levels, node_size, n, Sign(), world_size=size, timeout_s=10)
+    ranks = minipar.run(two_levels, node_size, n, Sign(), world_size=size)
     for sent, want, across, slow_formula, total, formula in ranks:
         assert torch.equal(sent, ranks[0][0]), "the same bits on every rank"
         assert (sent - want).abs().max() < 1e-4
@@ -67,7 +67,7 @@ def test_two_levels_that_lose_nothing_are_the_mean_and_a_node_size_must_divide()
         x = vector(50, world.rank)
         return TwoLevelMean(world, TopK(1.0), 2)(x), world.all_reduce(x, "mean")
 
-    for got, want in minipar.run(whole, world_size=4, timeout_s=10):
+    for got, want in minipar.run(whole, world_size=4):
         assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
 
 
@@ -96,7 +96,7 @@ def resumed(world, make):
     ],
 )
 def test_a_compressor_goes_on_from_its_state(make):
-    assert all(minipar.run(resumed, make, world_size=4, timeout_s=10))
+    assert all(minipar.run(resumed, make, world_size=4))
 
 
 def test_several_tensors_share_their_messages():
@@ -117,7 +117,7 @@ def test_several_tensors_share_their_messages():
             found.append((many, world.traffic.messages))
         return found
 
-    for rank in minipar.run(count, world_size=2, timeout_s=10):
+    for rank in minipar.run(count, world_size=2):
         assert all(many == one for many, one in rank)
 
 
@@ -128,7 +128,7 @@ def test_tensors_that_are_not_chosen_are_exact():
         got = mean.means(tensors)
         return got, {key: world.all_reduce(x, "mean") for key, x in tensors.items()}
 
-    for got, want in minipar.run(selective, world_size=2, timeout_s=10):
+    for got, want in minipar.run(selective, world_size=2):
         assert list(got) == ["small", "big"]
         assert torch.equal(got["small"], want["small"])
         assert not torch.equal(got["big"], want["big"])
@@ -159,16 +159,16 @@ def trained(world, compress, zero, plain_steps=0):
 
 @pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
 def test_zero_1_has_the_bits_of_ddp(compress):
-    ddp = minipar.run(trained, compress, False, 2, world_size=2, timeout_s=10)
-    zero = minipar.run(trained, compress, True, 2, world_size=2, timeout_s=10)
-    plain = minipar.run(trained, None, False, world_size=2, timeout_s=10)
+    ddp = minipar.run(trained, compress, False, 2, world_size=2)
+    zero = minipar.run(trained, compress, True, 2, world_size=2)
+    plain = minipar.run(trained, None, False, world_size=2)
     assert all(torch.equal(a, b) for x, y in zip(ddp, zero) for a, b in zip(x, y))
     assert not all(torch.equal(a, b) for a, b in zip(ddp[0], plain[0]))
 
 
 def test_a_warm_up_is_uncompressed_to_the_bit():
-    plain = minipar.run(trained, None, False, world_size=3, timeout_s=10)
-    warm = minipar.run(trained, partial(CompressedMean, codec=Sign()), False, 5, world_size=3, timeout_s=10)
+    plain = minipar.run(trained, None, False, world_size=3)
+    warm = minipar.run(trained, partial(CompressedMean, codec=Sign()), False, 5, world_size=3)
     assert all(torch.equal(a, b) for x, y in zip(plain, warm) for a, b in zip(x, y))
 
 
@@ -182,7 +182,7 @@ def test_ddp_with_own_gradients_sends_nothing():
         pairs = zip(ddp.module.parameters(), alone.parameters())
         return world.traffic.sent_bytes, all(torch.equal(p.grad, q.grad) for p, q in pairs)
 
-    assert minipar.run(local, world_size=2, timeout_s=10) == [(0, True)] * 2
+    assert minipar.run(local, world_size=2) == [(0, True)] * 2
 
 
 def test_a_gradient_of_one_rank_that_is_not_finite_stops_ddp():
@@ -192,4 +192,4 @@ def test_a_gradient_of_one_rank_that_is_not_finite_stops_ddp():
         ddp(x).sum().backward()
 
     with pytest.raises(minipar.RankError, match="is not finite: it is not compressed"):
-        minipar.run(broken, world_size=2, timeout_s=10)
+        minipar.run(broken, world_size=2)
