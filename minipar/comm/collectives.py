@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from minipar.comm import halving_doubling, hierarchical, pairwise, ring, tree
+from minipar.comm import bruck, double_tree, halving_doubling, hierarchical, pairwise, ring, tree
 from minipar.comm.messages import require_device
 from minipar.comm.native import native
 from minipar.errors import one_of
@@ -17,13 +17,14 @@ ALGORITHMS = {
         "halving_doubling": halving_doubling.all_reduce,
         "doubling": halving_doubling.all_reduce_by_doubling,
         "tree": tree.all_reduce,
+        "double_tree": double_tree.all_reduce,
         "hierarchical": hierarchical.all_reduce,
     },
     "reduce": {"tree": tree.reduce, "ring": ring.reduce},
     "reduce_scatter": {"ring": ring.reduce_scatter, "halving_doubling": halving_doubling.reduce_scatter},
     "all_gather": {"ring": ring.all_gather, "halving_doubling": halving_doubling.all_gather},
     "broadcast": {"tree": tree.broadcast, "ring": ring.broadcast},
-    "all_to_all": {"pairwise": pairwise.all_to_all},
+    "all_to_all": {"pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
 }
 
 # Of the whole vector. The two long ones were measured with gloo on loopback, by `minipar bench collectives`.

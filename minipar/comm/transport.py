@@ -1,8 +1,9 @@
 """The transport under every Comm: posts messages, waits for them with a deadline, and counts the bytes sent.
 
-There are two implementations of one contract:
+There are three implementations of one contract:
 
     tagged    `Tagged`, for gloo: a message is matched by its pair of ranks and its tag; no channel has to be prepared
+    shared    `Shared` (shared_memory.py), as tagged, but large exchanges between ranks of one machine avoid the socket
     grouped   `Grouped` (grouped.py), for NCCL: a channel is a communicator, in which messages are matched by order alone
 
 What a caller may rely on: `post` delivers a message to the rank `to`, if that rank posts the receive of it; messages of a
@@ -225,8 +226,12 @@ class Tagged(Transport):
         return works
 
     def _post_one(self, channel: Channel, verb: str, function: Callable, x: torch.Tensor, peer: int) -> tuple:
+        message, tag = self.describe(channel, verb, x, peer)
+        return self.hand_over(function, x, channel.peers[peer], tag, message)
+
+    def describe(self, channel: Channel, verb: str, x: torch.Tensor, peer: int) -> tuple[Message, int]:
+        """Count a message that is about to be posted; return its description and its tag."""
         num_bytes, (label, label_bytes) = x.nbytes, channel.label(x.dtype)
         message = self.note(channel, verb, num_bytes, peer, label)
         what = b"%s %d %d" % (label_bytes, message.number, num_bytes)
-        tag = zlib.crc32(what, channel.digest) >> 1  # 31 bits
-        return self.hand_over(function, x, channel.peers[peer], tag, message)
+        return message, zlib.crc32(what, channel.digest) >> 1  # 31 bits

@@ -12,6 +12,9 @@ activations.py  bytes that a layer keeps for its backward
 memory.py       bytes per rank, itemised: states, activations, logits, gathered units, buffers
 collectives.py  seconds of a collective, latency and bandwidth
 links.py        the links that a mesh axis really has: members per node, cards per node
+message_plans.py  who sends how many bytes to whom in an all-reduce, by algorithm
+topology.py     links as a graph, and the bytes on the busiest of them, by algorithm and placement
+rings.py        the widest rings of that graph, and how many run at once
 traffic.py      bytes sent per step and rank, by axis, and how many of them leave the node
 work.py         seconds of a layer's and the head's arithmetic: one efficiency rule
 compression.py  bytes, passes and seconds of compressed gradients, and whether they pay
@@ -35,7 +38,9 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "model_table": ["MODELS", "find_model"],
         "models": ["ModelShape"],
         "planner": ["plan"],
+        "rings": ["rings_at_once", "widest_ring"],
         "timing": ["step_time"],
+        "topology": ["Topology", "busiest_link", "link_bytes"],
         "traffic": ["step_traffic"],
     },
 )

@@ -25,6 +25,8 @@ aux_loss.py           losses that balance the experts' load, and routing metrics
 init.py               initial weights from the seed and a parameter's name
 moe.py                a mixture of experts
 block.py              one layer
+fp8_linear.py         a linear layer that multiplies numbers of 8 bits, emulated
+stochastic_rounding.py  rounding to bfloat16 at random, right on average
 vocabulary.py         the check that tokens are in the vocabulary
 transformer.py        the whole model, a stage of it, and the loss
 cache.py              the key/value cache

@@ -79,8 +79,12 @@ class Attention(nn.Module):
         self.o = Linear(config.dim, config.dim, **factory)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        cos, sin = rotation(positions, self.head_dim, self.rope_theta, x.dtype)
         q, k, v = (self.overrides.project_qkv or self.project_qkv)(x)
+        return self.o(self.attend(q, k, v, positions))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+        """Return what o multiplies: the heads' outputs side by side, [B, T, num_heads * head_dim]."""
+        cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype)
         q = rotate(self._heads(q, self.num_heads), cos, sin)
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)
         v = self._heads(v, self.num_kv_heads)
@@ -89,7 +93,7 @@ class Attention(nn.Module):
         if self.overrides.cache is not None:
             k, v = self.overrides.cache.extend(k, v)
         out = self.core(q, k, v, causal=True, **of_documents)
-        return self.o(out.transpose(1, 2).flatten(2))
+        return out.transpose(1, 2).flatten(2)
 
     @property
     def core(self):

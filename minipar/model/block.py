@@ -28,6 +28,13 @@ class Block(nn.Module):
     h = x + dropout(attention(norm(x)))
     y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses are attached to y
 
+    With `parallel_block`, attention and MLP read one norm's output, and their sum is added once, after one dropout:
+
+    y = x + dropout(attention(norm(x)) + mlp(norm(x)))
+
+    So tensor parallelism sums over ranks once forward and once backward, where the block above needs two of each.
+    Source of the parallel block: PaLM, arXiv:2204.02311, section 2, after GPT-J.
+
     `layer` is the block's number in the whole model; with `seed` it keys the dropout masks.
     """
 
@@ -38,7 +45,7 @@ class Block(nn.Module):
         factory = {"device": device, "dtype": dtype}
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, **factory)
         self.attention = Attention(config, **factory)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, **factory)
+        self.mlp_norm = None if config.parallel_block else RMSNorm(config.dim, config.norm_eps, **factory)
         if config.has_experts(layer):
             options = config.moe_options
             self.mlp = MoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
@@ -57,10 +64,18 @@ class Block(nn.Module):
         self, x: Tensor, positions: Tensor, indices: Tensor, sample_ids: Tensor, step: int
     ) -> Tensor:
         dropout = self.overrides.dropout or self.dropout
+        if self.mlp_norm is None:
+            both = self._attention_and_mlp(self.attention_norm(x), positions, indices, sample_ids, step)
+            return x + dropout(both, ATTENTION_SITE, indices, sample_ids, step)
         attention_out = self.attention(self.attention_norm(x), positions)
         x = x + dropout(attention_out, ATTENTION_SITE, indices, sample_ids, step)
         mlp_out = self._feed_forward(self.mlp_norm(x), indices, sample_ids, step)
         return x + dropout(mlp_out, MLP_SITE, indices, sample_ids, step)
+
+    def _attention_and_mlp(self, x: Tensor, positions: Tensor, *tokens_and_step) -> Tensor:
+        if self.overrides.attention_and_mlp is not None:
+            return self.overrides.attention_and_mlp(x, positions)
+        return self.attention(x, positions) + self._feed_forward(x, *tokens_and_step)
 
     def _feed_forward(self, x: Tensor, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         if not isinstance(self.mlp, MoE):

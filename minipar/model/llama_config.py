@@ -76,10 +76,14 @@ def sizes_from(folder: Path, model: ModelConfig, defaults: tuple[ModelConfig, ..
     """Return `model` with the sizes of the Llama in `folder`.
 
     A size that has the value of one of `defaults`, or that follows from the model's other sizes, counts as not given.
-    Raises ValueError where a given size is not the Llama's, naming both, or for a model with experts.
+    Raises ValueError where a given size is not the Llama's, naming both, or for a model with experts or parallel blocks.
     """
     if model.num_experts:
         raise ValueError(f"init={folder} is a Llama, and num_experts={model.num_experts}: it has none; use 0")
+    if model.parallel_block:
+        raise ValueError(
+            f"init={folder} is a Llama, and parallel_block=True: its MLP has a norm of its own; leave it out"
+        )
     theirs = read_config(Path(folder) / "config.json")
     for name in SIZES:
         given, stored = getattr(model, name), getattr(theirs, name)

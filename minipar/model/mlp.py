@@ -28,7 +28,12 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = (self.overrides.project_gate_up or self.project_gate_up)(x)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activate(gate, up))
 
     def project_gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.gate(x), self.up(x)
+
+    @staticmethod
+    def activate(gate: Tensor, up: Tensor) -> Tensor:
+        """Return what down multiplies."""
+        return F.silu(gate) * up

@@ -40,6 +40,10 @@ class ModelConfig(MoEConfig):
     documents: bool = option(
         False, "samples hold documents: positions start anew with each, and no token reads another document's"
     )
+    parallel_block: bool = option(
+        False,
+        "attention and MLP read one norm and are added together, as in GPT-J and PaLM: half of tp's sums",
+    )
     moe_every: int = option(2, "with experts, every moe_every-th layer has a mixture in place of its SwiGLU")
 
     def __post_init__(self):

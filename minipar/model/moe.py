@@ -23,7 +23,7 @@ from minipar.model.model_config import ModelConfig
 from minipar.model.moe_config import MoEConfig
 from minipar.model.overrides import MoEOverrides
 from minipar.model.permute import PermutePlan, combine, permute_rows, plan_kept_rows, plan_padded_rows
-from minipar.model.router import Router, expert_choice, position_in_expert, token_choice
+from minipar.model.router import Router, choose_experts, expert_choice, position_in_expert
 
 
 class Routing(NamedTuple):
@@ -131,7 +131,9 @@ class MoE(nn.Module):
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         logits = self.router(x, indices, sample_ids, step)
         groups = RoutingGroups(B, T, self.options.group_tokens or max(1, T))
-        routing = self.route(logits, groups)
+        randomly = self.training and self.options.random_second
+        draw = self.router.draw_second(indices, sample_ids, step) if randomly else None
+        routing = self.route(logits, groups, draw)
         y = self._apply_experts(self._copy_input(x).reshape(-1, D), routing, groups).view(B, T, D)
         if self.overrides.reduce_output is not None:
             y = self.overrides.reduce_output(y)
@@ -141,19 +143,15 @@ class MoE(nn.Module):
         """Hook on the experts' input and on their outputs' weights: tensor parallelism puts the copy operator here."""
         return x if self.overrides.copy_input is None else self.overrides.copy_input(x)
 
-    def route(self, logits: Tensor, groups: RoutingGroups) -> Routing:
-        """Let tokens choose experts, or experts choose tokens, and keep the choices within the capacity.
-
-        logits  [B, T, E]
-        """
+    def route(self, logits: Tensor, groups: RoutingGroups, draw: Tensor | None = None) -> Routing:
+        """Let tokens [B, T, E] choose experts, or the reverse, and keep the choices within the capacity."""
         options, E, real = self.options, self.options.num_experts, groups.real(logits.device)
         probs, capacity = logits.softmax(-1), options.capacity(groups.size)
         if options.router == "expert_choice":
             weight = groups.split(probs)
             expert, place = expert_choice(weight.detach(), real, capacity)
         else:
-            scores = logits if self.balance_bias is None else probs + self.balance_bias
-            expert, weight = token_choice(probs, scores.detach(), options.top_k)
+            expert, weight = choose_experts(logits, probs, options, self.balance_bias, draw)
             expert, weight = groups.split(expert, fill=E), groups.split(weight)
             priority = weight.detach().log() if options.drop_order == "weight" else None
             place = position_in_expert(expert, E, priority)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Literal
 
-from minipar.errors import require_positive
+from minipar.errors import require_divides, require_positive
 from minipar.options import check_types, normalise_types, option, with_option_table
 
 Router = Literal["top_k", "noisy_top_k", "expert_choice"]
@@ -46,6 +46,14 @@ class MoEConfig:
     balance_bias: bool = option(
         False, "choose by probability plus a bias per expert that follows the load (arXiv:2408.15664)"
     )
+    random_second: bool = option(
+        False,
+        "with top_k=2, in training: use the second expert at random, with a probability of twice its weight",
+    )
+    expert_nodes: int | None = option(
+        None, "nodes among which the experts are divided, neighbours together; with nodes_per_token"
+    )
+    nodes_per_token: int | None = option(None, "a token uses experts of so many nodes at most; None: of any")
     shared_dim: int = option(0, "hidden width of an expert that every token uses; 0: there is none")
 
     def __post_init__(self):
@@ -54,6 +62,7 @@ class MoEConfig:
         if self.num_experts:
             self._check_sizes()
             self._check_choices()
+            self._check_nodes()
             self._check_numbers()
 
     @property
@@ -91,6 +100,32 @@ class MoEConfig:
             raise ValueError(
                 f"capacity_factor={self.capacity_factor} and balance_bias={self.balance_bias} do not go with "
                 "router='expert_choice', which fills every expert to its capacity; use a number above 0, and False"
+            )
+
+        if self.random_second and (self.top_k != 2 or self.router == "expert_choice"):
+            raise ValueError(
+                f"random_second=True with top_k={self.top_k} and router={self.router!r}: there is no second expert of a "
+                "token; use top_k=2 with a router of tokens, or random_second=False"
+            )
+
+    def _check_nodes(self):
+        nodes, limit = self.expert_nodes, self.nodes_per_token
+        if (nodes is None) != (limit is None):
+            raise ValueError(
+                f"expert_nodes={nodes} with nodes_per_token={limit}: use both, or neither, to use any node's experts"
+            )
+        if nodes is None:
+            return
+        require_divides("expert_nodes", nodes, "num_experts", self.num_experts)
+        least = -(-self.top_k * nodes // self.num_experts)
+        if not least <= limit <= nodes:
+            raise ValueError(
+                f"nodes_per_token={limit}: top_k={self.top_k} experts of {self.num_experts} on expert_nodes={nodes} are on "
+                f"{least} nodes or more; use {least} to {nodes}"
+            )
+        if self.router == "expert_choice":
+            raise ValueError(
+                f"nodes_per_token={limit} does not go with router='expert_choice', in which experts choose; leave it out"
             )
 
     def _check_numbers(self):

@@ -45,14 +45,19 @@ class TransformerOverrides:
 class BlockOverrides:
     """Override points of a `Block`.
 
-    call     (forward, *args) -> forward's result: a wrapper around the block's whole forward
-             recompute: activation checkpointing; relocate_activations: saved tensors sharded over tp, or in CPU memory
-    dropout  (x, site, indices, sample_ids, step) -> x
-             tensor_parallel: under sequence parallelism x holds this rank's tokens, and `indices` those of all tp ranks
+    call               (forward, *args) -> forward's result: a wrapper around the block's whole forward
+                       recompute: activation checkpointing; relocate_activations: saved tensors sharded over tp, or in
+                       CPU memory
+    dropout            (x, site, indices, sample_ids, step) -> x
+                       tensor_parallel: under sequence parallelism x holds this rank's tokens, and `indices` those of all
+                       tp ranks
+    attention_and_mlp  (x, positions) -> attention(x) + mlp(x), of a parallel block
+                       tensor_parallel: one sum of dx for q, k, v, gate and up, and one of the outputs of o and down
     """
 
     call: Callable | None = None
     dropout: Callable | None = None
+    attention_and_mlp: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 @dataclass(slots=True)

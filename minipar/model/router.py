@@ -17,9 +17,10 @@ from torch import Tensor
 
 from minipar.model.counter_dropout import uniform
 from minipar.model.deferrable_linear import Linear, linear
+from minipar.model.moe_config import MoEConfig
 from minipar.model.value_check import holds
 
-JITTER_SITE, NOISE_SITE = 2, 3  # which of a layer's random numbers; dropout uses 0 and 1
+JITTER_SITE, NOISE_SITE, SECOND_SITE = 2, 3, 4  # which of a layer's random numbers; dropout uses 0 and 1
 
 
 class Router(Linear):
@@ -55,6 +56,10 @@ class Router(Linear):
             logits = logits + normal * F.softplus(width)
         _require_finite(logits)
         return logits
+
+    def draw_second(self, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+        """Return a number uniform in (0, 1) for each token, float64 [B, T]: see `random_second`."""
+        return self._uniform(1, SECOND_SITE, step, indices, sample_ids).squeeze(-1)
 
     def _uniform(
         self, num_features: int, site: int, step: int, indices: Tensor, sample_ids: Tensor
@@ -94,6 +99,62 @@ def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Ten
     expert = tie_ranks(scores, dim=-1).sort(dim=-1, stable=True).indices[..., :top_k]
     weight = probs.gather(-1, expert)
     return expert, weight if top_k == 1 else weight / weight.sum(-1, keepdim=True)
+
+
+def random_second(expert: Tensor, weight: Tensor, draw: Tensor, num_experts: int) -> Tensor:
+    """Return the experts with the second one of a token left out at random: `num_experts` stands for no expert.
+
+    expert, weight  [..., 2]    draw  [...]  uniform in (0, 1), by counter, so that every mesh leaves out the same
+
+    The second is used where 2 weight_2 > draw: always where the two weights are equal, rarely where it is small. Its
+    place is then free for others, and its row is not sent: 2 E[weight_2] rows per token instead of 1.
+    Source: GShard, arXiv:2006.16668, section 2.2 and algorithm 1.
+    """
+    used = 2 * weight.detach()[..., 1].double() > draw
+    return torch.stack((expert[..., 0], expert[..., 1].masked_fill(~used, num_experts)), -1)
+
+
+def on_best_nodes(affinity: Tensor, top_k: int, num_nodes: int, nodes_per_token: int) -> Tensor:
+    """Return which experts are on each token's M best nodes.
+
+    affinity  [..., E]  probabilities, or with the balance bias    returns bool [..., E]    M = nodes_per_token
+
+    Node n has experts n*E/N ... A node is as good as the sum of its ceil(k/M) best experts' affinities.
+
+    A dispatch that copies a token once to each other node that it uses sends at most min(k, M) rows of D elements per
+    token between nodes, (N-1)/N of `nodes_used` where they are spread evenly. Without a limit, k experts drawn with equal
+    chances are on N (1 - C(E - E/N, k) / C(E, k)) nodes. (`AllToAll` sends a row per choice, so k rows in any case.)
+    Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3; the node's score: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+    by_node = affinity.unflatten(-1, (num_nodes, -1))
+    score = by_node.topk(-(-top_k // nodes_per_token), dim=-1).values.sum(-1)
+    best = tie_ranks(score, dim=-1).sort(dim=-1, stable=True).indices[..., :nodes_per_token]
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, best, True)
+    return chosen[..., None].expand_as(by_node).flatten(-2)
+
+
+def nodes_used(expert: Tensor, num_experts: int, num_nodes: int) -> Tensor:
+    """Return the number of nodes on which a token's experts are: [..., k] -> [...]. `num_experts` is no expert."""
+    node = expert.div(num_experts // num_nodes, rounding_mode="floor")
+    return F.one_hot(node, num_nodes + 1)[..., :num_nodes].amax(-2).sum(-1)
+
+
+def choose_experts(
+    logits: Tensor, probs: Tensor, options: MoEConfig, bias: Tensor | None = None, draw: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return each token's experts and their weights, [..., k], by the options: `token_choice` and its restrictions.
+
+    bias  [E]  added to the probabilities, for the choice alone    draw  [...]  None, or `random_second`'s numbers
+    """
+    affinity = (probs if bias is None else probs + bias).detach()
+    scores = logits.detach() if bias is None else affinity
+    if options.nodes_per_token is not None:
+        nodes = options.expert_nodes, options.nodes_per_token
+        scores = scores.masked_fill(~on_best_nodes(affinity, options.top_k, *nodes), -math.inf)
+    expert, weight = token_choice(probs, scores, options.top_k)
+    if draw is not None:
+        expert = random_second(expert, weight, draw, options.num_experts)
+    return expert, weight
 
 
 def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None = None) -> Tensor:

@@ -13,6 +13,8 @@ unless sequence parallelism shards them by tokens. The same count for this model
 A key/value head that several ranks share counts on each of them. RoPE's cosines and sines add T * head_dim per layer,
 whatever the batch. So with D_kv = D and F = 4 D: D (6 + 20/tp), and 26 D/tp with sequence parallelism.
 
+A parallel block has one norm, whose output is the input of all five matrices, and one dropout: half of these two lines.
+
 With attention="plain" the attention line is (4 D + H T)/tp instead: q, repeated keys and values, the output and the
 probabilities; and the causal mask adds T*T bytes. Korthikanti's 5as/h counts these probabilities, which fused attention
 does not keep (nor does their "selective recomputation").
@@ -42,12 +44,12 @@ def layer_activation_bytes(
     """
     all_tokens = batch * tokens
     local_tokens = all_tokens // tp if sequence_parallel else all_tokens
-    plain = config.attention == "plain"
+    plain, halves = config.attention == "plain", 1 if config.parallel_block else 2
     return {
-        "norms": 2 * (3 * config.dim + 1) * local_tokens * dtype.itemsize,
+        "norms": halves * (3 * config.dim + 1) * local_tokens * dtype.itemsize,
         "attention": attention_elems(config, tokens, tp) * all_tokens * dtype.itemsize,
         "mlp": 4 * config.hidden_dim // tp * all_tokens * dtype.itemsize,
-        "dropouts": 2 * config.dim * local_tokens if config.dropout else 0,
+        "dropouts": halves * config.dim * local_tokens if config.dropout else 0,
         "positions": tokens * config.head_dim * dtype.itemsize + (tokens * tokens if plain else 0),
     }
 

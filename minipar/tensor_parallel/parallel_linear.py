@@ -146,8 +146,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = autograd.split(self.comm, x, dim=-1)
-        y = self._sum_over_ranks(x)
-        return y if self.bias is None else y + self._bias_with_summed_gradient()
+        return self.add_bias(self._sum_over_ranks(x))
 
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         if self.sequence_parallel and self.chunked:
@@ -157,6 +156,22 @@ class RowParallelLinear(nn.Module):
             return reduce_scatter_tokens(self.comm, term)
         return autograd.all_reduce(self.comm, term)
 
-    def _bias_with_summed_gradient(self) -> Tensor:
+    def add_bias(self, y: Tensor) -> Tensor:
+        if self.bias is None:
+            return y
         # Under sequence parallelism b is added to this rank's tokens only: the copy operator sums its gradient over ranks.
-        return autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias
+        return y + (autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias)
+
+
+def sum_together(layers: Sequence[RowParallelLinear], xs: Sequence[Tensor]) -> Tensor:
+    """Add up several row-parallel layers, each of its own input, with one sum over ranks for all.
+
+    Under sequence parallelism the sum is one reduce-scatter, whole where `chunked` too.
+    """
+    first = layers[0]
+    term = sum(linear(x, layer.weight, None, layer.deferred) for layer, x in zip(layers, xs))
+    summed = reduce_scatter_tokens if first.sequence_parallel else autograd.all_reduce
+    y = summed(first.comm, term)
+    for layer in layers:
+        y = layer.add_bias(y)
+    return y

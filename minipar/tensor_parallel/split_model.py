@@ -3,6 +3,7 @@
     embedding            rows                                   one all-reduce forward
     attention            q, k, v by heads; o to match           one all-reduce forward, one backward
     mlp                  gate, up by features; down to match    one all-reduce forward, one backward
+    parallel block       attention and mlp as above, together   one all-reduce forward, one backward
     experts              each expert like an mlp                one all-reduce forward, two backward
     head                 rows; the loss over split logits       one all-reduce backward
     norms                whole on every rank
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.errors import one_of
@@ -35,6 +36,7 @@ from minipar.tensor_parallel.parallel_linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     project_together,
+    sum_together,
 )
 from minipar.tensor_parallel.sequence import (
     SequenceParallelDropout,
@@ -68,8 +70,9 @@ def tensor_parallel(
     tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`.
 
     Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, whose backward gathers the
-    inputs of column-parallel matrices again, 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. Where tp
-    exceeds the key/value heads, the ranks that share a head sum its gradients.
+    inputs of column-parallel matrices again, 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. With
+    `parallel_block`, half of each, where the layer has no experts: 4, 5 and D. Where tp exceeds the key/value heads, the
+    ranks that share a head sum its gradients.
     Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
     without `sequence_parallel`, a block holds a layer that cannot be split, or the model is already in data parallelism.
     """
@@ -122,6 +125,8 @@ def shard_block(block: Block, plan: TensorParallelPlan) -> None:
     """Replace each layer of a block by this rank's shard of it."""
     for name, layer in list(block.named_children()):
         setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
+    if block.mlp_norm is None and isinstance(block.mlp, SwiGLU):
+        block.overrides.attention_and_mlp = partial(attention_and_mlp, block.attention, block.mlp)
     if plan.sequence_parallel:
         block.overrides.dropout = SequenceParallelDropout(block, plan.comm)
 
@@ -147,6 +152,14 @@ def shard_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
     mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
     mlp.overrides.project_gate_up = partial(project_together, (mlp.gate, mlp.up))
     return mlp
+
+
+def attention_and_mlp(attention: Attention, mlp: SwiGLU, x: Tensor, positions: Tensor) -> Tensor:
+    """Compute attention(x) + mlp(x) of one input with one sum over ranks forward and one, of dx, backward."""
+    columns = (attention.q, attention.k, attention.v, mlp.gate, mlp.up)
+    q, k, v, gate, up = project_together(columns, x)
+    terms = attention.attend(q, k, v, positions), mlp.activate(gate, up)
+    return sum_together((attention.o, mlp.down), terms)
 
 
 def shard_norm(norm: RMSNorm, plan: TensorParallelPlan) -> nn.Module:

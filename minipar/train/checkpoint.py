@@ -61,9 +61,9 @@ class Saver:
     deadline_s  how long a save may take
 
     `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU:
-    that copy is all the memory it takes. A thread of each rank then writes, and one of rank 0 adds the manifest. Threads send
-    nothing: between steps, `look` all-reduces how far they are, 24 bytes, until all are done. So a slow disk holds up nobody,
-    and a rank that cannot write says so itself, while the others say which rank it was.
+    that copy is all the memory it takes. A thread of each rank then writes, one of rank 0 adds the manifest; threads send
+    nothing. Between steps, `look` all-reduces how far they are, 24 bytes, until all are done. So a slow disk holds up
+    nobody, and a rank that cannot write says so itself, while the others say which rank it was.
     `look`, `save` and `finish` are collective, and raise the error of a failed save: RuntimeError on the rank that
     failed, PeerLost on the others, TimeoutError on all after `deadline_s`.
     """

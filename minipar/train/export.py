@@ -67,6 +67,10 @@ def llama_config(config: ModelConfig) -> dict:
         raise ValueError(
             f"num_experts={config.num_experts}: a Llama has no experts; export under minipar's names"
         )
+    if config.parallel_block:
+        raise ValueError(
+            "parallel_block=True: a Llama's MLP has a norm of its own; export under minipar's names"
+        )
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -7,9 +7,10 @@ N tokens (over all its microbatches) sends per step:
     tp          4 all-reduces of N*D*e bytes per layer, 1 for the embedding, 1 for the head     8(t-1)/t N*D*e per layer
     gradients   one all-reduce, over dp x cp, of the rank's dense parameters; over edp, of its experts
 
-With sequence_parallel, the backward all-gathers the input of each column-parallel product again, half an all-reduce:
-twice per layer, and once for the head. recompute="full" repeats a layer's forward all-reduces, except the last one where
-no dropout follows it; "every:N" repeats them, too, except the last one of a unit.
+A parallel block (model.parallel_block) without experts has 2 all-reduces, not 4. With sequence_parallel, the backward
+all-gathers the input of each column-parallel product again, half an all-reduce: twice per layer (a parallel block: once),
+and once for the head. recompute="full" repeats a layer's forward all-reduces, except the last one where no dropout follows
+it; "every:N" repeats them, too, except the last one of a unit.
 
 In every layer the ranks wait for tp's messages; they need the gradients' only when the step ends. So tp belongs inside a
 node.
@@ -76,12 +77,19 @@ def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:
     mesh, model = mesh_without_comm(mesh_sizes), config.model
     tokens = config.batch_size * config.seq_len // (mesh.sizes["dp"] * mesh.sizes["cp"])
     itemsize, split = config.torch_dtype.itemsize, config.sequence_parallel
-    sums = model.num_layers * (4 + split) + _sums_again(config, mesh.sizes["pp"]) + 2 + 0.5 * split
+    halves = _halves(model)
+    sums = halves * (2 + split / 2) + _sums_again(config, mesh.sizes["pp"]) + 2 + 0.5 * split
     routed = model.top_k * sum(model.has_experts(layer) for layer in range(model.num_layers))
-    norms = split * (2 * model.num_layers + 1) * config.microbatches
+    norms = split * ((1 if model.parallel_block else 2) * model.num_layers + 1) * config.microbatches
     elems = (sums * tokens + norms) * model.dim + routed * tokens
     num_bytes = elems * itemsize + 3 * tokens * max(4, itemsize)
     return _sum(mesh.sizes["tp"], num_bytes) / mesh.sizes["pp"]
+
+
+def _halves(model) -> int:
+    """The forward's all-reduces over all layers: attention's and the MLP's, or a parallel block's one."""
+    shared = sum(model.parallel_block and not model.has_experts(layer) for layer in range(model.num_layers))
+    return 2 * model.num_layers - shared
 
 
 def _sums_again(config, pp: int) -> float:
@@ -91,7 +99,9 @@ def _sums_again(config, pp: int) -> float:
         return 0
     layers = config.model.num_layers
     units = pp * ceil(layers / pp / every)
-    return 2 * layers - units * (0 if config.model.dropout else 0.5 if config.sequence_parallel else 1)
+    return _halves(config.model) - units * (
+        0 if config.model.dropout else 0.5 if config.sequence_parallel else 1
+    )
 
 
 def gradient_bytes(config, mesh_sizes: dict[str, int]) -> tuple[float, float]:

@@ -120,6 +120,16 @@ def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
     return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
 
 
+def _bucket_sizes(config: TrainConfig) -> dict[str, float]:
+    """ZeRO's bucket sizes. LAMB sums norms over tp bucket by bucket, so a bucket must hold the same parameters on each.
+
+    Where tp cuts the vocabulary unevenly, ranks would fill buckets differently: then one bucket holds all.
+    """
+    if config.optimizer == "lamb" and config.model.vocab_size % config.tp:
+        return {"bucket_mb": 2.0**20, "first_bucket_mb": 2.0**20}
+    return {"bucket_mb": config.bucket_mb}
+
+
 def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
     """The pipeline's modules and the optimizer: `zero` decides which of the 16 bytes per parameter a rank keeps."""
     sum_over = gradient_comm(mesh)
@@ -132,7 +142,7 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
             sum_over,
             config.zero,
             reduce="sum",
-            bucket_mb=config.bucket_mb,
+            **_bucket_sizes(config),
             master_dtype=config.torch_master_dtype,
             reduce_dtype=config.torch_reduce_dtype,
             compress=gradient_compressor(config),

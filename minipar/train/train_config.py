@@ -79,9 +79,9 @@ class TrainConfig:
     ep_node_size: int | None = option(
         None, "send tokens to experts in two levels, inside nodes of so many ep ranks, then across", "mesh"
     )
-    algorithm: Literal["auto", "ring", "halving_doubling", "doubling", "tree", "hierarchical", "native"] = (
-        option("auto", "of every collective that has it; auto chooses by size, native is torch's own", "mesh")
-    )
+    algorithm: Literal[
+        "auto", "ring", "halving_doubling", "doubling", "tree", "double_tree", "hierarchical", "bruck", "native"
+    ] = option("auto", "of every collective that has it; auto chooses by size, native is torch's own", "mesh")  # fmt: skip
 
     compress: MethodName = option(
         "none",

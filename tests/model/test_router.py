@@ -1,14 +1,18 @@
 """Who wins a place in an expert: the better score, and among scores equal but for rounding the earlier token."""
 
+import math
+from itertools import combinations
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import MoE
+import minipar
+from minipar.model import MoE, MoEConfig
 from minipar.model import router as router_module
 from minipar.model.groups import RoutingGroups
-from minipar.model.router import TIE_TOLERANCE, expert_choice, tie_ranks, token_choice
+from minipar.model.router import TIE_TOLERANCE, expert_choice, nodes_used, tie_ranks, token_choice
 from tests.strategies import seeds
 
 CROWDED = [dict(router="expert_choice"), dict(drop_order="weight"), dict(drop_order="weight", top_k=2)]
@@ -102,3 +106,99 @@ def test_jitter_and_noise_differ_between_layers():
         )
         first.train(), second.train()
         assert not torch.equal(first.router(x, indices, samples), second.router(x, indices, samples))
+
+
+def test_the_second_expert_is_used_with_twice_its_weight_as_the_probability():
+    """Of 40,000 tokens of one distribution; in evaluation always. Left out, it takes no place and no load."""
+    logits = torch.tensor([2.0, 0.5, -1.0, -1.5], dtype=torch.float64).expand(1, 40_000, 4)
+    moe = MoE(4, 3, 4, top_k=2, capacity_factor=None, random_second=True).double()
+    indices, samples = torch.arange(40_000), torch.arange(1)
+    draw = moe.router.draw_second(indices, samples, step=3)
+    routing = moe.route(logits, RoutingGroups(1, 40_000, 40_000), draw)
+    p = 2 / (1 + math.exp(1.5))
+    used = routing.kept[:, 1].double()
+    assert abs(used.mean() - p) < 5 * math.sqrt(p * (1 - p) / 40_000)
+    assert routing.load.tolist() == [[40_000, int(used.sum()), 0, 0]]
+    assert torch.equal(routing.expert[:, 1] == 1, routing.kept[:, 1])
+    assert moe.eval()(torch.randn(1, 8, 4, dtype=torch.float64))[1].load.sum() == 16
+
+
+def test_equal_weights_use_both_experts_and_the_draw_follows_sample_index_and_step():
+    moe = MoE(4, 3, 4, top_k=2, capacity_factor=None, random_second=True).double()
+    torch.nn.init.zeros_(moe.router.weight)
+    assert moe(torch.randn(2, 64, 4, dtype=torch.float64))[1].load.tolist() == [128, 128, 0, 0]
+    whole = moe.router.draw_second(torch.arange(6), torch.arange(4), step=1)
+    part = moe.router.draw_second(torch.arange(3, 6), torch.tensor([2]), step=1)
+    assert torch.equal(whole[2:3, 3:], part)
+    assert not torch.equal(whole, moe.router.draw_second(torch.arange(6), torch.arange(4), step=2))
+
+
+@given(seed=seeds, data=st.data())
+def test_a_token_uses_the_best_experts_of_its_best_nodes(seed, data):
+    nodes, each = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    limit, E = data.draw(st.integers(1, nodes)), nodes * each
+    k = data.draw(st.integers(1, limit * each))
+    options = dict(top_k=k, capacity_factor=None, expert_nodes=nodes, nodes_per_token=limit)
+    logits = torch.randn(1, 8, E, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    expert = MoE(4, 3, E, **options).double().route(logits, RoutingGroups(1, 8, 8)).expert
+    assert nodes_used(expert, E, nodes).max() <= min(k, limit)
+    for token, probs in zip(expert.tolist(), logits.softmax(-1)[0].tolist()):
+        on = [probs[n * each : (n + 1) * each] for n in range(nodes)]
+        goodness = [sum(sorted(p, reverse=True)[: math.ceil(k / limit)]) for p in on]
+        best = sorted(range(nodes), key=lambda n: -goodness[n])[:limit]
+        assert token == sorted((e for e in range(E) if e // each in best), key=lambda e: -probs[e])[:k]
+
+
+@pytest.mark.parametrize(("E", "nodes", "k"), [(8, 4, 2), (8, 2, 3), (6, 3, 4), (4, 4, 1)])
+def test_without_a_limit_experts_are_on_as_many_nodes_as_the_formula_says(E, nodes, k):
+    every = torch.tensor(list(combinations(range(E), k)))
+    want = nodes * (1 - math.comb(E - E // nodes, k) / math.comb(E, k))
+    assert nodes_used(every, E, nodes).double().mean().item() == pytest.approx(want)
+    assert nodes_used(torch.full((1, k), E), E, nodes).item() == 0
+
+
+def copies_sent(world, x, expert, num_experts) -> tuple[int, int]:
+    """Bytes of a dispatch that copies this rank's tokens once to each other rank, here a node; and what was received."""
+    rank_of = expert // (num_experts // world.size)
+    copies = [x[(rank_of == rank).any(1)] for rank in range(world.size)]
+    sizes = world.all_gather(torch.tensor([len(c) for c in copies])).view(world.size, world.size)
+    before = world.traffic.sent_bytes
+    world.all_to_all(torch.cat(copies), sizes[world.rank].tolist(), sizes[:, world.rank].tolist())
+    return world.traffic.sent_bytes - before, int(sizes[:, world.rank].sum())
+
+
+def sent_between_nodes(world, limit) -> tuple[int, int, int]:
+    """(bytes sent, bytes by the count of nodes, most rows a token may send) of 16 tokens with 2 of 8 experts."""
+    options = {} if limit is None else dict(expert_nodes=world.size, nodes_per_token=limit)
+    moe = MoE(4, 3, 8, top_k=2, capacity_factor=None, **options).double()
+    x = torch.randn(16, 4, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64)
+    logits = 3 * torch.randn(1, 16, 8, generator=torch.Generator().manual_seed(7 + world.rank)).double()
+    expert = moe.route(logits, RoutingGroups(1, 16, 16)).expert
+    home = (expert // (8 // world.size) == world.rank).any(1)
+    rows = int((nodes_used(expert, 8, world.size) - home.long()).sum())
+    return copies_sent(world, x, expert, 8)[0], rows * 4 * 8, 16 * min(2, limit or 2) * 4 * 8
+
+
+def test_a_copy_for_each_node_sends_the_rows_of_the_nodes_used_and_fewer_under_a_limit():
+    totals = []
+    for limit in (None, 1):
+        counts = minipar.run(sent_between_nodes, limit, world_size=4, timeout_s=10)
+        assert all(sent == counted <= most for sent, counted, most in counts)
+        totals.append(sum(sent for sent, *_ in counts))
+    assert totals[1] < totals[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(random_second=True, top_k=1), "random_second=True with top_k=1 .*; use top_k=2"),
+        (dict(expert_nodes=2), "expert_nodes=2 with nodes_per_token=None: use both, or neither"),
+        (dict(expert_nodes=3, nodes_per_token=1), "expert_nodes=3 does not divide num_experts=4"),
+        (dict(expert_nodes=4, nodes_per_token=1, top_k=2), "nodes_per_token=1: top_k=2 .*; use 2 to 4"),
+        (dict(expert_nodes=2, nodes_per_token=3), "nodes_per_token=3: .*; use 1 to 2"),
+        (dict(expert_nodes=2, nodes_per_token=1, router="expert_choice"), "leave it out"),
+    ],
+)
+def test_restrictions_that_cannot_be_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        MoEConfig(num_experts=4, **options)

@@ -213,3 +213,13 @@ def test_cross_entropy_takes_any_leading_shape():
 def test_misuse_is_refused_with_what_would_work(misuse, says):
     with pytest.raises(ValueError, match=says):
         misuse(Transformer(CONFIG))
+
+
+def test_a_parallel_block_adds_attention_and_mlp_of_one_norm():
+    block = Block(ModelConfig(**SIZES, parallel_block=True), layer=1, seed=3).double()
+    x, positions, sample_ids = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5), torch.arange(2)
+    h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * block.attention_norm.weight
+    hidden = torch.nn.functional.silu(h @ block.mlp.gate.weight.T) * (h @ block.mlp.up.weight.T)
+    want = x + block.attention(h, positions) + hidden @ block.mlp.down.weight.T
+    assert_equal_to(block(x, positions, sample_ids), want, what="y")
+    assert "mlp_norm.weight" not in block.state_dict()

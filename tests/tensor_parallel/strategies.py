@@ -54,6 +54,7 @@ def cases(draw, tp=world_sizes, sequence_parallel=None):
         tie_embeddings=draw(st.booleans()),
         dropout=draw(st.sampled_from([0.0, 0.3])),
         attention=draw(st.sampled_from(["fused", "plain"])),
+        parallel_block=draw(st.booleans()),
     )
     sequence_parallel = draw(st.booleans()) if sequence_parallel is None else sequence_parallel
     return Case(

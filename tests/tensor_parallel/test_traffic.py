@@ -45,6 +45,7 @@ def shared_heads_bytes(case: Case) -> int:
 
 # A layer sums B*T*D elements so many times; a gather or a scatter is half a sum. With sequence parallelism the inputs of
 # the column-parallel matrices are gathered once more. A recomputed forward that stops early skips its last sum.
+# A parallel block sums, gathers and scatters half as often; of a recomputed forward, its only sum is the last one.
 TIMES = {
     (False, "none"): 4,
     (False, "stops early"): 5,
@@ -52,6 +53,14 @@ TIMES = {
     (True, "none"): 5,
     (True, "stops early"): 6.5,
     (True, "whole"): 7,
+}
+TIMES_PARALLEL = {
+    (False, "none"): 2,
+    (False, "stops early"): 2,
+    (False, "whole"): 3,
+    (True, "none"): 2.5,
+    (True, "stops early"): 3,
+    (True, "whole"): 3.5,
 }
 
 
@@ -62,10 +71,11 @@ def test_a_layer_sends_what_the_formula_says(case):
     for recompute in ("none", "stops early", "whole"):
         # A dropout mask is kept after the last sum, so nothing stops before it.
         reached = "whole" if recompute == "stops early" and config.dropout else recompute
-        halves = int(2 * TIMES[case.sequence_parallel, reached])
+        times = TIMES_PARALLEL if config.parallel_block else TIMES
+        halves = int(2 * times[case.sequence_parallel, reached])
         want = halves * ring_bytes(whole, case.tp) // 2 + shared_heads_bytes(case)
         if case.sequence_parallel:
-            want += 2 * ring_bytes(config.dim, case.tp)
+            want += (1 if config.parallel_block else 2) * ring_bytes(config.dim, case.tp)
         assert minipar.run(layer_bytes, case, recompute, world_size=case.tp, timeout_s=10) == [want] * case.tp
 
 
@@ -82,14 +92,15 @@ def step_bytes(world, case: Case) -> int:
 def test_a_step_sends_its_layers_its_ends_and_its_loss(case):
     config, tp, targets = case.config, case.tp, case.batch * case.length
     sums = ring_bytes(targets * config.dim, tp)
-    layers = config.num_layers * (4 * sums + shared_heads_bytes(case))
+    halves = 1 if config.parallel_block else 2
+    layers = config.num_layers * (2 * halves * sums + shared_heads_bytes(case))
     ends = 2 * sums  # the embedding forward, the head backward
     loss = ring_bytes(targets, tp) + ring_bytes(2 * targets, tp)
     regathers = norms = 0
     if case.sequence_parallel:
         # Each all-reduce is now two halves in two places; the head's input, too, is gathered again.
-        regathers = (2 * config.num_layers + 1) * sums // 2
-        norms = (2 * config.num_layers + 1) * ring_bytes(config.dim, tp)
+        regathers = (halves * config.num_layers + 1) * sums // 2
+        norms = (halves * config.num_layers + 1) * ring_bytes(config.dim, tp)
     want = layers + ends + loss + regathers + norms
     assert minipar.run(step_bytes, case, world_size=tp, timeout_s=10) == [want] * tp
 
@@ -114,3 +125,24 @@ def test_a_copy_operator_per_matrix_would_send_more(tp):
         return comm.traffic.sent_bytes - before
 
     assert minipar.run(with_three_copies, world_size=tp, timeout_s=10) == [7 * sums] * tp
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_parallel_block_that_shared_no_sum_would_send_twice_as_much(shared):
+    config = ModelConfig(
+        vocab_size=8, dim=16, num_layers=1, num_heads=2, hidden_dim=8, parallel_block=True, num_kv_heads=2
+    )
+    case = Case(config, 2, False, 1, 2, seed=0)
+
+    def sent(world) -> int:
+        model = tensor_parallel(case.model(), world, algorithm="ring")
+        comm, block = model.overrides.output.comm, model.layers["0"]
+        if not shared:
+            block.overrides.attention_and_mlp = None
+        x = torch.randn(1, 2, config.dim, dtype=torch.float64, requires_grad=True)
+        before = comm.traffic.sent_bytes
+        block(x, torch.arange(2), torch.arange(1)).sum().backward()
+        return comm.traffic.sent_bytes - before
+
+    sums = ring_bytes(2 * config.dim, 2)
+    assert minipar.run(sent, world_size=2, timeout_s=10) == [(2 if shared else 4) * sums] * 2

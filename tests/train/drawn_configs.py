@@ -94,7 +94,19 @@ def _draw(rng: Random, axes: dict[str, int], schedule: str, experts: bool, token
         cp_attention=cp_attention,
         cp_ulysses=pick(divisors(axes["cp"])) if cp_attention == "usp" else 1,
         ep_node_size=pick([None, *divisors(data)]) if experts else None,
-        algorithm=pick(["auto", "ring", "halving_doubling", "doubling", "tree", "hierarchical", "native"]),
+        algorithm=pick(
+            [
+                "auto",
+                "ring",
+                "halving_doubling",
+                "doubling",
+                "tree",
+                "double_tree",
+                "hierarchical",
+                "bruck",
+                "native",
+            ]
+        ),
         recompute=recompute,
         partition_activations=partial and chance(0.5),
         offload_activations=chance(0.2) and compiled == "none",
@@ -134,7 +146,7 @@ def _draw_model(rng: Random, seq_len: int, experts: bool, mixed: bool) -> ModelC
         room = [0.1, 0.5, 1.0, 1.25, 2.0, 8.0] + ([None] if router != "expert_choice" else [])
         options = dict(
             num_experts=num_experts,
-            top_k=rng.randint(1, num_experts),
+            top_k=pick([min(2, num_experts), rng.randint(1, num_experts)]),
             capacity_factor=pick(room),
             group_tokens=pick([None, 1, 2, 3, 4, 8]),
             router=router,
@@ -146,8 +158,15 @@ def _draw_model(rng: Random, seq_len: int, experts: bool, mixed: bool) -> ModelC
             shared_dim=pick([0, 0, 8, 12, 24]),
             moe_every=pick([1, 2, 3]),
         )
+        if router != "expert_choice":
+            options["random_second"] = options["top_k"] == 2 and chance(0.7)
+            if chance(0.4):
+                nodes = pick(divisors(num_experts))
+                least = -(-options["top_k"] * nodes // num_experts)
+                options |= dict(expert_nodes=nodes, nodes_per_token=rng.randint(least, nodes))
         if mixed:  # rounding would change who is served, by as much of a gradient as an expert has few tokens
-            options |= dict(top_k=num_experts, capacity_factor=None, router="top_k")
+            options |= dict(top_k=num_experts, capacity_factor=None, router="top_k", random_second=False)
+            options |= dict(expert_nodes=None, nodes_per_token=None)
     return ModelConfig(
         vocab_size=pick([256, 257, 260, 264, 300]),
         dim=num_heads * pick([2, 4, 6]),
@@ -161,5 +180,6 @@ def _draw_model(rng: Random, seq_len: int, experts: bool, mixed: bool) -> ModelC
         dropout=pick([0.0, 0.1, 0.5]),
         attention=pick(["fused", "plain", "flash"]),
         documents=chance(0.2),
+        parallel_block=chance(0.3),
         **options,
     )

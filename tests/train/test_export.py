@@ -9,8 +9,9 @@ from safetensors import safe_open
 
 import minipar
 from minipar.mesh import Placement
+from minipar.model import ModelConfig
 from minipar.train.checkpoint import Saver, StoredPart
-from minipar.train.export import export_model, full_parameters
+from minipar.train.export import export_model, full_parameters, llama_config
 from minipar.train.restore import Checkpoint, newest_whole
 
 
@@ -52,3 +53,10 @@ def test_a_model_is_exported_a_tensor_at_a_time(stored, tmp_path, monkeypatch):
 def test_a_folder_is_not_a_file_to_export_to(stored, tmp_path):
     with pytest.raises(ValueError, match=r"is a folder; give a file, such as .*model\.safetensors"):
         export_model(stored, tmp_path)
+
+
+def test_a_parallel_block_is_no_llama():
+    with pytest.raises(
+        ValueError, match="parallel_block=True: a Llama's MLP has a norm of its own; export under"
+    ):
+        llama_config(ModelConfig(parallel_block=True))

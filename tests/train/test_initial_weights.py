@@ -171,6 +171,8 @@ def test_sizes_come_from_the_folder_unless_they_were_given(llama, tmp_path):
         TrainConfig(init=folder, seq_len=32, model=ModelConfig(dim=64))
     with pytest.raises(ValueError, match=r"init=.* is a Llama, and num_experts=4: it has none; use 0"):
         TrainConfig(init=folder, seq_len=32, moe=4)
+    with pytest.raises(ValueError, match=r"init=.* is a Llama, and parallel_block=True: .*; leave it out"):
+        TrainConfig(init=folder, seq_len=32, model=ModelConfig(parallel_block=True))
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         TrainConfig(init=tmp_path, seq_len=32)
     with pytest.raises(ValueError, match="seq_len=256 exceeds max_seq_len=64"):

@@ -19,6 +19,7 @@ from minipar.train.verification import table, verify
 from tests.strategies import assert_equal_to
 
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
+PARALLEL = replace(DEFAULTS.model, parallel_block=True)
 CASES = {
     "algorithm": dict(pp=2, dp=2, tp=2, microbatches=2, zero=3, algorithm="native"),
     "hybrid sharding": dict(dp=4, zero=3, replicate=2),
@@ -27,6 +28,10 @@ CASES = {
     "chunks": dict(pp=2, tp=2, sequence_parallel=True, tp_chunked=True, microbatches=2, schedule="zb-h1"),
     "two levels": dict(dp=4, ep=4, ep_node_size=2, model=EXPERTS),
     "padded vocabulary": dict(tp=2, pad_vocab=True, model=replace(DEFAULTS.model, vocab_size=257)),
+    "parallel block": dict(dp=2, tp=2, zero=3, sequence_parallel=True, model=PARALLEL),
+    "parallel block in stages": dict(
+        pp=2, tp=2, microbatches=2, schedule="zb-h1", recompute="full", model=PARALLEL
+    ),
     "lamb": dict(pp=2, dp=2, tp=2, microbatches=2, optimizer="lamb"),
     "lamb of experts": dict(dp=4, ep=2, tp=2, zero=1, optimizer="lamb", model=EXPERTS),
     "lamb of shards": dict(dp=4, zero=3, replicate=2, optimizer="lamb"),

@@ -25,6 +25,7 @@ models = st.builds(
     dropout=st.sampled_from([0.0, 0.2]),
     num_experts=st.sampled_from([0, 4]),
     top_k=st.sampled_from([1, 2]),
+    parallel_block=st.booleans(),
 )
 
 
@@ -44,7 +45,11 @@ def configs(draw) -> TrainConfig:
         replicate=draw(st.sampled_from([1, 1, 2])),
         tp_chunked=draw(st.booleans()),
         ep_node_size=draw(st.sampled_from([None, None, 2])),
-        algorithm=draw(st.sampled_from(["auto", "ring", "halving_doubling", "hierarchical", "native"])),
+        algorithm=draw(
+            st.sampled_from(
+                ["auto", "ring", "halving_doubling", "double_tree", "hierarchical", "bruck", "native"]
+            )
+        ),
         optimizer=draw(st.sampled_from(["adamw", "lamb"])),
         reduce_every=draw(st.sampled_from(["step", "microbatch"])),
         partition_activations=draw(st.booleans()),
@@ -102,7 +107,16 @@ FREED = replace(
 )
 
 
+# LAMB's norms are summed over tp bucket by bucket, and tp cuts this vocabulary unevenly: buckets must agree all the same.
+UNEVEN = replace(
+    DEFAULTS,
+    model=replace(DEFAULTS.model, dim=18, num_heads=3, num_kv_heads=3, hidden_dim=48, vocab_size=260, dropout=0.0),
+    tp=3, pad_vocab=True, zero=1, optimizer="lamb", bucket_mb=0.0272, batch_size=2, steps=2,
+)  # fmt: skip
+
+
 @settings(max_examples=12)
+@example(UNEVEN)
 @example(FREED)
 @example(replace(FREED, dtype="float16", steps=2))
 @example(TIED)

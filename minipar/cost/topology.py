@@ -1,0 +1,185 @@
+"""Links as a graph, and what an all-reduce puts on the busiest of them, by algorithm and by placement of the mesh's axes.
+
+Vertices are ranks (numbers) and what only passes messages on (names of switches, cards, processors). A link has one
+direction and a speed. A message takes the route with the fewest links, of those the widest; no route leads through a rank.
+
+n bytes over k nodes of g ranks with c cards each, c a divisor of g, ranks in order; on a card, in one direction:
+
+    ring              2 (p-1)/p n on one card, nothing on the others
+    hierarchical      2 (k-1)/k n/c on each card
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from minipar.cost.machines import Machine
+from minipar.cost.message_plans import all_reduce_sends
+from minipar.errors import one_of, require_divides, require_positive
+
+Vertex = int | str
+Link = tuple[Vertex, Vertex]
+Route = tuple[Link, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Links between ranks 0 to num_ranks-1.
+
+    speeds          (from, to) -> bytes per second, as pairs; a cable is two links
+    ranks_per_node  consecutive ranks on a node
+
+    Raises ValueError for a speed that is not above 0, and for a rank that there is not.
+    """
+
+    num_ranks: int
+    speeds: tuple[tuple[Link, float], ...]
+    ranks_per_node: int
+
+    def __post_init__(self):
+        require_positive(num_ranks=self.num_ranks, ranks_per_node=self.ranks_per_node)
+        for link, speed in self.speeds:
+            if not speed > 0:
+                raise ValueError(f"the link {_name(link)} has {speed} bytes per second; use a number above 0")
+            for end in link:
+                if isinstance(end, int) and not 0 <= end < self.num_ranks:
+                    raise ValueError(
+                        f"the link {_name(link)} names rank {end}; use 0 to {self.num_ranks - 1}"
+                    )
+
+    def routes(self) -> dict[tuple[int, int], Route]:
+        """Return the links of the way from each rank to each other rank. Raises ValueError where there is no way."""
+        return _routes(self)
+
+
+def cables(num_ranks: int, speeds: Mapping[Link, float], ranks_per_node: int | None = None) -> Topology:
+    """Make a Topology of cables, each with this speed in either direction."""
+    both = tuple((link, speed) for (a, b), speed in speeds.items() for link in ((a, b), (b, a)))
+    return Topology(num_ranks, both, ranks_per_node or num_ranks)
+
+
+def nvswitch_nodes(machine: Machine, num_nodes: int = 1, cards: int | None = None) -> Topology:
+    """Return nodes whose ranks share an NVSwitch; behind each card is a network without limits.
+
+    cards   of a node; None: the machine's. Each serves as many neighbouring ranks. Must divide the ranks of a node.
+    """
+    g, cards = machine.gpus_per_node, machine.cards_per_node if cards is None else cards
+    require_positive(num_nodes=num_nodes)
+    require_divides("cards", cards, "gpus_per_node", g)
+    speeds: dict[Link, float] = {}
+    for rank in range(num_nodes * g):
+        node, place = divmod(rank, g)
+        speeds[rank, f"switch {node}"] = machine.link_bytes_per_s
+        if num_nodes > 1:
+            card = f"card {node}.{place * cards // g}"
+            speeds[rank, card] = speeds[card, "network"] = machine.card_bytes_per_s
+    return cables(num_nodes * g, speeds, g)
+
+
+def pcie_pairs(num_ranks: int = 8, pcie_bytes_per_s: float = 32e9, processor_bytes_per_s: float = 20e9):
+    """Return a node without NVLink: pairs of ranks on a PCIe switch, half of the pairs on each of two processors."""
+    require_positive(num_ranks=num_ranks)
+    if num_ranks % 4:
+        raise ValueError(
+            f"num_ranks={num_ranks}: two processors have as many pairs each; use a multiple of 4"
+        )
+    speeds: dict[Link, float] = {("processor 0", "processor 1"): processor_bytes_per_s}
+    for rank in range(num_ranks):
+        switch = f"pcie {rank // 2}"
+        speeds[rank, switch] = speeds[switch, f"processor {2 * rank // num_ranks}"] = pcie_bytes_per_s
+    return cables(num_ranks, speeds)
+
+
+def axis_groups(sizes: Mapping[str, int], axis: str) -> list[tuple[int, ...]]:
+    """Return the groups of an axis where ranks are numbered with the last axis fastest: dict(pp=2, dp=4, tp=2).
+
+    Raises ValueError for an axis that is not among the sizes.
+    """
+    require_positive(**sizes)
+    if axis not in sizes:
+        raise ValueError(f"axis={axis!r} is none of the mesh's; use {one_of(sizes)}")
+    names, world, stride = list(sizes), 1, 1
+    for name in reversed(names):
+        stride = world if name == axis else stride
+        world *= sizes[name]
+    starts = [rank for rank in range(world) if rank // stride % sizes[axis] == 0]
+    return [tuple(range(start, start + stride * sizes[axis], stride)) for start in starts]
+
+
+class Busiest(NamedTuple):
+    """The link that takes longest for its bytes; None where nothing is sent."""
+
+    link: Link | None
+    num_bytes: int
+    seconds: float
+
+
+def link_bytes(
+    topology: Topology, groups: Sequence[Sequence[int]], algorithm: str, num_bytes: int
+) -> Counter[Link]:
+    """Return the bytes on each link where each group all-reduces `num_bytes`, all at once.
+
+    "hierarchical" takes the members of a group on one node as a level, if they are as many on each and one after the
+    other; else it cuts the group as the library does without knowing nodes. Raises ValueError for a rank that there is not.
+    """
+    routes, load = topology.routes(), Counter()
+    for group in groups:
+        if outside := [rank for rank in group if not 0 <= rank < topology.num_ranks]:
+            raise ValueError(f"rank {outside[0]} of a group is not there; use 0 to {topology.num_ranks - 1}")
+        node_size = members_per_node(group, topology.ranks_per_node)
+        for (a, b), sent in all_reduce_sends(algorithm, len(group), num_bytes, node_size).items():
+            for link in routes[group[a], group[b]]:
+                load[link] += sent
+    return load
+
+
+def busiest_link(topology: Topology, load: Mapping[Link, int]) -> Busiest:
+    """Return the link that takes longest for its bytes, of equal ones the first."""
+    busiest = Busiest(None, 0, 0.0)
+    for link, speed in topology.speeds:
+        if load.get(link, 0) / speed > busiest.seconds:
+            busiest = Busiest(link, load[link], load[link] / speed)
+    return busiest
+
+
+def members_per_node(group: Sequence[int], ranks_per_node: int) -> int | None:
+    """Return how many consecutive members each node has; None if not as many on each, or one, or all on one node."""
+    nodes = [rank // ranks_per_node for rank in group]
+    g = nodes.count(nodes[0])
+    whole = len(nodes) % g == 0 and all(len(set(nodes[i : i + g])) == 1 for i in range(0, len(nodes), g))
+    return g if whole and len(set(nodes)) == len(nodes) // g and 1 < g < len(nodes) else None
+
+
+@cache
+def _routes(topology: Topology) -> dict[tuple[int, int], Route]:
+    leaving: dict[Vertex, list[tuple[Vertex, float]]] = {}
+    for (a, b), speed in topology.speeds:
+        leaving.setdefault(a, []).append((b, speed))
+    found = {}
+    for source in range(topology.num_ranks):
+        reached: dict[Vertex, tuple[float, Route]] = {source: (float("inf"), ())}
+        frontier: list[Vertex] = [source]
+        while frontier:
+            farther: dict[Vertex, tuple[float, Route]] = {}
+            for here in frontier:
+                width, route = reached[here]
+                for there, speed in leaving.get(here, []):
+                    wide = min(width, speed)
+                    if there not in reached and wide > farther.get(there, (0.0, ()))[0]:
+                        farther[there] = (wide, (*route, (here, there)))
+            reached |= farther
+            frontier = [vertex for vertex in farther if not isinstance(vertex, int)]
+        for rank in range(topology.num_ranks):
+            if rank not in reached:
+                raise ValueError(f"no route leads from rank {source} to rank {rank}; add links, or a switch")
+            if rank != source:
+                found[source, rank] = reached[rank][1]
+    return found
+
+
+def _name(link: Link) -> str:
+    return f"from {link[0]} to {link[1]}"

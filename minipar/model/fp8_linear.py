@@ -1,0 +1,139 @@
+"""Linear layers with 8-bit inputs, emulated: numbers are rounded to fp8 and back, and multiplied in their own dtype.
+
+    e4m3   4 bits of exponent, 3 of mantissa   largest 448      inputs and weights
+    e5m2   5 bits of exponent, 2 of mantissa   largest 57344    gradients, which differ more in size
+
+fp8 reaches over few sizes, so numbers are scaled before: the largest, `amax`, becomes the format's largest. Whose amax:
+
+    current   of the tensor itself: it must be read twice, once for the amax
+    delayed   the largest of the last calls, so that it is known before; a sudden larger number is cut off
+    block     of each block of the tensor: a large number costs the precision of its own block alone
+
+For one process: on a mesh the amax of a split tensor would have to be taken over its ranks for equal numbers.
+Source: FP8 Formats for Deep Learning, arXiv:2209.05433; DeepSeek-V3, arXiv:2412.19437, section 3.3 (blocks).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minipar.errors import one_of, require_positive
+from minipar.model.deferrable_linear import Linear
+
+FORMATS = MappingProxyType({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2})
+Scaling = Literal["current", "delayed", "block"]
+
+
+def round_to_fp8(x: Tensor, kind: str, amax: Tensor) -> Tensor:
+    """Return the fp8 numbers nearest to x, in x's dtype, where amax is scaled to the format's largest number.
+
+    x     any shape
+    amax  broadcast against x; 0 is left unscaled
+
+    What is larger than amax becomes amax. The error is at most 1/16 of a number (e4m3; e5m2: 1/8), or half the format's
+    smallest number, 2^-9 amax/448 (e5m2: 2^-16 amax/57344), whichever is larger.
+    """
+    dtype = FORMATS[kind]
+    largest = torch.finfo(dtype).max
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    amax = torch.where(amax > 0, amax, largest).to(wide.dtype)
+    scaled = (wide * (largest / amax)).clamp(-largest, largest)
+    return (scaled.to(dtype).to(wide.dtype) * (amax / largest)).to(x.dtype)
+
+
+def round_blocks_to_fp8(x: Tensor, kind: str, rows: int, columns: int) -> Tensor:
+    """Return x [N, D] rounded to fp8, each block of `rows` x `columns` by its own amax; blocks at the ends are smaller.
+
+    A scale of 4 bytes per block: 4 / (rows * columns) bytes per number more.
+    """
+    padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [N/rows, rows, D/columns, columns]
+    rounded = round_to_fp8(blocks, kind, blocks.abs().amax((1, 3), keepdim=True))
+    return rounded.flatten(2).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+
+
+class Rounding:
+    """How one input of a product is rounded, call after call. An object of its own for x, for w and for dy.
+
+    kind     e4m3 or e5m2
+    scaling  current, delayed or block
+    history  with delayed: how many calls an amax counts for; the first call, without history, uses its own
+    block    (rows, columns) of a block
+    """
+
+    def __init__(self, kind: str, scaling: Scaling, history: int, block: tuple[int, int]):
+        self.kind, self.scaling, self.block = kind, scaling, block
+        self.amaxes: deque[Tensor] = deque(maxlen=history)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, D]"""
+        if not x.numel():
+            return x
+        if self.scaling == "block":
+            return round_blocks_to_fp8(x, self.kind, *self.block)
+        amax = x.detach().abs().amax()
+        if self.scaling == "current":
+            return round_to_fp8(x, self.kind, amax)
+        known = torch.stack(tuple(self.amaxes)).amax() if self.amaxes else amax
+        self.amaxes.append(amax)
+        return round_to_fp8(x, self.kind, known)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, round_x, round_w, round_dy):
+        rows, w = round_x(x.reshape(-1, x.shape[-1])), round_w(weight)
+        ctx.save_for_backward(rows, w)
+        ctx.round_dy, ctx.shape = round_dy, x.shape
+        return (rows @ w.t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, w = ctx.saved_tensors
+        dy = ctx.round_dy(dy.reshape(-1, dy.shape[-1]))
+        return (dy @ w).view(ctx.shape), dy.t() @ rows, None, None, None
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer without bias whose products have inputs of 8 bits: y = fp8(x) fp8(w)^T.
+
+    x  [..., D]    w  [F, D], kept in its own dtype    y  [..., F]
+
+    backward   dx = fp8(dy) fp8(w)        [..., D]
+               dw = fp8(dy)^T fp8(x)      [F, D]       the x and w of the forward, dy in e5m2
+
+    Blocks are 1 x `block` of x and dy (a row is a token), and `block` x `block` of w, as DeepSeek-V3's.
+    Raises ValueError for another scaling, or a history or block that is not positive.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, scaling: Scaling = "delayed", history: int = 16, block: int = 128
+    ):
+        super().__init__()
+        if scaling not in get_args(Scaling):
+            raise ValueError(f"scaling={scaling!r} is unknown; use {one_of(get_args(Scaling))}")
+        require_positive(history=history, block=block)
+        self.weight, tile = weight, (1, block)
+        self.round_x = Rounding("e4m3", scaling, history, tile)
+        self.round_w = Rounding("e4m3", scaling, history, (block, block))
+        self.round_dy = Rounding("e5m2", scaling, history, tile)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Fp8Linear.apply(x, self.weight, self.round_x, self.round_w, self.round_dy)
+
+
+def use_fp8(module: nn.Module, scaling: Scaling = "delayed", history: int = 16, block: int = 128) -> None:
+    """Replace, in place, every `Linear` without bias inside `module` by an `Fp8Linear` of the same weight.
+
+    For the blocks of a model: its head and a mixture's router are best left in their own precision.
+    """
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is Linear and child.bias is None:
+                setattr(parent, name, Fp8Linear(child.weight, scaling, history, block))
