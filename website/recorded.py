@@ -19,6 +19,7 @@ RECORDED = {
     "all-reduce, halving and doubling": ("all_reduce", "halving_doubling"),
     "all-reduce, doubling": ("all_reduce", "doubling"),
     "all-reduce, tree": ("all_reduce", "tree"),
+    "all-reduce, double tree": ("all_reduce", "double_tree"),
     "all-reduce, two levels (nodes of 2)": ("all_reduce", "hierarchical"),
     "reduce-scatter, ring": ("reduce_scatter", "ring"),
     "all-gather, ring": ("all_gather", "ring"),
@@ -90,7 +91,9 @@ def _steps(events: list[list[dict]]) -> dict[tuple[int, int], int]:
 
 def _recorded(world, collective: str, algorithm: str | None):
     p, core = world.size, 1 << (world.size.bit_length() - 1)
-    chunks = 1 if collective == "broadcast" else lcm(p, core) if algorithm == "halving_doubling" else p
+    # Into how many pieces an algorithm cuts the vector, besides p: no chunk may lie in two.
+    pieces = {"halving_doubling": core, "double_tree": 2}.get(algorithm, 1)
+    chunks = 1 if collective == "broadcast" else lcm(p, pieces)
     comm, events = world.using(algorithm) if algorithm else world, []
     transport = comm._transport
     transport.node_size = NODE
