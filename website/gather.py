@@ -16,6 +16,13 @@ HERE = Path(__file__).resolve().parent
 FIRST = {"schedule": "1f1b", "p": 4, "m": 8}
 # where a folder of the checkout is on the site
 PLACES = {"README.md": "index.md", "docs/names.md": "names.md"}
+# Opened from a folder, a browser runs neither modules nor workers: this is no module, so it runs.
+FROM_A_FOLDER = """
+<script>
+if (location.protocol === "file:") document.querySelector("#status").textContent =
+  "From a folder, a browser lets no page start Python: run minipar explore, or serve this folder.";
+</script>
+"""
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -144,7 +151,7 @@ def _interactive(docs: Path) -> None:
         for mark, value in values.items():
             if mark in text:
                 text = text.replace(mark, json.dumps(value()).replace("</", "<\\/"))
-        _write(docs / "interactive" / page.name, text)
+        _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
     shutil.copytree(HERE / "assets", docs / "assets")
 
 

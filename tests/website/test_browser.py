@@ -187,6 +187,19 @@ def test_collectives_and_mesh_follow_their_settings(browser, site_url):
     until(browser, "document.body.dataset.mesh === '8 3'")
 
 
+def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_do(browser):
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    browser.get((SITE / "index.html").as_uri())
+    box = browser.find_element("css selector", "input[name=query]")
+    browser.execute_script("arguments[0].focus()", box)
+    box.send_keys("reduce-scatter")
+    until(browser, "document.querySelectorAll('.md-search-result__item').length")
+    for page in INTERACTIVE:
+        browser.get((SITE / page).as_uri())
+        assert "run minipar explore" in status(browser)
+
+
 @pytest.mark.parametrize(
     "page", ["index.html", "lessons/01_ring_all_reduce.html", "cards.html", *INTERACTIVE]
 )

@@ -31,8 +31,7 @@ function python() {
 
 function failed(reason) {
   document.body.setAttribute("data-python", "failed");
-  const folder = location.protocol === "file:" ? " From a folder, browsers don't let a page start it: run `minipar explore`." : "";
-  say(`Python did not start in this page: ${reason}.${folder}`, true);
+  say(`Python did not start in this page: ${reason}`, true);
 }
 
 export function ask(name, request) {
