@@ -1,4 +1,4 @@
-"""What the interactive pages ask: functions from plain values to plain values, run by Python in the page. Imports no torch.
+"""Answers to the interactive pages: functions from plain values to plain values, run by Python in the page. No torch.
 
 An answer is a dict. Where what was asked cannot be, it is {"error": the reason, in the library's words}, and nothing else.
 """
@@ -125,7 +125,7 @@ def pipeline(request: dict) -> dict:
 
 
 def action(request: dict) -> dict:
-    """What one action needs, who waits for its result, and why it starts when it does."""
+    """The actions that one action needs, and those that wait for its result."""
     timeline = timeline_of(request)
     schedule, asked = timeline.schedule, Action(*request["action"])
     by_result = {output_key(a): a for a in timeline.spans}

@@ -23,7 +23,7 @@ EVERY, RANK, FRACTION = 10, 4, 0.01  # `minipar train`'s defaults
 
 
 class Codec(NamedTuple):
-    """What a method sends and how often it reads or writes each element.
+    """The bytes that a method sends, and how often it reads or writes each element.
 
     sent_bytes  of an element, in each of the two phases; None: powersgd's, which depend on the width
     passes      over a float32 of each element

@@ -1,4 +1,4 @@
-"""Who sends how many bytes to whom in an all-reduce, by algorithm: what `minipar.comm` does, without a rank or torch.
+"""The messages of an all-reduce by algorithm, as (from, to, bytes): what `minipar.comm` does, without a rank or torch.
 
 n bytes over p members of a group, k nodes of g members. Their sums over all members:
 

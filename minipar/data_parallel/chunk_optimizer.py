@@ -17,7 +17,7 @@ SCALAR_STATES = ("step", "eta", "mu", "mu_product")  # states that torch's optim
 
 
 class Chunk(Protocol):
-    """What has a chunk: a `ShardedBucket`, or the flat parameters of FSDP.
+    """The owner of a chunk: a `ShardedBucket`, or the flat parameters of FSDP.
 
     own     [n/p] this rank's part
     shards  parameter -> its part of `own`, with a Placement and, after a backward, a `.grad`

@@ -161,7 +161,7 @@ def refuse_compiled(root: nn.Module, modules: list[tuple[str, nn.Module]]) -> No
 
 
 def refuse_compile(name: str, *_, **__) -> None:
-    """What `compile` of a unit's module is, once it is wrapped."""
+    """Refuse to compile a module that is wrapped: this is its `compile`."""
     raise RuntimeError(
         f"unit {name!r} is wrapped in FSDP, whose hooks torch.compile cannot trace; compile first, and make what "
         "torch.compile(module) returns the unit, or compile modules inside it"

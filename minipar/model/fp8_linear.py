@@ -59,7 +59,7 @@ def round_blocks_to_fp8(x: Tensor, kind: str, rows: int, columns: int) -> Tensor
 
 
 class Rounding:
-    """How one input of a product is rounded, call after call. An object of its own for x, for w and for dy.
+    """The rounding of one input of a product, call after call. An object of its own for x, for w and for dy.
 
     kind     e4m3 or e5m2
     scaling  current, delayed or block

@@ -20,7 +20,7 @@ SHARING_NCCL = (2, 30)  # the first NCCL that can put several ranks of one commu
 
 
 class Machine(NamedTuple):
-    """What decides: the number of GPUs, NCCL's version (None: there is no NCCL), whether ranks may share a GPU."""
+    """The facts that decide: the number of GPUs, NCCL's version (None: there is no NCCL), whether ranks may share a GPU."""
 
     num_gpus: int
     nccl: tuple[int, ...] | None

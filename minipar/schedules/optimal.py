@@ -47,43 +47,24 @@ def optimal(
                   default: one stage per rank
     seconds       of search; what is best by then is returned, with the bound reached
 
-    p = m = 4 takes a second to prove; the time grows exponentially. Raises ImportError without OR-tools, ValueError where
-    p, m or memory_limit is below 1.
+    p = m = 4 takes a second to prove; the time grows exponentially.
+    Raises ValueError where p, m or memory_limit is below 1, nothing was found in time, or OR-tools is not installed.
     """
-    require_positive(p=p, m=m, memory_limit=p if memory_limit is None else memory_limit)
-    from ortools.sat.python import cp_model
-
     costs, limit = costs or Costs(), p if memory_limit is None else memory_limit
+    require_positive(p=p, m=m, memory_limit=limit)
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ValueError("the exact search needs OR-tools; pip install 'minipar[optimal]'") from None
     stage_rank = start.stage_rank if start else tuple(range(p))
     ticks, scale = _in_ticks(costs, stage_rank)
     model = cp_model.CpModel()
-    horizon = 2 * m * sum(ticks.of(op, stage) for op in "FIW" for stage in range(len(stage_rank))) + 2 * sum(
-        ticks.hops
-    )
-    actions = [Action(op, stage, k) for stage in range(len(stage_rank)) for op in "FIW" for k in range(m)]
-    starts = {action: model.new_int_var(0, horizon, str(action)) for action in actions}
-
-    def end(action: Action):
-        return starts[action] + ticks.of(action.op, action.stage)
-
-    for action in actions:
-        for need in needs(action, len(stage_rank)):
-            model.add(starts[action] >= end(need) + hop(ticks.hops, need, action))
-        if action.microbatch:  # microbatches are alike, so some best schedule has them in order
-            model.add(starts[action] >= end(action._replace(microbatch=action.microbatch - 1)))
-    longest = model.new_int_var(0, horizon, "longest own span")
+    starts = _starts(model, stage_rank, m, ticks)
+    longest = model.new_int_var(0, ticks.horizon(m), "longest own span")
     for rank in range(p):
-        own = [action for action in actions if stage_rank[action.stage] == rank]
-        model.add_no_overlap(
-            model.new_fixed_size_interval_var(starts[a], ticks.of(a.op, a.stage), f"interval of {a}")
-            for a in own
+        _constrain_rank(
+            model, [a for a in starts if stage_rank[a.stage] == rank], starts, ticks, limit, longest
         )
-        changes = [(starts[a], 1) for a in own if a.op == "F"] + [(end(a), -1) for a in own if a.op == "W"]
-        model.add_reservoir_constraint(*map(list, zip(*changes)), 0, limit)
-        first = model.new_int_var(0, horizon, f"first start on rank {rank}")
-        model.add_min_equality(first, [starts[a] for a in own if a.op == "F" and a.microbatch == 0])
-        for last in (a for a in own if a.op == "W" and a.microbatch == m - 1):
-            model.add(longest >= end(last) - first)
     if start is not None:
         for action, (begin, _) in simulate(start, costs).spans.items():
             if action in starts:
@@ -91,23 +72,59 @@ def optimal(
     model.minimize(longest)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, workers
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise ValueError(
             f"no schedule of p={p}, m={m}, memory_limit={limit} was found within {seconds:g} s; give it more seconds"
         )
-    ordered = sorted(actions, key=lambda action: solver.value(starts[action]))
+    ordered = sorted(starts, key=lambda action: solver.value(starts[action]))
     found = tuple(tuple(a for a in ordered if stage_rank[a.stage] == rank) for rank in range(p))
     schedule = Schedule(found, stage_rank, m, "optimal")
     return Optimal(schedule, simulate(schedule, costs).longest_own_span, solver.best_objective_bound / scale)
 
 
+def _starts(model, stage_rank, m: int, ticks: _Ticks) -> dict:
+    """A start for every action: after what it needs has arrived, and in the order of microbatches.
+
+    Microbatches are alike, so some best schedule has them in order.
+    """
+    num_stages = len(stage_rank)
+    actions = [Action(op, stage, k) for stage in range(num_stages) for op in "FIW" for k in range(m)]
+    starts = {action: model.new_int_var(0, ticks.horizon(m), str(action)) for action in actions}
+    for action in actions:
+        for need in needs(action, num_stages):
+            model.add(starts[action] >= starts[need] + ticks.of(need) + hop(ticks.hops, need, action))
+        if action.microbatch:
+            before = action._replace(microbatch=action.microbatch - 1)
+            model.add(starts[action] >= starts[before] + ticks.of(before))
+    return starts
+
+
+def _constrain_rank(model, own: list[Action], starts: dict, ticks: _Ticks, limit: int, longest) -> None:
+    """One action at a time, at most `limit` activations at once, and an own span of at most `longest`."""
+    ends = {action: starts[action] + ticks.of(action) for action in own}
+    model.add_no_overlap(
+        model.new_fixed_size_interval_var(starts[a], ticks.of(a), f"interval of {a}") for a in own
+    )
+    changes = [(starts[a], 1) for a in own if a.op == "F"] + [(ends[a], -1) for a in own if a.op == "W"]
+    model.add_reservoir_constraint(*map(list, zip(*changes)), 0, limit)
+    first = model.new_int_var(0, ticks.horizon(1 + max(a.microbatch for a in own)), "first start")
+    model.add_min_equality(first, [starts[a] for a in own if a.op == "F"])
+    for last in (a for a in own if a.op == "W"):
+        model.add(longest >= ends[last] - first)
+
+
 class _Ticks(NamedTuple):
+    """Costs as whole numbers: by op and stage, and of a message after each stage."""
+
     seconds: dict
     hops: list[int]
 
-    def of(self, op: str, stage: int) -> int:
-        return self.seconds[op][stage]
+    def of(self, action: Action) -> int:
+        return self.seconds[action.op][action.stage]
+
+    def horizon(self, m: int) -> int:
+        """More than any schedule without needless waits takes: everything one after the other, and every message."""
+        return m * (sum(map(sum, self.seconds.values())) + 2 * sum(self.hops))
 
 
 def _in_ticks(costs: Costs, stage_rank) -> tuple[_Ticks, int]:

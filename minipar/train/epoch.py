@@ -24,7 +24,7 @@ class EpochPlace(NamedTuple):
 
 
 def num_samples(num_tokens: int, seq_len: int) -> int:
-    """How many samples a text is cut into: each has a target after its last token. The rest, below seq_len, is left out."""
+    """The number of samples in a text: each has a target after its last token. The rest, below seq_len, is left out."""
     return (num_tokens - 1) // seq_len
 
 

@@ -108,7 +108,7 @@ def codec_of_run(folder: Path, extra: dict) -> Bytes | Ids | Tokenizer:
 
 
 def name_of_codec(config) -> str:
-    """How a checkpoint names the codec: bytes, ids, or the checksum of a tokenizer.json."""
+    """The name of the codec in a checkpoint: bytes, ids, or the checksum of a tokenizer.json."""
     if config.tokenizer is not None:
         return digest_of_tokenizer(read_tokenizer(config.tokenizer))
     return "bytes" if config.tokens is None else "ids"

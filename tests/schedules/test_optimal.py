@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import combinations, product
 
 import pytest
@@ -93,6 +94,12 @@ def test_it_keeps_the_placement_of_the_schedule_it_starts_from():
 
 def test_costs_may_be_fractions():
     assert optimal(2, 2, Costs(0.5, 0.25, 0.25)).span == pytest.approx(optimal(2, 2, Costs(2, 1, 1)).span / 4)
+
+
+def test_without_or_tools_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    with pytest.raises(ValueError, match="needs OR-tools; pip install"):
+        optimal(2, 2)
 
 
 def test_a_limit_that_holds_nothing_is_refused():

@@ -35,6 +35,15 @@ def test_with_p_microbatches_it_idles_as_its_docstring_says(p, v):
     assert (whole.longest_own_span - whole.ideal) * v == 3 * v * (p - 1)
 
 
+@given(ranks, chunks)
+def test_with_many_microbatches_interleaved_idles_less(p, v):
+    def idle(schedule):
+        timeline = simulate(schedule)
+        return timeline.longest_own_span - timeline.ideal
+
+    assert idle(hanayo(p, 4 * p, v)) > idle(interleaved(p, 4 * p, v))
+
+
 def test_an_odd_number_of_chunks_is_no_wave():
     with pytest.raises(
         ValueError, match="v=3 chunks a rank: a wave goes down and up; use an even number, such as 4"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.data_parallel.compress.error_feedback import ErrorFeedback
-from minipar.data_parallel.compress.plain_mean import fused, unfused
+from minipar.data_parallel.compress.plain_mean import cut, fused, unfused
 
 
 class CompressedMean:
@@ -28,9 +28,7 @@ class CompressedMean:
         self.worker = ErrorFeedback(codec, error_feedback)  # of this rank's vectors
         self.server = ErrorFeedback(codec, error_feedback)  # of the chunk that this rank averages
         self.codec = codec
-        self._groups: dict[
-            tuple, dict
-        ] = {}  # keys reduced together -> {key: a tensor of that shape, without memory}
+        self._groups: dict[tuple, dict] = {}  # keys reduced together -> {key: a meta tensor of that shape}
         self._loaded: dict = {}
 
     def __call__(self, x: Tensor, key=0) -> Tensor:
@@ -82,11 +80,9 @@ class CompressedMean:
                 continue
             own = torch.cat([self.worker.residuals[group, r] for r in range(self.comm.size)])
             mean = self.comm.all_gather(self.server.residuals[group])
-            length = sum(x.numel() for x in shapes.values())
             for name, flat in (("residual", own), ("residual_of_mean", mean)):
-                parts = flat[:length].split([x.numel() for x in shapes.values()])
-                for (key, x), part in zip(shapes.items(), parts):
-                    found.setdefault(key, {})[name] = part.view(x.shape)
+                for key, part in cut(flat, shapes).items():
+                    found.setdefault(key, {})[name] = part
         return found
 
     def load(self, state: dict) -> None:

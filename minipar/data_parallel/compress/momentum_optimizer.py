@@ -1,4 +1,4 @@
-"""What 1-bit Adam, 0/1 Adam and 1-bit LAMB share: gradients stay each rank's own, and what is averaged is a momentum."""
+"""The base of 1-bit Adam, 0/1 Adam and 1-bit LAMB: gradients stay each rank's own, and what is averaged is a momentum."""
 
 from __future__ import annotations
 

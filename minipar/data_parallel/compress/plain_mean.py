@@ -87,8 +87,14 @@ def fused(tensors: dict) -> Tensor:
 
 def unfused(flat: Tensor, tensors: dict) -> dict:
     """Cut a vector as `fused` made it: tensors of the shapes and dtypes of `tensors`."""
-    parts = flat.split([x.numel() for x in tensors.values()])
-    return {key: part.view(x.shape).to(x.dtype) for (key, x), part in zip(tensors.items(), parts)}
+    return {key: part.to(tensors[key].dtype) for key, part in cut(flat, tensors).items()}
+
+
+def cut(flat: Tensor, tensors: dict) -> dict:
+    """Cut a vector into parts of the shapes of `tensors`, in their order, in its own dtype; what is longer is padding."""
+    sizes = [x.numel() for x in tensors.values()]
+    parts = flat[: sum(sizes)].split(sizes)
+    return {key: part.view(x.shape) for (key, x), part in zip(tensors.items(), parts)}
 
 
 def widened(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minipar.data_parallel.compress.all_reduce import CompressedMean
-from minipar.data_parallel.compress.plain_mean import fused, unfused
+from minipar.data_parallel.compress.plain_mean import cut, fused, unfused
 from minipar.errors import require_divides
 
 
@@ -68,17 +68,13 @@ class TwoLevelMean:
         for group, shapes in self._shapes.items():
             length = sum(x.numel() for x in shapes.values())
             for name in ("residual", "residual_of_mean") if self.across.size > 1 else ():
-                own, place = (
-                    torch.zeros(-(-length // self.node.size), device=self.comm.device),
-                    chunks.get(group, {}),
-                )
+                own = torch.zeros(-(-length // self.node.size), device=self.comm.device)
+                place = chunks.get(group, {})
                 if name in place:
                     own = own.to(place[name])
                     own[: len(place[name])] = place[name]
-                flat = self.node.all_gather(own, algorithm="ring")
-                parts = flat[:length].split([x.numel() for x in shapes.values()])
-                for (key, x), part in zip(shapes.items(), parts):
-                    found.setdefault(key, {})[name] = part.view(x.shape)
+                for key, part in cut(self.node.all_gather(own, algorithm="ring"), shapes).items():
+                    found.setdefault(key, {})[name] = part
         return found
 
     def load(self, state: dict) -> None:
