@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,6 +27,17 @@ def test_turns_need_no_message(p, v, m):
 @given(ranks, chunks, st.integers(1, 24))
 def test_at_most_2p_microbatches_are_under_way(p, v, m):
     assert max(simulate(hanayo(p, m, v)).peak_live) <= min(m, 2 * p) * v
+    assert most_under_way(p, m, v) <= min(m, 2 * p)
+
+
+def most_under_way(p: int, m: int, v: int) -> int:
+    """Microbatches that have begun on stage 0, and whose backward has not ended there."""
+    change = {"F": 1, "B": -1}
+    return max(accumulate(change[op] for op, stage, _ in hanayo(p, m, v).actions[0] if stage == 0))
+
+
+def test_2p_microbatches_are_under_way_where_there_are_enough():
+    assert most_under_way(4, 16, 4) == 8
 
 
 @given(ranks, chunks)
