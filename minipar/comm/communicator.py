@@ -18,7 +18,7 @@ from minipar.comm.existing_group import transport_on
 from minipar.comm.messages import Traffic
 from minipar.comm.ring import gathered_sizes
 from minipar.comm.stream import Handle, run_recorded
-from minipar.comm.transport import PendingMessages, Transport
+from minipar.comm.transport import PendingMessages, PostedLater, Transport
 from minipar.trace import Trace
 
 
@@ -234,8 +234,9 @@ class Comm:
         if stream.inside():  # a step of a collective
             posted = post(kind, x, to, out, source)
             return posted if async_op else posted.wait()
-        if async_op and self._transport.posts_ahead and stream.idle():
-            return stream.run(partial(post, kind, x, to, out, source))
+        if async_op and self._transport.posts_ahead:
+            posting = partial(post, kind, x, to, out, source)
+            return stream.run(posting) if stream.idle() else PostedLater(stream.submit(posting, what=kind))
         return self._on_stream(kind, lambda: post(kind, x, to, out, source).wait(), async_op)
 
     def _post(self, kind: str, x, to, out, source) -> PendingMessages:

@@ -40,7 +40,7 @@ from minipar.comm.messages import (
     require_device,
 )
 from minipar.comm.native import named_group
-from minipar.comm.stream import ThreadStream, Waits
+from minipar.comm.stream import Handle, ThreadStream, Waits
 from minipar.comm.watch import Watch
 from minipar.trace import Trace
 
@@ -200,6 +200,16 @@ class PendingMessages:
             self._transport.wait(work, message)
         self._works = ()
         return self._out
+
+
+class PostedLater:
+    """Messages that the stream posts once the operations before them have ended; it does not wait for them itself."""
+
+    def __init__(self, posting: Handle):
+        self._posting = posting
+
+    def wait(self) -> torch.Tensor | None:
+        return self._posting.wait().wait()
 
 
 class Tagged(Transport):

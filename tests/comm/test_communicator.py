@@ -1,5 +1,7 @@
 """Messages between two ranks, subgroups, and Comms on somebody else's process group."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -46,11 +48,15 @@ def test_a_line_has_ends():
 
 
 @pytest.mark.tagged("on both ranks a send waits behind receives, which NCCL takes in order")
-def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent():
+@pytest.mark.parametrize("busy", [False, True], ids=["idle stream", "behind an operation"])
+def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent(busy):
     def received(world):
-        other, n = 1 - world.rank, 50
+        other, n, begin = 1 - world.rank, 50, threading.Event()
+        earlier = world.custom("earlier", begin.wait, async_op=True) if busy else begin
         handles = [world.recv((1,), torch.int64, other, async_op=True) for _ in range(n)]
         sends = [world.send(torch.tensor([i]), other, async_op=True) for i in range(n)]
+        begin.set()
+        earlier.wait()
         got = [handle.wait().item() for handle in handles]
         assert [handle.wait() for handle in sends] == [None] * n
         return got
