@@ -12,9 +12,11 @@ offload.py                 memory for shards and optimizer state: the device's, 
 chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  the optimizers that may update a shard of a parameter
 lamb.py                    one that needs norms of whole parameters, and all-reduces them
+muon.py                    Muon, which needs whole matrices
 unused_parameters.py       the parameters that any rank used
 optimizer_state.py         a sharded optimizer's state in torch's form: gathered, or this rank's part; out and in
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
+whole_parameters.py        the same, but each parameter belongs to one rank as a whole, for such optimizers
 freed_parameter.py         the error on using a parameter whose unit is resharded
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
 flat_gradients.py          their gradients, reduced to shards

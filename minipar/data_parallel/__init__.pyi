@@ -3,4 +3,6 @@ from .ddp import DDP as DDP
 from .fsdp import FSDP as FSDP
 from .lamb import Lamb as Lamb
 from .loss_scaler import DynamicLossScaler as DynamicLossScaler
+from .muon import Muon as Muon
+from .whole_parameters import WholeParameterZero as WholeParameterZero
 from .zero import ZeroOptimizer as ZeroOptimizer

@@ -33,5 +33,6 @@ def require_per_element(optimizer_cls, per_element: bool) -> None:
     name = getattr(optimizer_cls, "__name__", repr(optimizer_cls))
     raise ValueError(
         f"optimizer_cls={name} is not known to update each element from that element alone, which a shard needs; "
-        f"use {one_of([*ELEMENTWISE_OPTIMIZERS, 'Lamb'])}, or pass per_element=True if it does"
+        f"use {one_of([*ELEMENTWISE_OPTIMIZERS, 'Lamb'])}, pass per_element=True if it does, or use "
+        "WholeParameterZero, which cuts no parameter"
     )

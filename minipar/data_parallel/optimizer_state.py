@@ -86,7 +86,7 @@ def _gather_state(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Paramete
     own = torch.zeros_like(bucket.own, dtype=next(iter(values.values())).dtype)
     for param, value in values.items():
         bucket.slice_of_chunk(param, own).copy_(value.detach())
-    flat = bucket.comm.all_gather(own).cpu()
+    flat = bucket.comm.all_gather(own, bucket.sizes).cpu()
     for param in values:
         start = bucket.starts[param]
         yield param, flat[start : start + param.numel()].view(param.shape).clone()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
-from minipar.mesh import placement_of, set_placement
+from minipar.mesh import Placement, placement_of, set_placement
 
 
 class ShardedBucket:
@@ -26,7 +26,7 @@ class ShardedBucket:
 
     bucket      the gradients; see buckets.py
     flat        [n] the parameters, laid out as the gradients are; `param.data` are views of it
-    own         this rank's chunk of `flat`, [n/p]
+    own         this rank's chunk of `flat`, [n/p]; every rank's has its number of elements in `sizes`
     shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
     gradient    [n/p] the reduced gradient of `own`, or None
     keep_full_grads   stage 1: the flat gradients are kept, `gradient` is a chunk of them. Stage 2: freed once reduced
@@ -38,8 +38,9 @@ class ShardedBucket:
         self.starts = {p: view.storage_offset() for p, view in bucket.views.items()}
         self.flat = torch.zeros_like(bucket.flat)
         self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for p, i in self.starts.items()}
-        chunk = len(self.flat) // self.comm.size
-        self.range = (self.comm.rank * chunk, (self.comm.rank + 1) * chunk)
+        self.sizes = self._chunk_sizes()
+        start = sum(self.sizes[: self.comm.rank])
+        self.range = (start, start + self.sizes[self.comm.rank])
         self.own = self.flat[slice(*self.range)]
         self._move_params_into_flat()
         self.shards = {p: self._shard(p, axis) for p in self.params}
@@ -50,6 +51,10 @@ class ShardedBucket:
         }
         if not keep_full_grads:
             self._free()
+
+    def _chunk_sizes(self) -> list[int]:
+        """Return the elements of every rank's chunk: equal."""
+        return [len(self.flat) // self.comm.size] * self.comm.size
 
     @torch.no_grad()
     def _move_params_into_flat(self) -> None:
@@ -69,10 +74,12 @@ class ShardedBucket:
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
         shard = self.slice_of_chunk(param, self.own).requires_grad_()
-        placement = placement_of(param)
-        set_placement(shard, placement.flatten_range(*self.part(param)))
-        set_placement(param, placement.replicate(axis))
+        set_placement(shard, self._placement_of_shard(param))
+        set_placement(param, placement_of(param).replicate(axis))
         return shard
+
+    def _placement_of_shard(self, param: nn.Parameter) -> Placement:
+        return placement_of(param).flatten_range(*self.part(param))
 
     def check(self) -> None:
         """Raise RuntimeError where a parameter is no longer a view of `flat`: a step would not update it."""
@@ -139,7 +146,8 @@ class ShardedBucket:
         handle = self.comm.reduce_scatter(
             flat.to(self.reduce_dtype),
             op,
-            algorithm=algorithm,
+            self.sizes,
+            algorithm,
             async_op=True,
             out=flat[slice(*self.range)] if in_place else None,
         )
@@ -167,6 +175,10 @@ class ShardedBucket:
             self.gradient = self.bucket.flat[slice(*self.range)]
             if self.gradient.data_ptr() != reduced.data_ptr():
                 self.gradient.copy_(reduced)
+
+    def gather(self, algorithm: str):
+        """Start the all-gather of the updated chunks; return its handle."""
+        return self.comm.all_gather(self.own, self.sizes, algorithm, async_op=True, out=self.flat)
 
     def write(self, used: set[nn.Parameter]) -> None:
         """Set the `.grad` of the shards of `used` parameters."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
-from minipar.data_parallel.buckets import make_buckets
+from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, step_chunks
 from minipar.data_parallel.compress.plain_mean import Compressors
 from minipar.data_parallel.elementwise_optimizers import require_per_element
@@ -122,14 +121,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _shard_trained(self) -> None:
         """Shard the trained parameters that are in no bucket: at first all, later those of a new group, or thawed."""
         self.reducer.check()
-        params = self._trained_without_bucket()
-        for bucket in make_buckets(params, self._comm_of, *self._bucket_sizes):
+        for bucket in self._make_buckets(self._trained_without_bucket()):
             wide = self._master_dtype or bucket.flat.dtype
-            sharded = ShardedBucket(bucket, self.stage == 1, self._reduce_dtype or wide, self._axis)
-            chunk = ChunkOptimizer(sharded, self.optimizer_cls, self.param_groups, wide, self._memory)
+            chunk = ChunkOptimizer(bucket, self.optimizer_cls, self.param_groups, wide, self._memory)
             self._chunks.append(chunk)
             self._unreduced = True
         self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
+
+    def _make_buckets(self, params: list[nn.Parameter]) -> list[ShardedBucket]:
+        buckets = make_buckets(params, self._comm_of, *self._bucket_sizes)
+        keep, wide = self.stage == 1, self._reduce_dtype or self._master_dtype
+        return [self._sharded(bucket, keep, wide or bucket.flat.dtype, self._axis) for bucket in buckets]
+
+    def _sharded(self, bucket: Bucket, *options) -> ShardedBucket:
+        return ShardedBucket(bucket, *options)
 
     def _trained_without_bucket(self) -> list[nn.Parameter]:
         params = [p for group in self.param_groups for p in group["params"]]
@@ -216,9 +221,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reduce_pending()
         handles = []
         for chunk in step_chunks(self._chunks, self.param_groups, grad_scale):
-            bucket = chunk.bucket
-            gather = partial(bucket.comm.all_gather, algorithm=self.algorithm, async_op=True)
-            handles.append(gather(bucket.own, out=bucket.flat))
+            handles.append(chunk.bucket.gather(self.algorithm))
         for handle in handles:
             handle.wait()
         return loss

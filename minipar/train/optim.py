@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.lamb import Lamb, trust_ratios
+from minipar.data_parallel.muon import ADAMW, Muon
 from minipar.mesh import placement_of
 
 BETAS = (0.9, 0.95)  # of AdamW
@@ -24,13 +25,22 @@ def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
     return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def parameter_groups(named_parameters, weight_decay: float) -> list[dict]:
-    """Split the parameters into matrices, with weight decay, and vectors (norms), without."""
+def parameter_groups(named_parameters, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
+    """Split the parameters into matrices, with weight decay, and vectors (norms), without.
+
+    With optimizer "muon", embeddings and head are a group of their own: as the vectors, they get AdamW's updates.
+    """
     named = [(name, p) for name, p in named_parameters if p.requires_grad]
-    is_matrix = {name: len(_shape(p)) >= 2 for name, p in named}
+    matrices = {p: name for name, p in named if len(_shape(p)) >= 2}
+    vectors = {"params": [p for _, p in named if p not in matrices], "weight_decay": 0.0}
+    if optimizer != "muon":
+        return [{"params": [*matrices], "weight_decay": weight_decay}, vectors]
+    hidden = [p for p, name in matrices.items() if ".layers." in f".{name}"]
+    ends = [p for p in matrices if p not in set(hidden)]
     return [
-        {"params": [p for name, p in named if is_matrix[name]], "weight_decay": weight_decay},
-        {"params": [p for name, p in named if not is_matrix[name]], "weight_decay": 0.0},
+        {"params": hidden, "weight_decay": weight_decay, "rule": "muon"},
+        {"params": ends, "weight_decay": weight_decay, "rule": ADAMW},
+        vectors | {"rule": ADAMW},
     ]
 
 
@@ -112,8 +122,8 @@ def norm_shares(params: list[nn.Parameter], comm, count_tied: bool = False) -> l
 
 def optimizer_class(config, mesh=None) -> type[torch.optim.Optimizer]:
     """The class of `config.optimizer`: for one process, or for this rank's parts of the parameters on a mesh."""
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW
+    if config.optimizer != "lamb":
+        return {"adamw": torch.optim.AdamW, "muon": Muon}[config.optimizer]
     return Lamb if mesh is None else lamb_over(mesh.comm("dp", "cp", "tp"))
 
 

@@ -44,7 +44,7 @@ def train_in_one_process(
     masters = {
         n: p.detach().float().requires_grad_() if config.mixed_precision else p for n, p in weights.items()
     }
-    groups = parameter_groups(masters.items(), config.weight_decay)
+    groups = parameter_groups(masters.items(), config.weight_decay, config.optimizer)
     optimizer = optimizer_class(config)(groups, lr=config.lr, betas=BETAS)
     scaler = make_scaler(config)
     losses, norms = [], []

@@ -55,7 +55,7 @@ def follow(
     rounded = whole_model(config)
     exact = whole_model(config, config.torch_master_dtype)
     masters = {name: torch.nn.Parameter(w.clone()) for name, w in weights[0].items()}
-    groups = parameter_groups(masters.items(), config.weight_decay)
+    groups = parameter_groups(masters.items(), config.weight_decay, config.optimizer)
     optimizer, scaler = optimizer_class(config)(groups, lr=config.lr, betas=BETAS), make_scaler(config)
     unit = max(torch.finfo(dtype).eps for dtype in (config.torch_dtype, config.torch_reduce_dtype))
     steps = []
