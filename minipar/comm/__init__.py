@@ -12,7 +12,7 @@ tree.py              broadcast, reduce and all-reduce along a binomial tree
 double_tree.py       all-reduce along two binary trees at once, in segments
 pairwise.py          all-to-all
 bruck.py             all-to-all in log p messages
-hierarchical.py      all-reduce in two levels: inside nodes and across them
+hierarchical.py      all-reduce, reduce-scatter and all-gather in two levels: inside nodes and across them
 barrier.py           the dissemination barrier
 objects.py           gathering Python values
 native.py            torch's own collectives on the same ranks

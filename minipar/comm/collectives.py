@@ -21,8 +21,16 @@ ALGORITHMS = {
         "hierarchical": hierarchical.all_reduce,
     },
     "reduce": {"tree": tree.reduce, "ring": ring.reduce},
-    "reduce_scatter": {"ring": ring.reduce_scatter, "halving_doubling": halving_doubling.reduce_scatter},
-    "all_gather": {"ring": ring.all_gather, "halving_doubling": halving_doubling.all_gather},
+    "reduce_scatter": {
+        "ring": ring.reduce_scatter,
+        "halving_doubling": halving_doubling.reduce_scatter,
+        "hierarchical": hierarchical.reduce_scatter,
+    },
+    "all_gather": {
+        "ring": ring.all_gather,
+        "halving_doubling": halving_doubling.all_gather,
+        "hierarchical": hierarchical.all_gather,
+    },
     "broadcast": {"tree": tree.broadcast, "ring": ring.broadcast},
     "all_to_all": {"pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
 }
@@ -33,10 +41,11 @@ LONG_BYTES = 1 << 20  # from here on the steps of a ring cost less than the copi
 TREE_BYTES = 32 << 20  # from here on they cost less than sending the whole vector log p times
 
 
-def choose(collective: str, comm_size: int, num_bytes: int) -> str:
+def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = False) -> str:
     """Return the algorithm that "auto" stands for. Its arguments are equal on all ranks, so all ranks choose the same.
 
     num_bytes   of the whole vector
+    two_levels  whether it is known that the ranks are on several nodes, several on each: see `hierarchical.py`
 
     On p ranks, of a vector of at least 16p bytes whose length p divides, a rank sends the least there is:
 
@@ -46,9 +55,13 @@ def choose(collective: str, comm_size: int, num_bytes: int) -> str:
 
     Recursive doubling has half the steps of halving_doubling: it saves log p alpha, and sends (log p - 2(p-1)/p) n bytes
     more. It is chosen only where these cost less: on 2 ranks, where they are none, and below 16p bytes.
+
+    In two levels all three send as much, but less of it between nodes; below 16p bytes, they have more steps.
     """
     power_of_two = comm_size & (comm_size - 1) == 0
     short = num_bytes < SHORT_BYTES_PER_RANK * comm_size
+    if two_levels and not short and "hierarchical" in ALGORITHMS[collective]:
+        return "hierarchical"
     halving = short or (power_of_two and num_bytes < LONG_BYTES)  # for both: they must add in one order
     if collective == "all_reduce":
         if short or (comm_size == 2 and num_bytes < 8 * LONG_BYTES):
@@ -80,17 +93,17 @@ def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes
         num_bytes = x.nbytes
         if collective == "all_gather":  # size of the result: inputs may differ in size between ranks
             num_bytes = sum(ring.gathered_sizes(comm, x, sizes)) * x.shape[1:].numel() * x.itemsize
-        algorithm = choose(collective, comm.size, num_bytes)
+        algorithm = choose(collective, comm.size, num_bytes, two_levels=comm.levels is not None)
     # What these need is made in the caller's thread, hence in the same order on every rank.
     if algorithm == "native":
         comm.process_group()
         return partial(native, comm, collective)
-    if algorithm == "hierarchical" and collective == "all_reduce":
-        hierarchical.make_levels(comm)
     if algorithm not in known:
         raise ValueError(
             f"algorithm={algorithm!r} is none of {collective}; use {one_of([*known, 'native', 'auto'])}"
         )
+    if algorithm == "hierarchical":
+        hierarchical.levels(comm)
     return partial(known[algorithm], comm)
 
 

@@ -15,6 +15,7 @@ from minipar.chunks import check_sizes
 from minipar.comm.barrier import dissemination_barrier
 from minipar.comm.collectives import check_root, find_algorithm, require_algorithm, require_fitting_out
 from minipar.comm.existing_group import transport_on
+from minipar.comm.hierarchical import Levels, levels
 from minipar.comm.messages import Traffic
 from minipar.comm.ring import gathered_sizes
 from minipar.comm.stream import Handle, run_recorded
@@ -29,6 +30,7 @@ class Comm:
     ranks        the members as world ranks, in this group's order
     device       device of the tensors to communicate
     traffic      bytes and messages this rank has sent through this Comm and its subgroups
+    levels       None, or the Comms of its two levels, where it is known to be on several nodes, several ranks on each
     trace        None, or the Trace that records every operation of this world
     timeout_s    seconds a single wait may take before it raises
 
@@ -47,6 +49,8 @@ class Comm:
         self.device = transport.device
         self.traffic = Traffic(parent.traffic if parent else None)
         self.default_algorithm: str | None = parent.default_algorithm if parent else None
+        # Made with the Comm: on NCCL, a hook that sums gradients would be too late.
+        self.levels: Levels | None = levels(self, self.node_size) if self.node_size else None
 
     @classmethod
     def from_process_group(cls, group=None, timeout_s: float = 60.0, node_size: int | None = None) -> Comm:
@@ -117,9 +121,7 @@ class Comm:
     def all_reduce_(self, x: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
         """All-reduce in place: the result is written into x, which must be contiguous."""
         if not x.is_contiguous():
-            raise ValueError(
-                f"all_reduce_ needs a contiguous tensor, not strides {x.stride()} for shape {tuple(x.shape)}"
-            )
+            raise ValueError(f"all_reduce_ needs a contiguous tensor, and x has the strides {x.stride()}")
         return self._collective("all_reduce", algorithm, async_op, x, op=op, out=x.detach())
 
     def reduce(self, x, root: int = 0, op: str = "sum", algorithm: str = "auto", async_op: bool = False):
@@ -127,9 +129,7 @@ class Comm:
         check_root(self, root)
         return self._collective("reduce", algorithm, async_op, x, root=root, op=op)
 
-    def reduce_scatter(
-        self, x, op: str = "sum", sizes=None, algorithm: str = "auto", async_op: bool = False, out=None
-    ):
+    def reduce_scatter(self, x, op="sum", sizes=None, algorithm="auto", async_op: bool = False, out=None):
         """Return this rank's chunk, along dim 0, of the sum over ranks of x.
 
         sizes   chunk length of each rank; None: as torch.chunk cuts

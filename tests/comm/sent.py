@@ -186,13 +186,30 @@ def bruck_all_to_all(case, rank, size):
     return sent
 
 
-def hierarchical_all_reduce(case, rank, size):
-    """Reduce-scatter inside the node, all-reduce of the own chunk across nodes, all-gather inside."""
+def _levels(chunks: list[int], rank: int, size: int):
+    """(place, ranks per node, elements of each place) and (node, nodes, elements of each node's chunk of this place)."""
     g = max(d for d in range(1, size + 1) if size % d == 0 and d * d <= size)
     node, place = divmod(rank, g)
-    chunks = chunk_sizes(_elems(case), g)
-    inside = ring_reduce_scatter(case, place, g, chunks) + ring_all_gather(case, place, g, chunks)
-    return inside + ring_all_reduce(case, node, size // g, chunks[place])
+    return (place, g, [sum(chunks[i::g]) for i in range(g)]), (node, size // g, chunks[place::g])
+
+
+def hierarchical_reduce_scatter(case, rank, size, chunks=None):
+    """Around the ring of the node the chunks of all places, then around that of the nodes those of this place."""
+    inside, across = _levels(chunks or _sizes(case, size), rank, size)
+    return ring_reduce_scatter(case, *inside) + ring_reduce_scatter(case, *across)
+
+
+def hierarchical_all_gather(case, rank, size, chunks=None):
+    """Around the ring of the nodes the chunks of this place, then around that of the node those of all places."""
+    inside, across = _levels(chunks or _sizes(case, size), rank, size)
+    return ring_all_gather(case, *across) + ring_all_gather(case, *inside)
+
+
+def hierarchical_all_reduce(case, rank, size):
+    """A reduce-scatter, and an all-gather."""
+    chunks = chunk_sizes(_elems(case), size)
+    both = hierarchical_reduce_scatter, hierarchical_all_gather
+    return [n for half in both for n in half(case, rank, size, chunks)]
 
 
 def native(case, rank, size):
@@ -212,8 +229,10 @@ FORMULAS = {
     ("reduce", "ring"): ring_reduce,
     ("reduce_scatter", "ring"): ring_reduce_scatter,
     ("reduce_scatter", "halving_doubling"): halving_reduce_scatter,
+    ("reduce_scatter", "hierarchical"): hierarchical_reduce_scatter,
     ("all_gather", "ring"): ring_all_gather,
     ("all_gather", "halving_doubling"): doubling_all_gather,
+    ("all_gather", "hierarchical"): hierarchical_all_gather,
     ("broadcast", "tree"): tree_broadcast,
     ("broadcast", "ring"): ring_broadcast,
     ("all_to_all", "pairwise"): pairwise_all_to_all,

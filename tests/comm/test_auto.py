@@ -81,7 +81,7 @@ def test_a_reduce_scatter_adds_in_the_order_of_an_all_reduce(size, lengths, seed
             assert all(equal)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "hierarchical"])
 @pytest.mark.parametrize("size", SIZES)
 def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):
     for equal in minipar.run(bits_of_both, [5, 64, 3001], "sum", 0, algorithm, world_size=size, timeout_s=10):

@@ -207,16 +207,22 @@ WRONG_ANSWERS = [
     ),
     Wrong(
         "hierarchical",
-        "    across.all_reduce_(own, inner",
-        "    comm.all_reduce_(own, inner",
+        "own = node.reduce_scatter(by_place, inner,",
+        "own = node.reduce_scatter(comm.all_reduce(by_place, inner), inner,",
         "small",
         "was added more than once",
     ),
-    Wrong("hierarchical", '    across.all_reduce_(own, inner, algorithm="ring")\n', "", "small", "missing"),
     Wrong(
         "hierarchical",
-        "    node, across = _levels(comm, node_size)",
-        "    across, node = _levels(comm, node_size)",
+        'across.reduce_scatter(own, inner, lengths[node.rank :: node.size], algorithm="ring", out=out.view(-1))',
+        "out.view(-1).copy_(own.split(lengths[node.rank :: node.size])[across.rank])",
+        "small",
+        "missing",
+    ),
+    Wrong(
+        "hierarchical",
+        "op, sizes, node_size=node_size)",
+        "op, sizes, node_size=1)",
         "bytes",
         "left its node",
     ),
@@ -225,10 +231,11 @@ WRONG_ANSWERS = [
     ),
     Wrong(
         "hierarchical",
-        'node.reduce_scatter(flat, inner, sizes, algorithm="ring")\n    across.all_reduce_(own, inner, algorithm="ring")\n',
-        "across.all_reduce(node.all_reduce(flat, inner), inner).split(sizes)[node.rank].clone()\n",
+        "own = reduce_scatter(comm, x.detach().reshape(-1), op, sizes, node_size=node_size)",
+        "node, across = levels(comm, node_size)\n"
+        "    own = across.all_reduce(node.all_reduce(x.view(-1))).split(sizes)[comm.rank].clone()",
         "bytes",
-        "192 of 192 bytes left its node",
+        "240 of 192 bytes left its node",
     ),
     Wrong(
         "conjugates",

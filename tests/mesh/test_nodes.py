@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import minipar
+from minipar.comm import Comm
 from minipar.mesh import Mesh
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
@@ -92,14 +93,33 @@ def test_the_price_is_what_a_training_step_sends():
             assert over_data == pytest.approx(sum(gradient_bytes(one, one.mesh_sizes)), rel=0.02), name
 
 
-def test_of_a_ring_over_two_nodes_one_rank_on_each_sends_to_the_other():
+def test_what_leaves_a_node_is_a_part_of_each_ranks_bytes_or_all_of_some_ranks():
     sizes = dict(dp=2, tp=4)
     one = config(**sizes)
-    assert leaving_bytes(one, sizes, 2)[0] == tp_bytes(one, sizes)  # four nodes, two rings of two nodes each
+    # Four nodes of two; on each two ranks of a group of four on two nodes: (2-1)/(4-1) of what either sends.
+    assert leaving_bytes(one, sizes, 2)[0] == pytest.approx(2 * tp_bytes(one, sizes) / 3)
+    # Three nodes of three: ranks 0 to 3 are a ring with two edges between nodes, 4 to 7 are two on each of two nodes.
+    assert leaving_bytes(one, sizes, 3)[0] == pytest.approx((2 + 4 / 3) * tp_bytes(one, sizes) / 3)
     assert leaving_bytes(one, sizes, 4)[0] == 0
     dense, _ = gradient_bytes(one, sizes)
     assert leaving_bytes(one, sizes, 4) == (0, 4 * dense)  # four pairs, a node each
     assert leaving_bytes(one, sizes, 8) == (0, 0)
+
+
+def sent_across_nodes(world, one: TrainConfig, node_size: int) -> int:
+    """Bytes that this rank sends to other nodes over tp, in a step."""
+    nodes = Comm.from_process_group(world.process_group(), timeout_s=10, node_size=node_size)
+    mesh = Mesh(nodes, **one.mesh_sizes)
+    state = parallelize(one, mesh, world.device)
+    before = mesh.comm("tp").levels.across.traffic.sent_bytes
+    train_step(nodes, state, one, load_text(None), 0)
+    return mesh.comm("tp").levels.across.traffic.sent_bytes - before
+
+
+@pytest.mark.parametrize("one", [config(tp=4), config(tp=4, sequence_parallel=True)], ids=["plain", "tokens"])
+def test_the_bytes_that_leave_a_node_are_those_of_a_training_step(one):
+    sent = minipar.run(sent_across_nodes, one, 2, world_size=4, timeout_s=10)
+    assert sum(sent) / 2 == pytest.approx(leaving_bytes(one, one.mesh_sizes, 2)[0], rel=1e-3)
 
 
 def test_tp_across_nodes_is_warned_of_with_its_price_and_with_the_price_of_the_mesh_that_fits():
