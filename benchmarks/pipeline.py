@@ -19,6 +19,7 @@ from minipar.pipeline import (
     Pipeline,
     Schedule,
     Timeline,
+    balance,
     make_schedule,
     measured,
     partition,
@@ -36,6 +37,11 @@ SEVERAL_STAGES = {
     "dualpipe-v": theirs.ScheduleDualPipeV,
 }
 UNIT_S = 0.03  # of emulated compute, for each of F, I and W of all of a rank's stages
+LAYERS, SPEEDS = (
+    14,
+    (1.0, 1.0, 0.5, 1.0),
+)  # of a pipeline with a slow rank: it takes twice as long for a layer
+LAYER_S = 0.01  # of a layer's F, I and W each, at speed 1
 
 
 def rows(quick: bool = False) -> list[Row]:
@@ -51,7 +57,8 @@ def rows(quick: bool = False) -> list[Row]:
         return found  # ranks that sleep need none
     timelines = {name: _emulated(name, 1 if quick else 3) for name in SCHEDULES}
     found += [_beside_predicted(timeline) for timeline in timelines.values()]
-    return [*found, _bubbles(timelines["zb-h1"], timelines["1f1b"])]
+    found += [_bubbles(timelines["zb-h1"], timelines["1f1b"])]
+    return [*found, _with_a_slow_rank(1 if quick else 3)]
 
 
 # Against torch -----------------------------------------------------------------------------------------------------
@@ -154,3 +161,22 @@ def _beside_predicted(timeline: Timeline) -> Row:
 def _bubbles(split: Timeline, whole: Timeline) -> Row:
     idle_s = [timeline.longest_own_span - timeline.ideal for timeline in (split, whole)]
     return Row("bubble of zb-h1 vs 1f1b", *idle_s, idle_s[0] / idle_s[1], 0.4, "a third, predicted")
+
+
+def _with_a_slow_rank(runs: int) -> Row:
+    """Compare 1F1B whose layers are cut by the ranks' speeds with 1F1B whose layers are cut equally."""
+    found, equal = (balance([1.0] * LAYERS, 4, speeds) for speeds in (SPEEDS, None))
+    took_s, predicted_s = zip(*(_makespans(cut, runs) for cut in (found, equal)))
+    note = (
+        f"split {'-'.join(str(len(own)) for own in found)}, predicted {predicted_s[0] / predicted_s[1]:.2f}"
+    )
+    bar = 1.05 * predicted_s[0] / predicted_s[1]
+    return Row("a slow rank: cut by speeds vs equal", *took_s, took_s[0] / took_s[1], bar, note)
+
+
+def _makespans(cut: list[range], runs: int) -> tuple[float, float]:
+    """The seconds of a step on ranks that sleep, the least of several, and those simulated."""
+    schedule = make_schedule("1f1b", len(cut), MICROBATCHES)
+    costs = Costs(*[[LAYER_S * len(own) / speed for own, speed in zip(cut, SPEEDS)]] * 3)
+    emulated = (measured(schedule, run(emulate, schedule, costs, world_size=len(cut))) for _ in range(runs))
+    return min(timeline.makespan for timeline in emulated), simulate(schedule, costs).makespan

@@ -24,6 +24,19 @@ def check_paths(config, writes: bool = True) -> None:
         require_writable(config.folder)
 
 
+def check_elastic(config) -> None:
+    """Raise ValueError where an elastic run would have nothing to go on from, or losses that depend on the mesh."""
+    if not config.elastic:
+        return
+    if not config.checkpoint_every:
+        raise ValueError("elastic=True goes on from checkpoints, and checkpoint_every=0; use 1 or more")
+    if config.compress != "none":
+        raise ValueError(
+            f"elastic=True may go on with another mesh, and the losses of compress={config.compress} depend on it; "
+            "use compress=none"
+        )
+
+
 def check_generate(run: Path, tokens: int, temperature: float, tp: int, pp: int) -> None:
     """Raise ValueError where `minipar generate` has nothing to load, or cannot generate so."""
     require_checkpoint("run", run)

@@ -1,0 +1,240 @@
+"""Elastic runs: a legal mesh for as many ranks as there are, the fastest that the planner predicts.
+
+When a node is lost, `torchrun --nnodes MIN:MAX --max-restarts R` starts the ranks that are left again, in a smaller world.
+With `--elastic` they go on from the newest whole checkpoint in the run's folder. The model, the batch, the seed and the
+optimizer stay, and with them the losses. The mesh is that of the flags where it has as many ranks as there are; else:
+
+    legal           every mesh of so many ranks that the model and the batch allow; a microbatch has at most as many samples
+                    as by the flags, and an option that does not fit the mesh (replicate, say) is at its default
+    chosen          of those predicted to fit in memory, the one with the shortest predicted step
+    if none fits    the same, with a higher ZeRO stage or full recomputation; at last, the one that needs least memory
+    if none is legal   a mesh of the largest number of ranks that has one; the ranks left over wait for the end
+
+torchrun's rendezvous is on the node that its endpoint names: of all nodes, that one must not be lost.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from minipar.comm import Comm
+from minipar.comm.host import on_host
+from minipar.cost import (
+    MACHINES,
+    Implementation,
+    Job,
+    Layout,
+    Machine,
+    ModelShape,
+    find_machine,
+    worst_rank_memory,
+)
+from minipar.cost.stages import PLANNED, enough_microbatches
+from minipar.cost.timing import step_time
+from minipar.errors import divisors
+from minipar.runtime.environment import ranks_per_node
+from minipar.runtime.launch import MAX_TIMEOUT_S
+from minipar.schedules import make_schedule
+from minipar.train.check_paths import CHECKPOINTS
+from minipar.train.restore import checkpoints, decided_on_rank_0
+from minipar.train.train_config import AXES, TrainConfig
+
+LOCAL = Path("local.toml")  # as `minipar plan --calibrate local.toml` writes it
+ASSUMED = Machine(
+    "a CPU, assumed", peak_flops=5e10, matmul_fraction=0.8, memory_bytes=4e9, hbm_bytes_per_s=1e10, gpus_per_node=8,
+    link_bytes_per_s=2e9, cards_per_node=1, card_bytes_per_s=1.25e9, link_latency_s=5e-5, network_latency_s=1e-4,
+    start_latency_s=5e-5, share=1.0, float32_slowdown=1.0, context_bytes=3e8,
+    source="ranks on cores, 10 Gb/s between nodes: an assumption",
+)  # fmt: skip
+# Options of a mesh that another mesh may not allow, at their defaults.
+DEFAULTS = {
+    f.name: f.default
+    for f in fields(TrainConfig)
+    if f.metadata.get("group") == "mesh" and f.name not in (*AXES, "zero", "pad_vocab", "algorithm")
+}
+
+
+class Choice(NamedTuple):
+    """A mesh, as a configuration, and its predictions.
+
+    seconds    of a step
+    num_bytes  of the fullest rank
+    fits       whether that is no more than the machine has
+    of         number of legal meshes of as many ranks
+    """
+
+    config: TrainConfig
+    seconds: float
+    num_bytes: float
+    fits: bool
+    of: int
+
+
+# Choosing, by arithmetic alone ----------------------------------------------------------------------------------------
+
+
+def mesh_for(config: TrainConfig, world_size: int, machine: Machine = ASSUMED) -> Choice:
+    """Choose a mesh of at most `world_size` ranks for the training that `config` describes, as the module says.
+
+    A function of its arguments alone: every rank would choose the same. On one rank, a mesh is always legal.
+    """
+    meshes = next(found for n in range(world_size, 0, -1) if (found := list(legal_meshes(config, n))))
+    weighed = [weigh(mesh, machine, len(meshes)) for mesh in meshes]
+    if not any(choice.fits for choice in weighed):
+        weighed += [weigh(smaller, machine, len(meshes)) for mesh in meshes for smaller in _smaller(mesh)]
+    fitting = [choice for choice in weighed if choice.fits]
+    return min(fitting, key=_by_time) if fitting else min(weighed, key=lambda choice: choice.num_bytes)
+
+
+def legal_meshes(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
+    """Yield the configuration on every legal mesh of `world_size` ranks."""
+    largest = config.batch_size // config.dp // config.microbatches
+    for pp, dp, cp in product(divisors(world_size), repeat=3):
+        if world_size % (pp * dp * cp) or config.batch_size % dp:
+            continue
+        samples, tp = config.batch_size // dp, world_size // (pp * dp * cp)
+        microbatches = next(m for m in divisors(samples) if samples // m <= largest)
+        for ep in divisors(dp * cp) if config.model.num_experts else (1,):
+            axes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, microbatches=microbatches)
+            mesh = _legal(config, axes) or _legal(config, axes | DEFAULTS)
+            if mesh is not None:
+                yield mesh
+
+
+def _legal(config: TrainConfig, changes: dict) -> TrainConfig | None:
+    try:
+        return replace(config, **changes)
+    except ValueError:
+        return None
+
+
+def _smaller(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yield the configuration with every higher ZeRO stage, with full recomputation, and with both."""
+    for zero, recompute in product(range(config.zero, 4), {config.recompute: None, "full": None}):
+        reduce_every = config.reduce_every if zero == config.zero else "step"
+        changed = _legal(config, dict(zero=zero, recompute=recompute, reduce_every=reduce_every))
+        if changed is not None and changed != config:
+            yield changed
+
+
+def weigh(config: TrainConfig, machine: Machine, of: int = 1) -> Choice:
+    """Predict the configuration's time and memory."""
+    job, layout = described(config, machine)
+    _, items = worst_rank_memory(job, layout)
+    num_bytes = sum(items.values())
+    return Choice(config, step_time(job, layout).total, num_bytes, num_bytes <= machine.memory_bytes, of)
+
+
+def _by_time(choice: Choice) -> tuple:
+    """Seconds to four digits, as in the planner, then bytes; of equals, the one whose axes come first."""
+    return float(f"{choice.seconds:.4g}"), choice.num_bytes, *choice.config.mesh_sizes.values()
+
+
+def described(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
+    """Return the job and the layout that the configuration is to the planner; a schedule that it does not know is 1F1B."""
+    m = config.model
+    shape = ModelShape(
+        "this model", m.num_layers, m.dim, m.num_heads, m.hidden_dim, m.vocab_size, m.num_kv_heads,
+        tie_embeddings=m.tie_embeddings, dropout=m.dropout > 0, num_experts=m.num_experts, top_k=m.top_k,
+        capacity_factor=m.capacity_factor or 1.0, moe_every=m.moe_every, shared_dim=m.shared_dim,
+    )  # fmt: skip
+    how = Implementation(
+        attention="dense" if m.attention == "plain" else "flash", sequence_parallel=config.sequence_parallel,
+        reduce_every=config.reduce_every, replicate=config.replicate, cp_ulysses=config.cp_ulysses,
+    )  # fmt: skip
+    precision = "mixed" if config.mixed_precision else config.dtype
+    job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
+    name, chunks = config.schedule, 1
+    if name in PLANNED and enough_microbatches(name, config.pp, config.microbatches):
+        chunks = make_schedule(name, config.pp, config.microbatches, config.chunks).num_stages // config.pp
+    else:
+        name = "1f1b"
+    return job, Layout(
+        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, name, chunks,
+        config.batch_size // config.dp // config.microbatches, config.recompute, config.cp_attention,
+    )  # fmt: skip
+
+
+# On the ranks ---------------------------------------------------------------------------------------------------------
+
+
+def train_on_ranks_there_are(config: TrainConfig, world: Comm | None, train: Callable):
+    """Call train(config, comm), with the mesh for this world, on the ranks that it takes, and return its result there.
+
+    A rank that is left over waits for the end, and returns None. Raises ValueError where torchrun has not started this.
+    """
+    if world is None:
+        raise ValueError(
+            "elastic=True is for torchrun's ranks, and torchrun has not started this; use torchrun --nnodes MIN:MAX "
+            "-m minipar train, or leave it out"
+        )
+    config = fit(config, world)
+    if config.world_size == world.size:
+        return train(config, world)
+    # The others must outlive the run: torchrun takes a node whose ranks have ended for a run that has.
+    everyone = on_host(Comm.from_process_group(timeout_s=MAX_TIMEOUT_S))
+    if world.rank >= config.world_size:
+        everyone.recv((1,), torch.uint8, 0).item()
+        return None
+    result = train(config, world.subgroup(range(config.world_size), "in use"))
+    if world.rank == 0:
+        for rank in range(config.world_size, world.size):
+            everyone.send(torch.zeros(1, dtype=torch.uint8, device=everyone.device), rank)
+    return result
+
+
+def fit(config: TrainConfig, world: Comm) -> TrainConfig:
+    """Return the configuration for this world: the mesh that rank 0 chooses, and checkpoints of the same folder."""
+    folder = config.folder
+    own = config.resume is None or decided_on_rank_0(world, partial(checkpoints, folder / CHECKPOINTS))
+    config = replace(config, out=folder, resume=folder if own else config.resume)
+    if world.size == config.world_size:
+        return config
+    return decided_on_rank_0(world, partial(_choose, config, world.size))
+
+
+def _choose(config: TrainConfig, world_size: int) -> TrainConfig:
+    machine = machine_here()
+    choice = mesh_for(config, world_size, machine)
+    print(reason(config, world_size, machine, choice), file=sys.stderr)
+    return choice.config
+
+
+def reason(config: TrainConfig, world_size: int, machine: Machine, choice: Choice) -> str:
+    """Return, in a line, which mesh was chosen and why."""
+    mesh = choice.config
+    changed = [f"{name}={getattr(mesh, name)}" for name in ("microbatches", "zero", "recompute", *DEFAULTS)
+               if getattr(mesh, name) != getattr(config, name)]  # fmt: skip
+    spare = world_size - mesh.world_size
+    return "".join([
+        f"elastic: {world_size} ranks, and {config.mesh_name} needs {config.world_size}: going on with {mesh.mesh_name}",
+        f" ({', '.join(changed)})" if changed else "",
+        f", the fastest of {choice.of} legal meshes" if choice.of > 1 else ", the only legal mesh",
+        f" (by the planner, {choice.seconds:.3g} s a step on {machine.name})",
+        "" if choice.fits else f", though its {choice.num_bytes / 1e9:.3g} GB a rank may not fit",
+        f"; {spare} of the ranks {'is' if spare == 1 else 'are'} left over" if spare else "",
+    ])  # fmt: skip
+
+
+def machine_here() -> Machine:
+    """Return the machine to plan for: local.toml if it is there, else the GPU by its name, else `ASSUMED`."""
+    machine, own = ASSUMED, ranks_per_node()
+    if LOCAL.exists():
+        machine = find_machine(str(LOCAL))
+    elif torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower()
+        machine = next((m for key, m in MACHINES.items() if key.split("-")[0] in name), ASSUMED)
+    if machine is ASSUMED:
+        machine = replace(
+            machine, memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / own
+        )
+    return replace(machine, gpus_per_node=own)
