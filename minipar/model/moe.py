@@ -22,7 +22,7 @@ from minipar.model.mlp import SwiGLU
 from minipar.model.model_config import ModelConfig
 from minipar.model.moe_config import MoEConfig
 from minipar.model.overrides import MoEOverrides
-from minipar.model.permute import PermutePlan, combine, permute_rows, plan_kept_rows, plan_padded_rows
+from minipar.model.permute import LocalDispatch, PermutePlan, RowPerChoice, plan_kept_rows, plan_padded_rows
 from minipar.model.router import Router, choose_experts, expert_choice, position_in_expert
 
 
@@ -39,23 +39,6 @@ class Routing(NamedTuple):
     weight: Tensor
     load: Tensor
     kept_load: Tensor
-
-
-class LocalDispatch(NamedTuple):
-    """The dispatch where all experts are on this rank: no communication.
-
-    rows    [R, D], sorted by expert
-    counts  [E] rows per expert
-    """
-
-    rows: Tensor
-    counts: Tensor
-
-    def receive(self) -> tuple[Tensor, Tensor]:
-        return self.rows, self.counts
-
-    def combine(self, out: Tensor) -> Tensor:
-        return out
 
 
 class MoE(nn.Module):
@@ -163,12 +146,13 @@ class MoE(nn.Module):
 
     def _apply_experts(self, x: Tensor, routing: Routing, groups: RoutingGroups) -> Tensor:
         """[M, D] -> [M, D]"""
-        plan = self._plan(routing, groups)
-        dispatched = (self.overrides.dispatch or LocalDispatch)(permute_rows(x, plan), plan.counts)
+        plan, weight = self._plan(routing, groups), self._copy_input(routing.weight)
+        if self.overrides.dispatch_tokens is not None:
+            dispatched = self.overrides.dispatch_tokens(x, weight, plan)
+        else:
+            dispatched = RowPerChoice(x, weight, plan, self.overrides.dispatch or LocalDispatch)
         shared = None if self.shared is None else self.shared(x)  # while the rows are being sent
-        rows, counts = dispatched.receive()
-        out = dispatched.combine(self.experts(rows, counts))
-        y = combine(out, self._copy_input(routing.weight), plan)
+        y = dispatched.through(self.experts)
         return y if shared is None else y + shared
 
     def _plan(self, routing: Routing, groups: RoutingGroups) -> PermutePlan:

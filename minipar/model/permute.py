@@ -7,6 +7,7 @@ two writes go to the same row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,8 @@ class _Combine(torch.autograd.Function):
     def backward(ctx, dy):
         (out, weight), plan = ctx.saved_tensors, ctx.plan
         dout = _gather_or_zero(dy, _token_of_row(plan)) * _gather_or_zero(weight.reshape(-1, 1), plan.choice)
+        if not ctx.needs_input_grad[1]:
+            return dout, None, None
         dweight = [(dy * _gather_or_zero(out, row)).sum(1) for row in plan.row.unbind(1)]
         return dout, torch.stack(dweight, 1), None
 
@@ -120,3 +123,33 @@ def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     if not missing.is_cuda and not missing.any():  # on a GPU, to know would take longer than to mask
         return x.index_select(0, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)
+
+
+class LocalDispatch(NamedTuple):
+    """The dispatch of rows where all experts are on this rank: no communication.
+
+    rows    [R, D], sorted by expert
+    counts  [E] rows per expert
+    """
+
+    rows: Tensor
+    counts: Tensor
+
+    def through(self, experts: Callable) -> Tensor:
+        """Return what `experts` make of the rows, [R, D]."""
+        return experts(self.rows, self.counts)
+
+
+class RowPerChoice:
+    """The dispatch of tokens as one row for each kept choice, which `dispatch` brings to its expert.
+
+    x  [M, D]    weight  [M, k]    dispatch  (rows, counts) -> an object like `LocalDispatch`
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, plan: PermutePlan, dispatch: Callable = LocalDispatch):
+        self.weight, self.plan = weight, plan
+        self.dispatched = dispatch(permute_rows(x, plan), plan.counts)
+
+    def through(self, experts: Callable) -> Tensor:
+        """Return the weighted sum of what `experts` make of each token, [M, D]."""
+        return combine(self.dispatched.through(experts), self.weight, self.plan)

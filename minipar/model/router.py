@@ -123,7 +123,7 @@ def on_best_nodes(affinity: Tensor, top_k: int, num_nodes: int, nodes_per_token:
 
     A dispatch that copies a token once to each other node that it uses sends at most min(k, M) rows of D elements per
     token between nodes, (N-1)/N of `nodes_used` where they are spread evenly. Without a limit, k experts drawn with equal
-    chances are on N (1 - C(E - E/N, k) / C(E, k)) nodes. (`AllToAll` sends a row per choice, so k rows in any case.)
+    chances are on N (1 - C(E - E/N, k) / C(E, k)) nodes. (`OncePerNode` is such a dispatch; `AllToAll` sends k rows.)
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3; the node's score: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     by_node = affinity.unflatten(-1, (num_nodes, -1))

@@ -20,6 +20,10 @@ class Case(NamedTuple):
     seed: int
     ties: bool  # a router of zeros: every token's choice is a tie
     algorithm: str
+    node_size: int | None = None
+    chunks: int = 1
+    once_per_node: bool = False
+    shadow: float | None = None
 
     def model(self) -> Transformer:
         model = Transformer(self.config, self.seed).double()
@@ -76,8 +80,17 @@ def moe_options(draw, num_experts: int) -> dict:
 
 
 @st.composite
+def ways(draw, node_size: int | None) -> dict:
+    """In which way rows go to experts, or hot experts to the rows."""
+    if draw(st.integers(0, 2)) == 0:
+        return dict(shadow=draw(st.sampled_from([0.0, 1.0, 5.0])))
+    return dict(chunks=draw(st.integers(1, 3)), once_per_node=node_size is not None and draw(st.booleans()))
+
+
+@st.composite
 def cases(draw, max_ranks: int = 8) -> Case:
     ep = draw(st.integers(1, max_ranks))
+    node_size = draw(st.sampled_from([None, *(g for g in range(1, ep + 1) if ep % g == 0)]))
     dp = ep * draw(st.integers(1, max_ranks // ep))
     config = ModelConfig(
         vocab_size=7,
@@ -98,4 +111,6 @@ def cases(draw, max_ranks: int = 8) -> Case:
         seed=draw(seeds),
         ties=draw(st.sampled_from([False, False, True])),
         algorithm=draw(st.sampled_from(["auto", "native"])),
+        node_size=node_size,
+        **draw(ways(node_size)),
     )

@@ -17,7 +17,10 @@ from tests.strategies import assert_equal_to
 
 
 def spread(case: Case, mesh: Mesh):
-    model = expert_parallel(case.model(), mesh.comm("ep"), algorithm=case.algorithm)
+    ways = {
+        name: getattr(case, name) for name in ("algorithm", "node_size", "chunks", "once_per_node", "shadow")
+    }
+    model = expert_parallel(case.model(), mesh.comm("ep"), **ways)
     place_whole(model)
     set_num_groups(model, case.config.num_groups(sum(case.samples), case.length))
     return model

@@ -1,0 +1,67 @@
+"""Which experts every rank shall have a replica of, for a step of a layer: by their load. Imports no torch.
+
+A rank computes all ranks' rows for its own experts; of a replicated (shadowed) expert, only its own rows:
+
+    rows(r) = sum over r's experts e that are not shadowed of sum over ranks s of counts[s][e]
+            + sum over shadowed e of counts[r][e]
+
+The layer waits for the rank with most rows, B. A row takes row_s seconds forward and twice that backward; it is sent four
+times at send_s (dispatch and combine, and their backward). Weights are sent twice at weights_s: to the replicas, and as
+gradients back. So FasterMoE reckons for n shadowed experts
+
+    seconds = (3 row_s + 4 send_s) B + 2 n weights_s
+
+so that one more is worth while where it takes more than 2 weights_s / (3 row_s + 4 send_s) rows off B: `break_even_rows`.
+Source: FasterMoE, doi:10.1145/3503221.3508418 (dynamic shadowing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from minipar.errors import require_divides
+
+
+def break_even_rows(hidden_dim: int, flops_per_s: float, bytes_per_s: float, elem_bytes: int = 2) -> float:
+    """Return the rows for which a replica of an expert with gate, up [F, D] and down [D, F] costs as much as it saves.
+
+        row_s = 6 D F / flops_per_s    send_s = D elem_bytes / bytes_per_s    weights_s = 3 D F elem_bytes / bytes_per_s
+
+    All are proportional to D, so it does not matter. Where links are slow, this is 1.5 F; where they are fast, less.
+    """
+    row_s, send_s = 6 * hidden_dim / flops_per_s, elem_bytes / bytes_per_s
+    weights_s = 3 * hidden_dim * elem_bytes / bytes_per_s
+    return 2 * weights_s / (3 * row_s + 4 * send_s)
+
+
+def rows_of_ranks(counts: Sequence[Sequence[int]], shadowed: Collection[int] = ()) -> list[int]:
+    """Return the rows that each rank computes.
+
+    counts  [ep][E]  rows of each rank for each expert; rank r has experts r*E/ep ...
+    """
+    ep, num_experts = len(counts), len(counts[0])
+    require_divides("ep", ep, "num_experts", num_experts)
+    each = num_experts // ep
+    rows = [sum(counts[rank][e] for e in shadowed) for rank in range(ep)]
+    for e in set(range(num_experts)) - set(shadowed):
+        rows[e // each] += sum(source[e] for source in counts)
+    return rows
+
+
+def choose_shadowed(counts: Sequence[Sequence[int]], break_even: float) -> list[int]:
+    """Return the experts to replicate: one after another the busiest rank's most loaded, while that saves enough.
+
+    counts      [ep][E], the same on every rank, so every rank chooses the same
+    break_even  each must take more than so many rows off the busiest rank
+    """
+    each, chosen = len(counts[0]) // len(counts), []
+    while True:
+        rows = rows_of_ranks(counts, chosen)
+        busiest = rows.index(max(rows))
+        own = [e for e in range(busiest * each, (busiest + 1) * each) if e not in chosen]
+        if not own:
+            return sorted(chosen)
+        hottest = max(own, key=lambda e: sum(source[e] for source in counts))
+        if max(rows) - max(rows_of_ranks(counts, [*chosen, hottest])) <= break_even:
+            return sorted(chosen)
+        chosen.append(hottest)
