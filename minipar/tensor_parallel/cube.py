@@ -11,6 +11,8 @@ arXiv:2105.14450.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,45 +47,59 @@ class Cube:
         self.same_j = comm.subgroup(plane, "same l" if swap_jl else "same j")
 
 
-def cube_linear(cube: Cube, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute this rank's block of y = x w^T.
+def cube_linear(cube: Cube, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute this rank's blocks of y_n = x w_n^T; x travels once, whatever the number of weights.
 
-    x       [M/p^2, D/p]   rows (i, j), features l
-    weight  [F/p^2, D/p]   rows (j, i), features l
-    y       [M/p^2, F/p]   rows (i, l), features j
+    x    [..., D/p]         M/p^2 rows (i, j), features l
+    w_n  [F_n/p^2, D/p]     rows (j, i), features l
+    y_n  [..., F_n/p]       M/p^2 rows (i, l), features j
 
-    forward    y  = scatter_l(gather_j(x) gather_i(w)^T)
-    backward   dx = scatter_j(gather_l(dy) gather_i(w))       dw = scatter_i(gather_l(dy)^T gather_j(x))
+    forward    y_n = scatter_l(gather_j(x) gather_i(w_n)^T)
+    backward   dx = scatter_j(sum_n gather_l(dy_n) gather_i(w_n))       dw_n = scatter_i(gather_l(dy_n)^T gather_j(x))
 
     Sends (p-1) (|x| + |w| + |y|) elements forward and (p-1) (2|x| + 2|w| + |y|) backward, with |x|, |w|, |y| the
-    elements of this rank's blocks. Only the blocks are saved, so backward gathers x and w again.
+    elements of this rank's blocks, all weights together. Only the blocks are saved, so backward gathers x and w again.
     """
-    return _CubeLinear.apply(x, weight, cube)
+    ys = _CubeLinear.apply(x.flatten(0, -2), cube, *weights)
+    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 
 
 class _CubeLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, cube):
+    def forward(ctx, x, cube, *weights):
         ctx.cube = cube
-        ctx.save_for_backward(x, weight)
-        return cube.along_l.reduce_scatter(
-            F.linear(cube.along_j.all_gather(x), cube.along_i.all_gather(weight))
+        ctx.save_for_backward(x, *weights)
+        x = cube.along_j.all_gather(x)
+        return tuple(
+            cube.along_l.reduce_scatter(F.linear(x, cube.along_i.all_gather(weight))) for weight in weights
         )
 
     @staticmethod
-    def backward(ctx, dy):
-        cube, (x, weight) = ctx.cube, ctx.saved_tensors
-        dx = dw = None
-        dy = cube.along_l.all_gather(dy)
-        if ctx.needs_input_grad[0]:
-            dx = cube.along_j.reduce_scatter(dy @ cube.along_i.all_gather(weight))
-        if ctx.needs_input_grad[1]:
-            dw = cube.along_i.reduce_scatter(dy.t() @ cube.along_j.all_gather(x))
-        return dx, dw, None
+    def backward(ctx, *dys):
+        cube, (x, *weights) = ctx.cube, ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        dys = [cube.along_l.all_gather(dy) for dy in dys]
+        dx = x_of_line = None
+        if needs_dx:
+            terms = (dy @ cube.along_i.all_gather(weight) for dy, weight in zip(dys, weights))
+            dx = cube.along_j.reduce_scatter(sum(terms))
+        if any(needs_dw):
+            x_of_line = cube.along_j.all_gather(x)
+        dws = (
+            cube.along_i.reduce_scatter(dy.t() @ x_of_line) if needed else None
+            for dy, needed in zip(dys, needs_dw)
+        )
+        return dx, None, *dws
+
+
+def place_on_cube(cube: Cube, weight: nn.Parameter) -> nn.Parameter:
+    """Return rows (j, i), features l of a whole weight [F, D]: [F/p^2, D/p]."""
+    p = cube.p
+    return place(weight, placement_of(weight).shard(0, cube.j, p).shard(0, cube.i, p).shard(1, cube.l, p))
 
 
 class CubeLinear(nn.Module):
-    """y = x w^T + b on a cube: x [M/p^2, D/p] -> y [M/p^2, F/p]; a `swap_jl` layer's input is a plain layer's output.
+    """y = x w^T + b on a cube: x [..., D/p] -> y [..., F/p], M/p^2 rows; a `swap_jl` layer's input is a plain one's output.
 
     Costs: `cube_linear`, and an all-reduce of b's gradient [F/p] over the ranks of equal j.
     Raises ValueError where p^2 does not divide F, or p does not divide D.
@@ -97,19 +113,25 @@ class CubeLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear, comm, swap_jl: bool = False) -> CubeLinear:
         """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
-        cube = Cube(comm, swap_jl)
+        return cls.on_cube(linear, Cube(comm, swap_jl))
+
+    @classmethod
+    def on_cube(cls, linear, cube: Cube) -> CubeLinear:
+        """As `from_linear`, on a cube that several layers share."""
         p = cube.p
         require_divides("p^2", p**2, "out_features", linear.weight.shape[0])
         require_divides("p", p, "in_features", linear.weight.shape[1])
         place_whole(linear)
-        block = placement_of(linear.weight).shard(0, cube.j, p).shard(0, cube.i, p).shard(1, cube.l, p)
-        bias = linear.bias
+        weight, bias = place_on_cube(cube, linear.weight), linear.bias
         if bias is not None:
             bias = place(bias, placement_of(bias).shard(0, cube.j, p).replicate("tp"))
-        return cls(place(linear.weight, block), bias, cube)
+        return cls(weight, bias, cube)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = cube_linear(self.cube, x, self.weight)
+        (y,) = cube_linear(self.cube, x, [self.weight])
+        return self.add_bias(y)
+
+    def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + autograd.copy(self.cube.same_j, self.bias)
 
     def input(self, rows: int, features: int) -> Placement:

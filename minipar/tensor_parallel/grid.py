@@ -15,6 +15,7 @@ arXiv:2105.14500.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 
 import torch
@@ -30,6 +31,7 @@ from minipar.tensor_parallel.shards import place
 class Grid:
     """Coordinates of rank = (layer * q + i) * q + j in d layers of q x q ranks, and the Comms of its lines and planes.
 
+    comm     all ranks
     row      ranks (layer, i, *)     depth    ranks (*, i, j)
     column   ranks (layer, *, j)     same_j   ranks (*, *, j)
 
@@ -42,7 +44,7 @@ class Grid:
         if self.q**2 * depth != comm.size:
             squares = ", ".join(str(n * n * depth) for n in range(1, 5))
             raise ValueError(f"tp={comm.size} is not depth={depth} times a square; use {squares} ...")
-        q = self.q
+        q, self.comm = self.q, comm
         self.layer, self.i, self.j = comm.rank // q**2, comm.rank // q % q, comm.rank % q
         first = self.layer * q**2
         self.row = comm.subgroup([first + self.i * q + j for j in range(q)], "row")
@@ -51,44 +53,51 @@ class Grid:
         self.same_j = comm.subgroup([n * q + self.j for n in range(depth * q)], "same j")
 
 
-def summa(grid: Grid, x: Tensor, weight: Tensor) -> Tensor:
-    """Compute this rank's block of y = x w^T.
+def summa(grid: Grid, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Compute this rank's blocks of y_n = x w_n^T; x travels once, whatever the number of weights.
 
-    x       [M/(dq), D/q]   block (layer q + i, j)
-    weight  [F/q, D/q]      block (j, i) of [F, D], the same in each layer
-    y       [M/(dq), F/q]   block (layer q + i, j)
+    x    [..., D/q]      M/(dq) rows: block (layer q + i, j)
+    w_n  [F_n/q, D/q]    block (j, i) of [F_n, D], the same in each layer
+    y_n  [..., F_n/q]    block (layer q + i, j)
 
-    backward   dx(i, k) = sum_j dy(i, j) w(j, k)      w broadcast down columns, sums reduced along rows
-               dw(j, k) = sum_i dy(i, j)^T x(i, k)    x broadcast along rows, sums reduced up columns, then over layers
+    backward   dx(i, k) = sum_n sum_j dy_n(i, j) w_n(j, k)     w broadcast down columns, sums reduced along rows
+               dw_n(j, k) = sum_i dy_n(i, j)^T x(i, k)         x broadcast along rows, sums reduced up columns, then over
+                                                               layers
 
     Sends (q-1) (|x| + |w|) elements forward and 2 (q-1) (|x| + |w|) backward, with |x| and |w| the elements of this rank's
-    blocks, and 2(d-1)/d |w| for the sum over layers.
+    blocks, all weights together, and 2(d-1)/d |w| for the sum over layers.
     """
-    return _Summa.apply(x, weight, grid)
+    ys = _Summa.apply(x.flatten(0, -2), grid, *weights)
+    return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 
 
 class _Summa(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, grid):
+    def forward(ctx, x, grid, *weights):
         ctx.grid = grid
-        ctx.save_for_backward(x, weight)
-        y = x.new_zeros(x.shape[0], weight.shape[0])
+        ctx.save_for_backward(x, *weights)
+        ys = [x.new_zeros(x.shape[0], weight.shape[0]) for weight in weights]
         for k in range(grid.q):
-            y += F.linear(_broadcast_block(grid.row, x, k), _broadcast_block(grid.column, weight, k))
-        return y
+            block = _broadcast_block(grid.row, x, k)
+            for y, weight in zip(ys, weights):
+                y += F.linear(block, _broadcast_block(grid.column, weight, k))
+        return tuple(ys)
 
     @staticmethod
-    def backward(ctx, dy):
-        grid, (x, weight) = ctx.grid, ctx.saved_tensors
-        dx = dw = None
+    def backward(ctx, *dys):
+        grid, (x, *weights) = ctx.grid, ctx.saved_tensors
+        needs_dx, needs_dw = ctx.needs_input_grad[0], ctx.needs_input_grad[2:]
+        dx, dws = None, [None] * len(weights)
         for k in range(grid.q):
-            if ctx.needs_input_grad[0]:
-                term = dy @ _broadcast_block(grid.column, weight, k)
+            if needs_dx:
+                term = sum(dy @ _broadcast_block(grid.column, w, k) for dy, w in zip(dys, weights))
                 dx = _not_none(grid.row.reduce(term, root=k, algorithm="tree"), dx)
-            if ctx.needs_input_grad[1]:
-                term = dy.t() @ _broadcast_block(grid.row, x, k)
-                dw = _not_none(grid.column.reduce(term, root=k, algorithm="tree"), dw)
-        return dx, None if dw is None else grid.depth.all_reduce_(dw), None
+            if any(needs_dw):
+                block = _broadcast_block(grid.row, x, k)
+            for n in (n for n, needed in enumerate(needs_dw) if needed):
+                term = dys[n].t() @ block
+                dws[n] = _not_none(grid.column.reduce(term, root=k, algorithm="tree"), dws[n])
+        return dx, None, *(None if dw is None else grid.depth.all_reduce_(dw) for dw in dws)
 
 
 def _broadcast_block(line, block: Tensor, k: int) -> Tensor:
@@ -100,8 +109,14 @@ def _not_none(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a
 
 
+def place_on_grid(grid: Grid, weight: nn.Parameter) -> nn.Parameter:
+    """Return block (j, i) of a whole weight [F, D]: [F/q, D/q]."""
+    block = placement_of(weight).shard(0, grid.j, grid.q).shard(1, grid.i, grid.q)
+    return place(weight, block.replicate("tp") if grid.d > 1 else block)
+
+
 class SummaLinear(nn.Module):
-    """y = x w^T + b on a grid: x [M/(dq), D/q] -> y [M/(dq), F/q], split as x is, so y can be the next layer's input.
+    """y = x w^T + b on a grid: x [..., D/q] -> y [..., F/q], M/(dq) rows each, so y can be the next layer's input.
 
     Costs: `summa`, and an all-reduce of b's gradient [F/q] over the ranks of equal j.
     Raises ValueError where q does not divide D or F.
@@ -115,19 +130,24 @@ class SummaLinear(nn.Module):
     @classmethod
     def from_linear(cls, linear, comm, depth: int = 1) -> SummaLinear:
         """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
-        grid = Grid(comm, depth)
+        return cls.on_grid(linear, Grid(comm, depth))
+
+    @classmethod
+    def on_grid(cls, linear, grid: Grid) -> SummaLinear:
+        """As `from_linear`, on a grid that several layers share."""
         for dim, name in enumerate(("out_features", "in_features")):
             require_divides("q", grid.q, name, linear.weight.shape[dim])
         place_whole(linear)
-        block = placement_of(linear.weight).shard(0, grid.j, grid.q).shard(1, grid.i, grid.q)
-        weight = place(linear.weight, block.replicate("tp") if depth > 1 else block)
-        bias = linear.bias
+        weight, bias = place_on_grid(grid, linear.weight), linear.bias
         if bias is not None:
             bias = place(bias, placement_of(bias).shard(0, grid.j, grid.q).replicate("tp"))
         return cls(weight, bias, grid)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = summa(self.grid, x, self.weight)
+        (y,) = summa(self.grid, x, [self.weight])
+        return self.add_bias(y)
+
+    def add_bias(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y + autograd.copy(self.grid.same_j, self.bias)
 
     def activation(self, rows: int, features: int) -> Placement:

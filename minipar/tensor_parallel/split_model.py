@@ -81,7 +81,7 @@ def tensor_parallel(
             "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
         )
     check_tensor_parallel(model.config, comm.size, pad_vocab)
-    _require_not_wrapped(model)
+    require_not_wrapped(model)
     _require_known_layers(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _warn_if_padded(model.config.vocab_size, comm)
@@ -200,7 +200,7 @@ def _require_known_layers(model: Transformer) -> None:
                 raise ValueError(f"{what}, for which there is no cut; use {kinds}")
 
 
-def _require_not_wrapped(model: Transformer) -> None:
+def require_not_wrapped(model: Transformer) -> None:
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placement", None)
         if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
