@@ -2,6 +2,7 @@
 
 partition.py  cut a model into stages
 batch.py      split a batch into microbatches
+slices.py     what a stage keeps between the slices of a sample
 stage.py      one stage: forward, backward, and the backward's two halves
 mailbox.py    messages between stages: activations and gradients
 tied.py       sum the gradient of a weight that the first and the last stage share

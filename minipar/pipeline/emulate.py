@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,8 @@ def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dic
     Call it on every rank of `comm`; `measured` makes a timeline of the returned spans. The first step, in which the
     ranks agree on shapes, is a little slower.
     """
+    # A stage that sleeps keeps nothing from slice to slice, so slices are microbatches to it.
+    schedule = replace(schedule, num_microbatches=schedule.num_units, slices=1)
     table = costs.table(schedule.num_stages)
     own = schedule.stages_of(comm.rank)
     stages = [EmulatedStage(*(table[op][s] for op in "FIW")) for s in own]

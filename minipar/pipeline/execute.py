@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.model import IGNORE_INDEX
-from minipar.pipeline.batch import Batch, split_batch
+from minipar.pipeline.batch import Batch, split_batch, split_units
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
@@ -35,6 +35,7 @@ class Pipeline:
                 `targets=`, returns a sum over tokens, as Transformer does
     checkpoint  activation checkpointing: True for all stages, or the numbers of those that save only each
                 microbatch's input and recompute its forward in the backward
+    slice_sizes  tokens of each slice of a sample, where the schedule has slices; None: as equal as can be
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
     its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
@@ -43,10 +44,11 @@ class Pipeline:
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
     runs its B (or its I and its W) in ascending order of microbatches, as every generated schedule does. A tied
-    weight's gradient is equal to rounding, because its two parts are accumulated separately.
+    weight's gradient is equal to rounding, because its two parts are accumulated separately; so are all gradients where
+    samples are cut into slices.
 
     Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
-    80 bytes once for its shape; with tied embeddings, V * D elements per step each way.
+    80 bytes once for the shape of each slice; with tied embeddings, V * D elements per step each way.
     Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
     """
 
@@ -57,13 +59,14 @@ class Pipeline:
         schedule: Schedule,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         checkpoint: bool | Collection[int] = False,
+        slice_sizes: Sequence[int] | None = None,
     ):
         validate(schedule)
-        own = _require_fit(stages, comm, schedule)
-        self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
+        own = _require_fit(stages, comm, schedule, loss_fn)
+        self.comm, self.schedule, self.loss_fn, self.slice_sizes = comm, schedule, loss_fn, slice_sizes
         split = {s: {a.microbatch for a in schedule.actions[comm.rank] if a[:2] == ("W", s)} for s in own}
         remat = {s for s in own if (checkpoint if isinstance(checkpoint, bool) else s in checkpoint)}
-        self.stages = {s: Stage(module, s, split[s], s in remat) for s, module in zip(own, stages)}
+        self.stages = {s: Stage(x, s, split[s], s in remat, schedule.slices) for s, x in zip(own, stages)}
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
         self._program = lower(schedule)[comm.rank]
         self._mailbox = Mailbox(comm, schedule)
@@ -131,7 +134,7 @@ class Pipeline:
         self._mailbox.forget()
 
     def _cut(self, inputs, targets, per_sample: dict, whole: dict) -> Batch:
-        m, holds = self.schedule.num_microbatches, self.stages
+        m, slices, holds = self.schedule.num_microbatches, self.schedule.slices, self.stages
         ends = {"inputs": (inputs, 0 in holds), "targets": (targets, self.schedule.num_stages - 1 in holds)}
         for name, (value, needed) in ends.items():
             if needed and value is None:
@@ -139,8 +142,9 @@ class Pipeline:
                     f"{name}=None on rank {self.comm.rank}, which holds stages {[*holds]}; give the batch"
                 )
         given = {name: value for name, (value, needed) in ends.items() if needed}
-        pieces = {name: split_batch(name, value, m) for name, value in {**given, **per_sample}.items()}
-        return Batch(pieces.pop("inputs", None), pieces.pop("targets", None), pieces, whole)
+        units = {name: split_units(name, x, m, slices, self.slice_sizes) for name, x in given.items()}
+        pieces = {name: split_batch(name, x, m) for name, x in per_sample.items()}
+        return Batch(units.get("inputs"), units.get("targets"), pieces, whole, slices)
 
     def _divisor(self, targets: Tensor | None, count):
         if self.schedule.num_stages - 1 not in self.stages:
@@ -164,7 +168,7 @@ class _Step:
         pipeline.spans = {}
         mailbox.begin()
         for stage in pipeline.stages.values():
-            stage.begin(pipeline.schedule.num_microbatches)
+            stage.begin(pipeline.schedule.num_units)
         for instruction in program:
             match instruction:
                 case Receive(action, source):
@@ -227,8 +231,10 @@ class _Step:
             self._results[Action("I", number, k)] = gradient
 
 
-def _require_fit(stages: Sequence[nn.Module], comm: Comm, schedule: Schedule) -> tuple[int, ...]:
+def _require_fit(stages: Sequence[nn.Module], comm: Comm, schedule: Schedule, loss_fn) -> tuple[int, ...]:
     """Return the numbers of this rank's stages. Raises ValueError where schedule, ranks and modules do not fit."""
+    if schedule.slices > 1 and loss_fn is not None:
+        raise ValueError(f"slices={schedule.slices} with a loss_fn: means do not add up; use loss_fn=None")
     if comm.size != schedule.num_ranks:
         raise ValueError(
             f"schedule {schedule.name} is for {schedule.num_ranks} ranks, the pipeline's comm has {comm.size}"

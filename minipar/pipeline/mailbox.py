@@ -21,6 +21,7 @@ HEADER_BYTES = 8 * (2 + MAX_DIMS)
 HELD_BYTES = 2**23  # at most this much of what has been sent is kept until the end of the step
 
 Pair = tuple[int, int]  # (source, to)
+Boundary = tuple[int, int]  # (stage before it, slice)
 
 
 class Mailbox:
@@ -28,16 +29,16 @@ class Mailbox:
 
     Each pair of ranks has one Comm per direction, so that a receive posted early delays no other message. All
     messages across boundary s, between stages s and s+1, have the shape and dtype of stage s's output, in both
-    directions. The sender knows them from its first forward. The receiver gets them in a header, sent once before
-    the first message: until then it posts the receives of a pair in order, and only when it waits for one of them;
-    from then on ahead of time.
+    directions; where samples are cut into slices, those of the same slice have. The sender knows them from its first
+    forward. The receiver gets them in a header, sent once before the first message: until then it posts the receives of
+    a pair in order, and only when it waits for one of them; from then on ahead of time.
 
     Sends m * elements of a stage's output per direction for every boundary between ranks, and HEADER_BYTES once
-    for each.
+    for each, and for each slice.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule):
-        self._rank, self._device = comm.rank, comm.device
+        self._rank, self._device, self._slices = comm.rank, comm.device, schedule.slices
         boundaries = zip(schedule.stage_rank, schedule.stage_rank[1:])
         pairs = {pair for a, b in boundaries if a != b for pair in ((a, b), (b, a))}
         self._comms: dict[Pair, Comm] = {
@@ -51,8 +52,8 @@ class Mailbox:
 
     def forget(self) -> None:
         """Forget the shapes: the next step agrees on new ones."""
-        self._boundaries: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        self._announced: set[int] = set()
+        self._boundaries: dict[Boundary, tuple[torch.Size, torch.dtype]] = {}
+        self._announced: set[Boundary] = set()
 
     def begin(self) -> None:
         """Start a step, with no message under way."""
@@ -66,7 +67,7 @@ class Mailbox:
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)}; the next stage takes a tensor of "
                 f"floats of at most {MAX_DIMS} dims"
             )
-        agreed = self._boundaries.setdefault(action.stage, (x.shape, x.dtype))
+        agreed = self._boundaries.setdefault(self._boundary(action), (x.shape, x.dtype))
         if agreed != (x.shape, x.dtype):
             raise ValueError(
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)} for microbatch {action.microbatch} "
@@ -77,7 +78,7 @@ class Mailbox:
     def send(self, action: Action, x: Tensor, to: int) -> None:
         """Post a send of the result of `action`."""
         comm = self._comms[self._rank, to]
-        boundary = _boundary(action)
+        boundary = self._boundary(action)
         if action.op == "F" and boundary not in self._announced:
             self._announced.add(boundary)
             self._outbox.put(comm.send(_header(x).to(self._device), 1, async_op=True), HEADER_BYTES)
@@ -86,7 +87,7 @@ class Mailbox:
     def receive(self, action: Action, source: int) -> None:
         """Post a receive, or queue it as long as its shape is not known."""
         pair = (source, self._rank)
-        if self._late[pair] or _boundary(action) not in self._boundaries:
+        if self._late[pair] or self._boundary(action) not in self._boundaries:
             self._late[pair].append(action)
         else:
             self._post(action, pair)
@@ -105,11 +106,15 @@ class Mailbox:
         self._outbox.drain()
 
     def _post(self, action: Action, pair: Pair) -> None:
-        comm, boundary = self._comms[pair], _boundary(action)
+        comm, boundary = self._comms[pair], self._boundary(action)
         if boundary not in self._boundaries:
             self._boundaries[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
         shape, dtype = self._boundaries[boundary]
         self._arriving[output_key(action)] = comm.recv(shape, dtype, 0, async_op=True)
+
+    def _boundary(self, action: Action) -> Boundary:
+        stage = action.stage if action.op == "F" else action.stage - 1
+        return stage, action.microbatch % self._slices
 
 
 class Outbox:
@@ -168,10 +173,6 @@ class StreamOutbox:
     def drain(self) -> None:
         """Make the current stream wait until every message has been sent."""
         _wait_for_all(self._messages)
-
-
-def _boundary(action: Action) -> int:
-    return action.stage if action.op == "F" else action.stage - 1
 
 
 def _header(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients
 from minipar.model.overrides import GradientSync
+from minipar.pipeline.slices import SequenceSlices
 
 Product = Callable[[], None]
 
@@ -23,23 +24,31 @@ class Stage:
     number   the stage's number; stage 0 computes no gradient of its input
     split    the microbatches whose backward runs as I and W
     remat    activation checkpointing: save a microbatch's input only, and recompute the forward in the backward
+    slices   of every sample's tokens. Where there are several, "microbatch" below is a unit, microbatch * slices + slice;
+             the stage must be a Transformer, whose attentions then see the earlier slices
 
     The output itself is not saved, only its autograd edge. I computes input gradients and queues the
     weight-gradient products of the layers that can defer them (`defer_weight_gradients`); W runs these products.
     All other gradients are complete after I.
     """
 
-    def __init__(self, module: nn.Module, number: int, split: Set[int], remat: bool):
+    def __init__(self, module: nn.Module, number: int, split: Set[int], remat: bool, slices: int = 1):
         self.module, self.number, self.split, self.remat = module, number, split, remat
-        self.transformer = unwrapped(module)
+        self.transformer, self.slices = unwrapped(module), slices
+        if slices > 1 and self.transformer is None:
+            raise ValueError(
+                f"slices={slices} of a sample on stage {number}, a {type(module).__name__}; use a Transformer, whose "
+                "attentions can see earlier slices"
+            )
+        self._earlier = SequenceSlices(self.transformer, slices) if slices > 1 else None
         self._queue, self._deferring = WeightGradients(), False
         self._sync = ExitStack()
 
-    def begin(self, num_microbatches: int) -> None:
+    def begin(self, num_units: int) -> None:
         """Start a step. Data parallelism reduces no gradients before the stage's last backward or W."""
         self._kept: dict[int, tuple] = {}  # microbatch -> (input, output's autograd edge)
         self._products: dict[int, list[Product]] = {}
-        self._left = num_microbatches
+        self._left = num_units
         self._reduced = False  # did the last backward reduce the gradients?
         self._sync = ExitStack()
         if isinstance(self.module, GradientSync):
@@ -51,13 +60,17 @@ class Stage:
         x = x.detach()
         if self.number:
             x.requires_grad_()
-        out = self._call(x, self._completed(kwargs, microbatch, x))
+        with self._seeing_earlier_slices(microbatch):
+            out = self._call(x, self._completed(kwargs, microbatch, x))
         if not isinstance(out, Tensor):
             raise ValueError(
                 f"stage {self.number} returned a {type(out).__name__}; use a module that returns one tensor"
             )
         out = finish(out) if finish else out
-        self._kept[microbatch] = (x, get_gradient_edge(out) if out.requires_grad else None)
+        if torch.is_grad_enabled():
+            self._kept[microbatch] = (x, get_gradient_edge(out) if out.requires_grad else None)
+        elif self._earlier is not None and (microbatch + 1) % self.slices == 0:
+            self._earlier.release(microbatch + 1 - self.slices)
         return out.detach()
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
@@ -69,7 +82,11 @@ class Stage:
                 # The stage's last action of the step: data parallelism reduces gradients while it runs.
                 self._sync.close()
                 self._reduced = True
-            torch.autograd.backward((edge,), (gradient,))
+            edges, gradients = self._earlier.gradients(microbatch) if self._earlier else ([], [])
+            with self._seeing_earlier_slices(microbatch):
+                torch.autograd.backward((edge, *edges), (gradient, *gradients))
+        if self._earlier is not None:
+            self._earlier.release(microbatch)
         if microbatch in self.split:
             self._products[microbatch] = self._queue.pop_all()
         else:
@@ -101,6 +118,8 @@ class Stage:
         self._sync.close()
         self._defer(False)
         self._kept, self._products = {}, {}
+        if self._earlier is not None:
+            self._earlier.clear()
 
     def _defer(self, wanted: bool) -> None:
         # A forward that is recomputed in the backward must defer as the first did, so forward and backward call this.
@@ -113,11 +132,19 @@ class Stage:
             return checkpoint(self.module, x, use_reentrant=False, **kwargs)
         return self.module(x, **kwargs)
 
+    def _seeing_earlier_slices(self, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._earlier is None else self._earlier.visible(microbatch)
+
     def _completed(self, kwargs: dict, microbatch: int, x: Tensor) -> dict:
-        """Number a Transformer's samples over the whole batch, so that its dropout does not depend on the microbatches."""
+        """Number a Transformer's samples over the whole batch, so that its dropout does not depend on the microbatches.
+
+        Where samples are cut into slices, also cut their positions.
+        """
+        if self._earlier is not None:
+            kwargs = self._earlier.cut(kwargs, x, microbatch)
         if self.transformer is None or "sample_ids" in kwargs:
             return kwargs
-        first, size = microbatch * x.shape[0], x.shape[0]
+        first, size = microbatch // self.slices * x.shape[0], x.shape[0]
         return {**kwargs, "sample_ids": torch.arange(first, first + size, device=x.device)}
 
 

@@ -9,6 +9,7 @@ zero_bubble.py  ZB-H1 and ZB-H2: the backward split in two
 v_shaped.py     ZB-V and DualPipe-V: two chunks per rank, placed as a V
 building_block.py  V-Min and V-Half: memory below 1F1B's, for longer bubbles
 waves.py        Hanayo: chunks placed as several Vs
+sequence_slices.py  TeraPipe and Seq1F1B: samples cut into slices of tokens, and where to cut
 costs.py        seconds per action
 timeline.py     start and end of each action: bubbles, live activations, critical path
 simulate.py     compute the timeline of a schedule under given costs
@@ -31,6 +32,7 @@ from minipar.schedules.optimal import optimal
 from minipar.schedules.registry import SCHEDULES, make_schedule
 from minipar.schedules.schedule import Action, Schedule, needs
 from minipar.schedules.search import zb_auto
+from minipar.schedules.sequence_slices import seq1f1b, slice_tokens, terapipe
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 from minipar.schedules.torch_csv import to_torch
@@ -56,7 +58,10 @@ __all__ = [
     "needs",
     "one_f_one_b",
     "optimal",
+    "seq1f1b",
     "simulate",
+    "slice_tokens",
+    "terapipe",
     "to_torch",
     "v_half",
     "v_min",

@@ -25,7 +25,9 @@ class Deadlock(ValueError):
         ran = {output_key(a) for actions, done in zip(schedule.actions, position) for a in actions[:done]}
         home = {output_key(a): rank for rank, actions in enumerate(schedule.actions) for a in actions}
         missing = {
-            rank: next(n for n in needs(action, schedule.num_stages) if output_key(n) not in ran)
+            rank: next(
+                n for n in needs(action, schedule.num_stages, schedule.slices) if output_key(n) not in ran
+            )
             for rank, action in self.blocked.items()
         }
         waits = {rank: home.get(output_key(need)) for rank, need in missing.items()}

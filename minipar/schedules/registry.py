@@ -13,6 +13,7 @@ from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
+from minipar.schedules.sequence_slices import seq1f1b, terapipe
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.waves import hanayo
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
@@ -23,6 +24,8 @@ ScheduleName = Literal[
     "1f1b",
     "interleaved",
     "hanayo",
+    "terapipe",
+    "seq1f1b",
     "zb-h1",
     "zb-h2",
     "zb-v",
@@ -32,7 +35,8 @@ ScheduleName = Literal[
     "zb-auto",
 ]
 
-# The looped schedules take (p, m, v), zb-auto takes (p, m, costs, memory_limit), all others (p, m).
+# The looped schedules take (p, m, v), zb-auto takes (p, m, costs, memory_limit), the sliced ones (p, m, slices), all
+# others (p, m).
 SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
     {
         "gpipe": gpipe,
@@ -40,6 +44,8 @@ SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
         "1f1b": one_f_one_b,
         "interleaved": interleaved,
         "hanayo": hanayo,
+        "terapipe": terapipe,
+        "seq1f1b": seq1f1b,
         "zb-h1": zb_h1,
         "zb-h2": zb_h2,
         "zb-v": zb_v,
@@ -50,6 +56,7 @@ SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
     }
 )
 LOOPED = ("breadth-first", "interleaved", "hanayo")
+SLICED = ("terapipe", "seq1f1b")
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
 
 
@@ -77,15 +84,23 @@ def make_schedule(
     v: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | None = None,
+    slices: int = 1,
 ) -> Schedule:
     """Return the schedule `name` for m microbatches on p ranks.
 
     v                    chunks per rank, for breadth-first, interleaved and hanayo; default: 2
     costs, memory_limit  arguments of zb-auto's search; default: equal costs and 2p activations
+    slices               of every sample's tokens, for terapipe and seq1f1b
 
-    Raises ValueError for an unknown name, a v that the schedule does not have, or a size below 1.
+    Raises ValueError for an unknown name, a v or slices that the schedule does not have, or a size below 1.
     """
     chunks = chunks_per_rank(name, v)
+    if name in SLICED:
+        return SCHEDULES[name](p, m, slices)
+    if slices != 1:
+        raise ValueError(
+            f"slices={slices} of a sample with schedule={name!r}, which runs samples whole; use {one_of(SLICED)}"
+        )
     if name in LOOPED:
         return SCHEDULES[name](p, m, chunks)
     if name == "zb-auto":

@@ -9,12 +9,14 @@ Op = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """One piece of work on one microbatch by one stage of the model.
+    """One piece of work on one microbatch, or on one slice of its tokens, by one stage of the model.
 
     F   forward
     B   the whole backward: I and W in one
     I   the input-gradient half: the gradient of the stage's input, for which the previous stage waits
     W   the weight-gradient half: the gradients of the stage's weights, for which no other rank waits
+
+    In a schedule that cuts samples into slices, `microbatch` numbers units: unit k = microbatch * slices + slice.
     """
 
     op: Op
@@ -25,7 +27,7 @@ class Action(NamedTuple):
         return f"{self.op} of microbatch {self.microbatch} on stage {self.stage}"
 
 
-def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
+def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...]:
     """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
 
     F(s, k)   the activation from stage s-1        F(s-1, k)
@@ -34,18 +36,24 @@ def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     I(s, k)   the same two                         F(s, k), I(s+1, k)
     W(s, k)   what the stage's own I saved         I(s, k)
 
+    Where samples are cut into slices, on the same stage also
+
+    F(s, k)   keys and values of earlier slices    F(s, k-1), unless k is a sample's first slice
+    B(s, k)   their gradients from later slices    B(s, k+1), unless k is a sample's last slice; I likewise
+
     A schedule may split the backward of stage s but not that of stage s+1. B(s+1, k) and I(s+1, k) both produce
     the gradient; `needs` returns the one with the op of `action`, and `output_key` is the same for both.
     """
-    op, stage, microbatch = action
-    if op == "F":
-        return (Action("F", stage - 1, microbatch),) if stage else ()
+    op, stage, k = action
     if op == "W":
-        return (Action("I", stage, microbatch),)
-    forward = Action("F", stage, microbatch)
-    if stage == num_stages - 1:
-        return (forward,)
-    return (forward, Action(op, stage + 1, microbatch))
+        return (Action("I", stage, k),)
+    if op == "F":
+        before = (Action("F", stage - 1, k),) if stage else ()
+        return (*before, Action("F", stage, k - 1)) if k % slices else before
+    before = (Action("F", stage, k),)
+    if stage < num_stages - 1:
+        before += (Action(op, stage + 1, k),)
+    return (*before, Action(op, stage, k + 1)) if (k + 1) % slices else before
 
 
 def output_key(action: Action) -> Action:
@@ -61,12 +69,14 @@ class Schedule:
     stage_rank         stage_rank[stage] is the rank that holds the stage
     num_microbatches   m; microbatches are numbered 0 ... m-1
     name               used in error messages and plots
+    slices             s, into how many slices the tokens of every sample are cut; an action then works on one slice
     """
 
     actions: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
     num_microbatches: int
     name: str = "custom"
+    slices: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -75,6 +85,15 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return len(self.stage_rank)
+
+    @property
+    def num_units(self) -> int:
+        """The number of units of work, m s: F on a stage runs once for each."""
+        return self.num_microbatches * self.slices
+
+    def unit_label(self, k: int) -> str:
+        """Name unit k: its microbatch's number, and its slice's after a dot where there are several."""
+        return str(k) if self.slices == 1 else f"{k // self.slices}.{k % self.slices}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, ascending."""

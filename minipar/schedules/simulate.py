@@ -19,7 +19,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises ValueError for costs that do not fit the schedule, Deadlock if the schedule cannot run to its end.
     """
     costs = costs or Costs()
-    num_stages = schedule.num_stages
+    num_stages, slices = schedule.num_stages, schedule.slices
     seconds, hops = costs.table(num_stages), costs.hops(schedule.stage_rank)
     spans: dict[Action, tuple[float, float]] = {}
     ends: dict[Action, float] = {}
@@ -28,7 +28,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     def start_of(action: Action, rank: int) -> float | None:
         start = free[rank]
-        for need in needs(action, num_stages):
+        for need in needs(action, num_stages, slices):
             key = output_key(need)
             end = ends.get(key)
             if end is None:

@@ -61,7 +61,7 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """For each rank, the most activations (one per stage and microbatch) that it holds at once."""
+        """For each rank, the most activations (one per stage and microbatch, or slice of one) that it holds at once."""
         return tuple(
             max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
         )
@@ -93,7 +93,7 @@ class Timeline:
                     self.spans[by_result[output_key(need)]][1] + hop(hops, need, action),
                     by_result[output_key(need)],
                 )
-                for need in needs(action, self.schedule.num_stages)
+                for need in needs(action, self.schedule.num_stages, self.schedule.slices)
             ]
             if action in previous:
                 causes.append((self.spans[previous[action]][1], previous[action]))

@@ -14,6 +14,12 @@ def to_torch(schedule: Schedule) -> str:
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn)
         runtime._load_csv(path)                                   the file with this text
         runtime.step(inputs)                                      or runtime.step(target=targets) on the last stage's rank
+
+    Raises ValueError for slices of a sample, which torch's runtime does not have.
     """
+    if schedule.slices > 1:
+        raise ValueError(
+            f"slices={schedule.slices}: torch's runtime keeps no keys and values between slices; use slices=1"
+        )
     rows = (",".join(f"{stage}{op}{k}" for op, stage, k in actions) for actions in schedule.actions)
     return "".join(f"{row}\n" for row in rows)

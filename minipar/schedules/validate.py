@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from minipar.errors import require_positive
 from minipar.schedules.lower import Program, Receive, Send, lower
 from minipar.schedules.schedule import Action, Schedule
 
@@ -12,7 +13,8 @@ from minipar.schedules.schedule import Action, Schedule
 def validate(schedule: Schedule) -> None:
     """Raise ValueError unless every rank can run `schedule` to its end and all work is done exactly once.
 
-    complete   on its stage's rank, each (stage, microbatch) has one F, and either one B or one I and one W
+    complete   on its stage's rank, each (stage, unit) has one F, and either one B or one I and one W; a unit is a
+               microbatch, or one slice of it
     runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, which
                names each blocked rank's next action and the cycle
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
@@ -29,7 +31,7 @@ def require_complete(schedule: Schedule) -> None:
     _require_placement(schedule)
     count = Counter(action for rank in schedule.actions for action in rank)
     for stage in range(schedule.num_stages):
-        for k in range(schedule.num_microbatches):
+        for k in range(schedule.num_units):
             f, b, i, w = (count[Action(op, stage, k)] for op in "FBIW")
             if f != 1:
                 raise ValueError(
@@ -43,6 +45,7 @@ def require_complete(schedule: Schedule) -> None:
 
 
 def _require_placement(schedule: Schedule) -> None:
+    require_positive(slices=schedule.slices)
     for stage, rank in enumerate(schedule.stage_rank):
         if not 0 <= rank < schedule.num_ranks:
             raise ValueError(f"stage {stage} is placed on rank {rank} of {schedule.num_ranks} ranks")
@@ -52,9 +55,10 @@ def _require_placement(schedule: Schedule) -> None:
                 raise ValueError(f"op={action.op!r} on rank {rank}; use F, B, I or W")
             if not 0 <= action.stage < schedule.num_stages:
                 raise ValueError(f"{action} on rank {rank}: there are {schedule.num_stages} stages")
-            if not 0 <= action.microbatch < schedule.num_microbatches:
+            if not 0 <= action.microbatch < schedule.num_units:
+                cut = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
                 raise ValueError(
-                    f"{action} on rank {rank}: there are {schedule.num_microbatches} microbatches"
+                    f"{action} on rank {rank}: there are {schedule.num_microbatches} microbatches{cut}"
                 )
             if schedule.stage_rank[action.stage] != rank:
                 raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from minipar.pipeline import SCHEDULES, Costs, Schedule, make_schedule
-from minipar.schedules.registry import LOOPED
+from minipar.schedules.registry import LOOPED, SLICED
 
 
 def chunks(name: str):
@@ -16,10 +16,13 @@ def chunks(name: str):
 
 
 @st.composite
-def schedules(draw, names=tuple(SCHEDULES), max_ranks: int = 5, max_microbatches: int = 12) -> Schedule:
+def schedules(
+    draw, names=tuple(SCHEDULES), max_ranks: int = 5, max_microbatches: int = 12, max_slices: int = 1
+) -> Schedule:
     name = draw(st.sampled_from(names))
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    return make_schedule(name, p, m, draw(chunks(name)))
+    slices = draw(st.integers(1, max_slices)) if name in SLICED else 1
+    return make_schedule(name, p, m, draw(chunks(name)), slices=slices)
 
 
 seconds = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.0])

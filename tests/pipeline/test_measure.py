@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.pipeline import Costs, dualpipe_v, measured, measured_costs, simulate, zb_h1
+from minipar.pipeline import Costs, dualpipe_v, measured, measured_costs, seq1f1b, simulate, zb_h1
 from minipar.pipeline.emulate import emulate
 from tests.pipeline.strategies import costs, schedules
 
@@ -24,7 +24,7 @@ def test_the_costs_of_a_timeline_are_those_it_was_simulated_with(data, schedule)
         assert got["W"][s] == pytest.approx(want["W"][s] if s in split else 0)
 
 
-@pytest.mark.parametrize("schedule", [zb_h1(3, 3), dualpipe_v(2, 4)], ids=lambda s: s.name)
+@pytest.mark.parametrize("schedule", [zb_h1(3, 3), dualpipe_v(2, 4), seq1f1b(2, 2, 3)], ids=lambda s: s.name)
 def test_an_emulated_action_takes_at_least_what_it_costs(schedule):
     asked = Costs(F=0.002, I=0.004, W=0.003)
     spans = minipar.run(emulate, schedule, asked, world_size=schedule.num_ranks, timeout_s=10)

@@ -17,7 +17,7 @@ from tests.pipeline.strategies import mutants, schedules
 from tests.strategies import seeds
 
 
-@given(schedules(), st.booleans(), seeds)
+@given(schedules(max_slices=4), st.booleans(), seeds)
 def test_no_order_of_events_hangs_a_lowered_schedule(schedule, shared, seed):
     ran = Machine(schedule, lower(schedule), shared).run(Random(seed))
     assert ran == [list(actions) for actions in schedule.actions]
@@ -39,14 +39,14 @@ def receive_just_in_time(schedule):
     wanted_by = {
         home[output_key(need)]: schedule.stage_rank[action.stage]
         for action in home.values()
-        for need in needs(action, schedule.num_stages)
+        for need in needs(action, schedule.num_stages, schedule.slices)
         if schedule.stage_rank[action.stage] != schedule.stage_rank[need.stage]
     }
     programs = []
     for rank, actions in enumerate(schedule.actions):
         program = []
         for action in actions:
-            for need in needs(action, schedule.num_stages):
+            for need in needs(action, schedule.num_stages, schedule.slices):
                 if (source := schedule.stage_rank[need.stage]) != rank:
                     program += [Receive(home[output_key(need)], source), Wait(home[output_key(need)])]
             program.append(Compute(action))
@@ -64,8 +64,8 @@ def test_the_obvious_lowering_hangs_where_both_directions_share_one_order():
         Machine(schedule, receive_just_in_time(schedule), shared=True).run(Random(0))
 
 
-@given(schedules())
-def test_every_boundary_between_ranks_carries_each_microbatch_once_a_direction(schedule):
+@given(schedules(max_slices=4))
+def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedule):
     """The wrap-around of a looped placement counts, the turn of a V does not."""
     sent = Counter(
         (instruction.action.op == "F", instruction.action.stage)
@@ -75,11 +75,11 @@ def test_every_boundary_between_ranks_carries_each_microbatch_once_a_direction(s
     )
     ranks = schedule.stage_rank
     apart = [stage for stage in range(schedule.num_stages - 1) if ranks[stage] != ranks[stage + 1]]
-    m = schedule.num_microbatches
-    assert sent == {**{(True, s): m for s in apart}, **{(False, s + 1): m for s in apart}}
+    units = schedule.num_units
+    assert sent == {**{(True, s): units for s in apart}, **{(False, s + 1): units for s in apart}}
 
 
-@given(schedules())
+@given(schedules(max_slices=4))
 def test_every_wait_is_for_a_receive_that_was_posted_and_no_receive_is_left_over(schedule):
     for program in lower(schedule):
         posted = set()

@@ -56,7 +56,7 @@ def test_interleaved_bubble_rates_are_the_published_ones_less_one_latency_a_rank
     assert round(1 - timeline.ideal / span, 4) == rate
 
 
-@given(st.data(), schedules(max_ranks=4, max_microbatches=8))
+@given(st.data(), schedules(max_ranks=4, max_microbatches=8, max_slices=3))
 def test_every_action_starts_as_early_as_the_rule_allows_and_no_earlier(data, schedule):
     """The defining equations, checked on the result: their least solution is unique."""
     timeline = simulate(schedule, cost := data.draw(costs(schedule.num_stages)))
@@ -69,7 +69,7 @@ def test_every_action_starts_as_early_as_the_rule_allows_and_no_earlier(data, sc
             start, end = timeline.spans[action]
             arrivals = [
                 ends[output_key(need)] + (cost.comm if schedule.stage_rank[need.stage] != rank else 0.0)
-                for need in needs(action, schedule.num_stages)
+                for need in needs(action, schedule.num_stages, schedule.slices)
             ]
             assert start == max([free, *arrivals])
             assert end == start + table[action.op][action.stage]
@@ -159,7 +159,7 @@ def test_live_activations_peak_as_published(p, m, v):
     assert max(simulate(dualpipe_v(p, 2 * p + m)).peak_live) <= 2 * p + 1
 
 
-@given(st.data(), schedules(max_ranks=4, max_microbatches=6))
+@given(st.data(), schedules(max_ranks=4, max_microbatches=6, max_slices=3))
 def test_the_critical_path_is_an_unbroken_chain_as_long_as_the_makespan(data, schedule):
     timeline = simulate(schedule, cost := data.draw(costs(schedule.num_stages)))
     path = timeline.critical_path
