@@ -58,6 +58,9 @@ def _hash(
 ) -> Tensor:
     """Return a 32-bit hash for each element of [B, T, num_features]."""
     state = 0
+    if torch.compiler.is_compiling():
+        # A step that has changed would be a symbol, and its hash a formula that takes hours to simplify.
+        key = tuple(torch.full((), word, dtype=torch.int64, device=indices.device) for word in key)
     for word in key:
         state = mix(mix(state, word & _LOW_32), word >> 32)
     tokens = mix(mix(state, sample_ids)[:, None], indices)

@@ -116,17 +116,17 @@ def test_a_bad_file_is_explained_in_one_line_with_its_own_line(what, tmp_path):
     [
         (
             "def shift(comm, x):\n    while True:\n        pass",
-            r"(4 s of computing|16 s) \(shift.py, line [23]\)",
+            r"(2 s of computing|8 s) \(shift.py, line [23]\)",
         ),
         (
             "try:\n    while True: pass\nexcept Exception: pass",
-            r"(4 s of computing|16 s) \(shift.py, line 2\)",
+            r"(2 s of computing|8 s) \(shift.py, line 2\)",
         ),
-        ("import time\ndef shift(comm, x):\n    time.sleep(1000)", r"16 s \(shift.py, line 3\)"),
+        ("import time\ndef shift(comm, x):\n    time.sleep(1000)", r"8 s \(shift.py, line 3\)"),
     ],
 )
 def test_a_file_that_hangs_is_stopped_and_told_at_which_line(source, words, tmp_path):
-    result = checked(tmp_path, source, limit_s=60.0)
+    result = checked(tmp_path, source, limit_s=30.0)
     assert result.state == "red"
     assert re.search(f"is still running after {words}", result.words), str(result)
 
@@ -140,8 +140,8 @@ def test_a_file_that_refuses_to_be_stopped_is_ended_with_its_processes(tmp_path)
             while True:
                 pass
     """
-    result = checked(tmp_path, source, limit_s=15.0)
-    assert "it did not come to an end within 15 s, and was ended (shift.py, line 2)" in str(result)
+    result = checked(tmp_path, source, limit_s=8.0)
+    assert "it did not come to an end within 8 s, and was ended (shift.py, line 2)" in str(result)
     assert checked(tmp_path, RIGHT).state == "green"
 
 
