@@ -1,6 +1,8 @@
 # `make demo` and `make test` are all a fresh machine needs; both set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two files of tests at a time: most tests wait for ranks, more than they compute.
+WORKERS := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test slow test-gpu bench-gpu site site-test bench format lint clean
@@ -18,12 +20,13 @@ demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2
 	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
 test: .venv/installed lint ## lint, every test, every notebook
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=120 lessons
+	$(BIN)/python -m pytest $(WORKERS)
+	$(BIN)/python -m pytest $(WORKERS) --nbmake --nbmake-timeout=120 lessons
 
-slow: .venv/installed ## the same properties over more examples and larger worlds; then every test by NCCL's rules, on gloo
-	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest -m 'slow or not slow'
-	MINIPAR_TRANSPORT=grouped $(BIN)/python -m pytest
+slow: .venv/installed ## the same properties over more examples and larger worlds; then by NCCL's rules, on gloo, and by shared memory
+	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest $(WORKERS) -m 'slow or not slow'
+	MINIPAR_TRANSPORT=grouped $(BIN)/python -m pytest $(WORKERS)
+	MINIPAR_TRANSPORT=shared $(BIN)/python -m pytest $(WORKERS) tests/comm tests/data_parallel tests/spec
 
 test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu

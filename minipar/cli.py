@@ -252,6 +252,7 @@ def timeline_command(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     comm: float = 0.0,
     memory_limit: float | None = None,
+    slices: int = 1,
     measure: bool = False,
     draw: bool = True,
     out: Path = Path("runs/timeline"),
@@ -266,11 +267,12 @@ def timeline_command(
         costs: seconds of F (forward), I (input gradient) and W (weight gradient) of a rank's stage per microbatch.
         comm: seconds of latency of a message between ranks.
         memory_limit: live activations that zb-auto and optimal may hold per rank (twice the stages if not given).
+        slices: of every sample's tokens, for terapipe and seq1f1b; each takes its part of a microbatch's costs.
         measure: also run each schedule, on local ranks that sleep for each action's cost, and draw the measured times.
         draw: draw the pictures; otherwise only print the grids.
         out: the picture file; a name without .png, .svg or .pdf gives a PNG and an SVG.
     """
-    options = dict(chunks=chunks, costs=costs, comm=comm, memory_limit=memory_limit)
+    options = dict(chunks=chunks, costs=costs, comm=comm, memory_limit=memory_limit, slices=slices)
     return partial(_timeline, schedule, stages, microbatches, measure, out if draw else None, options)
 
 

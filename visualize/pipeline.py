@@ -129,9 +129,9 @@ def _kind(timeline: Timeline, action: Action) -> tuple[str, int]:
 
 
 def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, duration: float) -> None:
-    """Write the microbatch's number as large as its box allows, or not at all where that is too small to read."""
+    """Write the unit's number as large as its box allows, or not at all where that is too small to read."""
     start, end = timeline.spans[action]
-    number = str(action.microbatch)
+    number = timeline.schedule.unit_label(action.microbatch)
     room_points = (end - start) / duration * WIDTH_INCHES * 72 * 0.9
     size = min(9.0, room_points / (0.7 * len(number)))
     if size >= 4:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minipar.errors import require_positive
 from minipar.schedules import Costs, Timeline, make_schedule, optimal, simulate, zb_auto
-from minipar.schedules.registry import LOOPED, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
 from visualize.pipeline_text import grid_text, headline
 
 MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
@@ -20,6 +20,7 @@ def timeline(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     comm: float = 0.0,
     memory_limit: float | None = None,
+    slices: int = 1,
     measure: bool = False,
     out: Path | None = Path("runs/timeline"),
 ) -> None:
@@ -35,8 +36,10 @@ def timeline(
             continue
         concerned = name in LOOPED or not any(other in LOOPED for other in schedules)
         v = chunks_per_rank(name, chunks if concerned else None)
-        chunk_costs = Costs(*(cost / max(v, 1) for cost in costs), comm)
-        made = make_schedule(name, stages, microbatches, v, chunk_costs, memory_limit)
+        # So are `slices`, for the sliced ones.
+        s = slices if name in SLICED or not any(other in SLICED for other in schedules) else 1
+        chunk_costs = Costs(*(cost / max(v * s, 1) for cost in costs), comm)
+        made = make_schedule(name, stages, microbatches, v, chunk_costs, memory_limit, s)
         timelines.append(("", simulate(made, chunk_costs)))
         if measure:
             timelines.append(("measured   ", _run(timelines[-1][1])))

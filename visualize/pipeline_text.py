@@ -8,7 +8,8 @@ MOST_COLUMNS = 400
 
 
 def grid_text(timeline: Timeline) -> str:
-    """The headline, then one row per rank: "F3" is the forward of microbatch 3, "·" is idle; at the end peak activations.
+    """The headline, then one row per rank: "F3" is the forward of microbatch 3, "F3.1" that of its slice 1, "·" is idle;
+    at the end peak activations.
 
     A column is as long as the shortest action, or 1/400 of the makespan where that is longer; an action of several
     columns shows dashes after its name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order.
@@ -32,8 +33,9 @@ def headline(timeline: Timeline) -> str:
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
     own_span = f" (longest own span {timeline.longest_own_span:.4g})" if shorter else ""
+    slices = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches; "
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}; "
         f"makespan {timeline.makespan:.4g}{own_span}; "
         f"bubble {timeline.bubble_over_total:.1%} of total time, {timeline.bubble_over_ideal:.1%} of ideal time"
     )
@@ -47,7 +49,8 @@ def chunk_of(timeline: Timeline, action: Action) -> int:
 
 def _label(timeline: Timeline, action: Action) -> str:
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    return f"{action.op}{action.microbatch}" + (_letters(chunk_of(timeline, action)) if several else "")
+    name = action.op + timeline.schedule.unit_label(action.microbatch)
+    return name + (_letters(chunk_of(timeline, action)) if several else "")
 
 
 def _letters(number: int) -> str:

@@ -84,6 +84,8 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         """Return what o multiplies: the heads' outputs side by side, [B, T, num_heads * head_dim]."""
+        if self.overrides.positions is not None:
+            positions = self.overrides.positions(positions)
         cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype)
         q = rotate(self._heads(q, self.num_heads), cos, sin)
         k = rotate(self._heads(k, self.num_kv_heads), cos, sin)

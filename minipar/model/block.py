@@ -83,10 +83,13 @@ class Block(nn.Module):
         y, metrics = self.mlp(x, indices, sample_ids, step)
         return attach_aux_loss(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
-    def dropout(self, x: Tensor, site: int, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def dropout(
+        self, x: Tensor, site: int, indices: Tensor, sample_ids: Tensor, step: int, feature_offset: int = 0
+    ) -> Tensor:
         if not (self.training and self.dropout_rate > 0):
             return x
-        return counter_dropout(x, self.dropout_rate, self.seed, step, self.layer, site, sample_ids, indices)
+        key = self.seed, step, self.layer, site
+        return counter_dropout(x, self.dropout_rate, *key, sample_ids, indices, feature_offset)
 
 
 def run_blocks(blocks: list[Block], x: Tensor, *args) -> Tensor:

@@ -27,15 +27,19 @@ class TransformerOverrides:
 
     output             (logits, targets or None) -> logits, or the sum of cross-entropies where targets are given
                        tensor_parallel: logits [B, T, V/tp] are gathered for the caller, and never for the loss
+    whole_shape        (x) -> the shape in one process of the hidden states that are this stage's input
+                       tensor_parallel: on a grid of ranks, stages exchange blocks [B/R, T, D/C]
     sequence_length    (x) -> tokens per sample, given this stage's input
                        tensor_parallel: under sequence parallelism, stages exchange shards [B, T/tp, D]
     default_positions  (T, device) -> [T], each token's index in its sample: its position where the caller gives none
-                       context_parallel: this rank's tokens are not the first T; cache.py: the tokens follow earlier ones
+                       context_parallel: this rank's tokens are not the first T
+                       cache.py, pipeline: the tokens follow earlier ones, of the text or of the sample
     run_blocks         (blocks, x, *args) -> x, all of the stage's blocks one after another, each called with x and args
                        recompute="every:N": N of them under one activation checkpoint
     """
 
     output: Callable[[Tensor, Tensor | None], Tensor] | None = None
+    whole_shape: Callable[[Tensor], tuple[int, ...]] | None = None
     sequence_length: Callable[[Tensor], int] | None = None
     default_positions: Callable | None = None
     run_blocks: Callable | None = None
@@ -68,12 +72,15 @@ class AttentionOverrides:
                  context_parallel: other ranks hold the other keys; recompute="selective": recomputed in the backward
     project_qkv  (x) -> q, k, v
                  tensor_parallel: the three sharded matrices have one input, so one reduction of dx suffices
-    cache        a KeyValueCache, which prepends the keys and values of earlier tokens
-                 cache.py: generation reads each token once
+    positions    (positions) -> those of the samples that this rank's q, k and v hold
+                 tensor_parallel: on a grid of ranks, a rank has some of the samples
+    cache        an object as KeyValueCache, whose `extend` prepends the keys and values of earlier tokens
+                 cache.py: generation reads each token once; pipeline: a slice of a sample sees the slices before it
     """
 
     core: Callable | None = None
     project_qkv: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None
+    positions: Callable[[Tensor], Tensor] | None = None
     cache: object | None = None
 
 
@@ -92,9 +99,12 @@ class MLPOverrides:
 class MoEOverrides:
     """Override points of an `MoE`.
 
-    dispatch         (rows, counts) -> an object whose `receive()` returns the rows of this rank's experts and their
-                     counts, and whose `combine(out)` returns the experts' outputs in the order of `rows`
+    dispatch         (rows, counts) -> an object whose `through(experts)` returns the experts' outputs in the order of
+                     `rows`; `experts` maps rows sorted by expert, and the rows per expert, to as many rows
                      expert_parallel: by all-to-all
+    dispatch_tokens  (x, weight, plan) -> an object whose `through(experts)` returns each token's weighted sum: in place of
+                     `dispatch`, which has a row for each choice
+                     expert_parallel: one row for each node that a token uses
     pad_to_capacity  give every expert `capacity` rows per group, used or not
                      expert_parallel: message sizes are known before routing
     gather_tokens    (x) -> all tokens, for the router and the experts
@@ -106,6 +116,7 @@ class MoEOverrides:
     """
 
     dispatch: Callable | None = None
+    dispatch_tokens: Callable | None = None
     pad_to_capacity: bool = False
     gather_tokens: Callable[[Tensor], Tensor] | None = None
     copy_input: Callable[[Tensor], Tensor] | None = None

@@ -92,7 +92,7 @@ class Transformer(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor:
         self._check_input(x)
-        B, T = x.shape[0], self.sequence_length(x)
+        B, T = self.whole_shape(x)[0], self.sequence_length(x)
         indices = self._indices(T, x.device, positions)
         positions = indices if positions is None else positions
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
@@ -125,6 +125,11 @@ class Transformer(nn.Module):
             check_whole_groups(positions, self.config.group_tokens)
         return positions
 
+    def whole_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape of this stage's input in one process."""
+        own = None if self.first else self.overrides.whole_shape
+        return tuple(x.shape) if own is None else own(x)
+
     def sequence_length(self, x: Tensor) -> int:
         """Return the number of tokens per sample, given this stage's input."""
         own = self.overrides.sequence_length
@@ -154,7 +159,7 @@ class Transformer(nn.Module):
         """
         if not self.last:
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
-        _check_shape("targets", targets, [(x.shape[0], self.sequence_length(x))])
+        _check_shape("targets", targets, [(self.whole_shape(x)[0], self.sequence_length(x))])
         if count is None:
             count = (targets != IGNORE_INDEX).sum()
         return self(x, positions, sample_ids, step, targets) / torch.as_tensor(count).clamp(min=1)
@@ -190,7 +195,8 @@ class Transformer(nn.Module):
             raise ValueError(f"tokens are {_describe(x)}; this stage embeds int64 tokens [B, T]")
         if self.first:
             check_vocabulary("tokens", x, self.config.vocab_size)
-        if not self.first and (x.dim() != 3 or x.shape[2] != self.config.dim or not x.is_floating_point()):
+        fits = self.first or x.dim() == 3 and self.whole_shape(x)[2] == self.config.dim
+        if not self.first and (not fits or not x.is_floating_point()):
             raise ValueError(
                 f"hidden is {_describe(x)}; this stage takes floats [B, T, dim={self.config.dim}]"
             )

@@ -2,6 +2,8 @@
 
 train_config.py       a run's configuration: model, batch, optimizer, mesh
 check_config.py       which meshes, models and batches fit each other, checked before any rank starts
+check_experts.py      the same of experts, and of the ways in which rows get to them
+slicing.py            where samples are cut into slices
 check_paths.py        which files and folders can be read and written, checked before torch is imported
 compression_config.py  what `--compress` can be, what each method serves, and what is refused
 toml_config.py        a configuration as a TOML file
@@ -33,6 +35,7 @@ checkpoint.py         write a sharded checkpoint while training continues
 state.py              the state of a run, to a checkpoint and back
 resume.py             what a run is not continued from, and what is said to differ
 internode_traffic.py  which axes cross nodes, and the bytes that tp then sends between them
+elastic.py            another mesh for the ranks that are left when a node is lost
 trainer.py            the loop, and the run around it
 export.py             a trained model as one file, or as Hugging Face's Llama
 calibrate.py          this machine, measured, as a machine file of `minipar plan`

@@ -8,8 +8,10 @@ import re
 from minipar.context.limits import check_context_parallel, padded_length
 from minipar.errors import divisors, one_of, require_divides
 from minipar.mesh import Mesh
-from minipar.schedules import Schedule, make_schedule
-from minipar.tensor_parallel.limits import check_tensor_parallel
+from minipar.schedules import Schedule
+from minipar.train.check_experts import check_experts
+from minipar.train.check_matrices import check_matrices, ranks_of_heads
+from minipar.train.slicing import check_slices, schedule_of
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -48,13 +50,15 @@ def check_layout(config) -> None:
     """Raise ValueError where the mesh, the model and the batch of a TrainConfig do not fit each other."""
     Mesh(config.world_size, **config.mesh_sizes)
     _check_batch(config)
+    check_slices(config)
     schedule = _check_stages(config)
-    check_tensor_parallel(config.model, config.tp, config.pad_vocab)
+    check_matrices(config)
     _check_replicas(config)
     _check_reduction(config, schedule)
     _check_offload(config)
+    _check_whole_matrices(config)
     _check_tokens(config)
-    _check_experts(config)
+    check_experts(config)
     _check_activations(config)
     _check_compile(config, schedule)
 
@@ -66,7 +70,7 @@ def _check_batch(config) -> None:
 
 
 def _check_stages(config) -> Schedule:
-    schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
+    schedule = schedule_of(config)
     layers = config.model.num_layers
     if schedule.num_stages > layers:
         raise ValueError(
@@ -88,7 +92,7 @@ def _check_tokens(config) -> None:
             f"use seq_len={whole}"
         )
     layout = config.cp_layout, config.cp_attention, config.cp_ulysses
-    check_context_parallel(config.model, config.cp, config.seq_len, *layout, tp=config.tp)
+    check_context_parallel(config.model, config.cp, config.seq_len, *layout, tp=ranks_of_heads(config))
     if config.sequence_parallel:
         require_divides(
             "tp", config.tp, "a rank's tokens of a sample (seq_len/cp)", config.seq_len // config.cp
@@ -149,6 +153,19 @@ def _check_offload(config) -> None:
         )
 
 
+def _check_whole_matrices(config) -> None:
+    if config.optimizer != "muon":
+        return
+    if config.tp > 1:
+        raise ValueError(
+            f"optimizer=muon needs whole matrices, and tp={config.tp} cuts them; use tp=1, or adamw"
+        )
+    if config.zero == 3:
+        raise ValueError(
+            "optimizer=muon needs whole matrices, and zero=3 cuts them; use zero=1 or 2, which give each matrix to a rank"
+        )
+
+
 def _check_replicas(config) -> None:
     """Check hybrid sharding: the ranks that have the same parameters are `replicate` groups of equal size."""
     if config.replicate == 1:
@@ -161,24 +178,6 @@ def _check_replicas(config) -> None:
     require_divides("replicate", config.replicate, "dp*cp", data)
     if config.model.num_experts:
         require_divides("replicate", config.replicate, "an expert's ranks (dp*cp/ep)", data // config.ep)
-
-
-def _check_experts(config) -> None:
-    model = config.model
-    if model.num_experts and model.moe_every > model.num_layers:
-        raise ValueError(
-            f"num_experts={model.num_experts}: of num_layers={model.num_layers} layers, none has experts with "
-            f"moe_every={model.moe_every}; use moe_every={model.num_layers} or less"
-        )
-    if config.model.num_experts:
-        require_divides("ep", config.ep, "num_experts", config.model.num_experts)
-        if config.ep_node_size is not None:
-            require_divides("ep_node_size", config.ep_node_size, "ep", config.ep)
-    elif config.ep > 1 or config.ep_node_size is not None:
-        name = "ep" if config.ep > 1 else "ep_node_size"
-        raise ValueError(
-            f"{name}={getattr(config, name)} spreads experts, and num_experts=0: the model has none; leave it out"
-        )
 
 
 def _check_activations(config) -> None:

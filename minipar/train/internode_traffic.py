@@ -23,6 +23,7 @@ from __future__ import annotations
 import warnings
 from math import ceil, gcd
 
+from minipar.cost.topology import members_per_node
 from minipar.mesh import axes_across_nodes, mesh_without_comm, place_whole, placement_of
 from minipar.model import Transformer
 from minipar.train.check_config import blocks_per_unit
@@ -31,11 +32,11 @@ from minipar.train.check_config import blocks_per_unit
 def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
     """Warn where tp's messages cross nodes, with the bytes per step, and those of a mesh whose tp stays inside a node.
 
-    config          a TrainConfig
+    config          a TrainConfig; none whose tp_layout is a grid is warned of, since the formula is that of 1d
     ranks_per_node  number of ranks on one machine: torchrun's LOCAL_WORLD_SIZE
     """
     sizes = config.mesh_sizes
-    if not axes_across_nodes(sizes, ranks_per_node)["tp"]:
+    if config.tp_layout != "1d" or not axes_across_nodes(sizes, ranks_per_node)["tp"]:
         return
     tp = gcd(sizes["tp"], ranks_per_node)
     inside = sizes | dict(tp=tp, dp=sizes["dp"] * sizes["tp"] // tp)
@@ -50,21 +51,29 @@ def warn_if_tp_crosses(config, ranks_per_node: int) -> None:
 
 
 def leaving_bytes(config, mesh_sizes: dict[str, int], ranks_per_node: int) -> tuple[float, float]:
-    """(tp, gradients): the bytes that leave a node per step, averaged over nodes, where each group's ranks form a ring.
+    """(tp, gradients): the bytes that leave a node per step, averaged over nodes, with algorithm="auto".
 
-    A rank's messages leave its node where its right neighbour is on another node.
+    A group with g > 1 of its p ranks on each of k nodes goes in two levels: (k-1)/(p-1) of every rank's bytes leave. Any
+    other is taken as a ring: a rank's bytes leave its node where its right neighbour is on another one.
     """
     mesh = mesh_without_comm(mesh_sizes)
     num_nodes = -(-mesh.world_size // ranks_per_node)
 
-    def leavers(*axes: str) -> int:
-        rings = {mesh.group(rank, *axes) for rank in range(mesh.world_size)}
-        steps = [(a, b) for ring in rings for a, b in zip(ring, ring[1:] + ring[:1])]
-        return sum(a // ranks_per_node != b // ranks_per_node for a, b in steps)
+    def leavers(*axes: str) -> float:
+        groups = {mesh.group(rank, *axes) for rank in range(mesh.world_size)}
+        return sum(_leavers(group, ranks_per_node) for group in groups)
 
     dense, experts = gradient_bytes(config, mesh_sizes)
     gradients = dense * leavers("dp", "cp") + experts * leavers("edp")
     return tp_bytes(config, mesh_sizes) * leavers("tp") / num_nodes, gradients / num_nodes
+
+
+def _leavers(group: tuple[int, ...], ranks_per_node: int) -> float:
+    """The bytes of a group's ranks that leave their nodes, over the bytes that one of them sends."""
+    p, g = len(group), members_per_node(group, ranks_per_node)
+    if g is not None:
+        return p * (p // g - 1) / (p - 1)
+    return sum(a // ranks_per_node != b // ranks_per_node for a, b in zip(group, group[1:] + group[:1]))
 
 
 def tp_bytes(config, mesh_sizes: dict[str, int]) -> float:

@@ -24,7 +24,7 @@ from torch import nn
 
 from minipar.comm import Comm
 from minipar.context import context_parallel
-from minipar.data_parallel import DDP, ZeroOptimizer
+from minipar.data_parallel import DDP, WholeParameterZero, ZeroOptimizer
 from minipar.data_parallel.compress import Compressors
 from minipar.data_parallel.fsdp import FSDP
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
@@ -33,15 +33,16 @@ from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchO
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole
 from minipar.model import Block, Transformer
-from minipar.pipeline import Pipeline, balance, make_schedule
+from minipar.pipeline import Pipeline, balance
 from minipar.pipeline.partition import layer_costs
-from minipar.tensor_parallel import tensor_parallel
+from minipar.tensor_parallel import grid_parallel, tensor_parallel
 from minipar.train.compression import gradient_compressor, make_own_optimizer
 from minipar.train.initial_weights import fill, fill_buffers, initial_values
 from minipar.train.master_weights import MasterWeights
 from minipar.train.optim import BETAS, norm_shares, optimizer_class, parameter_groups
 from minipar.train.recompute import recompute, relocate_activations
 from minipar.train.reference import make_scaler
+from minipar.train.slicing import schedule_of, slice_sizes
 from minipar.train.train_config import TrainConfig
 
 
@@ -77,13 +78,13 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     """
     if config.algorithm != "auto":
         mesh = Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes)
-    schedule = make_schedule(config.schedule, config.pp, config.microbatches, config.chunks)
+    schedule = schedule_of(config)
     stages = [
         _stage(config, mesh, device, number, schedule.num_stages)
         for number in schedule.stages_of(mesh.coordinates.pp)
     ]
     modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
-    pipeline = Pipeline(modules, mesh.comm("pp"), schedule)
+    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=slice_sizes(config))
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
     state.compressors = [x.compressors for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer)]
@@ -97,10 +98,10 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     fill_buffers(stage, device)
     place_whole(stage)
     if mesh.sizes["ep"] > 1:
-        expert_parallel(stage, mesh.comm("ep"), node_size=config.ep_node_size)
+        expert_parallel(stage, mesh.comm("ep"), node_size=config.ep_node_size, chunks=config.ep_chunks,
+                        once_per_node=config.ep_once_per_node, shadow=config.ep_shadow)  # fmt: skip
     if mesh.sizes["tp"] > 1:
-        options = (config.sequence_parallel, config.tp_chunked, config.pad_vocab)
-        tensor_parallel(stage, mesh.comm("tp"), *options)
+        _cut_matrices(config, stage, mesh.comm("tp"))
     if mesh.sizes["cp"] > 1:
         context_parallel(stage, mesh.comm("cp"), config.cp_layout, config.cp_attention,
                          ulysses_size=config.cp_ulysses)  # fmt: skip
@@ -113,6 +114,13 @@ def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int
     for block in stage.layers.values() if config.compile != "none" else ():
         block.compile(backend=config.compile)
     return stage
+
+
+def _cut_matrices(config: TrainConfig, stage: Transformer, tp: Comm) -> None:
+    if config.tp_layout == "1d":
+        tensor_parallel(stage, tp, config.sequence_parallel, config.tp_chunked, config.pad_vocab)
+    else:
+        grid_parallel(stage, tp, config.tp_layout, config.tp_depth)
 
 
 def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
@@ -135,8 +143,8 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
     sum_over = gradient_comm(mesh)
     make_optimizer, options = optimizer_class(config, mesh), {"lr": config.lr, "betas": BETAS}
     if config.zero in (1, 2):
-        groups = parameter_groups(_named(stages), config.weight_decay)
-        optimizer = ZeroOptimizer(
+        groups = parameter_groups(_named(stages), config.weight_decay, config.optimizer)
+        optimizer = (WholeParameterZero if config.optimizer == "muon" else ZeroOptimizer)(
             groups,
             make_optimizer,
             sum_over,
@@ -174,7 +182,7 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
         if config.torch_reduce_dtype != config.torch_dtype:
             buckets["reduce_dtype"] = config.torch_reduce_dtype
         modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
-    groups = parameter_groups(_named(modules), config.weight_decay)
+    groups = parameter_groups(_named(modules), config.weight_decay, config.optimizer)
     if config.offload != "none":
         optimizer = OffloadedOptimizer(modules, groups, make_optimizer, config.torch_master_dtype, **options)
         list(optimizer.tensors_and_states())  # as above

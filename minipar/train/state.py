@@ -91,7 +91,7 @@ class StoredParameters(Mapping):
 ALIKE = ("seed", "dtype", "optimizer", "batch_size", "seq_len", "sampling")
 UNSAID = (
     "model", "moe", "text", "tokens", "tokenizer", "eval_every", "out", "name", "resume", "checkpoint_every", "keep",
-    "verify_steps", "trace_steps", "timeout_s", "tensorboard", "peak_tflops",
+    "verify_steps", "trace_steps", "timeout_s", "elastic", "tensorboard", "peak_tflops",
     "offload_folder", "init",
 )  # fmt: skip
 

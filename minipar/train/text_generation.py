@@ -80,7 +80,8 @@ def sample_text(world, config, path: Path, num_tokens: int, temperature: float =
     )
     ranks = min(world.size, -(-sum(p.nbytes for p in shapes.parameters()) // SAMPLE_BYTES_PER_RANK))
     pp = min(ranks, layers)
-    tp = config.tp if ranks > layers and pp * config.tp <= world.size else 1
+    cut = ranks > layers and pp * config.tp <= world.size and config.tp_layout == "1d"
+    tp = config.tp if cut else 1
     if world.rank >= pp * tp:
         return None
     mesh = Mesh(world.subgroup(range(pp * tp), "sample"), pp=pp, tp=tp)

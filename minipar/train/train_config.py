@@ -14,6 +14,7 @@ from minipar.options import check_types, normalise_types, option, with_option_ta
 from minipar.runtime.environment import MAX_RANKS, under_torchrun
 from minipar.schedules.registry import ScheduleName
 from minipar.train.check_config import check_data, check_layout
+from minipar.train.check_paths import check_elastic
 from minipar.train.compression_config import MethodName, check_compression
 
 if TYPE_CHECKING:
@@ -60,12 +61,25 @@ class TrainConfig:
     chunks: int | None = option(
         None, "stages a pipeline rank holds, where the schedule leaves a choice", "mesh"
     )
+    seq_slices: int = option(
+        1,
+        "with schedule terapipe or seq1f1b, slices of a sample's tokens that pass through the stages one behind the other; "
+        "later ones, whose tokens attend to more, are shorter",
+        "mesh",
+    )
     sequence_parallel: bool = option(False, "tp ranks split tokens where they do not split features", "mesh")
     tp_chunked: bool = option(
         False,
         "with sequence_parallel, tp's messages in chunks, while the products of other chunks run",
         "mesh",
     )
+    tp_layout: Literal["1d", "2d", "2.5d", "3d"] = option(
+        "1d",
+        "how tp cuts a matrix: 1d along one dim; 2d over a square of ranks, 2.5d over tp_depth squares, 3d over a cube, "
+        "where no rank holds a whole matrix or activation",
+        "mesh",
+    )
+    tp_depth: int = option(1, "with tp_layout=2.5d, how many squares: each has some of the samples", "mesh")
     pad_vocab: bool = option(False, "let tp cut a vocabulary that it does not divide", "mesh")
     cp_layout: Literal["zigzag", "contiguous", "striped"] = option(
         "zigzag", "which tokens a context-parallel rank has", "mesh"
@@ -78,6 +92,20 @@ class TrainConfig:
     cp_ulysses: int = option(1, "with cp_attention=usp, the ranks of a group", "mesh")
     ep_node_size: int | None = option(
         None, "send tokens to experts in two levels, inside nodes of so many ep ranks, then across", "mesh"
+    )
+    ep_chunks: int = option(
+        1, "parts in which tokens travel to experts and back, each while another is computed", "mesh"
+    )
+    ep_once_per_node: bool = option(
+        False,
+        "with ep_node_size, send a token to each node once, not once for each choice, and copy it there",
+        "mesh",
+    )
+    ep_shadow: float | None = option(
+        None,
+        "replicate an expert on all ep ranks, for one step of its layer, where that takes more than so many rows off the "
+        "busiest rank; none: never",
+        "mesh",
     )
     algorithm: Literal[
         "auto", "ring", "halving_doubling", "doubling", "tree", "double_tree", "hierarchical", "bruck", "native"
@@ -146,9 +174,10 @@ class TrainConfig:
     microbatches: int = option(
         1, "parts in which a rank works through its samples, accumulating gradients", "optimization"
     )
-    optimizer: Literal["adamw", "lamb"] = option(
+    optimizer: Literal["adamw", "lamb", "muon"] = option(
         "adamw",
-        "lamb: a parameter's step is scaled to the parameter's norm, for large batches",
+        "lamb: a parameter's step is scaled to the parameter's norm, for large batches; muon: the momentum of a matrix is "
+        "orthogonalized, with zero 1 or 2 on the one rank that has all of it",
         "optimization",
     )
     lr: float = option(5e-3, "highest learning rate", "optimization")
@@ -221,6 +250,12 @@ class TrainConfig:
     resume: Path | None = option(
         None, "the folder of a run to continue, on this mesh, from its newest whole checkpoint", "run"
     )
+    elastic: bool = option(
+        False,
+        "under torchrun --nnodes MIN:MAX, go on from the newest checkpoint on as many ranks as are left: on this mesh if "
+        "it has so many, else on the one that the planner predicts to be fastest",
+        "run",
+    )
     verify_steps: int = option(20, "how many first steps are run again on one process and compared", "run")
     trace_steps: int = option(3, "how many steps, in the middle, are recorded for the timeline", "run")
     timeout_s: float = option(60.0, "seconds one message may take before the run is stopped", "run")
@@ -236,7 +271,8 @@ class TrainConfig:
     def __post_init__(self):
         check_types(self)
         normalise_types(self)
-        for name in (*AXES, "replicate", "cp_ulysses", "steps", "batch_size", "seq_len", "microbatches"):
+        for name in (*AXES, "replicate", "cp_ulysses", "tp_depth", "ep_chunks", "seq_slices", "steps", "batch_size",
+                     "seq_len", "microbatches"):  # fmt: skip
             self._require(name, getattr(self, name) >= 1, "1 or more")
         for name in NOT_NEGATIVE:
             self._require(name, getattr(self, name) >= 0, "0 or more")
@@ -261,6 +297,7 @@ class TrainConfig:
         check_data(self)
         check_layout(self)
         check_compression(self)
+        check_elastic(self)
 
     def _require(self, name: str, good: bool, works: str) -> None:
         if not good:
@@ -314,8 +351,9 @@ class TrainConfig:
 
     @property
     def mesh_name(self) -> str:
-        """The axes with more than one rank, as in dp2-tp2; one process is dp1."""
-        return "-".join(f"{axis}{n}" for axis, n in self.mesh_sizes.items() if n > 1) or "dp1"
+        """The axes with more than one rank, as in dp2-tp2, and tp's layout, as in tp4-2d; one process is dp1."""
+        axes = [f"{axis}{n}" for axis, n in self.mesh_sizes.items() if n > 1] or ["dp1"]
+        return "-".join(axes if self.tp_layout == "1d" else [*axes, self.tp_layout])
 
 
 NOT_NEGATIVE = (

@@ -23,6 +23,7 @@ from minipar.train.check_paths import CHECKPOINTS
 from minipar.train.checkpoint import Saver, checkpoint_path
 from minipar.train.compression import restore_compression, stored_parts
 from minipar.train.compression_config import exact_steps
+from minipar.train.elastic import train_on_ranks_there_are
 from minipar.train.initial_weights import check_initial_weights
 from minipar.train.internode_traffic import warn_if_tp_crosses
 from minipar.train.log import MetricsLog
@@ -75,10 +76,18 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     text, digest = load_data(config)
     text, held_out = hold_out(text, config.seq_len) if config.eval_every else (text, None)
     text_id = TextId(digest, len(text), name_of_codec(config))
-    world = None
-    if under_torchrun():
-        world = init_from_env(timeout_s=config.timeout_s)
-        _require_world(world.size, config)
+    work = partial(_train, text, held_out, text_id, on_progress)
+    world = init_from_env(timeout_s=config.timeout_s) if under_torchrun() else None
+    return train_on_ranks_there_are(config, world, work) if config.elastic else work(config, world)
+
+
+def _train(text, held_out, text_id: TextId, on_progress, config: TrainConfig, world) -> Result | None:
+    """Train on `world`, the ranks of torchrun's, or on local ranks where that is None."""
+    if world is not None:
+        if world.size != config.world_size:
+            raise ValueError(
+                f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {world.size}"
+            )
         require_same_text(world, config, text_id)
     start = _choose_start(config, text_id, world)
     decided_on_rank_0(world, partial(prepare_folder, config.folder))
@@ -109,11 +118,6 @@ def train(config: TrainConfig, on_progress=None) -> Result | None:
     finally:
         log.close()
         shutil.rmtree(config.folder / PARAMETERS, ignore_errors=True)
-
-
-def _require_world(size: int, config: TrainConfig) -> None:
-    if size != config.world_size:
-        raise ValueError(f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {size}")
 
 
 def _choose_start(config: TrainConfig, text_id: TextId, world=None) -> Chosen | None:

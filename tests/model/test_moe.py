@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minipar.model.moe as moe_module
+import minipar.model.permute as permute_module
 from minipar.model import (
     ModelConfig,
     MoE,
@@ -138,7 +139,7 @@ def crowded():
         ),
         (
             "weights forgotten",
-            lambda m: m.setattr(moe_module, "combine", lambda o, w, p: _combine(o, w > 0, p)),
+            lambda m: m.setattr(permute_module, "combine", lambda o, w, p: _combine(o, w > 0, p)),
         ),
     ],
 )
@@ -149,7 +150,7 @@ def test_a_fault_is_noticed(monkeypatch, name, fault):
         check_against_definition(*crowded())
 
 
-_combine = moe_module.combine
+_combine = permute_module.combine
 
 
 @given(drawn=drawn(), padded=st.booleans(), shared=st.sampled_from([0, 3]))
@@ -178,7 +179,9 @@ def test_a_dispatch_under_no_grad_is_noticed(monkeypatch):
     moe(x)[0].sum().backward()
     right = x.grad
     monkeypatch.setattr(
-        moe_module, "permute_rows", lambda x, plan, right=moe_module.permute_rows: right(x.detach(), plan)
+        permute_module,
+        "permute_rows",
+        lambda x, plan, right=permute_module.permute_rows: right(x.detach(), plan),
     )
     x.grad = None
     moe(x)[0].sum().backward()

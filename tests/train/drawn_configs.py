@@ -8,17 +8,22 @@ from random import Random
 from minipar.errors import divisors
 from minipar.model import ModelConfig
 from minipar.pipeline import SCHEDULES
+from minipar.schedules.registry import SLICED
+from minipar.tensor_parallel import grid_shape
+from minipar.train.legal_configs import GRIDS
 from minipar.train.train_config import TrainConfig
 
 # These decide no number of a step: what a run reads and writes, keeps, prints and compares.
 NOT_DRAWN = {
     "model", "steps", "text", "tokens", "tokenizer", "eval_every", "checkpoint_every", "keep", "resume", "verify_steps",
-    "trace_steps", "timeout_s", "tensorboard", "peak_tflops", "out", "name", "offload_folder", "init",
+    "trace_steps", "timeout_s", "tensorboard", "peak_tflops", "elastic", "out", "name", "offload_folder", "init",
 }  # fmt: skip
 NOT_DRAWN |= {"compile"}  # too slow to be drawn
 # These change the numbers on purpose.
 NOT_DRAWN |= {f"compress{which}" for which in ("", "_rank", "_fraction", "_every", "_warmup", "_node_size")}
 TRIES = 60
+# (tp_layout, tp_depth) by the number of tp ranks
+LAYOUTS = {tp: [("1d", 1), *grids] for tp, grids in {**GRIDS, 2: [("2.5d", 2)]}.items()}
 NOT_DRAWN_OF_MODEL = {"norm_eps"}  # a constant of the same formula on every rank
 
 
@@ -30,7 +35,7 @@ def drawn_config(seed: int, number: int, tokens=None) -> TrainConfig:
     rng = Random(f"{seed} {number}")
     while True:
         axes = _draw_axes(rng)
-        schedule = rng.choice(list(SCHEDULES) if axes["pp"] > 1 else ["1f1b", "gpipe", "zb-h1"])
+        schedule = rng.choice(list(SCHEDULES) if axes["pp"] > 1 else ["1f1b", "gpipe", "zb-h1", "seq1f1b"])
         experts = rng.random() < 0.5
         # Of what is drawn most does not fit together: without many tries for one mesh, nearly all would be small.
         for _ in range(TRIES):
@@ -72,28 +77,41 @@ def _draw(rng: Random, axes: dict[str, int], schedule: str, experts: bool, token
     recompute = pick(["none", "none", "selective", "full", "every:2"])
     sequence_parallel, cp_attention = chance(0.5), pick(["ring", "ulysses", "all_gather", "usp"])
     partial = recompute not in ("none", "selective") and not sequence_parallel
+    # On a grid of ranks a batch needs a sample for every row, and activations are cut in no other way.
+    layout, depth = pick(LAYOUTS.get(axes["tp"], [("1d", 1)]))
+    rows = grid_shape(axes["tp"], layout, depth)[0] if layout != "1d" else 1
+    sequence_parallel, partial = sequence_parallel and rows == 1, partial and rows == 1
     # Compiling takes long, so it is drawn seldom: only where it is legal, and then once in three.
     alone = axes["tp"] == axes["cp"] == 1 and not experts and zero < 3 and not schedule.startswith("zb")
     compiled = pick(["none", "none", "eager"]) if alone and recompute == "none" else "none"
     lr_scale = pick(["none", "none", "linear", "sqrt"])
+    ep = pick(divisors(data)) if experts else 1
+    ep_node_size = pick([None, *divisors(data)]) if experts else None
+    ep_shadow = pick([None, None, 0.0, 2.5]) if ep > 1 else None
     return TrainConfig(
         model=model,
         tokens=tokens if chance(0.5) else None,
         moe=pick([0, 0, model.num_experts]),
         **axes,
-        ep=pick(divisors(data)) if experts else 1,
+        ep=ep,
         zero=zero,
         replicate=pick(divisors(data)) if zero == 3 else 1,
         reduce_every=pick(["step", "microbatch"]) if zero == 2 else "step",
         schedule=schedule,
+        seq_slices=pick([1, 2, 2, 3, 4]) if schedule in SLICED else 1,
         chunks=pick([None, 1, 2, 3]) if schedule in ("breadth-first", "interleaved", "hanayo") else None,
         sequence_parallel=sequence_parallel,
         tp_chunked=sequence_parallel and chance(0.5),
+        tp_layout=layout,
+        tp_depth=depth,
         pad_vocab=chance(0.5),
         cp_layout=pick(["zigzag", "contiguous", "striped"]),
         cp_attention=cp_attention,
         cp_ulysses=pick(divisors(axes["cp"])) if cp_attention == "usp" else 1,
-        ep_node_size=pick([None, *divisors(data)]) if experts else None,
+        ep_node_size=ep_node_size,
+        ep_chunks=pick([1, 2, 3]) if ep > 1 and ep_shadow is None else 1,
+        ep_once_per_node=ep_node_size is not None and ep_shadow is None and chance(0.5),
+        ep_shadow=ep_shadow,
         algorithm=pick(
             [
                 "auto",
@@ -114,7 +132,7 @@ def _draw(rng: Random, axes: dict[str, int], schedule: str, experts: bool, token
         offload=pick(["none", "none", "cpu", "disk"]) if zero else "none",
         bucket_mb=pick([1.0, 0.02, 0.001]),
         steps=pick([1, 2, 3]),
-        batch_size=axes["dp"] * microbatches * pick([1, 1, 2, 3]),
+        batch_size=axes["dp"] * microbatches * rows * pick([1, 1, 2, 3]),
         seq_len=seq_len,
         microbatches=microbatches,
         optimizer=pick(["adamw", "lamb"]),

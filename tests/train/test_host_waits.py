@@ -26,7 +26,7 @@ ROUTED = {
 BY_KERNEL = {name: why for name, why in ROUTED.items() if "grouped_mlp" not in name}
 SENT = {
     "train/metrics.py routing": ROUTED["train/metrics.py routing"],
-    "expert/dispatch.py DispatchedRows.__init__": "a message to a rank is as long as its experts' rows",
+    "expert/dispatch.py AllToAll.__call__": "a message to a rank is as long as its experts' rows",
 }
 LAMB = {
     "data_parallel/lamb.py Lamb._update": "the count of steps, which is on the CPU, as torch's optimizers' is"

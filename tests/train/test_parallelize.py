@@ -26,7 +26,11 @@ CASES = {
     "hybrid sharding of experts": dict(dp=4, ep=2, zero=3, replicate=2, model=EXPERTS),
     "usp": dict(cp=4, cp_attention="usp", cp_ulysses=2),
     "chunks": dict(pp=2, tp=2, sequence_parallel=True, tp_chunked=True, microbatches=2, schedule="zb-h1"),
-    "two levels": dict(dp=4, ep=4, ep_node_size=2, model=EXPERTS),
+    "two levels": dict(dp=4, ep=4, ep_node_size=2, ep_chunks=2, model=EXPERTS),
+    "once per node": dict(dp=4, ep=4, ep_node_size=2, ep_once_per_node=True, model=EXPERTS),
+    "shadowed experts": dict(
+        pp=2, dp=2, ep=2, microbatches=2, zero=3, schedule="zb-h1", ep_shadow=0.0, model=EXPERTS
+    ),
     "padded vocabulary": dict(tp=2, pad_vocab=True, model=replace(DEFAULTS.model, vocab_size=257)),
     "parallel block": dict(dp=2, tp=2, zero=3, sequence_parallel=True, model=PARALLEL),
     "parallel block in stages": dict(
@@ -57,7 +61,14 @@ def of_rank(world, config):
         usp=[c.ranks for c in core.args] if core is not None and core.func is usp_attention else None,
         chunked=getattr(block.attention.o, "chunked", None),
         levels=[
-            m.overrides.dispatch.route.node_size for m in stage.modules() if hasattr(m, "load_since_update")
+            (m.overrides.dispatch.route.node_size, m.overrides.dispatch.chunks)
+            for m in stage.modules()
+            if hasattr(m, "load_since_update") and m.overrides.dispatch
+        ],
+        nodes=[
+            m.overrides.dispatch_tokens.num_nodes
+            for m in stage.modules()
+            if hasattr(m, "load_since_update") and m.overrides.dispatch_tokens
         ],
     )
 
@@ -70,7 +81,8 @@ def of_rank(world, config):
         ("hybrid sharding of experts", "shards", {(0, 1), (0, 2), (0,)}),
         ("usp", "usp", [(0, 2), (0, 1)]),
         ("chunks", "chunked", True),
-        ("two levels", "levels", [2, 2]),
+        ("two levels", "levels", [(2, 2), (2, 2)]),
+        ("once per node", "nodes", [2, 2]),
     ],
 )
 def test_the_option_reaches_its_strategy(name, what, want):

@@ -83,6 +83,27 @@ def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, 
         assert norm == pytest.approx(never_stopped[model][step][1], rel=1e-7)
 
 
+GRIDS = {
+    "2d": dict(tp=4, tp_layout="2d", zero=1),
+    "2.5d": dict(tp=8, tp_layout="2.5d", tp_depth=2, zero=3),
+    "3d": dict(tp=8, tp_layout="3d"),
+    "1d": dict(tp=2, dp=2, zero=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "here"), [("2.5d", "1d"), pytest.param("2d", "3d", marks=pytest.mark.slow)]
+)
+def test_blocks_of_a_grid_of_ranks_go_on_on_any_other_mesh(never_stopped, tmp_path, there, here):
+    run = replace(BASE, model=SMALL, grad_clip=0.5)
+    train(replace(run, **GRIDS[there], checkpoint_every=3, out=tmp_path / "first"))
+    stopped = stop_before_the_last_save(tmp_path / "first")
+    resumed = losses(train(replace(run, **GRIDS[here], resume=stopped, out=tmp_path / "second")))
+    assert list(resumed) == [3, 4]
+    for step, numbers in resumed.items():
+        assert numbers == pytest.approx(never_stopped[SMALL][step], rel=1e-10)
+
+
 def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_checkpoint(tmp_path):
     again = replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path)
     assert list(losses(train(again))) == [0, 1, 2, 3, 4]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipar.model import IGNORE_INDEX, ModelConfig
 from minipar.pipeline import SCHEDULES
-from minipar.train.legal_configs import RECOMPUTATIONS, legal_configs
+from minipar.train.legal_configs import GRIDS, RECOMPUTATIONS, legal_configs
 from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.train.train_config import TrainConfig
 from minipar.train.verification import table, verify
@@ -45,12 +45,15 @@ def configs(draw) -> TrainConfig:
         replicate=draw(st.sampled_from([1, 1, 2])),
         tp_chunked=draw(st.booleans()),
         ep_node_size=draw(st.sampled_from([None, None, 2])),
+        ep_chunks=draw(st.sampled_from([1, 2])),
+        ep_once_per_node=draw(st.booleans()),
+        ep_shadow=draw(st.sampled_from([None, None, 0.0])),
         algorithm=draw(
             st.sampled_from(
                 ["auto", "ring", "halving_doubling", "double_tree", "hierarchical", "bruck", "native"]
             )
         ),
-        optimizer=draw(st.sampled_from(["adamw", "lamb"])),
+        optimizer=draw(st.sampled_from(["adamw", "lamb", "muon"])),
         reduce_every=draw(st.sampled_from(["step", "microbatch"])),
         partition_activations=draw(st.booleans()),
         offload_activations=draw(st.booleans()),
@@ -61,12 +64,21 @@ def configs(draw) -> TrainConfig:
         seed=draw(seeds),
     )
     # An option of a strategy that is not drawn would have the whole configuration refused.
+    if sizes["tp"] in GRIDS and draw(st.booleans()):
+        choices["tp_layout"], choices["tp_depth"] = draw(st.sampled_from(GRIDS[sizes["tp"]]))
+        choices |= dict(sequence_parallel=False, partition_activations=False)
     choices["cp_ulysses"] = 2 if choices["cp_attention"] == "usp" and sizes["cp"] > 1 else 1
     choices["tp_chunked"] &= choices["sequence_parallel"]
     choices["lr_batch_size"] = None if choices["lr_scale"] == "none" else 4
     choices["replicate"] = choices["replicate"] if choices["zero"] == 3 else 1
     choices["offload"] = choices["offload"] if choices["zero"] else "none"
-    choices["ep_node_size"] = choices["ep_node_size"] if model["num_experts"] and sizes["ep"] > 1 else None
+    cut = choices["optimizer"] == "muon" and (sizes["tp"] > 1 or choices["zero"] == 3)
+    choices["optimizer"] = "adamw" if cut else choices["optimizer"]
+    spread = model["num_experts"] and sizes["ep"] > 1
+    choices["ep_node_size"] = choices["ep_node_size"] if spread else None
+    choices["ep_shadow"] = choices["ep_shadow"] if spread else None
+    choices["ep_chunks"] = choices["ep_chunks"] if spread and choices["ep_shadow"] is None else 1
+    choices["ep_once_per_node"] &= choices["ep_node_size"] is not None and choices["ep_shadow"] is None
     whole_blocks = choices["recompute"] not in ("none", "selective")
     choices["partition_activations"] &= whole_blocks and not choices["sequence_parallel"]
     plain = choices["schedule"] in ("gpipe", "1f1b") and not (model["tie_embeddings"] and sizes["pp"] > 1)
@@ -115,7 +127,23 @@ UNEVEN = replace(
 )  # fmt: skip
 
 
+# Ranks in two and in three dimensions: under ZeRO-3 with recomputation, as stages, and in half precision.
+SQUARE = replace(
+    DEFAULTS, tp=4, tp_layout="2d", steps=2, seq_len=16, model=replace(DEFAULTS.model, num_layers=2)
+)
+ON_GRIDS = [
+    replace(SQUARE, dp=2, zero=3, recompute="full", optimizer="lamb"),
+    replace(SQUARE, pp=2, zero=1, microbatches=4, schedule="zb-h1", offload="cpu"),
+    replace(SQUARE, tp=8, tp_layout="2.5d", tp_depth=2, dtype="float16"),
+    replace(SQUARE, tp=8, tp_layout="3d", offload_activations=True),
+]
+
+
 @settings(max_examples=12)
+@example(ON_GRIDS[0])
+@example(ON_GRIDS[1])
+@example(ON_GRIDS[2])
+@example(ON_GRIDS[3])
 @example(UNEVEN)
 @example(FREED)
 @example(replace(FREED, dtype="float16", steps=2))
@@ -227,8 +255,15 @@ def test_the_sweep_has_every_axis_and_only_legal_configs():
         tried = {(config.zero, config.schedule) for config in swept if config.mesh_name == mesh}
         assert tried == set(product(range(4), SCHEDULES))
     assert {(c.zero, c.recompute) for c in swept} == set(product(range(4), RECOMPUTATIONS))
+    assert {"dp2-tp4-2d", "pp2-tp4-2d", "cp2-tp4-2d", "tp8-2.5d", "tp8-3d"} <= names
     assert all(config.world_size == 8 for config in swept)
     assert len({(c.mesh_name, c.zero, c.schedule) for c in swept}) == len(swept)
+    mixture = dict(num_experts=4, group_tokens=4, moe_every=1)
+    shallow = replace(DEFAULTS, model=replace(DEFAULTS.model, num_layers=1, **mixture))
+    spread = [c for c in legal_configs(shallow, 4) if c.ep > 1]
+    ways = {(c.zero, c.ep_chunks, c.ep_once_per_node, c.ep_shadow) for c in spread}
+    four = [(1, False, None), (2, False, None), (1, True, None), (1, False, 0.0)]
+    assert ways == {(zero, *way) for zero in range(4) for way in four}
 
 
 def test_what_cannot_be_is_refused_with_what_would_work():
@@ -247,10 +282,41 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(dp=4, zero=3, replicate=3), "replicate=3 does not divide dp\\*cp=4"),
         (dict(dp=4, ep=4, moe=4, zero=3, replicate=2), "an expert's ranks \\(dp\\*cp/ep\\)=1; use 1"),
         (dict(tp=2, tp_chunked=True), "tp_chunked=True cuts sequence_parallel's messages"),
+        (
+            dict(tp=2, tp_layout="2d"),
+            "tp=2 with tp_layout=2d is not a square; use tp=1, 4, 9 or 16, or tp_layout=1d",
+        ),
+        (
+            dict(tp=4, tp_layout="2.5d"),
+            "tp_depth=1 with tp_layout=2.5d: 2.5d has tp_depth squares of ranks, 2 or more",
+        ),
+        (dict(tp=4, tp_layout="2d", tp_depth=2), "tp_depth=2 with tp_layout=2d: 2.5d has tp_depth squares"),
+        (dict(tp=4, tp_layout="2d", moe=4), "tp_layout=2d has no cut for num_experts=4; use tp_layout=1d"),
+        (dict(tp=4, tp_layout="2d", sequence_parallel=True), "sequence_parallel=True is for tp_layout=1d"),
+        (
+            dict(tp=4, tp_layout="2d", batch_size=9),
+            "tp_layout=2d's rows of ranks=2 does not divide samples \\(batch_size/dp/microbatches\\)=9; use 1, 3 or 9",
+        ),
+        (
+            dict(tp=4, tp_layout="2d", cp=4, cp_attention="ulysses", seq_len=64),
+            "4 ranks do not divide num_heads=2",
+        ),
         (dict(dp=4, ep=4, moe=4, ep_node_size=3), "ep_node_size=3 does not divide ep=4; use 1, 2 or 4"),
         (dict(dp=2, ep_node_size=2), "ep_node_size=2 spreads experts, and num_experts=0"),
+        (
+            dict(dp=4, moe=4, ep_chunks=2),
+            "ep_chunks=2 cuts what ep ranks send .* and ep=1; use ep_chunks=1, or ep=2",
+        ),
+        (dict(dp=4, ep=4, moe=4, ep_chunks=0), "ep_chunks=0 is out of range; use 1 or more"),
+        (
+            dict(dp=4, moe=4, ep_shadow=8.0),
+            "ep_shadow=8.0 with ep=1: .* use 0 or more with ep=2 or more, or none",
+        ),
+        (dict(dp=4, ep=4, moe=4, ep_shadow=-1.0), "ep_shadow=-1.0 with ep=4"),
+        (dict(dp=4, ep=4, moe=4, ep_shadow=8.0, ep_chunks=2), "ep_shadow=8.0 with ep_chunks=2"),
+        (dict(dp=4, ep=4, moe=4, ep_once_per_node=True), "needs ep_node_size, .* use ep_node_size=1, 2 or 4"),
         (dict(algorithm="rings"), "algorithm='rings' is unknown; .*did you mean ring"),
-        (dict(optimizer="lam"), "optimizer='lam' is unknown; use adamw or lamb"),
+        (dict(optimizer="lam"), "optimizer='lam' is unknown; use adamw, lamb or muon; did you mean lamb"),
     ]:
         with pytest.raises(ValueError, match=says):
             replace(DEFAULTS, **wrong)

@@ -36,7 +36,16 @@ def test_stages_of_a_rank_beyond_the_alphabet_are_named_aa_ab():
     assert forwards[25:] == ["F0z", "F0aa", "F0ab"]
 
 
-@given(schedules(max_ranks=4, max_microbatches=6))
+def test_a_slice_has_its_own_number_and_the_command_divides_the_cost(tmp_path, capsys):
+    timeline(("1f1b", "seq1f1b"), stages=2, microbatches=1, slices=2, costs=(2, 2, 2), out=tmp_path / "t.png")
+    assert capsys.readouterr().out.split("\n\n")[1].splitlines() == [
+        "seq1f1b: 2 ranks, 1 microbatches of 2 slices; makespan 9; bubble 33.3% of total time, 50.0% of ideal time",
+        "rank 0   F0.0 F0.1 ·    ·    ·    B0.1 ──── B0.0 ────  live 2",
+        "rank 1   ·    F0.0 F0.1 B0.1 ──── B0.0 ──── ·    ·     live 2",
+    ]
+
+
+@given(schedules(max_ranks=4, max_microbatches=6, max_slices=3))
 def test_the_grid_names_every_action_once_and_idles_elsewhere(schedule):
     timeline = simulate(schedule)
     _, *rows = grid_text(timeline).splitlines()
@@ -97,7 +106,9 @@ def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
 
 def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
     names = ("gpipe", "breadth-first", "zb-h1", "zb-v", "dualpipe-v", "zb-auto")
-    draw_timeline([simulate(make_schedule(name, 2, 2)) for name in names], tmp_path / "all.svg")
+    made = [make_schedule(name, 2, 2) for name in names]
+    made += [make_schedule(name, 2, 2, slices=2) for name in ("terapipe", "seq1f1b")]
+    draw_timeline([simulate(schedule) for schedule in made], tmp_path / "all.svg")
 
 
 def test_a_schedule_can_be_run_and_drawn_below_what_was_predicted(tmp_path, capsys):
