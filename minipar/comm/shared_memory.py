@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -131,7 +132,7 @@ def _offer(rank: int) -> tuple[socket.socket | None, int]:
         memory = os.memfd_create("minipar")
         os.posix_fallocate(memory, 0, SLOT_BYTES * NUM_SLOTS)  # else a write to full memory ends the process
         listener = socket.socket(socket.AF_UNIX)
-        listener.bind(b"")  # a name of the kernel's choice, in no file system
+        listener.bind(f"\0minipar-{secrets.token_hex(16)}")  # in no file system, and on no other machine
         listener.listen(1)
         return listener, memory
     except (OSError, AttributeError) as error:

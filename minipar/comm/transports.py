@@ -1,4 +1,4 @@
-"""The choice of a transport: by the backend, or by the environment variable MINIPAR_TRANSPORT."""
+"""The choice of a transport: by the backend, the system, or the environment variable MINIPAR_TRANSPORT."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ TRANSPORTS = ("tagged", "shared", "grouped")
 
 
 def choose_transport(backend: str) -> type[Transport]:
-    """Return the transport for a backend of torch's: tagged for gloo, grouped for NCCL, unless the variable says otherwise.
+    """Return the transport for a backend of torch's, unless the variable says otherwise: it must then do so on all ranks.
 
-    MINIPAR_TRANSPORT=grouped runs a program on gloo by NCCL's rules, and refuses what breaks them. MINIPAR_TRANSPORT=shared
-    sends large messages between ranks of one machine through shared memory; it must be set on all of them.
+    shared   for gloo on Linux: large messages between ranks of one machine go through shared memory
+    tagged   for gloo elsewhere: every message goes through gloo
+    grouped  for NCCL; on gloo it runs a program by NCCL's rules, and refuses what breaks them
+
     Raises ValueError for another name than those of TRANSPORTS, and for tagged or shared on NCCL.
     """
     nccl = "nccl" in backend
-    name = os.environ.get(VARIABLE) or ("grouped" if nccl else "tagged")
+    on_gloo = "shared" if hasattr(os, "memfd_create") else "tagged"
+    name = os.environ.get(VARIABLE) or ("grouped" if nccl else on_gloo)
     if name not in TRANSPORTS:
         raise ValueError(f"{VARIABLE}={name!r} is unknown; use {one_of(TRANSPORTS)}")
     if nccl:

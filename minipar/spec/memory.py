@@ -12,9 +12,11 @@ import torch
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storage of every tensor of this process, and of every gradient, by its address."""
     gc.collect()
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor) and not x.is_meta]
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     # A gradient may be held by C++ only, where gc does not see it.
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
+    # A sparse tensor has no storage of its own: its indices and values are tensors, too.
+    tensors = [x for x in tensors if x.layout == torch.strided and not x.is_meta]
     return {(s := x.untyped_storage())._cdata: s for x in tensors}
 
 

@@ -1,5 +1,6 @@
 """On gloo, too, the grouped transport refuses what NCCL would hang on or cross, and names both ranks and what they do."""
 
+import os
 from unittest import mock
 
 import pytest
@@ -197,8 +198,8 @@ def test_point_to_point_and_subgroups_are_the_same_on_both_transports():
 @pytest.mark.parametrize(
     ("name", "backend", "chosen"),
     [
-        (None, "gloo", "Tagged"),
-        ("", "gloo", "Tagged"),
+        (None, "gloo", "Shared"),
+        ("", "gloo", "Shared"),
         ("tagged", "gloo", "Tagged"),
         ("grouped", "gloo", "CheckedGrouped"),
         (None, "nccl", "Grouped"),
@@ -210,6 +211,12 @@ def test_the_backend_chooses_the_transport_unless_the_environment_does(monkeypat
     if name is not None:
         monkeypatch.setenv("MINIPAR_TRANSPORT", name)
     assert choose_transport(backend).__name__ == chosen
+
+
+def test_where_a_system_has_no_memory_files_everything_goes_through_gloo(monkeypatch):
+    monkeypatch.delenv("MINIPAR_TRANSPORT", raising=False)
+    monkeypatch.delattr(os, "memfd_create")
+    assert choose_transport("gloo").__name__ == "Tagged"
 
 
 def test_a_transport_that_is_none_is_refused_before_a_process_starts(monkeypatch):
