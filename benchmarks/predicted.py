@@ -130,7 +130,7 @@ def described(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     shape = ModelShape(
         "mine", m.num_layers, m.dim, m.num_heads, m.hidden_dim, m.vocab_size, m.num_kv_heads,
         num_experts=m.num_experts, top_k=m.top_k, capacity_factor=m.capacity_factor or 1.0, moe_every=m.moe_every,
-        shared_dim=m.shared_dim,
+        shared_dim=m.shared_dim, parallel_block=m.parallel_block,
     )  # fmt: skip
     how = Implementation(sequence_parallel=config.sequence_parallel)
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, config.dtype, how)

@@ -8,6 +8,8 @@ and this library's layer, by `minipar.tensor_parallel.activation_memory`, with e
 
     e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term over t, too
 
+A parallel block, with one norm and one dropout, has half of what is outside the split matrices: 10 or 6 h + 2.
+
 Recomputation keeps, of either: "selective" all but the scores; "full" the layer's input alone; "every:N" that of every N-th
 layer, and N layers are recomputed at once.
 Source: arXiv:2205.05198, section 4 and table 2; arXiv:1604.06174, section 4.
@@ -33,11 +35,13 @@ def gpt_layer_bytes(
     keys: int | None = None,
     e: int = 2,
     dropout: bool = True,
+    norms: int = 2,
 ) -> float:
     """Return the bytes of a GPT layer; by default Korthikanti's.
 
     ffn   width of the MLP, if not 4 h         keys  tokens that a query sees, if not s
     e     bytes of an activation               a mask of dropout has one byte an element
+    norms 1 in a parallel block
 
     outside the split matrices   4 e + 2 per element of [s, b, h]: inputs of two norms and of two matrices, two masks
     inside, over tp              q, k, v and o's input 4 e, the MLP's 2 e ffn/h; scores (2 e + 1) a keys/h, if stored
@@ -45,7 +49,7 @@ def gpt_layer_bytes(
     split = tp if sequence_parallel else 1
     if recompute == "full":
         return e * s * b * h / split
-    outside = s * b * h * (4 * e + 2 * dropout) / split
+    outside = norms * s * b * h * (2 * e + dropout) / split
     scores = (e + (e + 1) * dropout) * a * (keys or s) if recompute == "none" else 0
     return outside + s * b * (4 * e * h + 2 * e * (ffn or 4 * h) + scores) / tp
 
@@ -61,7 +65,7 @@ def llama_layer_bytes(
     split = tp if sequence_parallel else 1
     kv_heads = max(1, shape.num_kv_heads // tp)
     heads = shape.num_heads // tp
-    outside = 2 * (3 * shape.dim + 1) * e + 2 * shape.dim * shape.dropout
+    outside = shape.norms_per_layer * ((3 * shape.dim + 1) * e + shape.dim * shape.dropout)
     if scores:
         attention = 4 * heads * shape.head_dim + heads * scores
     else:
@@ -91,7 +95,9 @@ def layer_bytes(
     """Return the bytes of a layer of either kind: s tokens of each of b samples on this rank; dense: scores are stored."""
     stored = recompute if dense or recompute == "full" else "selective"
     if not shape.gated or stored == "full":
-        options = dict(ffn=shape.hidden_dim, keys=keys, e=e, dropout=shape.dropout)
+        options = dict(
+            ffn=shape.hidden_dim, keys=keys, e=e, dropout=shape.dropout, norms=shape.norms_per_layer
+        )
         return gpt_layer_bytes(s, b, shape.dim, shape.num_heads, tp, sequence_parallel, stored, **options)
     scores = keys if stored == "none" else 0
     return llama_layer_bytes(shape, s, b, tp, sequence_parallel, scores, e, experts)

@@ -16,7 +16,8 @@ class ModelShape:
     bias            linears have biases
     norm_params     vectors of a norm: 1 RMSNorm, 2 LayerNorm
     positions       learned positions; 0: rotary
-    dropout         two per layer, whose masks are kept
+    dropout         two per layer, in a parallel block one, whose masks are kept
+    parallel_block  attention and MLP read one norm, and their sum goes through one dropout
     num_experts, top_k, capacity_factor, shared_dim   of a mixture; each expert is hidden_dim wide
     """
 
@@ -38,6 +39,7 @@ class ModelShape:
     capacity_factor: float = 1.25
     moe_every: int = 1
     shared_dim: int = 0
+    parallel_block: bool = False
 
     def __post_init__(self):
         if self.num_kv_heads is None:
@@ -73,6 +75,11 @@ class ModelShape:
         return self.num_experts > 0 and (layer + 1) % self.moe_every == 0
 
     @property
+    def norms_per_layer(self) -> int:
+        """Attention's and the MLP's, or a parallel block's one; as many dropouts."""
+        return 1 if self.parallel_block else 2
+
+    @property
     def num_moe_layers(self) -> int:
         return self.num_layers // self.moe_every if self.num_experts else 0
 
@@ -101,7 +108,7 @@ def layer_elems(shape: ModelShape, layer: int, tp: int = 1, ep: int = 1) -> tupl
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
     dim, width = shape.dim, shape.hidden_dim // tp
-    dense = 2 * dim * dim // tp + 2 * dim * kv_dim + 2 * shape.norm_params * dim
+    dense = 2 * dim * dim // tp + 2 * dim * kv_dim + shape.norms_per_layer * shape.norm_params * dim
     if shape.bias:
         dense += dim // tp + 2 * kv_dim + dim
     if not shape.has_experts(layer):

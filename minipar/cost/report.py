@@ -149,6 +149,7 @@ def _flags(job: Job, layout: Layout) -> list[str]:
     return (
         flags
         + ["--sequence-parallel"] * (layout.tp > 1)
+        + ["--model.parallel-block"] * shape.parallel_block
         + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp)]
     )
 

@@ -183,7 +183,7 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
-    times = tp_sums(job, a)
+    times = tp_sums(job, a, experts)
     all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a))
     forward, backward = {"tp": times[0] * all_reduce}, {"tp": times[1] * all_reduce}
     if experts:

@@ -5,7 +5,8 @@ N tokens of a rank in a step, over all its microbatches; D the width, e bytes an
     tp     (t-1)/t N D e times 8 a layer (four all-reduces) and 2 for the embedding and for the head; with sequence
            parallelism 2 a layer and 1 for the head more, since backward gathers each column-parallel input again;
            recompute="full" 2 a layer (3 with sequence parallelism, 4 with dropout); "every:N" 4 a layer, but for the last
-           of N layers. Besides, 3 numbers a token for the loss
+           of N layers. Besides, 3 numbers a token for the loss.
+           A parallel block without experts: 4, 1, 0 (1, 2) and 2 a layer in place of 8, 2, 2 (3, 4) and 4
     pp     N D e to the next stage and as much back, per chunk; over t with sequence parallelism
     cp     2 N D_kv/t (c-1) e forward per layer, as much again backward, and as many elements of gradients, 4 bytes or more;
            ulysses (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
@@ -56,23 +57,28 @@ def hidden_bytes(job: Job, layout: Layout) -> float:
     return layout.tokens(job) * job.shape.dim * job.bytes_of.activation
 
 
-def tp_sums(job: Job, layout: Layout) -> tuple[float, float]:
-    """Return (forward, backward): all-reduces of the hidden states per layer over tp; those of a recomputation backward."""
+def tp_sums(job: Job, layout: Layout, experts: bool) -> tuple[float, float]:
+    """Return (forward, backward): all-reduces of the hidden states per layer over tp; those of a recomputation backward.
+
+    Attention and MLP each have one, a parallel block one for both; but experts sum for themselves.
+    """
     split, dropout = job.implementation.sequence_parallel, job.shape.dropout
-    last = (
-        2 if dropout else 1.5 if split else 1
-    )  # of the layers of a unit: what its last message makes is not used
-    again = 2 - (2 - last) / layout.unit if layout.unit else 0
-    return 2, 2 + split + again
+    sums = 1 if job.shape.parallel_block and not experts else 2
+    # What the last message of a unit makes is not used, unless a dropout follows; with `split` its first half is.
+    spared = 0 if dropout else 0.5 if split else 1
+    again = sums - spared / layout.unit if layout.unit else 0
+    return sums, sums * (1 + split / 2) + again
 
 
 def _tp(job: Job, layout: Layout, rank: int) -> float:
     held = held_by(job, layout, rank)
     m, t, split = layout.microbatches(job), layout.tp, job.implementation.sequence_parallel
     tokens, shape, e = m * layout.tokens(job), job.shape, job.bytes_of.activation
-    sums = held.num_layers * sum(tp_sums(job, layout)) + held.first + held.last * (1 + 0.5 * split)
+    layers = ((held.num_layers - held.num_moe, False), (held.num_moe, True))
+    sums = sum(number * sum(tp_sums(job, layout, experts)) for number, experts in layers)
+    sums += held.first + held.last * (1 + 0.5 * split)
     routed = shape.top_k * held.num_moe
-    norms = split * (2 * held.num_layers + held.last) * m * shape.dim
+    norms = split * (shape.norms_per_layer * held.num_layers + held.last) * m * shape.dim
     elems = sums * tokens * shape.dim + routed * tokens + norms
     return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
 

@@ -14,6 +14,8 @@ to nothing. Per token, forward, in elements of e bytes; the backward takes twice
     GPT     two norms 4 h, two residual sums with bias and dropout 6 h and a mask 2 h/e; over t: 8 h for q, k, v and their
             transposes, GELU 2 ffn, and, where scores are stored, a keys (5 + 1/e)
     Llama   two norms 4 h, two residual sums 6 h; over t: rotary 2 (h + h_kv), SwiGLU 3 F
+
+A parallel block has one norm and one mask, and two sums as before: of its halves, and the residual's.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ def _dense_elems(shape: ModelShape) -> int:
 def _memory_elems(job: Job, tp: int) -> float:
     shape, e = job.shape, job.bytes_of.activation
     split = tp if job.implementation.sequence_parallel else 1
-    outside = 10 * shape.dim + 2 * shape.dim / e * shape.dropout
+    norms = shape.norms_per_layer
+    outside = (6 + 2 * norms) * shape.dim + norms * shape.dim / e * shape.dropout
     inside = 2 * (shape.dim + shape.kv_dim) + 3 * shape.hidden_dim
     if not shape.gated:
         inside = 8 * shape.dim + 2 * shape.hidden_dim

@@ -146,6 +146,7 @@ def described(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
         "this model", m.num_layers, m.dim, m.num_heads, m.hidden_dim, m.vocab_size, m.num_kv_heads,
         tie_embeddings=m.tie_embeddings, dropout=m.dropout > 0, num_experts=m.num_experts, top_k=m.top_k,
         capacity_factor=m.capacity_factor or 1.0, moe_every=m.moe_every, shared_dim=m.shared_dim,
+        parallel_block=m.parallel_block,
     )  # fmt: skip
     how = Implementation(
         attention="dense" if m.attention == "plain" else "flash", sequence_parallel=config.sequence_parallel,

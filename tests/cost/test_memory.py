@@ -84,11 +84,20 @@ def test_selective_recomputation_saves_what_the_paper_says(h, a, saved):
 
 @given(
     st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["fused", "plain"]),
-    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.0, 0.1]), st.booleans(),
 )  # fmt: skip
-def test_a_layer_of_the_library_keeps_what_its_own_formula_says(tp, split, kv_heads, attention, dropout):
+def test_a_layer_of_the_library_keeps_what_its_own_formula_says(
+    tp, split, kv_heads, attention, dropout, parallel
+):
     """That formula is held to what autograd saves, in tests/tensor_parallel."""
-    config = ModelConfig(dim=32, num_heads=4, num_kv_heads=kv_heads, attention=attention, dropout=dropout)
+    config = ModelConfig(
+        dim=32,
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        attention=attention,
+        dropout=dropout,
+        parallel_block=parallel,
+    )
     want = sum(layer_activation_bytes(config, 3, 64, tp, split, torch.float32).values())
     dense = attention == "plain"
     assert layer_bytes(shape_of(config), 64, 3, tp, split, "none", 64, dense, 4) == pytest.approx(
@@ -113,7 +122,9 @@ def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
-@pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(num_kv_heads=2, dropout=0.1), dict(dropout=0.1, parallel_block=True)], ids=str
+)
 def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
     kept, _ = counted_bytes(config, recomputed)
@@ -229,6 +240,7 @@ def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
 
 SMALL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32)
 MIXTURE = replace(SMALL, num_experts=4, top_k=2, moe_every=1, shared_dim=16)
+PARALLEL = replace(SMALL, parallel_block=True)
 RUN = TrainConfig(model=SMALL, batch_size=8, seq_len=32, steps=2, warmup=1, dtype="float64", trace_steps=0)
 
 
@@ -271,6 +283,7 @@ MESHES = [
     dict(pp=2, dp=2, microbatches=2),
     dict(pp=2, tp=2, microbatches=2, sequence_parallel=True),
     dict(pp=2, microbatches=4, schedule="zb-v"),
+    dict(dp=2, tp=2, model=PARALLEL),
     dict(dp=2, ep=2, model=MIXTURE),
     dict(dp=2, pp=2, ep=2, model=MIXTURE, microbatches=2),
     dict(dp=2, pp=2, model=replace(SMALL, tie_embeddings=True), microbatches=2),

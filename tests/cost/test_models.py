@@ -18,7 +18,7 @@ def shape_of(config: ModelConfig) -> ModelShape:
         "x", config.num_layers, config.dim, config.num_heads, config.hidden_dim, config.vocab_size,
         config.num_kv_heads, tie_embeddings=config.tie_embeddings, dropout=config.dropout > 0,
         num_experts=config.num_experts, top_k=config.top_k, capacity_factor=config.capacity_factor or 1.0,
-        moe_every=config.moe_every, shared_dim=config.shared_dim,
+        moe_every=config.moe_every, shared_dim=config.shared_dim, parallel_block=config.parallel_block,
     )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ configs = st.builds(
     shared_dim=st.sampled_from([0, 8]),
     top_k=st.integers(1, 2),
     moe_every=st.integers(1, 2),
+    parallel_block=st.booleans(),
 )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -156,3 +156,6 @@ def test_the_printed_command_is_the_layout(model, layout):
     assert config.model.num_layers == job.shape.num_layers
     assert config.model.num_experts == job.shape.num_experts
     assert config.sequence_parallel == (layout.tp > 1)
+    assert not config.model.parallel_block
+    parallel = replace(job, shape=replace(job.shape, parallel_block=True))
+    assert config_of(run_lines(parallel, layout)[0]).model.parallel_block

@@ -19,7 +19,7 @@ from minipar.mesh import Mesh, axes_across_nodes
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.train.text import load_text
-from tests.cost.test_memory import MIXTURE, RUN, SMALL, job_of
+from tests.cost.test_memory import MIXTURE, PARALLEL, RUN, SMALL, job_of
 
 H100 = MACHINES["h100"]
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}
@@ -68,8 +68,15 @@ def sent(world, config):
         dict(dp=2, zero=2, microbatches=2, reduce_every="microbatch"),
         dict(dp=4, zero=3, replicate=2),
         dict(dp=2, zero=3, recompute="every:2"),
+        dict(tp=2, model=PARALLEL),
+        dict(tp=2, model=PARALLEL, recompute="full", sequence_parallel=True),
+        dict(tp=2, model=PARALLEL, recompute="full"),
+        dict(tp=2, model=replace(PARALLEL, dropout=0.1), recompute="every:2", sequence_parallel=True),
+        dict(tp=2, model=replace(MIXTURE, parallel_block=True, moe_every=2), sequence_parallel=True),
     ],
-    ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}),
+    ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}) + (
+        " in parallel blocks" if "model" in mesh and mesh["model"].parallel_block else ""
+    ),
 )  # fmt: skip
 def test_ranks_send_what_was_predicted(mesh):
     """Activations to the byte; gradients but for padding (64 bytes a tensor and rank) and flags; the loss to 2 numbers."""
