@@ -23,10 +23,10 @@ test: .venv/installed lint ## lint, every test, every notebook
 	$(BIN)/python -m pytest $(WORKERS)
 	$(BIN)/python -m pytest $(WORKERS) --nbmake --nbmake-timeout=120 lessons
 
-slow: .venv/installed ## the same properties over more examples and larger worlds; then by NCCL's rules, on gloo, and by shared memory
+slow: .venv/installed ## the same properties over more examples and larger worlds; then by NCCL's rules, and without shared memory
 	HYPOTHESIS_PROFILE=slow $(BIN)/python -m pytest $(WORKERS) -m 'slow or not slow'
 	MINIPAR_TRANSPORT=grouped $(BIN)/python -m pytest $(WORKERS)
-	MINIPAR_TRANSPORT=shared $(BIN)/python -m pytest $(WORKERS) tests/comm tests/data_parallel tests/spec
+	MINIPAR_TRANSPORT=tagged $(BIN)/python -m pytest $(WORKERS) tests/comm tests/data_parallel tests/spec
 
 test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu

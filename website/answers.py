@@ -32,12 +32,13 @@ from minipar.schedules import (
     to_torch,
     validate,
 )
-from minipar.schedules.registry import LOOPED, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 
 MOST = {"p": 64, "m": 1024, "v": 8, "ranks": 4096, "gpus": 100_000}
 MOST_ACTIONS = 60_000
+OFFERED = [name for name in SCHEDULES if name not in SLICED]  # the page cuts no sample
 
 
 def answer(name: str, request: str) -> str:
@@ -195,7 +196,7 @@ def layout(request: dict) -> dict:
 
 def choices(_request: dict) -> dict:
     """The names that the planner knows."""
-    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(SCHEDULES)}
+    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": OFFERED}
 
 
 # Collectives and meshes --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from website.answers import pipeline
+from website.answers import OFFERED, pipeline
 from website.recorded import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,10 +139,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _interactive(docs: Path) -> None:
-    from minipar.schedules import SCHEDULES
-
     values: dict[str, Callable[[], object]] = {
-        "SCHEDULES_JSON": lambda: list(SCHEDULES),
+        "SCHEDULES_JSON": lambda: OFFERED,
         "FIRST_PICTURE_JSON": lambda: {"request": FIRST, "answer": pipeline(FIRST)},
         "RECORDINGS_JSON": recordings,
     }

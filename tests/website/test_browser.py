@@ -13,7 +13,8 @@ from urllib.parse import unquote, urlencode, urljoin, urlsplit
 import pytest
 
 from minipar.cost.plan_command import plan_command
-from minipar.schedules import SCHEDULES, make_schedule, simulate
+from minipar.schedules import make_schedule, simulate
+from website.answers import OFFERED
 from website.build import AXE, SITE, from_npm
 
 INTERACTIVE = [f"interactive/{name}.html" for name in ("pipeline", "planner", "collectives", "mesh")]
@@ -100,7 +101,7 @@ def test_all_links_resolve():
 def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
     opened(browser, site_url, "interactive/pipeline.html")
     until(browser, "document.querySelector('#status').textContent === ''")
-    for name in SCHEDULES:
+    for name in OFFERED:
         for p, m in ((1, 1), (2, 5), (4, 8)):
             for field, value in (("p", p), ("m", m)):
                 bubble_after(
