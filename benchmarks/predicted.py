@@ -21,9 +21,7 @@ from typing import NamedTuple
 import torch
 
 import minipar
-from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.machines import Machine
-from minipar.cost.models import ModelShape
 from minipar.cost.timing import step_time
 from minipar.cost.work import head_seconds, layer_seconds
 from minipar.mesh import Mesh
@@ -31,6 +29,7 @@ from minipar.model import ModelConfig
 from minipar.trace import Trace, busy_s
 from minipar.train import TrainConfig
 from minipar.train.calibrate import calibrate
+from minipar.train.elastic import job_and_layout
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.train.text import load_text
@@ -100,7 +99,7 @@ def rows(quick: bool = False) -> list[Prediction]:
 
 def sleepy_machine(machine: Machine) -> Machine:
     """Return this machine with arithmetic so slow that a block of SLEEPY takes BLOCK_S."""
-    job, layout = described(SLEEPY, machine)
+    job, layout = job_and_layout(SLEEPY, machine)
     seconds = layer_seconds(job, layout.tokens(job), 1, experts=False).total
     return replace(
         machine,
@@ -110,7 +109,7 @@ def sleepy_machine(machine: Machine) -> Machine:
 
 
 def _row(config: TrainConfig, name: str, machine: Machine, rounds: int) -> Prediction:
-    job, layout = described(config, machine)
+    job, layout = job_and_layout(config, machine)
     step, sleeps = step_time(job, layout), None
     if name.startswith(SLEEPS):
         tokens = layout.tokens(job)
@@ -122,23 +121,6 @@ def _row(config: TrainConfig, name: str, machine: Machine, rounds: int) -> Predi
     waits = statistics.mean(share for _, share in found)
     idle = step.communication + step.parts["idle"]  # a trace does not tell a bubble from a message under way
     return Prediction(name, step.total, measured, idle / step.total, waits)
-
-
-def described(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
-    """Return the job and the layout that a training configuration describes to the cost model."""
-    m = config.model
-    shape = ModelShape(
-        "mine", m.num_layers, m.dim, m.num_heads, m.hidden_dim, m.vocab_size, m.num_kv_heads,
-        num_experts=m.num_experts, top_k=m.top_k, capacity_factor=m.capacity_factor or 1.0, moe_every=m.moe_every,
-        shared_dim=m.shared_dim, parallel_block=m.parallel_block,
-    )  # fmt: skip
-    how = Implementation(sequence_parallel=config.sequence_parallel)
-    job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, config.dtype, how)
-    chunks = {"interleaved": 2, "zb-v": 2}.get(config.schedule, 1)
-    return job, Layout(
-        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, config.schedule, chunks,
-        config.batch_size // config.dp // config.microbatches, config.recompute, config.cp_attention,
-    )  # fmt: skip
 
 
 class _Sleep(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Which experts every rank shall have a replica of, for a step of a layer: by their load. Imports no torch.
+"""The choice of experts of which every rank has a replica for a step of a layer, by their load. Imports no torch.
 
 A rank computes all ranks' rows for its own experts; of a replicated (shadowed) expert, only its own rows:
 

@@ -1,4 +1,4 @@
-"""What a stage keeps between the slices of a sample: keys and values, and the gradients that later slices have of them.
+"""Keys and values that a stage keeps between the slices of a sample, and the gradients that later slices have of them.
 
 `minipar.schedules.sequence_slices` says in which order slices run; here is how one slice's attention sees the earlier ones.
 """

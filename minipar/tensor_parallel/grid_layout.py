@@ -1,4 +1,4 @@
-"""How a whole model lies on a grid or a cube of ranks: the block of each activation that a rank holds, and the products.
+"""A whole model on a grid or a cube of ranks: the block of each activation that a rank holds, and the products.
 
     2D, 2.5D   activations [B, T, D]                             samples over the d q rows, features over the q columns
     3D         in the residual stream                            samples over (i, j), features over l

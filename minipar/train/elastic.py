@@ -128,7 +128,7 @@ def _smaller(config: TrainConfig) -> Iterator[TrainConfig]:
 
 def weigh(config: TrainConfig, machine: Machine, of: int = 1) -> Choice:
     """Predict the configuration's time and memory."""
-    job, layout = described(config, machine)
+    job, layout = job_and_layout(config, machine)
     _, items = worst_rank_memory(job, layout)
     num_bytes = sum(items.values())
     return Choice(config, step_time(job, layout).total, num_bytes, num_bytes <= machine.memory_bytes, of)
@@ -139,7 +139,7 @@ def _by_time(choice: Choice) -> tuple:
     return float(f"{choice.seconds:.4g}"), choice.num_bytes, *choice.config.mesh_sizes.values()
 
 
-def described(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
+def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     """Return the job and the layout that the configuration is to the planner; a schedule that it does not know is 1F1B."""
     m = config.model
     shape = ModelShape(
@@ -219,7 +219,8 @@ def reason(config: TrainConfig, world_size: int, machine: Machine, choice: Choic
     return "".join([
         f"elastic: {world_size} ranks, and {config.mesh_name} needs {config.world_size}: going on with {mesh.mesh_name}",
         f" ({', '.join(changed)})" if changed else "",
-        f", the fastest of {choice.of} legal meshes" if choice.of > 1 else ", the only legal mesh",
+        f", the {'fastest' if choice.fits else 'smallest'} of {choice.of} legal meshes" if choice.of > 1
+        else ", the only legal mesh",
         f" (by the planner, {choice.seconds:.3g} s a step on {machine.name})",
         "" if choice.fits else f", though its {choice.num_bytes / 1e9:.3g} GB a rank may not fit",
         f"; {spare} of the ranks {'is' if spare == 1 else 'are'} left over" if spare else "",

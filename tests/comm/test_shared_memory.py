@@ -1,6 +1,7 @@
 """Through shared memory arrive the same bits and counts as through gloo, and a peer that ends is found."""
 
 import os
+import re
 import resource
 import signal
 from unittest import mock
@@ -100,6 +101,13 @@ def ends_between_segments(world, how):
 
         shared_memory.Link.send = then_ends
     world.all_reduce(torch.ones(4 * MILLION), algorithm="ring")
+
+
+def test_the_name_of_a_link_is_drawn_and_not_counted_up_as_another_machines_would_be():
+    listener, memory = shared_memory._offer(0)
+    with listener:
+        os.close(memory)
+        assert re.fullmatch(rb"\0minipar-[0-9a-f]{32}", listener.getsockname())
 
 
 def killed():

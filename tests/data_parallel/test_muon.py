@@ -225,7 +225,7 @@ def test_what_cuts_matrices_is_refused(options, reason):
         TrainConfig(optimizer="muon", **options)
 
 
-def test_flat_shards_are_refused_and_would_train_otherwise():
+def test_flat_shards_are_refused():
     def refused(world):
         with pytest.raises(
             ValueError, match="Muon is not known to update each element .* use WholeParameterZero"

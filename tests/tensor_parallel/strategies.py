@@ -67,3 +67,20 @@ def cases(draw, tp=world_sizes, sequence_parallel=None):
         chunked=sequence_parallel and draw(st.booleans()),
         algorithm=draw(st.sampled_from(["auto", "ring", "native"])),
     )
+
+
+def bytes_kept(model, x: torch.Tensor, case: Case) -> int:
+    """Bytes of the distinct storages that the graph of the model's first layer keeps, parameters apart."""
+    kept, parameters = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held, so that no later one gets the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = model.layers["0"](x, torch.arange(case.length), torch.arange(case.batch))
+    assert y.requires_grad
+    assert y.shape == x.shape
+    return sum(storage.nbytes() for storage in kept.values())

@@ -25,7 +25,7 @@ from minipar.tensor_parallel import (
     layer_activation_bytes,
 )
 from tests.strategies import assert_equal_to, seeds
-from tests.tensor_parallel.strategies import Case
+from tests.tensor_parallel.strategies import Case, bytes_kept
 from tests.tensor_parallel.test_split_model import assert_gradients_equal
 
 FLOAT64 = 8
@@ -217,22 +217,10 @@ def test_a_layer_on_a_square_sends_less_the_more_ranks_there_are():
 def saved_bytes(world, grid: OnGrid) -> int:
     """Bytes of the distinct storages that one layer's graph keeps, parameters apart."""
     model, case = grid.cut(world), grid.case
-    block, parameters = model.layers["0"], {p.untyped_storage().data_ptr() for p in model.parameters()}
     rows, columns = grid_shape(case.tp, grid.layout, grid.depth)
     shape = (case.batch // rows, case.length, case.config.dim // columns)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage  # held, so that no later one gets the same address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x, torch.arange(case.length), torch.arange(case.batch))
-    assert y.shape == shape
-    return sum(storage.nbytes() for storage in kept.values())
+    return bytes_kept(model, x, case)
 
 
 @on_each

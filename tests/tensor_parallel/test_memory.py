@@ -10,27 +10,15 @@ from hypothesis import strategies as st
 import minipar
 from minipar.model import ModelConfig
 from minipar.tensor_parallel import chunked, column, layer_activation_bytes, tensor_parallel
-from tests.tensor_parallel.strategies import Case, cases
+from tests.tensor_parallel.strategies import Case, bytes_kept, cases
 
 
 def saved_bytes(world, case: Case, dtype: torch.dtype) -> int:
     """Bytes of the distinct storages that one layer's graph keeps, parameters apart."""
     model = tensor_parallel(case.model().to(dtype), world, case.sequence_parallel, case.chunked)
-    block, parameters = model.layers["0"], {p.untyped_storage().data_ptr() for p in model.parameters()}
     tokens = case.length // (world.size if case.sequence_parallel else 1)
     x = torch.randn(case.batch, tokens, case.config.dim, dtype=dtype, requires_grad=True)
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage  # held, so that no later one gets the same address
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = block(x, torch.arange(case.length), torch.arange(case.batch))
-    assert y.requires_grad
-    return sum(storage.nbytes() for storage in kept.values())
+    return bytes_kept(model, x, case)
 
 
 @given(cases(), st.sampled_from([torch.float32, torch.float64]))

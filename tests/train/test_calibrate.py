@@ -94,9 +94,9 @@ def test_every_mesh_of_the_table_is_one_that_the_cost_model_knows():
     ]
     assert len(changes) >= 40
     for config in changes:
-        job, layout = predicted.described(config, MEASURED)
+        job, layout = predicted.job_and_layout(config, MEASURED)
         assert obstacle(job, layout) is None
         assert step_time(job, layout).total > 0
     block = predicted.sleepy_machine(MEASURED)
-    job, layout = predicted.described(predicted.SLEEPY, block)
+    job, layout = predicted.job_and_layout(predicted.SLEEPY, block)
     assert layer_seconds(job, layout.tokens(job), 1, experts=False).total == pytest.approx(predicted.BLOCK_S)

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from minipar.cost import find_machine, step_time, worst_rank_memory
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig, train
-from minipar.train.elastic import ASSUMED, DEFAULTS, described, legal_meshes, machine_here, mesh_for, reason
+from minipar.train.elastic import (
+    ASSUMED,
+    DEFAULTS,
+    job_and_layout,
+    legal_meshes,
+    machine_here,
+    mesh_for,
+    reason,
+)
 from minipar.train.reference import train_in_one_process
 from minipar.train.state import ALIKE
 from minipar.train.text import load_data
@@ -92,7 +100,7 @@ def every_mesh(config: TrainConfig, world_size: int) -> list[TrainConfig]:
 
 
 def weighed(config: TrainConfig, machine) -> tuple[float, float]:
-    job, layout = described(config, machine)
+    job, layout = job_and_layout(config, machine)
     return step_time(job, layout).total, sum(worst_rank_memory(job, layout)[1].values())
 
 
@@ -150,6 +158,7 @@ def test_the_line_says_what_was_chosen_and_why():
         (2, ASSUMED, "elastic: 2 ranks, and dp2-tp2 needs 4: going on with dp2, the fastest of 4 legal meshes "
                      r"\(by the planner, \S+ s a step on a CPU, assumed\)$"),
         (3, ASSUMED, r"elastic: 3 ranks, .* going on with dp2, .*; 1 of the ranks is left over$"),
+        (2, machine, "the smallest of 4 legal meshes"),
         (1, machine, r"going on with dp1 \(microbatches=2, recompute=full\), .* though its 0.\d+ GB a rank may not fit$"),
     ):  # fmt: skip
         assert re.search(words, reason(CONFIG, ranks, memory, mesh_for(CONFIG, ranks, memory)))
