@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import Block, ModelConfig, Transformer, cross_entropy_sum
+from minipar.model import Block, ModelConfig, Transformer, cross_entropy_sum, initialize
 from tests.strategies import assert_equal_to, seeds, splits
 
 SIZES = dict(vocab_size=11, dim=8, num_layers=3, num_heads=2, num_kv_heads=1, max_seq_len=8)
@@ -216,7 +216,9 @@ def test_misuse_is_refused_with_what_would_work(misuse, says):
 
 
 def test_a_parallel_block_adds_attention_and_mlp_of_one_norm():
-    block = Block(ModelConfig(**SIZES, parallel_block=True), layer=1, seed=3).double()
+    config = ModelConfig(**SIZES, parallel_block=True)
+    block = Block(config, layer=1, seed=3).double()
+    initialize(block, config, seed=3, prefix="layers.1.")
     x, positions, sample_ids = torch.randn(2, 5, 8, dtype=torch.float64), torch.arange(5), torch.arange(2)
     h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * block.attention_norm.weight
     hidden = torch.nn.functional.silu(h @ block.mlp.gate.weight.T) * (h @ block.mlp.up.weight.T)
