@@ -137,8 +137,8 @@ def _clear_and_run(modules, step) -> None:
 
 
 def _costs(schedule: Schedule) -> Costs:
-    """Costs per stage: the stages of a rank share UNIT_S equally."""
-    return Costs(*[UNIT_S * schedule.num_ranks / schedule.num_stages] * 3)
+    """Costs per stage: a rank's share of the model takes UNIT_S, and its stages share that equally."""
+    return Costs(*[UNIT_S * schedule.num_ranks / schedule.model_stages] * 3)
 
 
 def _emulated(name: str, runs: int) -> Timeline:

@@ -167,8 +167,16 @@ def _style_rows(axes: Axes, timeline: Timeline, duration: float) -> None:
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     ops = {action.op for timeline in timelines for action in timeline.spans}
     patches = [Patch(facecolor=fill, label=name) for op, (fill, _, _, name) in STYLE.items() if op in ops]
-    if any(timeline.schedule.num_stages > timeline.schedule.num_ranks for timeline in timelines):
-        patches.append(Patch(facecolor=_lighter("#555555", 1), label="lighter: a rank's later stages"))
+    drawn = [
+        timeline.schedule
+        for timeline in timelines
+        if timeline.schedule.num_stages > timeline.schedule.num_ranks
+    ]
+    if drawn:
+        kinds = {"on the way up" if schedule.copies > 1 else "a rank's later stages" for schedule in drawn}
+        patches.append(
+            Patch(facecolor=_lighter("#555555", 1), label=f"lighter: {' or '.join(sorted(kinds))}")
+        )
     patches.append(Patch(**BUBBLE, label="bubble"))
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
 

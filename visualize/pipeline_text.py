@@ -12,7 +12,8 @@ def grid_text(timeline: Timeline) -> str:
     at the end peak activations.
 
     A column is as long as the shortest action, or 1/400 of the makespan where that is longer; an action of several
-    columns shows dashes after its name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order.
+    columns shows dashes after its name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order. In
+    two directions a is the way down, from rank 0, and b the way up.
     """
     start, unit = _origin(timeline), _unit(timeline)
     columns = _column(timeline.makespan / unit)
@@ -42,8 +43,10 @@ def headline(timeline: Timeline) -> str:
 
 
 def chunk_of(timeline: Timeline, action: Action) -> int:
-    """The index (0, 1, ...) of the action's stage among the stages of its rank."""
+    """The index (0, 1, ...) of the action's stage among the stages of its rank; of two copies of the model, the copy's."""
     schedule = timeline.schedule
+    if schedule.copies > 1:
+        return action.stage // schedule.model_stages
     return schedule.stages_of(schedule.stage_rank[action.stage]).index(action.stage)
 
 

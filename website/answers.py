@@ -32,13 +32,14 @@ from minipar.schedules import (
     to_torch,
     validate,
 )
-from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, TWO_DIRECTIONS, chunks_per_rank
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 
 MOST = {"p": 64, "m": 1024, "v": 8, "ranks": 4096, "gpus": 100_000}
 MOST_ACTIONS = 60_000
-OFFERED = [name for name in SCHEDULES if name not in SLICED]  # the page cuts no sample
+# The page cuts no sample, and has one copy of the model.
+OFFERED = [name for name in SCHEDULES if name not in (*SLICED, *TWO_DIRECTIONS)]
 
 
 def answer(name: str, request: str) -> str:

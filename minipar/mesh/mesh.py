@@ -56,6 +56,7 @@ class Mesh:
     """The world's ranks arranged along pp, dp, cp and tp, with ep inside dp x cp.
 
     world        a Comm, or the number of ranks, for arithmetic without communication
+    mirrored     whether rank p-1-r of a pipeline has the parameters of rank r, as where it runs in two directions
     sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
     coordinates  of this rank (needs a Comm)
 
@@ -63,7 +64,10 @@ class Mesh:
     divide dp*cp.
     """
 
-    def __init__(self, world, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1):
+    def __init__(
+        self, world, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, mirrored: bool = False
+    ):
+        self.mirrored = mirrored
         self.world = world if hasattr(world, "subgroup") else None
         self.world_size = world if self.world is None else world.size
         require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
@@ -131,6 +135,22 @@ class Mesh:
         if axes not in self._comms:
             self._comms[axes] = world.subgroup(self.group(world.rank, *axes), ".".join(axes) or "self")
         return self._comms[axes]
+
+    def sharing(self, *axes: str):
+        """Return the Comm of the ranks with this rank's parameters, where those along `axes` have them.
+
+        It is comm(*axes), and if the mesh is mirrored, those at p-1-pp besides. The same object each time.
+        """
+        world = self._require_comm()
+        if not self.mirrored:
+            return self.comm(*axes)
+        key = ("mirrored", *_in_grid_order(axes))
+        if key not in self._comms:
+            other = self.sizes["pp"] - 1 - 2 * self.coordinates.pp
+            own = self.group(world.rank, *axes)
+            ranks = sorted({*own, *(rank + other * self.stride("pp") for rank in own)})
+            self._comms[key] = world.subgroup(ranks, ".".join(key))
+        return self._comms[key]
 
     def _require_comm(self):
         if self.world is None:

@@ -28,7 +28,7 @@ from minipar.trace import span
 class Pipeline:
     """This rank's stages of a model, trained by a schedule.
 
-    stages      the modules this rank holds, by ascending stage number; each takes one tensor and returns one
+    stages      the modules this rank holds, in the order of `schedule.stages_of`; each takes one tensor and returns one
     comm        the ranks of the pipeline, as many as the schedule has
     schedule    the actions of each rank, in order; anything `validate` accepts
     loss_fn     (output, targets) -> the mean over a microbatch's samples. None: the last stage, called with
@@ -39,8 +39,9 @@ class Pipeline:
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
     its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
-    a model with tied embeddings sum their gradients. An optimizer that shards gradients (ZeRO) must reduce them
-    after the step: run the step under its `no_sync()`.
+    a model with tied embeddings sum their gradients. An optimizer that shards gradients (ZeRO) must reduce them after
+    the step: run the step under its `no_sync()`. Each of two copies of the model computes a part of the gradients: wrap
+    its stages in data parallelism over the ranks with the same parts, too.
 
     Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
     runs its B (or its I and its W) in ascending order of microbatches, as every generated schedule does. A tied
@@ -64,9 +65,11 @@ class Pipeline:
         validate(schedule)
         own = _require_fit(stages, comm, schedule, loss_fn)
         self.comm, self.schedule, self.loss_fn, self.slice_sizes = comm, schedule, loss_fn, slice_sizes
+        self._reads_inputs, self._has_loss = any(map(schedule.is_first, own)), any(map(schedule.is_last, own))
         split = {s: {a.microbatch for a in schedule.actions[comm.rank] if a[:2] == ("W", s)} for s in own}
         remat = {s for s in own if (checkpoint if isinstance(checkpoint, bool) else s in checkpoint)}
-        self.stages = {s: Stage(x, s, split[s], s in remat, schedule.slices) for s, x in zip(own, stages)}
+        parts = {s: (x, schedule.part(s), split[s], s in remat, schedule.slices) for s, x in zip(own, stages)}
+        self.stages = {s: Stage(*part) for s, part in parts.items()}
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
         self._program = lower(schedule)[comm.rank]
         self._mailbox = Mailbox(comm, schedule)
@@ -93,7 +96,7 @@ class Pipeline:
         stage_kwargs  keyword arguments passed whole, such as `positions` and `step`
         loss_scale    multiplies the gradients, not the loss that is returned
 
-        A Transformer without `sample_ids` gets 0 ... B-1.
+        A Transformer without `sample_ids` gets 0 ... B-1. Of two copies of the model, both last stages return a part.
         """
         step = self._prepared(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
@@ -135,19 +138,18 @@ class Pipeline:
 
     def _cut(self, inputs, targets, per_sample: dict, whole: dict) -> Batch:
         m, slices, holds = self.schedule.num_microbatches, self.schedule.slices, self.stages
-        ends = {"inputs": (inputs, 0 in holds), "targets": (targets, self.schedule.num_stages - 1 in holds)}
+        ends = {"inputs": (inputs, self._reads_inputs), "targets": (targets, self._has_loss)}
         for name, (value, needed) in ends.items():
             if needed and value is None:
-                raise ValueError(
-                    f"{name}=None on rank {self.comm.rank}, which holds stages {[*holds]}; give the batch"
-                )
+                rank = self.comm.rank
+                raise ValueError(f"{name}=None on rank {rank}, which holds stages {[*holds]}; give the batch")
         given = {name: value for name, (value, needed) in ends.items() if needed}
         units = {name: split_units(name, x, m, slices, self.slice_sizes) for name, x in given.items()}
         pieces = {name: split_batch(name, x, m) for name, x in per_sample.items()}
         return Batch(units.get("inputs"), units.get("targets"), pieces, whole, slices)
 
     def _divisor(self, targets: Tensor | None, count):
-        if self.schedule.num_stages - 1 not in self.stages:
+        if not self._has_loss:
             return None
         if count is None:
             count = self.schedule.num_microbatches if self.loss_fn else (targets != IGNORE_INDEX).sum()
@@ -161,14 +163,13 @@ class _Step:
         self._pipeline, self._batch, self._divisor, self._loss_scale = pipeline, batch, divisor, loss_scale
         self._results: dict[Action, Tensor] = {}
         self._loss: Tensor | None = None
-        self._last = pipeline.schedule.num_stages - 1
 
     def run(self, program: Iterable[Instruction]) -> Tensor | None:
         pipeline, mailbox = self._pipeline, self._pipeline._mailbox
         pipeline.spans = {}
         mailbox.begin()
         for stage in pipeline.stages.values():
-            stage.begin(pipeline.schedule.num_units)
+            stage.begin(pipeline.schedule.num_units // pipeline.schedule.copies)
         for instruction in program:
             match instruction:
                 case Receive(action, source):
@@ -198,9 +199,9 @@ class _Step:
 
     def _forward(self, stage: Stage, action: Action) -> None:
         _, number, k = action
-        x = self._results.pop(Action("F", number - 1, k)) if number else self._batch.inputs[k]
+        x = self._results.pop(Action("F", number - 1, k)) if stage.number else self._batch.inputs[k]
         kwargs = self._batch.kwargs(k)
-        if number < self._last:
+        if not self._pipeline.schedule.is_last(number):
             out = stage.forward(k, x, kwargs)
             self._pipeline._mailbox.agree(action, out)
             self._results[action] = out
@@ -222,12 +223,12 @@ class _Step:
 
     def _backward(self, stage: Stage, action: Action) -> None:
         _, number, k = action
-        if number < self._last:
-            gradient = self._results.pop(Action("I", number + 1, k))
-        else:
+        if self._pipeline.schedule.is_last(number):
             gradient = torch.full_like(self._loss, self._loss_scale)
+        else:
+            gradient = self._results.pop(Action("I", number + 1, k))
         gradient = stage.backward(k, gradient)
-        if number:
+        if stage.number:
             self._results[Action("I", number, k)] = gradient
 
 

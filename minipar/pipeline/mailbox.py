@@ -39,7 +39,8 @@ class Mailbox:
 
     def __init__(self, comm: Comm, schedule: Schedule):
         self._rank, self._device, self._slices = comm.rank, comm.device, schedule.slices
-        boundaries = zip(schedule.stage_rank, schedule.stage_rank[1:])
+        ranks = schedule.stage_rank
+        boundaries = [(a, b) for s, (a, b) in enumerate(zip(ranks, ranks[1:])) if not schedule.is_last(s)]
         pairs = {pair for a, b in boundaries if a != b for pair in ((a, b), (b, a))}
         self._comms: dict[Pair, Comm] = {
             pair: comm.subgroup(pair, f"pipe {pair[0]} to {pair[1]}")

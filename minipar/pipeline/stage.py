@@ -21,7 +21,7 @@ class Stage:
     """A module, with what it saves for each microbatch between its forward and the end of its backward.
 
     module   any module from one tensor to one tensor
-    number   the stage's number; stage 0 computes no gradient of its input
+    number   which part of the model it is; part 0 computes no gradient of its input
     split    the microbatches whose backward runs as I and W
     remat    activation checkpointing: save a microbatch's input only, and recompute the forward in the backward
     slices   of every sample's tokens. Where there are several, "microbatch" below is a unit, microbatch * slices + slice;
@@ -74,7 +74,7 @@ class Stage:
         return out.detach()
 
     def backward(self, microbatch: int, gradient: Tensor) -> Tensor | None:
-        """Run B or I; return the gradient of the input, None on stage 0."""
+        """Run B or I; return the gradient of the input, None for part 0."""
         self._defer(microbatch in self.split)
         x, edge = self._kept.pop(microbatch)
         if edge is not None:

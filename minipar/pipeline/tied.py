@@ -19,7 +19,7 @@ class TiedGradients:
     sums, so the order is free. But it must run before gradients are sharded, because the two stages would shard
     the weight at different places. Only this step's gradients are summed: those of earlier steps, which are summed
     already, are added afterwards. Both ranks add in the same order, so equal weights stay equal bit for bit.
-    Sends V * D elements each way, nothing where one rank holds both stages.
+    Sends V * D elements each way, nothing where one rank holds both stages: in a V, and with two copies of the model.
     Raises ValueError where the weight is held as a flat shard.
     """
 
@@ -27,7 +27,7 @@ class TiedGradients:
         first_rank, last_rank = schedule.stage_rank[0], schedule.stage_rank[-1]
         self._parameters: list[nn.Parameter] = []  # the first stage's, the last stage's, or both
         for stage in stages:
-            name = _shared(stage, schedule.num_stages)
+            name = _shared(stage, schedule.model_stages)
             parameter = None if name is None else stage.transformer.get_parameter(name)
             if parameter is not None and parameter.requires_grad:
                 self._parameters.append(_require_whole(parameter, name))

@@ -7,6 +7,7 @@ gpipe.py        GPipe and breadth-first: every forward, then every backward
 one_f_one_b.py  1F1B and interleaved 1F1B
 zero_bubble.py  ZB-H1 and ZB-H2: the backward split in two
 v_shaped.py     ZB-V and DualPipe-V: two chunks per rank, placed as a V
+two_directions.py  Chimera and DualPipe: two copies of the model, run from both ends
 building_block.py  V-Min and V-Half: memory below 1F1B's, for longer bubbles
 waves.py        Hanayo: chunks placed as several Vs
 sequence_slices.py  TeraPipe and Seq1F1B: samples cut into slices of tokens, and where to cut
@@ -36,6 +37,7 @@ from minipar.schedules.sequence_slices import seq1f1b, slice_tokens, terapipe
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 from minipar.schedules.torch_csv import to_torch
+from minipar.schedules.two_directions import chimera, dualpipe, unfolded
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.validate import validate
 from minipar.schedules.waves import hanayo
@@ -49,6 +51,8 @@ __all__ = [
     "Schedule",
     "Timeline",
     "breadth_first",
+    "chimera",
+    "dualpipe",
     "dualpipe_v",
     "gpipe",
     "hanayo",
@@ -63,6 +67,7 @@ __all__ = [
     "slice_tokens",
     "terapipe",
     "to_torch",
+    "unfolded",
     "v_half",
     "v_min",
     "validate",

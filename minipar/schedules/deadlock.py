@@ -26,7 +26,7 @@ class Deadlock(ValueError):
         home = {output_key(a): rank for rank, actions in enumerate(schedule.actions) for a in actions}
         missing = {
             rank: next(
-                n for n in needs(action, schedule.num_stages, schedule.slices) if output_key(n) not in ran
+                n for n in needs(action, schedule.model_stages, schedule.slices) if output_key(n) not in ran
             )
             for rank, action in self.blocked.items()
         }

@@ -67,7 +67,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program per rank: its actions in the schedule's order, each after a `Wait` for every remote result.
 
     A result is sent once, and only between different ranks: 2m(p-1) messages for p stages on p ranks,
-    with s slices 2ms(p-1).
+    with s slices 2ms(p-1), in two directions as many, half of them each way.
     Raises Deadlock for a schedule that cannot run to its end.
     """
     timeline = simulate(schedule)
@@ -78,7 +78,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     def program(rank: int):
         for position, action in enumerate(schedule.actions[rank]):
             yield from posts[rank, position]
-            for need in map(output_key, needs(action, schedule.num_stages, schedule.slices)):
+            for need in map(output_key, needs(action, schedule.model_stages, schedule.slices)):
                 if need in arriving and schedule.stage_rank[need.stage] != rank:
                     yield Wait(arriving[need])
             yield Compute(action)
@@ -93,7 +93,7 @@ def transfers(timeline: Timeline) -> list[Transfer]:
     producer = {output_key(action): action for action in timeline.spans}
     crossings = []
     for action in timeline.spans:
-        for need in needs(action, schedule.num_stages, schedule.slices):
+        for need in needs(action, schedule.model_stages, schedule.slices):
             source, to = schedule.stage_rank[need.stage], schedule.stage_rank[action.stage]
             if source != to:
                 made = producer[output_key(need)]

@@ -14,6 +14,7 @@ from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
 from minipar.schedules.sequence_slices import seq1f1b, terapipe
+from minipar.schedules.two_directions import chimera, dualpipe
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.waves import hanayo
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
@@ -32,6 +33,8 @@ ScheduleName = Literal[
     "v-half",
     "v-min",
     "dualpipe-v",
+    "chimera",
+    "dualpipe",
     "zb-auto",
 ]
 
@@ -52,16 +55,24 @@ SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
         "v-half": v_half,
         "v-min": v_min,
         "dualpipe-v": dualpipe_v,
+        "chimera": chimera,
+        "dualpipe": dualpipe,
         "zb-auto": zb_auto,
     }
 )
 LOOPED = ("breadth-first", "interleaved", "hanayo")
 SLICED = ("terapipe", "seq1f1b")
 V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
+TWO_DIRECTIONS = (
+    "chimera",
+    "dualpipe",
+)  # ranks and microbatches must be even, and every rank holds twice the parameters
 
 
 def chunks_per_rank(name: str, v: int | None = None) -> int:
-    """Return the number of stages per rank: v for breadth-first, interleaved and hanayo (default 2), fixed for all others.
+    """Return into how many stages per rank the model is cut: v for breadth-first, interleaved and hanayo (default 2).
+
+    Fixed for all others: two for the V-shaped, else one. In two directions a rank has one of each copy of the model.
 
     Raises ValueError for an unknown name, or a v other than the fixed number.
     """
@@ -92,7 +103,8 @@ def make_schedule(
     costs, memory_limit  arguments of zb-auto's search; default: equal costs and 2p activations
     slices               of every sample's tokens, for terapipe and seq1f1b
 
-    Raises ValueError for an unknown name, a v or slices that the schedule does not have, or a size below 1.
+    Raises ValueError for an unknown name, a v or slices that the schedule does not have, a size below 1, or an odd one in
+    two directions.
     """
     chunks = chunks_per_rank(name, v)
     if name in SLICED:

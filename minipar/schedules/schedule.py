@@ -17,6 +17,7 @@ class Action(NamedTuple):
     W   the weight-gradient half: the gradients of the stage's weights, for which no other rank waits
 
     In a schedule that cuts samples into slices, `microbatch` numbers units: unit k = microbatch * slices + slice.
+    In one with several copies of the model, stage s of S stages each is part s % S of copy s // S.
     """
 
     op: Op
@@ -29,6 +30,8 @@ class Action(NamedTuple):
 
 def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...]:
     """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
+
+    num_stages   of one copy of the model: the first stage of each copy needs no earlier one, the last no later one
 
     F(s, k)   the activation from stage s-1        F(s-1, k)
     B(s, k)   what the stage's own forward saved   F(s, k)
@@ -48,10 +51,10 @@ def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...
     if op == "W":
         return (Action("I", stage, k),)
     if op == "F":
-        before = (Action("F", stage - 1, k),) if stage else ()
+        before = (Action("F", stage - 1, k),) if stage % num_stages else ()
         return (*before, Action("F", stage, k - 1)) if k % slices else before
     before = (Action("F", stage, k),)
-    if stage < num_stages - 1:
+    if (stage + 1) % num_stages:
         before += (Action(op, stage + 1, k),)
     return (*before, Action(op, stage, k + 1)) if (k + 1) % slices else before
 
@@ -70,6 +73,8 @@ class Schedule:
     num_microbatches   m; microbatches are numbered 0 ... m-1
     name               used in error messages and plots
     slices             s, into how many slices the tokens of every sample are cut; an action then works on one slice
+    copies             of the model, among whose stages the numbers of stages are divided, copy after copy; a microbatch
+                       passes through one of them. With two, ranks r and p-1-r hold the same parts of the model
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -77,6 +82,7 @@ class Schedule:
     num_microbatches: int
     name: str = "custom"
     slices: int = 1
+    copies: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -84,7 +90,13 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages of all copies of the model together."""
         return len(self.stage_rank)
+
+    @property
+    def model_stages(self) -> int:
+        """The number of stages of one copy of the model."""
+        return len(self.stage_rank) // self.copies
 
     @property
     def num_units(self) -> int:
@@ -95,9 +107,22 @@ class Schedule:
         """Name unit k: its microbatch's number, and its slice's after a dot where there are several."""
         return str(k) if self.slices == 1 else f"{k // self.slices}.{k % self.slices}"
 
+    def part(self, stage: int) -> int:
+        """Return which of the model's `model_stages` parts the stage is: its own number where there is one copy."""
+        return stage % self.model_stages
+
+    def is_first(self, stage: int) -> bool:
+        """Whether the stage has the embedding."""
+        return self.part(stage) == 0
+
+    def is_last(self, stage: int) -> bool:
+        """Whether the stage has the head and the loss."""
+        return self.part(stage) == self.model_stages - 1
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, ascending."""
-        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+        """The stages that `rank` holds, in the order of the model's parts."""
+        own = (stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
+        return tuple(sorted(own, key=self.part))
 
 
 def first_microbatches(m: int, actions) -> tuple[Action, ...]:

@@ -19,8 +19,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises ValueError for costs that do not fit the schedule, Deadlock if the schedule cannot run to its end.
     """
     costs = costs or Costs()
-    num_stages, slices = schedule.num_stages, schedule.slices
-    seconds, hops = costs.table(num_stages), costs.hops(schedule.stage_rank)
+    model_stages, slices = schedule.model_stages, schedule.slices
+    seconds, hops = costs.table(schedule.num_stages), costs.hops(schedule.stage_rank)
     spans: dict[Action, tuple[float, float]] = {}
     ends: dict[Action, float] = {}
     asleep: dict[Action, list[int]] = {}
@@ -28,7 +28,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     def start_of(action: Action, rank: int) -> float | None:
         start = free[rank]
-        for need in needs(action, num_stages, slices):
+        for need in needs(action, model_stages, slices):
             key = output_key(need)
             end = ends.get(key)
             if end is None:

@@ -93,7 +93,7 @@ class Timeline:
                     self.spans[by_result[output_key(need)]][1] + hop(hops, need, action),
                     by_result[output_key(need)],
                 )
-                for need in needs(action, self.schedule.num_stages, self.schedule.slices)
+                for need in needs(action, self.schedule.model_stages, self.schedule.slices)
             ]
             if action in previous:
                 causes.append((self.spans[previous[action]][1], previous[action]))

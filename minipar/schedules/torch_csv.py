@@ -15,11 +15,15 @@ def to_torch(schedule: Schedule) -> str:
         runtime._load_csv(path)                                   the file with this text
         runtime.step(inputs)                                      or runtime.step(target=targets) on the last stage's rank
 
-    Raises ValueError for slices of a sample, which torch's runtime does not have.
+    Raises ValueError for slices of a sample and for two copies of the model, which torch's runtime does not have.
     """
     if schedule.slices > 1:
         raise ValueError(
             f"slices={schedule.slices}: torch's runtime keeps no keys and values between slices; use slices=1"
+        )
+    if schedule.copies > 1:
+        raise ValueError(
+            f"copies={schedule.copies} of the model: torch's runtime has one; use a schedule with copies=1"
         )
     rows = (",".join(f"{stage}{op}{k}" for op, stage, k in actions) for actions in schedule.actions)
     return "".join(f"{row}\n" for row in rows)

@@ -14,7 +14,9 @@ def validate(schedule: Schedule) -> None:
     """Raise ValueError unless every rank can run `schedule` to its end and all work is done exactly once.
 
     complete   on its stage's rank, each (stage, unit) has one F, and either one B or one I and one W; a unit is a
-               microbatch, or one slice of it
+               microbatch, or one slice of it. Of several copies of the model, it passes through one
+    copied     of a model in two copies, ranks r and p-1-r hold the same parts and run them in the same order, so that
+               they can sum their gradients, and gather their weights, as data parallel ranks do
     runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, which
                names each blocked rank's next action and the cycle
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
@@ -23,6 +25,7 @@ def validate(schedule: Schedule) -> None:
     posts receives in the order of the sends, and each action waits for its own messages.
     """
     require_complete(schedule)
+    require_copied(schedule)
     require_matched(lower(schedule))
 
 
@@ -30,9 +33,18 @@ def require_complete(schedule: Schedule) -> None:
     """Raise ValueError unless every action is on its stage's rank, and each forward and backward is there once."""
     _require_placement(schedule)
     count = Counter(action for rank in schedule.actions for action in rank)
-    for stage in range(schedule.num_stages):
-        for k in range(schedule.num_units):
+    copy_of = {action.microbatch: action.stage // schedule.model_stages for action in count}
+    for k in range(schedule.num_units):
+        first = copy_of.get(k, 0) * schedule.model_stages
+        for stage in range(schedule.num_stages):
             f, b, i, w = (count[Action(op, stage, k)] for op in "FBIW")
+            if not first <= stage < first + schedule.model_stages:
+                if f + b + i + w:
+                    raise ValueError(
+                        f"microbatch {k} is on stages {first} and {stage} of schedule {schedule.name}, of two copies of "
+                        "the model; use the stages of one"
+                    )
+                continue
             if f != 1:
                 raise ValueError(
                     f"{Action('F', stage, k)} occurs {f} times in schedule {schedule.name}; once is right"
@@ -44,8 +56,34 @@ def require_complete(schedule: Schedule) -> None:
                 )
 
 
+def require_copied(schedule: Schedule) -> None:
+    """Raise ValueError where two copies of the model are not placed, and run, as each other's mirror image."""
+    if schedule.copies == 1:
+        return
+    last = schedule.num_ranks - 1
+    down, up = schedule.stage_rank[: schedule.model_stages], schedule.stage_rank[schedule.model_stages :]
+    for part, (rank, other) in enumerate(zip(down, up)):
+        if other != last - rank:
+            raise ValueError(
+                f"part {part} of the model is on ranks {rank} and {other}; the second copy must be on rank {last - rank}"
+            )
+    for rank in range(schedule.num_ranks // 2):
+        own, mirror = (
+            [(a.op, schedule.part(a.stage)) for a in schedule.actions[r]] for r in (rank, last - rank)
+        )
+        if own != mirror:
+            raise ValueError(
+                f"ranks {rank} and {last - rank} hold the same parts of the model and run them in different orders, so "
+                "neither could wait for the other's gradients; use one order"
+            )
+
+
 def _require_placement(schedule: Schedule) -> None:
     require_positive(slices=schedule.slices)
+    if schedule.copies not in (1, 2) or schedule.num_stages % schedule.copies:
+        raise ValueError(
+            f"copies={schedule.copies} of a model in {schedule.num_stages} stages; use 1, or 2 and an even number of stages"
+        )
     for stage, rank in enumerate(schedule.stage_rank):
         if not 0 <= rank < schedule.num_ranks:
             raise ValueError(f"stage {stage} is placed on rank {rank} of {schedule.num_ranks} ranks")

@@ -53,7 +53,7 @@ def check_layout(config) -> None:
     check_slices(config)
     schedule = _check_stages(config)
     check_matrices(config)
-    _check_replicas(config)
+    _check_replicas(config, schedule.copies)
     _check_reduction(config, schedule)
     _check_offload(config)
     _check_whole_matrices(config)
@@ -72,9 +72,9 @@ def _check_batch(config) -> None:
 def _check_stages(config) -> Schedule:
     schedule = schedule_of(config)
     layers = config.model.num_layers
-    if schedule.num_stages > layers:
+    if schedule.model_stages > layers:
         raise ValueError(
-            f"pp={config.pp} with schedule={config.schedule!r} has {schedule.num_stages} stages, "
+            f"pp={config.pp} with schedule={config.schedule!r} has {schedule.model_stages} stages, "
             f"and num_layers={layers}; use at most {layers} stages"
         )
     return schedule
@@ -166,7 +166,7 @@ def _check_whole_matrices(config) -> None:
         )
 
 
-def _check_replicas(config) -> None:
+def _check_replicas(config, copies: int) -> None:
     """Check hybrid sharding: the ranks that have the same parameters are `replicate` groups of equal size."""
     if config.replicate == 1:
         return
@@ -174,10 +174,12 @@ def _check_replicas(config) -> None:
         raise ValueError(
             f"replicate={config.replicate} copies the shards of zero=3, and zero={config.zero}; use zero=3"
         )
-    data = config.dp * config.cp
-    require_divides("replicate", config.replicate, "dp*cp", data)
+    data, times = config.dp * config.cp * copies, "*2" * (copies == 2)
+    require_divides("replicate", config.replicate, f"dp*cp{times}", data)
     if config.model.num_experts:
-        require_divides("replicate", config.replicate, "an expert's ranks (dp*cp/ep)", data // config.ep)
+        require_divides(
+            "replicate", config.replicate, f"an expert's ranks (dp*cp{times}/ep)", data // config.ep
+        )
 
 
 def _check_activations(config) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, get_args
 
 from minipar.errors import divisors, one_of, require_divides
+from minipar.schedules.registry import TWO_DIRECTIONS
 
 MethodName = Literal[
     "none", "sign", "int8", "fp8", "topk", "powersgd", "tagc", "onebit-adam", "zero-one-adam", "onebit-lamb", "local-sgd",
@@ -139,6 +140,11 @@ def _check_mesh(config, method: Method) -> None:
         raise ValueError(
             f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; "
             f"use {axis}=1"
+        )
+    if walks_alone(config) and config.schedule in TWO_DIRECTIONS:
+        raise ValueError(
+            f"{of}: the two copies of the model in schedule={config.schedule!r} compute one batch together, and their "
+            "weights would differ; use a schedule with one copy, such as dualpipe-v"
         )
     if config.compress == "onebit-lamb" and (config.tp > 1 or config.ep > 1):
         axis = "tp" if config.tp > 1 else "ep"

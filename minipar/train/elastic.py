@@ -156,7 +156,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
     name, chunks = config.schedule, 1
     if name in PLANNED and enough_microbatches(name, config.pp, config.microbatches):
-        chunks = make_schedule(name, config.pp, config.microbatches, config.chunks).num_stages // config.pp
+        chunks = make_schedule(name, config.pp, config.microbatches, config.chunks).model_stages // config.pp
     else:
         name = "1f1b"
     return job, Layout(

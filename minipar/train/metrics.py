@@ -57,11 +57,11 @@ def routing(world, state, config) -> dict[str, float]:
     imbalance       the busiest expert's load over the mean load
     router_entropy  of the router's distribution, nats per token
 
-    All-reduces the load and six numbers of each layer of this rank over dp x cp, then seven numbers over all ranks.
+    All-reduces the load and six numbers of each layer over the ranks that have it, then seven numbers over all ranks.
     """
     if not config.model.num_experts:
         return {}
-    comm, sums = state.mesh.comm("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
+    comm, sums = state.mesh.sharing("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
     for stage in state.stages:
         for metrics in take_metrics(stage).values():
             load = comm.all_reduce(metrics.load)

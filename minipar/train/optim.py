@@ -124,7 +124,7 @@ def optimizer_class(config, mesh=None) -> type[torch.optim.Optimizer]:
     """The class of `config.optimizer`: for one process, or for this rank's parts of the parameters on a mesh."""
     if config.optimizer != "lamb":
         return {"adamw": torch.optim.AdamW, "muon": Muon}[config.optimizer]
-    return Lamb if mesh is None else lamb_over(mesh.comm("dp", "cp", "tp"))
+    return Lamb if mesh is None else lamb_over(mesh.sharing("dp", "cp", "tp"))
 
 
 def lamb_over(comm) -> type[Lamb]:

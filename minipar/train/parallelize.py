@@ -7,7 +7,8 @@
     3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
     4. context    replace the attention core by one that sees other ranks' keys; nothing else mixes tokens
     5. recompute  activation checkpointing: wraps blocks whose communication is final, since they run again
-    6. data       last, since it shards the parameters as they now are, and sums their gradients over dp x cp
+    6. data       last, since it shards the parameters as they now are, and sums their gradients over dp x cp, and where
+                  a pipeline runs in two directions over both copies of the model
     7. schedule   which rank runs which stage of which microbatch when
 
 The model is on the meta device until its parameters are this rank's parts: only then does each get its value, made from
@@ -76,14 +77,15 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
 
     The strategies' collectives use `config.algorithm`, wherever they have it.
     """
-    if config.algorithm != "auto":
-        mesh = Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes)
     schedule = schedule_of(config)
+    mirrored = schedule.copies == 2
+    if config.algorithm != "auto" or mirrored:
+        mesh = Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes, mirrored=mirrored)
     stages = [
-        _stage(config, mesh, device, number, schedule.num_stages)
+        _stage(config, mesh, device, schedule.part(number), schedule.model_stages)
         for number in schedule.stages_of(mesh.coordinates.pp)
     ]
-    modules, optimizer = _data_parallel(config, mesh, stages, schedule.num_stages)
+    modules, optimizer = _data_parallel(config, mesh, stages, schedule.model_stages)
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=slice_sizes(config))
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)

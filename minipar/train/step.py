@@ -50,7 +50,7 @@ def train_step(
             state.optimizer.step(grad_scale=scale * too_long)
         if config.model.balance_bias:
             for stage in state.stages:
-                update_balance_bias(stage, comm=state.mesh.comm("dp", "cp"))
+                update_balance_bias(stage, comm=state.mesh.sharing("dp", "cp"))
     return {
         "step": step,
         "loss": loss,

@@ -31,8 +31,8 @@ def accumulate(model: Transformer, tokens, targets, m: int, step: int = 0):
 
 
 def own_stages(model: Transformer, schedule: Schedule, rank: int, costs=None):
-    stages = partition(model, schedule.num_stages, costs)
-    return [stages[s] for s in schedule.stages_of(rank)]
+    stages = partition(model, schedule.model_stages, costs)
+    return [stages[schedule.part(s)] for s in schedule.stages_of(rank)]
 
 
 def gradients(stages) -> dict[str, torch.Tensor]:

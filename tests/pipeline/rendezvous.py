@@ -43,7 +43,7 @@ class Machine:
     def _step(self, rank: int, instruction) -> None:
         self.counter[rank] += 1
         if isinstance(instruction, Compute):
-            wanted = {output_key(need) for need in needs(instruction.action, self.schedule.num_stages)}
+            wanted = {output_key(need) for need in needs(instruction.action, self.schedule.model_stages)}
             assert wanted <= self.held[rank], f"{instruction} on rank {rank} lacks {wanted - self.held[rank]}"
             self.held[rank].add(output_key(instruction.action))
             self.ran[rank].append(instruction.action)

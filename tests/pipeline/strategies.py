@@ -7,7 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from minipar.pipeline import SCHEDULES, Costs, Schedule, make_schedule
-from minipar.schedules.registry import LOOPED, SLICED
+from minipar.schedules.registry import LOOPED, SLICED, TWO_DIRECTIONS
+
+ONE_COPY = tuple(name for name in SCHEDULES if name not in TWO_DIRECTIONS)
 
 
 def chunks(name: str):
@@ -21,6 +23,8 @@ def schedules(
 ) -> Schedule:
     name = draw(st.sampled_from(names))
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
+    if name in TWO_DIRECTIONS:
+        p, m = 2 * max(1, p // 2), 2 * max(1, m // 2)
     slices = draw(st.integers(1, max_slices)) if name in SLICED else 1
     return make_schedule(name, p, m, draw(chunks(name)), slices=slices)
 

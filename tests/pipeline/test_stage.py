@@ -119,7 +119,7 @@ def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_sched
         assert starts == sorted(starts)
     ends = {output_key(action): end for action, (_, end) in timeline.spans.items()}
     for action, (start, _) in timeline.spans.items():
-        assert all(ends[output_key(need)] <= start for need in needs(action, schedule.num_stages))
+        assert all(ends[output_key(need)] <= start for need in needs(action, schedule.model_stages))
     assert timeline.peak_live == simulate(schedule).peak_live
 
 

@@ -39,14 +39,14 @@ def receive_just_in_time(schedule):
     wanted_by = {
         home[output_key(need)]: schedule.stage_rank[action.stage]
         for action in home.values()
-        for need in needs(action, schedule.num_stages, schedule.slices)
+        for need in needs(action, schedule.model_stages, schedule.slices)
         if schedule.stage_rank[action.stage] != schedule.stage_rank[need.stage]
     }
     programs = []
     for rank, actions in enumerate(schedule.actions):
         program = []
         for action in actions:
-            for need in needs(action, schedule.num_stages, schedule.slices):
+            for need in needs(action, schedule.model_stages, schedule.slices):
                 if (source := schedule.stage_rank[need.stage]) != rank:
                     program += [Receive(home[output_key(need)], source), Wait(home[output_key(need)])]
             program.append(Compute(action))
@@ -66,7 +66,7 @@ def test_the_obvious_lowering_hangs_where_both_directions_share_one_order():
 
 @given(schedules(max_slices=4))
 def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedule):
-    """The wrap-around of a looped placement counts, the turn of a V does not."""
+    """The wrap-around of a looped placement counts, the turn of a V does not, nor the end of one copy of the model."""
     sent = Counter(
         (instruction.action.op == "F", instruction.action.stage)
         for program in lower(schedule)
@@ -74,8 +74,9 @@ def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedul
         if isinstance(instruction, Send)
     )
     ranks = schedule.stage_rank
-    apart = [stage for stage in range(schedule.num_stages - 1) if ranks[stage] != ranks[stage + 1]]
-    units = schedule.num_units
+    inner = [stage for stage in range(schedule.num_stages) if not schedule.is_last(stage)]
+    apart = [stage for stage in inner if ranks[stage] != ranks[stage + 1]]
+    units = schedule.num_units // schedule.copies
     assert sent == {**{(True, s): units for s in apart}, **{(False, s + 1): units for s in apart}}
 
 

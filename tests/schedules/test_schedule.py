@@ -33,16 +33,16 @@ def test_every_generated_schedule_is_valid(schedule):
 
 @given(schedules(max_slices=4))
 def test_every_stage_runs_each_kind_of_action_in_ascending_microbatch_order(schedule):
-    """Of a microbatch's slices, forwards in ascending order, backwards in descending."""
+    """Of a microbatch's slices, forwards in ascending order, backwards in descending. Of two copies, each has its own."""
     order = defaultdict(list)
     for actions in schedule.actions:
         for op, stage, k in actions:
             for half in "IW" if op == "B" else op:
                 order[half, stage].append(k)
-    m, s = schedule.num_microbatches, schedule.slices
-    descending = [k * s + n for k in range(m) for n in reversed(range(s))]
-    for (op, _), numbers in order.items():
-        assert numbers == (list(range(m * s)) if op == "F" else descending)
+    m, s, copies = schedule.num_microbatches, schedule.slices, schedule.copies
+    for (op, stage), numbers in order.items():
+        own = range(stage // schedule.model_stages, m, copies)
+        assert numbers == [k * s + n for k in own for n in (range(s) if op == "F" else reversed(range(s)))]
     assert len(order) == 3 * schedule.num_stages
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 @given(schedules())
 def test_chunks_per_rank_is_what_the_schedule_has(schedule):
-    v = schedule.num_stages // schedule.num_ranks
+    v = schedule.model_stages // schedule.num_ranks
     asked = v if schedule.name in LOOPED else None
-    assert all(len(schedule.stages_of(rank)) == v for rank in range(schedule.num_ranks))
+    assert all(len(schedule.stages_of(rank)) == v * schedule.copies for rank in range(schedule.num_ranks))
     assert chunks_per_rank(schedule.name, asked) == v

@@ -69,7 +69,7 @@ def test_every_action_starts_as_early_as_the_rule_allows_and_no_earlier(data, sc
             start, end = timeline.spans[action]
             arrivals = [
                 ends[output_key(need)] + (cost.comm if schedule.stage_rank[need.stage] != rank else 0.0)
-                for need in needs(action, schedule.num_stages, schedule.slices)
+                for need in needs(action, schedule.model_stages, schedule.slices)
             ]
             assert start == max([free, *arrivals])
             assert end == start + table[action.op][action.stage]
