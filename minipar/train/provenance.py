@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minipar.mesh import Mesh, Placement
+from minipar.schedules.registry import TWO_DIRECTIONS
 
 
 def place_in_recipe(config, placement: Placement, rank: int) -> str:
@@ -27,6 +28,7 @@ def place_in_recipe(config, placement: Placement, rank: int) -> str:
     if placement.tied_to is not None:
         steps.append(f"tied to {placement.tied_to}, their gradients summed over pp")
     over = [axis for axis in ("dp", "cp") if getattr(config, axis) > 1]
+    over += ["both copies of the model"] if config.schedule in TWO_DIRECTIONS else []
     if over:
         ranks = "the ranks with these experts" if expert and config.ep > 1 else " x ".join(over)
         steps.append(f"data: gradient summed over {ranks}")
