@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from minipar.cost.collectives import collective_s
 from minipar.cost.layout import Job, Layout, obstacle
@@ -16,12 +17,12 @@ from minipar.cost.model_table import MODELS, find_model
 from minipar.cost.planner import plan
 from minipar.cost.reasons import no_fit, reasons
 from minipar.cost.report import headline, plan_json, run_lines
+from minipar.cost.stages import PLANNED
 from minipar.cost.timing import step_time
 from minipar.errors import one_of
 from minipar.mesh.mesh import Mesh
 from minipar.mesh.nodes import axes_across_nodes
 from minipar.schedules import (
-    SCHEDULES,
     Action,
     Costs,
     Deadlock,
@@ -32,14 +33,12 @@ from minipar.schedules import (
     to_torch,
     validate,
 )
-from minipar.schedules.registry import LOOPED, SLICED, TWO_DIRECTIONS, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 
-MOST = {"p": 64, "m": 1024, "v": 8, "ranks": 4096, "gpus": 100_000}
+MOST = {"p": 64, "m": 1024, "v": 8, "slices": 64, "ranks": 4096, "gpus": 100_000}
 MOST_ACTIONS = 60_000
-# The page cuts no sample, and has one copy of the model.
-OFFERED = [name for name in SCHEDULES if name not in (*SLICED, *TWO_DIRECTIONS)]
 
 
 def answer(name: str, request: str) -> str:
@@ -86,24 +85,27 @@ def timeline_of(request: dict) -> Timeline:
     """Simulate the schedule that the page's settings describe, or the order that its reader made of it."""
     name, p, m = request.get("schedule", "1f1b"), whole(request, "p", 4), whole(request, "m", 8)
     v = chunks_per_rank(name, whole(request, "v", 2) if name in LOOPED else None)
-    if p * m * v * 3 > MOST_ACTIONS:
+    slices = whole(request, "slices", 2) if name in SLICED else 1
+    if (actions := p * m * v * slices * 3) > MOST_ACTIONS:
         raise ValueError(
-            f"p={p}, m={m} and {v} chunks make {p * m * v * 3:,} actions; use {MOST_ACTIONS:,} or fewer"
+            f"p={p}, m={m} and {v} chunks make {actions:,} actions; use {MOST_ACTIONS:,} or fewer"
+            if slices == 1
+            else f"p={p}, m={m} and {slices} slices make {actions:,} actions; use {MOST_ACTIONS:,} or fewer"
         )
-    costs = Costs(*(shared(seconds(request, op), v) for op in "FIW"), seconds(request, "comm", 0.0))
+    costs = Costs(*(shared(seconds(request, op), v, slices) for op in "FIW"), seconds(request, "comm", 0.0))
     limit = request.get("memory_limit") or None
-    made = make_schedule(
-        name, p, m, v, costs, None if limit is None else float(seconds(request, "memory_limit"))
-    )
+    most = None if limit is None else float(seconds(request, "memory_limit"))
+    made = make_schedule(name, p, m, v, costs, most, slices)
     if orders := request.get("orders"):
-        made = Schedule(tuple(tuple(Action(*a) for a in own) for own in orders), made.stage_rank, m, "yours")
+        actions = tuple(tuple(Action(*a) for a in own) for own in orders)
+        made = replace(made, actions=actions, name="yours")
         validate(made)
     return simulate(made, costs)
 
 
-def shared(cost, v: int):
-    """A rank's stage is divided evenly among its chunks; a list gives the stages themselves."""
-    return [one for one in cost] if isinstance(cost, list) else cost / v
+def shared(cost, v: int, slices: int):
+    """A rank's stage is divided evenly among its chunks, a sample among its slices; a list gives the stages themselves."""
+    return [one / slices for one in cost] if isinstance(cost, list) else cost / (v * slices)
 
 
 def pipeline(request: dict) -> dict:
@@ -122,8 +124,17 @@ def pipeline(request: dict) -> dict:
         "peak_live": timeline.peak_live,
         "live": [timeline.live(rank) for rank in range(schedule.num_ranks)],
         "critical": timeline.critical_path,
-        "csv": to_torch(schedule),
+        "slices": schedule.slices,
+        **in_torch(schedule),
     }
+
+
+def in_torch(schedule: Schedule) -> dict:
+    """The schedule as torch's runtime reads it, or why it cannot."""
+    try:
+        return {"csv": to_torch(schedule)}
+    except ValueError as error:
+        return {"csv": None, "no_csv": str(error)}
 
 
 def action(request: dict) -> dict:
@@ -131,10 +142,9 @@ def action(request: dict) -> dict:
     timeline = timeline_of(request)
     schedule, asked = timeline.schedule, Action(*request["action"])
     by_result = {output_key(a): a for a in timeline.spans}
-    own = [by_result[output_key(need)] for need in needs(asked, schedule.num_stages)]
-    waiting = [
-        a for a in timeline.spans if output_key(asked) in map(output_key, needs(a, schedule.num_stages))
-    ]
+    sizes = schedule.model_stages, schedule.slices
+    own = [by_result[output_key(need)] for need in needs(asked, *sizes)]
+    waiting = [a for a in timeline.spans if output_key(asked) in map(output_key, needs(a, *sizes))]
     start, end = timeline.spans[asked]
     return {
         "text": f"{asked}, on rank {schedule.stage_rank[asked.stage]}, from {start:g} to {end:g}",
@@ -197,7 +207,7 @@ def layout(request: dict) -> dict:
 
 def choices(_request: dict) -> dict:
     """The names that the planner knows."""
-    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": OFFERED}
+    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(PLANNED)}
 
 
 # Collectives and meshes --------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from website.answers import OFFERED, pipeline
+from minipar.schedules import SCHEDULES
+from website.answers import pipeline
 from website.recorded import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,7 +141,7 @@ def _write(path: Path, text: str) -> None:
 
 def _interactive(docs: Path) -> None:
     values: dict[str, Callable[[], object]] = {
-        "SCHEDULES_JSON": lambda: OFFERED,
+        "SCHEDULES_JSON": lambda: list(SCHEDULES),
         "FIRST_PICTURE_JSON": lambda: {"request": FIRST, "answer": pipeline(FIRST)},
         "RECORDINGS_JSON": recordings,
     }

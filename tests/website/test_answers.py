@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from minipar.cost.plan_command import plan_command
 from minipar.schedules import Action, make_schedule, needs, simulate
-from tests.pipeline.strategies import ONE_COPY
+from tests.pipeline.strategies import schedules
 from website.answers import answer
 
 
@@ -20,9 +20,12 @@ def asked(name: str, **request) -> dict:
     return json.loads(answer(name, json.dumps(request)))
 
 
-@given(st.sampled_from(sorted(ONE_COPY)), st.integers(1, 5), st.integers(1, 9))
-def test_a_timeline_is_the_simulators(name, p, m):
-    got, want = asked("pipeline", schedule=name, p=p, m=m), make_schedule(name, p, m)
+@given(schedules(max_ranks=5, max_microbatches=9, max_slices=3))
+def test_a_timeline_is_the_simulators(want):
+    p, m, v = want.num_ranks, want.num_microbatches, want.model_stages // want.num_ranks
+    got = asked("pipeline", schedule=want.name, p=p, m=m, v=v, slices=want.slices)
+    assert got["slices"] == want.slices
+    assert ("no_csv" in got) == (got["csv"] is None) == (want.slices > 1 or want.copies > 1)
     assert [[tuple(action[:3]) for action in own] for own in got["ranks"]] == [
         list(own) for own in want.actions
     ]
@@ -30,19 +33,21 @@ def test_a_timeline_is_the_simulators(name, p, m):
     assert got["bubble_over_total"] == pytest.approx(simulate(want).bubble_over_total, abs=1e-12)
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.data())
-def test_an_action_names_what_it_needs_and_who_waits_for_it(p, m, data):
-    schedule = make_schedule("1f1b", p, m)
+@given(schedules(["1f1b", "seq1f1b", "chimera"], max_ranks=4, max_microbatches=6, max_slices=3), st.data())
+def test_an_action_names_what_it_needs_and_who_waits_for_it(schedule, data):
     chosen = data.draw(st.sampled_from([a for own in schedule.actions for a in own]))
-    got = asked("action", p=p, m=m, action=list(chosen))
-    assert {tuple(a) for a in got["needs"]} == set(needs(chosen, p))
+    p, m, slices = schedule.num_ranks, schedule.num_microbatches, schedule.slices
+    got = asked("action", schedule=schedule.name, p=p, m=m, slices=slices, action=list(chosen))
+    assert {tuple(a) for a in got["needs"]} == set(needs(chosen, p, slices))
     for waiting in got["waiting"]:
-        assert chosen in needs(Action(*waiting), p)
+        assert chosen in needs(Action(*waiting), p, slices)
 
 
 def test_a_valid_order_of_ones_own_is_simulated_and_a_deadlock_says_its_cycle():
     orders = [[list(a) for a in own] for own in make_schedule("gpipe", 2, 2).actions]
     assert asked("pipeline", schedule="gpipe", p=2, m=2, orders=orders)["name"] == "yours"
+    ours = [[list(a) for a in own] for own in make_schedule("chimera", 2, 2).actions]
+    assert asked("pipeline", schedule="chimera", p=2, m=2, orders=ours)["name"] == "yours"
     orders[0] = [["F", 0, 0], ["B", 0, 0], ["F", 0, 1], ["B", 0, 1]]
     got = asked("pipeline", schedule="gpipe", p=2, m=2, orders=orders)
     assert "deadlocks" in got["error"]
@@ -69,6 +74,8 @@ def test_one_layout_is_that_of_the_command():
     ("pipeline", {"m": 10**6}, "m=1000000; use 1 to 1024"),
     ("pipeline", {"p": "four"}, "p='four' is not a whole number"),
     ("pipeline", {"p": 64, "m": 1024}, "make 196,608 actions; use 60,000 or fewer"),
+    ("pipeline", {"schedule": "seq1f1b", "p": 16, "m": 64, "slices": 64}, "64 slices make 196,608 actions; use 60,000"),
+    ("pipeline", {"schedule": "chimera", "p": 3}, "use an even number, such as 4"),
     ("pipeline", {"schedule": "1f1"}, "did you mean 1f1b"),
     ("pipeline", {"F": "x"}, "F='x' is no number"),
     ("pipeline", {"F": "nan"}, "F=nan is no number"),

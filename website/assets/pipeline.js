@@ -45,6 +45,9 @@ function show(index, answer, request) {
   document.body.dataset.drawn = `${answer.name} ${request.p} ${request.m} ${Number(document.body.dataset.drawn?.split(" ")[3] ?? 0) + 1}`;
 }
 
+// Where samples are cut, unit k is slice k % slices of microbatch k / slices: "1.3".
+const unitOf = ({ slices }) => (k) => (slices > 1 ? `${Math.floor(k / slices)}.${k % slices}` : k);
+
 const span = (answer) => Math.max(...answer.ranks.flat().map((action) => action[4]), 1e-9);
 
 function mark(index, ranks) {
@@ -67,6 +70,7 @@ function draw(picture, end) {
     chunkOf.set(stage, seen.get(rank) ?? 0);
     seen.set(rank, chunkOf.get(stage) + 1);
   });
+  const unit = unitOf(answer);
   const many = new Set(answer.stage_rank).size < answer.stage_rank.length;
   const parts = [];
   const last = p * ROW + 8;
@@ -78,7 +82,7 @@ function draw(picture, end) {
       const w = Math.max((stop - start) * scale, 0.4);
       const inset = op === "W" ? 3 : 0;
       const critically = critical.has([op, stage, k].join(",")) ? " critical" : "";
-      const label = count <= MOST_TEXTS && w > 11 ? `<text class="on" x="${left + start * scale + w / 2}" y="${y + 15}" fill="${COLOURS[op][1]}">${w > 24 ? op : ""}${k}${many && w > 30 ? "abcdefgh"[chunkOf.get(stage)] : ""}</text>` : "";
+      const label = count <= MOST_TEXTS && w > 11 ? `<text class="on" x="${left + start * scale + w / 2}" y="${y + 15}" fill="${COLOURS[op][1]}">${w > 24 ? op : ""}${unit(k)}${many && w > 30 ? "abcdefgh"[chunkOf.get(stage)] : ""}</text>` : "";
       parts.push(`<g class="action${critically}" data-at="${rank},${position}"><rect x="${left + start * scale}" y="${y + inset}" width="${w}" height="${ROW - 4 - 2 * inset}" fill="${fill}"/>${label}</g>`);
     });
   }
@@ -119,7 +123,8 @@ async function choose(picture, rank, position) {
   for (const [name, group] of [["needed", detail.needs], ["waiting", detail.waiting]]) {
     for (const action of group) boxOf(picture, ...places.get(action.join(",")))?.classList.add(name);
   }
-  const named = (actions) => actions.map(([o, s, n]) => `${o}${n} on stage ${s}`).join(", ") || "nothing";
+  const unit = unitOf(picture.answer);
+  const named = (actions) => actions.map(([o, s, n]) => `${o}${unit(n)} on stage ${s}`).join(", ") || "nothing";
   say(`${detail.text}; needs ${named(detail.needs)}; ${named(detail.waiting)} ${detail.waiting.length === 1 ? "waits" : "wait"} for it`);
 }
 
@@ -214,7 +219,11 @@ function svgText() {
 $("#play").addEventListener("click", play);
 $("#reset").addEventListener("click", () => refresh());
 $("#svg").addEventListener("click", () => save("timeline.svg", "image/svg+xml", svgText()));
-$("#csv").addEventListener("click", () => save("schedule.csv", "text/csv", pictures[0].answer.csv));
+$("#csv").addEventListener("click", () => {
+  const { csv, no_csv } = pictures[0].answer;
+  if (csv === null) say(no_csv, true);
+  else save("schedule.csv", "text/csv", csv);
+});
 $("#link").addEventListener("click", async () => {
   toLink(form);
   await navigator.clipboard?.writeText(location.href).catch(() => {});
