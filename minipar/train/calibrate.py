@@ -1,10 +1,11 @@
 """The machine that this runs on, measured, as a machine file of `minipar plan`: `minipar plan --calibrate`.
 
 On as many ranks as there are cores, all at once, since ranks share caches and memory: the rate of matrix products by size,
-of a copy, of the attention kernel, and of every collective, small and large. A run's products are taken to have the median
-rate of the sizes. Each number is the median of rounds, and a round takes as long as on its slowest rank. A ring's time over
-p ranks is rounds (p-1) alpha + share (p-1)/p n beta, so that two sizes give alpha, seconds per message, and beta, seconds
-per byte.
+of a copy, of the attention kernel, of a small model's forward and backward, and of every collective, small and large. A
+run's products are taken to have the median rate of the sizes, and all its arithmetic to reach the share of these rates that
+the small model does: it spends the rest on operations that the cost model does not count. Each number is the median of
+rounds, and a round takes as long as on its slowest rank. A ring's time over p ranks is rounds (p-1) alpha + share (p-1)/p n
+beta, so that two sizes give alpha, seconds per message, and beta, seconds per byte.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ import torch
 
 from minipar.cost.collectives import sent_share
 from minipar.cost.machines import COLLECTIVES, Machine
+from minipar.cost.work import head_seconds, layer_seconds
+from minipar.model import ModelConfig, Transformer
 from minipar.model.flash import flash_attention
 from minipar.runtime.launch import run
+from minipar.train.elastic import job_and_layout
+from minipar.train.train_config import TrainConfig
 
 SIZES = (128, 256, 512, 1024)  # of square matrices
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 ROUNDS = 9
 ATTENTION = (4, 8, 256, 64)  # samples, heads, tokens, head_dim
+SMALL = TrainConfig(
+    model=ModelConfig(dim=192, num_layers=2, num_heads=6, max_seq_len=192), batch_size=4, seq_len=192
+)
 
 
 def calibrate(path: Path, ranks: int | None = None, on_progress: Callable[[str], None] = print) -> Machine:
@@ -45,18 +53,33 @@ def calibrate(path: Path, ranks: int | None = None, on_progress: Callable[[str],
     b, h, t, d = ATTENTION
     attention = min(1.0, 2 * b * h * t * t * d / _slowest(ranks, attention_s, ATTENTION) / peak)
     on_progress(f"attention kernel: {attention:.0%} of the best product")
+
+    def machine(share: float, pairs: dict | None) -> Machine:
+        link = 1.0 if pairs is None else 1 / max(pairs["send"][1], 1e-12)
+        return Machine(
+            path.stem, peak, usual / peak, _memory_bytes() / ranks, copied, ranks, link, 1, link,
+            attention_fraction=attention, share=share, float32_slowdown=1.0, context_bytes=3e8, collectives=pairs,
+            source=f"measured on {ranks} ranks, gloo, float32",
+        )  # fmt: skip
+
+    share = min(1.0, small_model_s(machine(1.0, None)) / _slowest(ranks, model_s, SMALL))
+    on_progress(f"a small model's forward and backward: {share:.0%} of these rates")
     pairs = {}
     for kind in COLLECTIVES:
         alpha, beta = measured_pair(kind, ranks)
         pairs[kind] = [alpha, beta]
         on_progress(f"{kind}: {1e6 * alpha:.0f} us a message, {1e9 * beta:.2f} ns a byte")
-    machine = Machine(
-        path.stem, peak, usual / peak, _memory_bytes() / ranks, copied, ranks, 1 / max(pairs["send"][1], 1e-12), 1,
-        1 / max(pairs["send"][1], 1e-12), attention_fraction=attention, share=1.0, float32_slowdown=1.0,
-        context_bytes=3e8, collectives=pairs, source=f"measured on {ranks} ranks, gloo, float32",
-    )  # fmt: skip
-    write_machine(path, machine, rates)
-    return machine
+    measured = machine(share, pairs)
+    write_machine(path, measured, rates)
+    return measured
+
+
+def small_model_s(machine: Machine) -> float:
+    """Seconds that the cost model gives forward and backward of SMALL."""
+    job, layout = job_and_layout(SMALL, machine)
+    tokens = layout.tokens(job)
+    layers = SMALL.model.num_layers * layer_seconds(job, tokens, 1, experts=False).total
+    return layers + head_seconds(job, tokens, 1).total
 
 
 def write_machine(path: Path, machine: Machine, rates: dict[int, float] | None = None) -> None:
@@ -107,6 +130,13 @@ def attention_s(world, sizes: Sequence[int]) -> list[float]:
     """Seconds of the forward of causal attention, in each round."""
     q, k, v = (torch.randn(*sizes) for _ in range(3))
     return _rounds(world, lambda: flash_attention(q, k, v, impl="auto"))
+
+
+def model_s(world, config: TrainConfig) -> list[float]:
+    """Seconds of forward and backward of the model, in each round."""
+    model = Transformer(config.model)
+    tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
+    return _rounds(world, lambda: model.loss(tokens, tokens).backward())
 
 
 def collective_s(world, kind: str, num_bytes: int) -> list[float]:

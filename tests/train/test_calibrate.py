@@ -78,8 +78,26 @@ def test_this_machine_is_measured_with_every_step_told(tmp_path, monkeypatch):
     machine = measure.calibrate(path, ranks=2, on_progress=told.append)
     assert find_machine(str(path)) == machine
     assert set(machine.collectives) == set(COLLECTIVES)
-    assert len(told) == 2 + 2 + len(COLLECTIVES)
+    assert len(told) == 2 + 3 + len(COLLECTIVES)
     assert machine.gpus_per_node == 2
+    assert 0 < machine.share <= 1
+
+
+@pytest.mark.parametrize(("took", "share"), [(4.0, 0.25), (0.5, 1.0)])
+def test_the_share_is_what_the_model_takes_by_formula_over_what_it_took(tmp_path, monkeypatch, took, share):
+    """`took` times as long as the cost model says; what is faster than its own products counts as all of them."""
+
+    monkeypatch.setattr(
+        measure, "_slowest", lambda ranks, what, *args: took if what is measure.model_s else 1e-3
+    )
+    monkeypatch.setattr(measure, "small_model_s", lambda machine: 1.0)
+    assert measure.calibrate(tmp_path / "local.toml", 2, lambda line: None).share == pytest.approx(share)
+
+
+def test_the_small_models_formula_is_that_of_a_step_without_its_update():
+    job, layout = predicted.job_and_layout(measure.SMALL, MEASURED)
+    step = step_time(job, layout)
+    assert measure.small_model_s(MEASURED) == pytest.approx(step.total - step.parts["update"])
 
 
 def test_rank_correlation():
