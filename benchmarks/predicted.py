@@ -29,8 +29,8 @@ from minipar.model import ModelConfig
 from minipar.trace import Trace, busy_s
 from minipar.train import TrainConfig
 from minipar.train.calibrate import calibrate
-from minipar.train.elastic import job_and_layout
 from minipar.train.parallelize import parallelize
+from minipar.train.planned import job_and_layout
 from minipar.train.step import train_step
 from minipar.train.text import load_text
 

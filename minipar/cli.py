@@ -305,6 +305,10 @@ def plan_command(
 ):
     """Predict memory and time of training on GPUs you may not have: every legal layout, those that fit, the fastest first.
 
+    Planned are dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with AdamW's
+    states. Not planned: tp-layout 2d, 2.5d and 3d, the optimizers muon and lamb, ep-once-per-node and other ways of sending
+    tokens to experts, offloading, compile, and the schedules chimera, dualpipe, hanayo, v-half and v-min.
+
     Args:
         model: a name (llama-7b, llama3-405b, gpt3-175b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
         gpus: number of GPUs.
@@ -313,7 +317,8 @@ def plan_command(
         seq: tokens per sample.
         batch: samples per step, over all GPUs.
         precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.
-        explain: itemise one layout instead of searching: dp4-pp2-tp8-zero1-mb1-1f1b-full.
+        explain: itemise one layout instead of searching: dp4-pp2-tp8-zero1-mb1-1f1b-full; after a schedule, its chunks or
+            slices: interleaved:4, seq1f1b:8. Some are priced here and never searched: terapipe, all_gather.
         top: number of layouts to print.
         json: print the numbers as JSON, in seconds and bytes.
         run: also print the commands that train the winner.

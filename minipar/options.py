@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import field, fields
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -29,9 +30,15 @@ def check_types(config) -> None:
 
     A float field also accepts a Python or numpy integer; no field accepts nan or infinity.
     """
-    for name, hint in get_type_hints(type(config)).items():
-        if any(f.name == name for f in fields(config)):
-            check_type(name, getattr(config, name), hint)
+    for name, hint in _field_types(type(config)).items():
+        check_type(name, getattr(config, name), hint)
+
+
+@cache  # evaluating the annotations takes a hundred times as long as checking values against them
+def _field_types(cls: type) -> dict[str, Any]:
+    """The type of each field, by its name."""
+    hints = get_type_hints(cls)
+    return {f.name: hints[f.name] for f in fields(cls)}
 
 
 def _kinds(hint) -> tuple:
@@ -73,8 +80,8 @@ def _type_name(kind) -> str:
 
 def normalise_types(config) -> None:
     """Convert every field in place to the Python type of its annotation: str to Path, numpy integer to int or float."""
-    for name, hint in get_type_hints(type(config)).items():
-        value = getattr(config, name, None)
+    for name, hint in _field_types(type(config)).items():
+        value = getattr(config, name)
         kinds = _kinds(hint)
         plain = value
         if isinstance(value, str) and Path in kinds:

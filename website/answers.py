@@ -185,7 +185,7 @@ def layout(request: dict) -> dict:
     asked = Layout(
         **{axis: whole(request, axis, 1) for axis in ("dp", "pp", "cp", "ep", "tp")}, zero=whole(request, "zero", 0, 0),
         schedule=name, chunks=chunks_per_rank(name), microbatch=whole(request, "microbatch", 1),
-        recompute=request.get("recompute", "none"),
+        recompute=request.get("recompute", "none"), slices=2 if name in SLICED else 1,
     )  # fmt: skip
     if asked.zero > 3:
         raise ValueError(f"zero={asked.zero}; use 0 to 3")

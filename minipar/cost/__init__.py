@@ -6,6 +6,7 @@ machines.py     GPUs, the links inside a node and the cards that leave it, with 
 models.py       sizes of a model; parameters and FLOPs that follow from them. model_table.py: those of known models
 toml_table.py   either from a TOML file
 layout.py       Layout: how a job is split; Job: model, machine, batch; which layouts are legal
+slices.py       samples cut into slices: tokens, bytes kept, how many are alive
 stages.py       layers of each pipeline rank, live activations and idle time of each schedule, in closed form
 ranks.py        contents of each pipeline rank
 activations.py  bytes that a layer keeps for its backward

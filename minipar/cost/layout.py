@@ -8,9 +8,10 @@ from typing import Literal
 
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
-from minipar.cost.stages import PLANNED, enough_microbatches
+from minipar.cost.slices import slices_obstacle
+from minipar.cost.stages import PLANNED, UNPLANNED, enough_microbatches
 from minipar.errors import one_of, require_positive
-from minipar.schedules.registry import LOOPED, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
 
 AXES = ("dp", "pp", "cp", "ep", "tp")
 CP_ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
@@ -39,24 +40,27 @@ PRECISIONS = {
 class Implementation:
     """Habits of a training program that no layout states. The defaults are minipar's.
 
-    attention          "flash": scores are not stored, and the causal mask halves their work; "dense": stored, all computed
+    attention          "flash": scores are not stored, and the causal mask halves their work; "dense": stored, all computed;
+                       "fused": as flash, but torch's kernels, which store a mask where samples are cut into slices
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
     sequence_parallel  wherever tp > 1: tokens are split over tp between the split matrices
     scatter_pipeline   without it: tp ranks send a part each of a stage's output, and all-gather it inside the node
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each, and holds its part of them alone
     replicate          groups of the dp x cp ranks that each have all of ZeRO-3's shards: hybrid sharding
     cp_ulysses         ranks of a group of cp_attention="usp"
+    group_tokens       tokens that experts are given together, which no slice cuts; None: a slice's
 
-    The last three change bytes and memory; no time is predicted for them.
+    The three before the last change bytes and memory; no time is predicted for them.
     """
 
-    attention: Literal["flash", "dense"] = "flash"
+    attention: Literal["flash", "fused", "dense"] = "flash"
     overlap_gradients: bool = True
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     replicate: int = 1
     cp_ulysses: int = 1
+    group_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +94,10 @@ class Job:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """The split of a job over ranks: `minipar train`'s flags, but `microbatch` is the samples of one."""
+    """The split of a job over ranks: `minipar train`'s flags, but `microbatch` is the samples of one.
+
+    slices  in which a sample's tokens pass through the stages, with seq1f1b and terapipe
+    """
 
     dp: int = 1
     pp: int = 1
@@ -103,6 +110,7 @@ class Layout:
     microbatch: int = 1
     recompute: str = "none"
     cp_attention: str = "ring"
+    slices: int = 1
 
     @property
     def unit(self) -> int:
@@ -113,11 +121,11 @@ class Layout:
     def world_size(self) -> int:
         return self.dp * self.pp * self.cp * self.tp
 
-    def with_order(self, zero: int, schedule: str, chunks: int) -> Layout:
+    def with_order(self, zero: int, schedule: str, chunks: int, slices: int = 1) -> Layout:
         """Return this layout with another ZeRO stage and schedule."""
         return Layout(
             self.dp, self.pp, self.cp, self.ep, self.tp, zero, schedule, chunks, self.microbatch, self.recompute,
-            self.cp_attention,
+            self.cp_attention, slices,
         )  # fmt: skip
 
     def microbatches(self, job: Job) -> int:
@@ -132,11 +140,9 @@ class Layout:
     def name(self) -> str:
         """As `parse_layout` reads it: dp4-pp2-tp8-zero1-mb1-full."""
         axes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
-        order = (
-            []
-            if self.pp == 1
-            else [f"{self.schedule}:{self.chunks}" if self.schedule in LOOPED else self.schedule]
-        )
+        parts = {**dict.fromkeys(LOOPED, self.chunks), **dict.fromkeys(SLICED, self.slices)}
+        number = f":{parts[self.schedule]}" if self.schedule in parts else ""
+        order = [] if self.pp == 1 else [self.schedule + number]
         again = [] if self.recompute == "none" else [self.recompute]
         how = [] if self.cp_attention == "ring" else [self.cp_attention]
         return "-".join([*axes, *how, f"zero{self.zero}", f"mb{self.microbatch}", *order, *again])
@@ -149,13 +155,18 @@ def parse_layout(text: str) -> Layout:
     """
     values: dict = {}
     rest = text
-    for schedule in sorted(
-        PLANNED, key=len, reverse=True
-    ):  # names with a hyphen, before the text is split at hyphens
-        found = re.search(rf"(?:^|-){schedule}(?::(\d+))?(?=-|$)", rest)
+    # Names with a hyphen, before the text is split at hyphens.
+    for schedule in sorted((*PLANNED, *UNPLANNED), key=len, reverse=True):
+        found = re.search(rf"(?:^|-){re.escape(schedule)}(?::(\d+))?(?=-|$)", rest)
         if found:
-            chunks = int(found[1]) if found[1] else None
-            values |= dict(schedule=schedule, chunks=chunks_per_rank(schedule, chunks))
+            if schedule in UNPLANNED:
+                raise ValueError(f"layout={text!r}: {schedule} {UNPLANNED[schedule]}")
+            number = int(found[1]) if found[1] else None
+            values |= (
+                dict(schedule=schedule, slices=2 if number is None else number)
+                if schedule in SLICED
+                else dict(schedule=schedule, chunks=chunks_per_rank(schedule, number))
+            )
             rest = rest.replace(found[0], "", 1)
             break
     for word in filter(None, rest.split("-")):
@@ -233,4 +244,4 @@ def obstacle(job: Job, layout: Layout) -> str | None:
         return f"{m} microbatches do not fill schedule={a.schedule} over pp={a.pp}"
     if a.schedule not in LOOPED and a.chunks != chunks_per_rank(a.schedule):
         return f"schedule={a.schedule} has {chunks_per_rank(a.schedule)} chunks a rank, not {a.chunks}"
-    return None
+    return slices_obstacle(job, a)

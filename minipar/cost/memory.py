@@ -4,7 +4,8 @@
     gradients        g P, and with ZeRO-2 and -3 g P/N; but whole where they accumulate over several microbatches
     optimizer state  k P, and with ZeRO k P/N
     gathered units   ZeRO-3: the embedding, norm and head of this rank, the layer that runs, and the next one
-    activations      live chunks x layers of a chunk x `layer_bytes`; recompute="every:N" keeps one input of N layers
+    activations      live chunks x layers of a chunk x `layer_bytes`; recompute="every:N" keeps one input of N layers; of
+                     samples in slices as `slices.py` says
     recomputation    the layers that are computed again at once, whole
     logits           (e + 4) tokens V/t: the head's output and its float32 copy, of each live microbatch of the last stage
     buffers          two buckets of gradients; what a pipeline receives; of a cp ring two blocks of keys and values, of
@@ -17,11 +18,13 @@ P parameters on this rank, N ranks that share them (dp x cp; for experts dp x cp
 from __future__ import annotations
 
 from functools import cache
+from itertools import accumulate
 
 from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import Held, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.slices import key_value_bytes, most_alive, sizes_of, slice_extra_bytes
 from minipar.cost.stages import live_chunks
 from minipar.errors import require_positive
 
@@ -119,43 +122,92 @@ def _gathered(job: Job, layout: Layout, held: Held) -> float:
 
 
 @cache
-def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str, experts: bool) -> float:
-    """Return the bytes that a layer keeps of one microbatch."""
-    how = job.implementation
-    return layer_bytes(
-        job.shape, job.seq_len // cp, microbatch, tp, how.sequence_parallel and tp > 1, recompute, job.seq_len,
-        how.attention == "dense", job.bytes_of.activation, experts,
+def activation_bytes(
+    job: Job,
+    tp: int,
+    cp: int,
+    microbatch: int,
+    recompute: str,
+    experts: bool,
+    before: int = 0,
+    tokens: int = 0,
+) -> float:
+    """Return the bytes that a layer keeps of one microbatch, or of its slice of `tokens` tokens after `before` others."""
+    how, e, s = job.implementation, job.bytes_of.activation, tokens or job.seq_len // cp
+    kept = layer_bytes(
+        job.shape, s, microbatch, tp, how.sequence_parallel and tp > 1, recompute, before + tokens or job.seq_len,
+        how.attention == "dense", e, experts,
     )  # fmt: skip
+    if tokens:
+        kept += slice_extra_bytes(job.shape, before, tokens, microbatch, tp, e, recompute, how.attention)
+    return kept
 
 
 def _activations(job: Job, layout: Layout, held: Held) -> dict[str, float]:
     a, shape, m = layout, job.shape, layout.microbatches(job)
-    live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
+    if a.slices > 1:
+        kept, again, tokens = _of_slices(job, a, held)
+    else:
+        live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
+        of_chunk, again = _of_chunk(job, a, held)
+        heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
+        kept, tokens = of_chunk * live, heads * a.tokens(job)
+    e = job.bytes_of.activation
+    return {
+        "activations": kept,
+        "recomputation": max(again, 0.0),
+        "logits": held.last * tokens * ((e + 4) * shape.vocab_size / a.tp + 3 * e * shape.dim),
+    }
+
+
+def _of_chunk(job: Job, a: Layout, held: Held, before: int = 0, tokens: int = 0) -> tuple[float, float]:
+    """Bytes that a rank's layers of one chunk keep of a microbatch, or of a slice; and of layers computed again at once."""
 
     def kept(recompute: str, experts: bool) -> float:
-        return activation_bytes(job, a.tp, a.cp, a.microbatch, recompute, experts)
+        return activation_bytes(job, a.tp, a.cp, a.microbatch, recompute, experts, before, tokens)
 
     whole = kept("none", held.num_moe > 0)
     if a.unit > 1:
-        own = kept("full", False)
-        of_chunk, most = bytes_of_units(-(-held.num_layers // a.chunks), a.unit, whole, own)
-        again = most - of_chunk - own  # the first input of those layers is one that is kept
-    else:
-        of_all = 0.0
-        for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
-            of_all += number * kept(a.recompute, experts) if number else 0.0
-        of_chunk, again = of_all / a.chunks, whole - kept(a.recompute, held.num_moe > 0)
-    tokens, e = a.tokens(job), job.bytes_of.activation
-    heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
-    return {
-        "activations": of_chunk * live,
-        "recomputation": max(again, 0.0),
-        "logits": held.last * heads * tokens * ((e + 4) * shape.vocab_size / a.tp + 3 * e * shape.dim),
-    }
+        read = key_value_bytes(
+            job.shape, tokens, a.microbatch, a.tp, job.bytes_of.activation
+        )  # by later slices
+        own, layers = kept("full", False) - read, -(-held.num_layers // a.chunks)
+        of_chunk, most = bytes_of_units(layers, a.unit, whole, own)
+        return of_chunk + layers * read, most - of_chunk - own  # their first input is one that is kept
+    of_all = 0.0
+    for number, experts in ((held.num_layers - held.num_moe, False), (held.num_moe, True)):
+        of_all += number * kept(a.recompute, experts) if number else 0.0
+    return of_all / a.chunks, whole - kept(a.recompute, held.num_moe > 0)
+
+
+def _of_slices(job: Job, a: Layout, held: Held) -> tuple[float, float, float]:
+    """Bytes that a rank keeps of its slices, most of a slice that are computed again, and tokens of logits alive."""
+    of_layers = Layout(tp=a.tp, microbatch=a.microbatch, recompute=a.recompute, slices=a.slices)
+    each, read, again = _each_slice(job, of_layers, held.num_layers, held.num_moe)
+    order = a.schedule, held.rank, a.pp, a.microbatches(job)
+    if not held.last:
+        return most_alive(each, read, *order), again, 0
+    tokens = most_alive(sizes_of(job, a.tp, a.slices), (0,) * a.slices, *order)
+    return most_alive(each, read, *order), again, tokens * a.microbatch
+
+
+@cache
+def _each_slice(job: Job, a: Layout, num_layers: int, num_moe: int) -> tuple[tuple, tuple, float]:
+    """(bytes kept of each slice, gradients of its keys and values, most that are computed again) of a rank's layers."""
+    sizes, e, held = (
+        sizes_of(job, a.tp, a.slices),
+        job.bytes_of.activation,
+        Held(0, 1, num_layers, num_moe, False, False),
+    )
+    found = [_of_chunk(job, a, held, end - size, size) for end, size in zip(accumulate(sizes), sizes)]
+    read = (num_layers * key_value_bytes(job.shape, size, a.microbatch, a.tp, e) for size in sizes)
+    return tuple(kept for kept, _ in found), tuple(read), max(again for _, again in found)
 
 
 def _buffers(job: Job, layout: Layout) -> float:
     e, tokens = job.bytes_of.activation, layout.tokens(job)
+    if layout.slices > 1:
+        tokens = layout.microbatch * max(sizes_of(job, layout.tp, layout.slices))
     buckets = 2 * BUCKET_BYTES * (layout.dp * layout.cp > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)

@@ -17,13 +17,19 @@ from typing import NamedTuple
 
 from minipar.cost.layout import Job, Layout, obstacle
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
+from minipar.cost.slices import slice_choices
 from minipar.cost.stages import PLANNED, chunk_choices, enough_microbatches, least_idle
 from minipar.cost.timing import least_seconds, step_parts
 from minipar.errors import divisors
+from minipar.schedules.registry import SLICED
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, waits for it, and holds more
+SEARCHED_SCHEDULES = tuple(
+    name for name in PLANNED if name != "terapipe"
+)  # seq1f1b waits as long, and holds less
 FRONT_REACH = 2  # the front of time against memory goes up to so many times the best time
-FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule")
+FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule", "slices")
+OF_CELL = FAMILIES[:7]
 
 
 class Candidate(NamedTuple):
@@ -134,10 +140,13 @@ def recomputations(job: Job) -> tuple[str, ...]:
 
 
 @cache
-def orders(job: Job, pp: int, unit: int) -> list[tuple[str, int]]:
-    """Return every schedule with its chunks per rank, whose stages have as many layers as are recomputed at once."""
-    found = [(name, v) for name in PLANNED for v in chunk_choices(name, job.shape.num_layers, pp)]
-    return [(name, v) for name, v in found if unit < 2 or unit <= -(-job.shape.num_layers // (pp * v))]
+def orders(job: Job, pp: int, unit: int, cuts: tuple[int, ...] = ()) -> list[tuple[str, int, int]]:
+    """Return every schedule with its chunks and slices, of `cuts`, if its stages have as many layers as a unit."""
+    layers, found = job.shape.num_layers, []
+    for name in SEARCHED_SCHEDULES:
+        chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]
+        found += [(name, v, slices) for v in chunks for slices in (cuts if name in SLICED else (1,))]
+    return found
 
 
 def _repeats(zero: int, m: int) -> bool:
@@ -148,20 +157,21 @@ def _repeats(zero: int, m: int) -> bool:
 def _search(job: Job, cell: Cell, found: Plan) -> None:
     a, m = cell.layout, cell.layout.microbatches(job)
     zeros = [zero for zero in zero_stages(a.dp * a.cp) if not _repeats(zero, m)]
-    ways = [way for way in orders(job, a.pp, a.unit) if enough_microbatches(way[0], a.pp, m)]
+    cuts = slice_choices(job, Layout(cp=a.cp, tp=a.tp, schedule=SLICED[0]))
+    ways = [way for way in orders(job, a.pp, a.unit, cuts) if enough_microbatches(way[0], a.pp, m)]
     found.legal += len(zeros) * len(ways)
     floors = {zero: _memory_floor(job, a, zero, m) for zero in zeros}
-    keys = [(axis, getattr(a, axis)) for axis in FAMILIES[:-2]]
-    keys += [("zero", zero) for zero in zeros] + [("schedule", schedule) for schedule, _ in ways]
+    keys = [(axis, getattr(a, axis)) for axis in OF_CELL]
+    keys += [("zero", zero) for zero in zeros] + [("schedule", schedule) for schedule, *_ in ways]
+    keys += {("slices", slices) for *_, slices in ways}
     if not _matters(found, keys, cell.seconds, min(floors.values())):
         return
     for zero, floor in floors.items():
-        least = (
-            least_seconds(job, a.with_order(3, "1f1b", 1)) if zero == 3 else cell.seconds
-        )  # gathers weights
-        for schedule, chunks in ways:
-            layout = a.with_order(zero, schedule, chunks)
-            least_s = least * (1 + least_idle(schedule, a.pp, m, chunks))
+        # ZeRO-3 gathers weights.
+        least = least_seconds(job, a.with_order(3, "1f1b", 1)) if zero == 3 else cell.seconds
+        for schedule, chunks, slices in ways:
+            layout = a.with_order(zero, schedule, chunks, slices)
+            least_s = least * (1 + least_idle(schedule, a.pp, m, chunks, slices))
             if _matters(found, _families_of(layout), least_s, floor):
                 _weigh(layout, least_s, found)
 

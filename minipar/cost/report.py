@@ -144,17 +144,19 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         values["schedule"] = layout.schedule
     if layout.schedule in LOOPED:
         values["chunks"] = layout.chunks
+    if layout.slices > 1:
+        values |= {"seq-slices": layout.slices, "model.attention": "flash"}
     values |= {"batch-size": job.batch, "seq-len": job.seq_len, "dtype": dtype}
     flags = [f"--{name} {value}" for name, value in values.items()]
     return (
         flags
         + ["--sequence-parallel"] * (layout.tp > 1)
         + ["--model.parallel-block"] * shape.parallel_block
-        + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp)]
+        + [f"--model.{name} {v}" for name, v in _sizes(shape, job, layout.cp, layout.slices)]
     )
 
 
-def _sizes(shape: ModelShape, job: Job, cp: int):
+def _sizes(shape: ModelShape, job: Job, cp: int, slices: int):
     for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "hidden_dim"):
         yield name.replace("_", "-"), getattr(shape, name)
     yield "max-seq-len", job.seq_len
@@ -163,3 +165,5 @@ def _sizes(shape: ModelShape, job: Job, cp: int):
             yield name.replace("_", "-"), getattr(shape, name)
         if cp > 1:  # zigzag gives a rank two pieces of a sample, and no piece is routed in parts
             yield "group-tokens", job.seq_len // (2 * cp)
+        elif slices > 1:
+            yield "group-tokens", job.seq_len // slices

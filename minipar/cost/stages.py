@@ -8,9 +8,22 @@ from __future__ import annotations
 
 from functools import cache
 
-from minipar.schedules.registry import LOOPED, V_SHAPED, chunks_per_rank
+from minipar.schedules.registry import LOOPED, SLICED, V_SHAPED, chunks_per_rank
 
-PLANNED = ("1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto")
+PLANNED = (
+    "1f1b", "gpipe", "interleaved", "breadth-first", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "zb-auto", "seq1f1b",
+    "terapipe",
+)  # fmt: skip
+# The other schedules of `minipar train`, ways of tp and optimizers; and what to plan in their place.
+UNPLANNED = {
+    "chimera": "holds two copies of the model, and is no better than twice the dp of a V on half the pp; use zb-v there",
+    "dualpipe": "holds two copies of the model, and is dualpipe-v with twice the dp on half the pp; use that",
+    "hanayo": "has no closed form, and is not planned; use interleaved",
+    "v-half": "has no closed form, and is not planned; use zb-v",
+    "v-min": "has no closed form, and is not planned; use zb-v",
+    **dict.fromkeys(("2d", "2.5d", "3d"), "is a grid of tp ranks, which is not planned; use tp alone"),
+    **dict.fromkeys(("muon", "lamb"), "is not planned; leave it out: states are AdamW's"),
+}
 
 
 @cache
@@ -42,10 +55,12 @@ def stages_of(schedule: str, rank: int, pp: int, chunks: int) -> tuple[int, ...]
     return tuple(range(rank, pp * chunks, pp))
 
 
-def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1) -> int:
-    """Return the most activations, one per stage and microbatch, that a rank holds at once.
+def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1, slices: int = 1) -> int:
+    """Return the most activations, one per stage and microbatch or slice of one, that a rank holds at once.
 
     gpipe, breadth-first   m v
+    terapipe               m s
+    seq1f1b                min(p - r + s - 1, m s)
     1f1b                   min(p - r, m)
     interleaved            min(2 (p - r - 1) + (v - 1) p + 1, m v)
     zb-h1                  min(p, m)
@@ -62,6 +77,8 @@ def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1) -> i
         return min(pp - rank, m)
     if schedule == "interleaved":
         return min(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, m * chunks)
+    if schedule in SLICED:
+        return m * slices if schedule == "terapipe" else min(pp - rank + slices - 1, m * slices)
     if schedule == "zb-h1":
         return min(pp, m)
     most = {"zb-h2": (2 * pp - 1, m), "zb-auto": (2 * pp, m), "zb-v": (2 * pp, 2 * m)}
@@ -72,6 +89,7 @@ def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1
     """Return the seconds that a rank is idle in a step: f, i and w are those of a rank's stages for one microbatch.
 
     1f1b, gpipe                  (p-1) (F + I + W)
+    seq1f1b, terapipe            the same, of one slice
     interleaved, breadth-first   (p-1) (F + I + W) / v
     zb-h1                        (p-1) (F + I - min(F, W))
     zb-h2, zb-auto               (p-1) (F + I - 2W), at least 0
@@ -94,18 +112,20 @@ def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1
     return (pp - 1) * each
 
 
-def least_idle(schedule: str, pp: int, m: int, chunks: int) -> float:
+def least_idle(schedule: str, pp: int, m: int, chunks: int, slices: int = 1) -> float:
     """Return a lower bound of the idle time over the work of an even share of the layers: none of what splits I and W."""
-    if schedule not in (*LOOPED, "1f1b", "gpipe"):
+    if schedule not in (*LOOPED, *SLICED, "1f1b", "gpipe"):
         return 0.0
-    return (pp - 1) / (m * chunks)
+    return (pp - 1) / (m * chunks * slices)
 
 
-def message_hops(schedule: str, pp: int, m: int, chunks: int = 1) -> float:
+def message_hops(schedule: str, pp: int, m: int, chunks: int = 1, slices: int = 1) -> float:
     """Return how many messages between stages, one after the other, lengthen a step: their latency times this.
 
     1f1b                  2 (p-1) (m/p + 1) - 2    after each p microbatches a rank waits for a round trip
+    seq1f1b               2 (p-1) (((m-1) s + 1)/p + 1) - 2    after each p slices, but for the first sample's; to 1
     gpipe, zb-h2, zb-auto 2 (p-1)
+    terapipe              2 (p-1)
     breadth-first         2 (p-1)                  the others of its hops lie behind other microbatches' work
     interleaved           2 (v p - 1)
     zb-h1, dualpipe-v     4 (p-1)
@@ -117,6 +137,7 @@ def message_hops(schedule: str, pp: int, m: int, chunks: int = 1) -> float:
         return 0.0
     return {
         "1f1b": 2 * (pp - 1) * (m / pp + 1) - 2,
+        "seq1f1b": 2 * (pp - 1) * (((m - 1) * slices + 1) / pp + 1) - 2,
         "interleaved": 2 * (chunks * pp - 1),
         "zb-h1": 4 * (pp - 1),
         "dualpipe-v": 4 * (pp - 1),
@@ -125,8 +146,8 @@ def message_hops(schedule: str, pp: int, m: int, chunks: int = 1) -> float:
 
 
 def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
-    """Return whether the closed forms hold: for schedules other than 1f1b and gpipe, enough microbatches to fill them."""
-    if schedule in ("1f1b", "gpipe"):
+    """Return whether the closed forms hold: for all but 1f1b, gpipe and slices, enough microbatches to fill them."""
+    if schedule in ("1f1b", "gpipe", *SLICED):
         return True
     if schedule in LOOPED:
         return m % pp == 0

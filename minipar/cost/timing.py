@@ -3,6 +3,8 @@
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
            + exposed gradients + update
 
+Samples in s slices are m s units of a mean slice each, but idle ranks wait for the largest.
+
 tp and ep are waited for in every layer. A cp ring runs beside the attention that it feeds; gathered units (ZeRO-3) beside
 the layer before; gradients, where the implementation overlaps them, beside the last microbatch's backward, but for a layer.
 """
@@ -17,6 +19,7 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links, collective_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
 from minipar.cost.ranks import Held, ends_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.slices import largest_share
 from minipar.cost.stages import idle_s, message_hops
 from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, hidden_bytes, message_bytes, tp_sums
 from minipar.cost.work import (
@@ -65,15 +68,16 @@ def step_time(job: Job, layout: Layout) -> StepTime:
 def step_parts(job: Job, layout: Layout, compress: str = "none") -> dict[str, float]:
     """Return the seconds of a step by PARTS."""
     a, m = layout, layout.microbatches(job)
+    units, largest = m * a.slices, largest_share(job, a.tp, a.slices) if a.slices > 1 else 1.0
     kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
     layer = _layer_layout(a)
     works = [_rank_work(job, layer, *held[2:4], held.last) for held in kinds]
     held, work = max(zip(kinds, works), key=lambda pair: pair[1].seconds.total)
-    parts = {name: m * seconds for name, seconds in work.parts.items()}
-    parts["idle"] = (
-        idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks) if a.pp > 1 else 0.0
-    )
-    parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks) * _message_s(job, a) if a.pp > 1 else 0.0
+    parts = {name: units * seconds for name, seconds in work.parts.items()}
+    parts["idle"] = parts["pp"] = 0.0
+    if a.pp > 1:
+        parts["idle"] = largest * idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks)
+        parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks, a.slices) * _message_s(job, a)
     parts["gradients"], parts["update"] = _after_backward(job, a, held, work, compress)
     return parts
 
@@ -110,16 +114,15 @@ def _others(pp: int, kinds, works, slowest: RankWork) -> Seconds:
 
 
 def _message_s(job: Job, a: Layout) -> float:
-    message = send_s(job.machine, a, message_bytes(job, a))
+    message = send_s(job.machine, a, message_bytes(job, a) / a.slices)
     if job.implementation.scatter_pipeline:
-        message += collective_s(
-            job.machine, axis_links(job.machine, a, "tp"), "all_gather", hidden_bytes(job, a)
-        )
+        links = axis_links(job.machine, a, "tp")
+        message += collective_s(job.machine, links, "all_gather", hidden_bytes(job, a) / a.slices)
     return message
 
 
 class RankWork(NamedTuple):
-    """Of one microbatch on one rank: seconds by part, and F, I and W with what is waited for in each."""
+    """Of one microbatch, or a mean slice, on one rank: seconds by part; F, I and W with what is waited for in each."""
 
     parts: dict[str, float]
     seconds: Seconds
@@ -128,29 +131,29 @@ class RankWork(NamedTuple):
 def _layer_layout(a: Layout) -> Layout:
     """Return what a layer's time depends on, the rest by its default: data-parallel ranks only if they gather weights."""
     dp, zero = (a.dp, 3) if a.zero == 3 else (1, 0)
-    return Layout(dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention)
+    return Layout(
+        dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention, a.slices
+    )
 
 
 def least_seconds(job: Job, a: Layout) -> float:
     """Return a lower bound of a step: layers and head spread evenly over pp; no idle time, pp, gradients, update."""
-    layer, work = _layer_layout(a), 0.0
-    for number, experts in (
-        (job.shape.num_layers - job.shape.num_moe_layers, False),
-        (job.shape.num_moe_layers, True),
-    ):
+    layer, work, moe = _layer_layout(a), 0.0, job.shape.num_moe_layers
+    for number, experts in ((job.shape.num_layers - moe, False), (moe, True)):
         if number:
             parts = _layer_parts(job, layer, experts)
             work += number * (
                 parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
             )
-    work += head_seconds(job, a.tokens(job), a.tp).total
-    return a.microbatches(job) * work / a.pp * (1 - 1e-9)  # sums in another order may be larger
+    work += head_seconds(job, a.tokens(job) / a.slices, a.tp).total
+    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)  # sums in another order may be larger
 
 
 @cache
 def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bool) -> RankWork:
     parts = dict.fromkeys(PARTS[:6], 0.0)
-    f, i, w = head = head_seconds(job, layout.tokens(job), layout.tp) if last else Seconds(0.0, 0.0, 0.0)
+    tokens = layout.tokens(job) / layout.slices
+    f, i, w = head = head_seconds(job, tokens, layout.tp) if last else Seconds(0.0, 0.0, 0.0)
     parts["compute"] = head.total
     for number, experts in ((num_layers - num_moe, False), (num_moe, True)):
         if not number:
@@ -168,7 +171,7 @@ def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bo
 
 
 class LayerParts(NamedTuple):
-    """Of one layer and microbatch: arithmetic, and seconds waited for forward and backward by part."""
+    """Of one layer and microbatch, or a mean slice: arithmetic, and seconds waited for forward and backward by part."""
 
     work: Seconds
     again: float
@@ -178,16 +181,16 @@ class LayerParts(NamedTuple):
 
 @cache
 def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
-    machine, tokens = job.machine, a.tokens(job)
+    machine, tokens, s = job.machine, a.tokens(job) / a.slices, a.slices
     work = layer_seconds(job, tokens, a.tp, experts)
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
     times = tp_sums(job, a, experts)
-    all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a))
+    all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a) / s)
     forward, backward = {"tp": times[0] * all_reduce}, {"tp": times[1] * all_reduce}
     if experts:
-        each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a))
+        each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a) / s)
         forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
     if a.cp > 1:
         forward["cp"], backward["cp"] = (

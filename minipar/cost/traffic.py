@@ -15,6 +15,9 @@ N tokens of a rank in a step, over all its microbatches; D the width, e bytes an
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); ZeRO-2 with reduce_every="microbatch" (m+1) (P-1)/P; ZeRO-3
            sends gathered weights twice a microbatch, three times but for the last layer of a unit that is computed again,
            and gradients once; replicate=R: P/R for P, and 2 (R-1)/R of a shard's gradients
+
+Samples in s slices send as much, but for what goes once a microbatch: norms' gradients with sequence parallelism, and
+ZeRO-3's weights, once a slice.
 """
 
 from __future__ import annotations
@@ -78,7 +81,7 @@ def _tp(job: Job, layout: Layout, rank: int) -> float:
     sums = sum(number * sum(tp_sums(job, layout, experts)) for number, experts in layers)
     sums += held.first + held.last * (1 + 0.5 * split)
     routed = shape.top_k * held.num_moe
-    norms = split * (shape.norms_per_layer * held.num_layers + held.last) * m * shape.dim
+    norms = split * (shape.norms_per_layer * held.num_layers + held.last) * m * layout.slices * shape.dim
     elems = sums * tokens * shape.dim + routed * tokens + norms
     return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
 
@@ -154,10 +157,11 @@ def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
             b.gradient if layout.zero == 0 else b.weight,
         )  # the two halves of an all-reduce
         if layout.zero == 2 and how.reduce_every == "microbatch":
-            once *= m
+            once *= m * layout.slices
         num_bytes = (once + again) * elems
         if layout.zero == 3:  # what is outside the layers is gathered once
-            num_bytes = once * elems + b.weight * m * (gathers(layout) * (elems - root) + root)
+            units = m * layout.slices
+            num_bytes = once * elems + b.weight * units * (gathers(layout) * (elems - root) + root)
         between = 2 * (copies - 1) / copies * b.gradient * elems / shards
         sent.append(num_bytes * (shards - 1) / shards + between)
     return sent[0], sent[1]

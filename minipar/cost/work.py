@@ -43,7 +43,7 @@ def layer_seconds(job: Job, tokens: int, tp: int, experts: bool) -> Seconds:
     """Return the arithmetic of one layer for `tokens` tokens of a rank, without recomputation and without communication."""
     shape, flash = (
         job.shape,
-        job.implementation.attention == "flash",
+        job.implementation.attention != "dense",
     )  # whose backward computes the scores again
     layer = shape.moe_every - 1 if experts else 0
     elems = layer_matmul_elems(shape, layer) if experts or not shape.num_experts else _dense_elems(shape)

@@ -35,6 +35,7 @@ checkpoint.py         write a sharded checkpoint while training continues
 state.py              the state of a run, to a checkpoint and back
 resume.py             what a run is not continued from, and what is said to differ
 internode_traffic.py  which axes cross nodes, and the bytes that tp then sends between them
+planned.py            what a run is to the planner
 elastic.py            another mesh for the ranks that are left when a node is lost
 trainer.py            the loop, and the run around it
 export.py             a trained model as one file, or as Hugging Face's Llama

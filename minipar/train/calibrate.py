@@ -25,7 +25,7 @@ from minipar.cost.work import head_seconds, layer_seconds
 from minipar.model import ModelConfig, Transformer
 from minipar.model.flash import flash_attention
 from minipar.runtime.launch import run
-from minipar.train.elastic import job_and_layout
+from minipar.train.planned import job_and_layout
 from minipar.train.train_config import TrainConfig
 
 SIZES = (128, 256, 512, 1024)  # of square matrices

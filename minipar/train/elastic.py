@@ -30,21 +30,16 @@ from minipar.comm import Comm
 from minipar.comm.host import on_host
 from minipar.cost import (
     MACHINES,
-    Implementation,
-    Job,
-    Layout,
     Machine,
-    ModelShape,
     find_machine,
     worst_rank_memory,
 )
-from minipar.cost.stages import PLANNED, enough_microbatches
 from minipar.cost.timing import step_time
 from minipar.errors import divisors
 from minipar.runtime.environment import ranks_per_node
 from minipar.runtime.launch import MAX_TIMEOUT_S
-from minipar.schedules import make_schedule
 from minipar.train.check_paths import CHECKPOINTS
+from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.restore import checkpoints, decided_on_rank_0
 from minipar.train.train_config import AXES, TrainConfig
 
@@ -139,32 +134,6 @@ def _by_time(choice: Choice) -> tuple:
     return float(f"{choice.seconds:.4g}"), choice.num_bytes, *choice.config.mesh_sizes.values()
 
 
-def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
-    """Return the job and the layout that the configuration is to the planner; a schedule that it does not know is 1F1B."""
-    m = config.model
-    shape = ModelShape(
-        "this model", m.num_layers, m.dim, m.num_heads, m.hidden_dim, m.vocab_size, m.num_kv_heads,
-        tie_embeddings=m.tie_embeddings, dropout=m.dropout > 0, num_experts=m.num_experts, top_k=m.top_k,
-        capacity_factor=m.capacity_factor or 1.0, moe_every=m.moe_every, shared_dim=m.shared_dim,
-        parallel_block=m.parallel_block,
-    )  # fmt: skip
-    how = Implementation(
-        attention="dense" if m.attention == "plain" else "flash", sequence_parallel=config.sequence_parallel,
-        reduce_every=config.reduce_every, replicate=config.replicate, cp_ulysses=config.cp_ulysses,
-    )  # fmt: skip
-    precision = "mixed" if config.mixed_precision else config.dtype
-    job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
-    name, chunks = config.schedule, 1
-    if name in PLANNED and enough_microbatches(name, config.pp, config.microbatches):
-        chunks = make_schedule(name, config.pp, config.microbatches, config.chunks).model_stages // config.pp
-    else:
-        name = "1f1b"
-    return job, Layout(
-        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, name, chunks,
-        config.batch_size // config.dp // config.microbatches, config.recompute, config.cp_attention,
-    )  # fmt: skip
-
-
 # On the ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +184,7 @@ def reason(config: TrainConfig, world_size: int, machine: Machine, choice: Choic
     mesh = choice.config
     changed = [f"{name}={getattr(mesh, name)}" for name in ("microbatches", "zero", "recompute", *DEFAULTS)
                if getattr(mesh, name) != getattr(config, name)]  # fmt: skip
-    spare = world_size - mesh.world_size
+    spare, left_out = world_size - mesh.world_size, dict.fromkeys((*not_weighed(config), *not_weighed(mesh)))
     return "".join([
         f"elastic: {world_size} ranks, and {config.mesh_name} needs {config.world_size}: going on with {mesh.mesh_name}",
         f" ({', '.join(changed)})" if changed else "",
@@ -223,6 +192,7 @@ def reason(config: TrainConfig, world_size: int, machine: Machine, choice: Choic
         else ", the only legal mesh",
         f" (by the planner, {choice.seconds:.3g} s a step on {machine.name})",
         "" if choice.fits else f", though its {choice.num_bytes / 1e9:.3g} GB a rank may not fit",
+        f"; not weighed: {', '.join(left_out)}" if left_out else "",
         f"; {spare} of the ranks {'is' if spare == 1 else 'are'} left over" if spare else "",
     ])  # fmt: skip
 

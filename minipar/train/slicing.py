@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 
+from minipar.cost.slices import equal_costs
 from minipar.errors import one_of
 from minipar.schedules.registry import SLICED, make_schedule
 from minipar.schedules.schedule import Schedule
-from minipar.schedules.sequence_slices import slice_tokens
-
-MOST_PARTS = 64  # places at which a cut is tried
 
 
 def schedule_of(config) -> Schedule:
     """The schedule of a TrainConfig's pipeline."""
-    return make_schedule(
-        config.schedule, config.pp, config.microbatches, config.chunks, slices=config.seq_slices
-    )
+    return _schedule(config.schedule, config.pp, config.microbatches, config.chunks, config.seq_slices)
+
+
+@lru_cache(maxsize=16)  # a choice among meshes asks for each schedule once a mesh
+def _schedule(name: str, p: int, m: int, chunks: int | None, slices: int) -> Schedule:
+    return make_schedule(name, p, m, chunks, slices=slices)
 
 
 def check_slices(config) -> None:
@@ -53,17 +55,11 @@ def slice_sizes(config) -> tuple[int, ...] | None:
     """
     if config.seq_slices == 1:
         return None
-    model, whole = config.model, _whole_tokens(config)
+    model = config.model
     matrices = (
         2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim) + 3 * model.dim * model.hidden_dim
     )
-
-    def cost(before: int, tokens: int) -> float:
-        return tokens * matrices + 2 * model.dim * (tokens * before + tokens * (tokens + 1) // 2)
-
-    parts = max(MOST_PARTS, 4 * config.seq_slices)
-    multiple = whole * max(1, config.seq_len // (whole * parts))
-    return slice_tokens(config.seq_len, config.seq_slices, cost, config.pp, config.microbatches, multiple)
+    return equal_costs(config.seq_len, config.seq_slices, model.dim, matrices, _whole_tokens(config))
 
 
 def _whole_tokens(config) -> int:

@@ -262,6 +262,7 @@ def held(world, config):
 def job_of(config: TrainConfig) -> tuple[Job, Layout]:
     """The job and the layout that a training configuration describes."""
     how = Implementation(
+        {"plain": "dense"}.get(config.model.attention, config.model.attention),
         sequence_parallel=config.sequence_parallel, reduce_every=config.reduce_every, replicate=config.replicate,
         cp_ulysses=config.cp_ulysses,
     )  # fmt: skip
@@ -273,7 +274,7 @@ def job_of(config: TrainConfig) -> tuple[Job, Layout]:
     microbatch = config.batch_size // config.dp // config.microbatches
     return job, Layout(
         config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, config.schedule, chunks, microbatch,
-        config.recompute, config.cp_attention,
+        config.recompute, config.cp_attention, config.seq_slices,
     )  # fmt: skip
 
 

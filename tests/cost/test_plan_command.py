@@ -11,8 +11,10 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.report import run_lines
+from minipar.cost.slices import sizes_of
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
+from minipar.train.slicing import slice_sizes
 from tests.test_cli import outcome
 
 SMALL = ["--model", "llama-7b", "--gpus", "8", "--machine", "h100", "--batch", "32"]
@@ -84,6 +86,8 @@ def test_scaling_is_drawn(capsys, tmp_path):
         (["--precision", "fp8"], "precision='fp8' is unknown"),
         (["--explain", "dp4-pp3"], "12 ranks, and there are gpus=64"),
         (["--explain", "everything"], "cannot be read"),
+        (["--explain", "dp8-pp8-chimera"], "twice the dp of a V on half the pp"),
+        (["--explain", "dp4-pp8-cp2-seq1f1b:4"], "use cp=1, not 2"),
         (["--top", "0"], "top=0"),
         (["--gpus", "8", "--machine", "v100"], "GB too much"),
         (["--machine", "no/such.toml"], "No such file"),
@@ -137,6 +141,8 @@ def config_of(line: str) -> TrainConfig:
         ("llama-7b", "cp4-pp2-zb-v-zero3"),
         ("llama-7b", "cp4-ulysses-pp2-dualpipe-v-every:4"),
         ("llama-7b", "dp2-pp4-zb-auto-zero1"),
+        ("llama-7b", "dp2-pp4-seq1f1b:8-zero1"),
+        ("mixtral-8x7b", "ep2-dp2-pp4-terapipe:4-zero1"),
         ("mixtral-8x7b", "dp2-cp2-ep4-tp2-zero1"),
         ("mixtral-8x7b", "dp4-ep4-tp2-zero1"),
     ],
@@ -152,6 +158,10 @@ def test_the_printed_command_is_the_layout(model, layout):
     )
     assert config.microbatches == layout.microbatches(job)
     assert config.cp_attention == layout.cp_attention
+    assert config.seq_slices == layout.slices
+    if layout.slices > 1:
+        assert slice_sizes(config) == sizes_of(job, layout.tp, layout.slices)
+        assert config.model.attention == job.implementation.attention
     assert (config.batch_size, config.seq_len, config.dtype) == (32, 4096, "bfloat16")
     assert config.model.num_layers == job.shape.num_layers
     assert config.model.num_experts == job.shape.num_experts

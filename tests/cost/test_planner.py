@@ -10,11 +10,21 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.models import ModelShape
-from minipar.cost.planner import FAMILIES, FRONT_REACH, SEARCHED_CP, Candidate, Misfit, _repeats, plan
+from minipar.cost.planner import (
+    FAMILIES,
+    FRONT_REACH,
+    SEARCHED_CP,
+    SEARCHED_SCHEDULES,
+    Candidate,
+    Misfit,
+    _repeats,
+    plan,
+)
 from minipar.cost.reasons import no_fit, reasons
-from minipar.cost.stages import PLANNED
+from minipar.cost.slices import SEARCHED_SLICES
+from minipar.cost.stages import PLANNED, UNPLANNED
 from minipar.cost.timing import step_time
-from minipar.schedules.registry import LOOPED, V_SHAPED
+from minipar.schedules.registry import LOOPED, SCHEDULES, SLICED, V_SHAPED
 
 TINY = ModelShape("tiny", 8, 1024, 8, 2816, 32000, 4)
 JOBS = [
@@ -27,6 +37,8 @@ JOBS = [
     Job(TINY, replace(MACHINES["h100"], memory_bytes=1e9), 4, 512, 8),
     # Whole gradients are too much here, so that only one large microbatch fits.
     Job(replace(TINY, num_heads=1, num_kv_heads=1), replace(MACHINES["h100"], memory_bytes=2.68e9), 8, 32, 16),
+    # One long sample, on a machine whose nodes are slow to reach: the stages work on its slices at once.
+    Job(TINY, replace(MACHINES["h100"], memory_bytes=6.5e9, gpus_per_node=1, card_bytes_per_s=1e9), 4, 8192, 1),
 ]  # fmt: skip
 
 
@@ -34,9 +46,10 @@ def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
     """Every layout that nothing stands against: those that fit, best first, and by how much the others do not."""
     sizes = [d for d in range(1, job.gpus + 1) if job.gpus % d == 0]
     orders = [
-        (name, v)
-        for name in PLANNED
+        (name, v, slices)
+        for name in SEARCHED_SCHEDULES
         for v in ((2, 4) if name in LOOPED else (2,) if name in V_SHAPED else (1,))
+        for slices in (SEARCHED_SLICES if name in SLICED else (1,))
     ]
     recomputes = ("none", "selective", "full", "every:2", "every:4", "every:8")
     fits, excess = [], {}
@@ -44,10 +57,10 @@ def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
         if tp * pp * cp * dp != job.gpus:
             continue
         zeros = range(4) if dp * cp > 1 else (0,)
-        for zero, (name, v), mb, how, attention in product(
+        for zero, (name, v, slices), mb, how, attention in product(
             zeros, orders, range(1, job.batch + 1), recomputes, SEARCHED_CP
         ):
-            layout = Layout(dp, pp, cp, ep, tp, zero, name, v, mb, how, attention)
+            layout = Layout(dp, pp, cp, ep, tp, zero, name, v, mb, how, attention, slices)
             if obstacle(job, layout) or _repeats(zero, layout.microbatches(job)):
                 continue
             num_bytes = sum(worst_rank_memory(job, layout)[1].values())
@@ -167,6 +180,23 @@ def test_a_number_of_gpus_that_cannot_share_the_batch_is_told_apart():
     assert "no layout of tiny over gpus=11 with batch=16 is legal" in no_fit(plan(job))
 
 
+def test_a_schedule_is_planned_or_it_is_said_what_to_plan():
+    assert set(PLANNED) < set(SCHEDULES) <= {*PLANNED, *UNPLANNED}
+    assert not set(PLANNED) & set(UNPLANNED)
+
+
+def test_few_long_samples_are_cut_into_slices():
+    """Of one sample a stage has nothing else to do; the reason for whole samples is the bubble, and recomputed."""
+    job = JOBS[-1]
+    found = plan(job)
+    winner = found.best[0]
+    assert winner.layout.schedule == "seq1f1b"
+    (whole,) = [why for why in reasons(found) if (why.axis, why.value) == ("slices", 1)]
+    assert whole.part == "idle"
+    assert whole.lost_s == pytest.approx(step_time(job, whole.layout).total - winner.seconds)
+    assert "most of it the bubble" in whole.text
+
+
 # Layouts as text -------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +212,8 @@ def test_a_number_of_gpus_that_cannot_share_the_batch_is_told_apart():
         Layout(pp=2, cp=4, schedule="zb-auto", recompute="every:4", cp_attention="ulysses"),
         Layout(dp=2, cp=4, recompute="full", cp_attention="all_gather"),
         Layout(pp=2, schedule="dualpipe-v", chunks=2),
+        Layout(pp=4, dp=2, zero=1, schedule="seq1f1b", slices=8, recompute="full"),
+        Layout(pp=2, schedule="terapipe", slices=3),
     ],
     ids=lambda layout: layout.name,
 )
@@ -196,6 +228,10 @@ def test_a_layouts_name_is_read_again(layout):
         ("dp0", "sizes begin at 1"),
         ("zero4", "zero is 0 to 3"),
         ("1f2b", "'1f2b'"),
+        *((f"pp4-{name}", f"{name} {instead}") for name, instead in UNPLANNED.items()),
+        ("pp4-dualpipe-dp2", "is dualpipe-v with twice the dp on half the pp; use that"),
+        ("pp4-1f1b:2", "v=2 chunks a rank"),
+        ("pp4-seq1f1b:0", "sizes begin at 1"),
     ],
 )
 def test_a_layout_that_cannot_be_read_says_which_part(text, says):
@@ -220,6 +256,11 @@ def test_a_layout_that_cannot_be_read_says_which_part(text, says):
         ("tp8-every:9", "recompute=every:9 is more than the 8 layers of a stage"),
         ("tp2-cp4-ulysses", None),
         ("tp8-dp1-pp1-cp1", None),
+        ("dp2-pp4-seq1f1b:4", None),
+        ("pp8-seq1f1b:1", "schedule=seq1f1b needs slices of 2 or more"),
+        ("dp8-seq1f1b:2", "schedule=seq1f1b needs pp of 2 or more"),
+        ("pp4-cp2-terapipe:2", "use cp=1, not 2"),
+        ("pp2-tp4-seq1f1b:200", "slices=200, and tp=4 cuts seq=512 into 128 parts"),
     ],
 )
 def test_what_stands_against_a_layout(layout, says):

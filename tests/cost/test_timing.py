@@ -173,10 +173,11 @@ def test_the_lower_bound_of_a_step_is_one():
         "dp2-pp4-tp2-zero3-zb-v-full",
         "pp4-cp4-ep4-gpipe",
         "dp4-cp4-ulysses-every:2",
+        "dp2-pp4-tp2-zero1-seq1f1b:8-mb32",
     ):
         layout = parse_layout(text)
         least = least_seconds(job, layout) * (
-            1 + least_idle(layout.schedule, layout.pp, layout.microbatches(job), 1)
+            1 + least_idle(layout.schedule, layout.pp, layout.microbatches(job), 1, layout.slices)
         )
         assert 0.3 < least / step_time(job, layout).total <= 1
 

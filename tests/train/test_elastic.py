@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import get_type_hints
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -16,16 +18,18 @@ from hypothesis import strategies as st
 
 from minipar.cost import find_machine, step_time, worst_rank_memory
 from minipar.model import ModelConfig
+from minipar.schedules import make_schedule
 from minipar.train import TrainConfig, train
 from minipar.train.elastic import (
     ASSUMED,
     DEFAULTS,
-    job_and_layout,
+    _legal,
     legal_meshes,
     machine_here,
     mesh_for,
     reason,
 )
+from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.reference import train_in_one_process
 from minipar.train.state import ALIKE
 from minipar.train.text import load_data
@@ -162,6 +166,57 @@ def test_the_line_says_what_was_chosen_and_why():
         (1, machine, r"going on with dp1 \(microbatches=2, recompute=full\), .* though its 0.\d+ GB a rank may not fit$"),
     ):  # fmt: skip
         assert re.search(words, reason(CONFIG, ranks, memory, mesh_for(CONFIG, ranks, memory)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "left_out"),
+    [
+        (dict(), []),
+        (dict(pp=2, microbatches=2, schedule="seq1f1b", seq_slices=2), []),
+        (dict(pp=2, microbatches=2, schedule="terapipe"), []),
+        (dict(pp=2, dp=1, microbatches=4, schedule="dualpipe"), []),
+        (dict(pp=2, dp=1, microbatches=4, schedule="chimera"), ["schedule=chimera (as dualpipe-v)"]),
+        (dict(pp=2, dp=1, microbatches=2, schedule="hanayo"), ["schedule=hanayo (as 1f1b)"]),
+        (dict(pp=2, dp=1, microbatches=1, schedule="zb-h1"), ["schedule=zb-h1 (as 1f1b)"]),
+        (dict(tp=1, optimizer="muon"), ["optimizer=muon"]),
+        (dict(dp=1, tp=4, tp_layout="2d", offload_activations=True), ["tp_layout=2d", "offload_activations=True"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_weighed_is_named(changes, left_out):
+    model = replace(MODEL, num_layers=4, num_heads=4, vocab_size=256)
+    config = replace(CONFIG, elastic=False, model=model, **dict(tp=1) | changes)
+    assert sorted(not_weighed(config)) == sorted(left_out)
+    job, layout = job_and_layout(config, ASSUMED)
+    assert layout.world_size == job.gpus == config.world_size
+    line = reason(config, 1, ASSUMED, mesh_for(config, config.world_size))
+    assert all(words in line for words in left_out)
+    assert ("not weighed" in line) == bool(left_out)
+
+
+def test_two_copies_of_the_model_are_weighed_as_the_v_that_they_are():
+    """DualPipe on 4 ranks holds and takes what dualpipe-v on 2 does with twice the dp."""
+    config = replace(CONFIG, elastic=False, dp=1, tp=1, microbatches=4, pp=2, schedule="dualpipe")
+    v = replace(config, dp=2, pp=1, microbatches=2, schedule="dualpipe-v")
+    assert weighed(config, ASSUMED) == weighed(v, ASSUMED)
+    one_copy = replace(config, schedule="1f1b")
+    states = [worst_rank_memory(*job_and_layout(one, ASSUMED))[1]["parameters"] for one in (config, one_copy)]
+    assert states[0] > 1.3 * states[1]
+
+
+def test_of_many_meshes_each_schedule_is_made_once_and_no_annotation_is_evaluated_again():
+    """What a choice costs is counted, not timed: over a thousand configurations are checked for it."""
+    model = replace(MODEL, num_layers=24, num_heads=12, dim=48, num_experts=12, top_k=2)
+    config = replace(CONFIG, model=model, batch_size=48, schedule="zb-v", microbatches=4)
+    with (
+        mock.patch("minipar.train.slicing.make_schedule", wraps=make_schedule) as made,
+        mock.patch("minipar.options.get_type_hints", wraps=get_type_hints) as evaluated,
+        mock.patch("minipar.train.elastic._legal", wraps=_legal) as tried,
+    ):
+        mesh_for(config, 48)
+    assert tried.call_count > 1000
+    assert made.call_count == len({call.args[:3] for call in made.call_args_list})
+    assert evaluated.call_count == 0
 
 
 def test_a_measured_machine_is_planned_for_where_there_is_one(tmp_path, monkeypatch):
