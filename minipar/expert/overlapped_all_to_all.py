@@ -5,7 +5,8 @@
                  each target in one message: g - 1 messages of n/g and p/g - 1 of g n/p
 
 Two levels send up to twice the bytes, but only 1/g of the messages cross the slow link, each g times as large.
-Source of two levels: Tutel, arXiv:2206.03382 (2DH all-to-all).
+Source of two levels: DeepSpeed-MoE, arXiv:2201.05596 (hierarchical all-to-all: O(g + p/g) hops, not O(p)); Tutel,
+arXiv:2206.03382 (2DH all-to-all).
 """
 
 from __future__ import annotations

@@ -7,11 +7,12 @@ A rank computes all ranks' rows for its own experts; of a replicated (shadowed) 
 
 The layer waits for the rank with most rows, B. A row takes row_s seconds forward and twice that backward; it is sent four
 times at send_s (dispatch and combine, and their backward). Weights are sent twice at weights_s: to the replicas, and as
-gradients back. So FasterMoE reckons for n shadowed experts
+gradients back. So, for n shadowed experts,
 
     seconds = (3 row_s + 4 send_s) B + 2 n weights_s
 
 so that one more is worth while where it takes more than 2 weights_s / (3 row_s + 4 send_s) rows off B: `break_even_rows`.
+The policy of fastmoe (fmoe/fastermoe/shadow_policy.py) counts weights_s once: half as many rows are enough for it.
 Source: FasterMoE, doi:10.1145/3503221.3508418 (dynamic shadowing).
 """
 

@@ -9,12 +9,14 @@ import torch
 
 from minipar.comm import autograd
 from minipar.context import attention_ring
-from minipar.mesh import placement_of
+from minipar.expert import once_per_node
+from minipar.mesh import Mesh, placement_of
 from minipar.model import block, moe
 from minipar.model.moe_config import MoEConfig
+from minipar.pipeline import slices
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
-from minipar.tensor_parallel import column, parallel_linear, sequence
+from minipar.tensor_parallel import column, grid_model, parallel_linear, sequence
 from minipar.train import parallelize, step, verification
 
 
@@ -189,3 +191,38 @@ def last_microbatch_alone(world, change):
         return right(self, *args, **options)
 
     change(Stage, "forward", forward)
+
+
+def norms_summed_over_one_square(world, change):
+    """On a 2.5D grid a norm's gradient is summed over the rows of the rank's own square, and not over the squares."""
+
+    class OneSquare(grid_model.GridRMSNorm):
+        def __init__(self, norm, blocks):
+            q = blocks.line.size
+            first = blocks.stack.rank // q * q
+            square = blocks.stack.subgroup(range(first, first + q), "rows of a square")
+            super().__init__(norm, blocks._replace(stack=square))
+
+    change(grid_model, "GridRMSNorm", OneSquare)
+
+
+def earlier_slices_get_no_gradient(world, change):
+    """The keys and values that a stage keeps for the later slices of a sample are detached: nothing comes back."""
+    change(slices, "_kept", lambda x: slices._Kept(None, x.detach()))
+
+
+def copies_keep_their_own_gradients(world, change):
+    """In a pipeline of two directions, the two ranks that hold the same stage do not sum their gradients."""
+    change(Mesh, "sharing", Mesh.comm)
+
+
+def one_weight_per_node(world, change):
+    """A token that goes to a node once has one weight there: of its experts on the node, the last one's alone counts."""
+    right = once_per_node.RowPerChoice
+
+    def last_one_counts(x, weight, plan, dispatch):
+        kept = plan.row >= 0
+        from_here_on = kept.flip(1).cumsum(1).flip(1)  # kept choices, this one and later
+        return right(x, weight * (kept & (from_here_on == 1)), plan, dispatch)
+
+    change(once_per_node, "RowPerChoice", last_one_counts)

@@ -12,6 +12,10 @@
 1D sends no weights, but nearly the same for any number of ranks: it wins inside a machine, while M is small compared with
 D and F. Per rank, 2D sends about 3/sqrt(t) of M D + D F, and 3D about 1/t^(2/3) of 3 M D + 3 D F + 2 M F: they win when M
 or t is large, or when a whole activation does not fit on a rank.
+
+Optimus (arXiv:2104.05343, table 1) counts the time of trees one after another, q log2(q) / (q-1) times what a rank sends
+in 2D. Colossal-AI's documentation has what a rank holds, but sends q times as much in 2D and 2.5D. In 3D, with M = D = F,
+it sends 6 (p-1)/t of a matrix, not 8: it keeps the gathered x and w, p times as large, for the backward.
 """
 
 from __future__ import annotations

@@ -48,6 +48,25 @@ def test_one_slice_makes_gpipe_and_1f1b(p, m):
     assert seq1f1b(p, m, 1).actions == one_f_one_b(p, m).actions
 
 
+@given(ranks, microbatches, pieces, seconds, seconds, seconds)
+def test_seq1f1b_idles_and_keeps_what_is_printed_of_it(p, more, s, f, i, w):
+    """1F1B: (p-1)(F+B) and p M. Seq1F1B: (p-1)(F+B)/s and (s+p-1)/s M, M being what a microbatch's activations take.
+
+    So MindSpeed's documentation of it. Its authors print (P-1+k)/k M for k slices, too, but (P-1) M for 1F1B (issue 4 of
+    thunlp/Seq1F1B): that counts the warm-up alone, where the same rule gives P.
+    """
+    m = p + more  # enough to fill the pipeline
+    whole, sliced = (
+        simulate(one_f_one_b(p, m), Costs(s * f, s * i, s * w)),
+        simulate(seq1f1b(p, m, s), Costs(f, i, w)),
+    )
+    of_microbatch = s * (f + i + w)
+    assert whole.makespan - whole.ideal == pytest.approx((p - 1) * of_microbatch)
+    assert sliced.makespan - sliced.ideal == pytest.approx((p - 1) * of_microbatch / s)
+    assert max(whole.peak_live) == p
+    assert max(sliced.peak_live) / s == (s + p - 1) / s
+
+
 def test_seq1f1b_on_2_ranks_is_the_published_picture():
     """Microbatches 0 and 1 of two slices each: the later slice's backward first."""
     schedule = seq1f1b(2, 2, 2)

@@ -48,6 +48,21 @@ def test_with_p_microbatches_it_idles_as_its_docstring_says(p, v):
     assert (whole.longest_own_span - whole.ideal) * v == 3 * v * (p - 1)
 
 
+@given(ranks, st.sampled_from([2, 4, 8]))
+def test_it_idles_as_published_and_that_is_less_of_the_step(p, v):
+    """Course notes quote the paper's ratio for p microbatches and W = v/2 waves as (2P-2) / (3PW + P-1).
+
+    3PW is the work, in the time of two chunks' F, and 2P-2 what a rank idles, with several waves one chunk's F more. The
+    ratio's total has P-1 of it; with all of it the share of the step is (2P-2) / (3PW + 2P-2).
+    """
+    waves, timeline = v // 2, simulate(hanayo(p, p, v))
+    work, idle = timeline.ideal / 2, (timeline.longest_own_span - timeline.ideal) / 2
+    assert work == 3 * p * waves
+    assert idle in ((2 * p - 2,) if waves == 1 else (2 * p - 2, 2 * p - 1.5))
+    assert timeline.bubble_over_total == pytest.approx(idle / (work + idle))
+    assert waves > 1 or timeline.bubble_over_total < (2 * p - 2) / (work + p - 1)
+
+
 @given(ranks, chunks)
 def test_with_many_microbatches_interleaved_idles_less(p, v):
     def idle(schedule):
