@@ -6,6 +6,7 @@ errors           error messages for invalid requests; RankError for a failed ran
 chunks           chunk sizes, as torch.chunk cuts
 trace            spans of compute, communicate and wait time
 live_bytes       live and peak tensor bytes on a CPU
+staging          copies to a GPU for which the host does not wait
 options          fields of a configuration with their help, and type checks
 schedules        pipeline schedules as data; imports no torch
 cost             memory, traffic and time of a run by formula, and the planner; imports no torch

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 
 # Each line may import from lines above it, never from one below; parts on one line never import each other.
 HOUSE = """
-errors chunks trace live_bytes
+errors chunks trace live_bytes staging
 options
 schedules
 cost

@@ -24,6 +24,7 @@ from minipar.errors import require_divides
 from minipar.model.flash import AttentionKernel, check_shapes, choose
 from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask, TokenRun, indices
+from minipar.staging import to_device
 from minipar.trace import span
 
 
@@ -80,12 +81,14 @@ class KeyValueGather(NamedTuple):
     def whole(self, handle) -> Tensor:
         """Wait for gathered chunks [P, 2, B, heads, N/P, head_dim] and join them: [2, B, heads, N, head_dim]."""
         kv = handle.wait().permute(1, 2, 3, 0, 4, 5).flatten(3, 4)
-        return kv if self.runs is None else kv.index_select(3, self._arrived().argsort().to(kv.device))
+        if self.runs is None:
+            return kv
+        return kv.index_select(3, to_device(self._arrived().argsort(), kv.device))
 
     def start_reduce_scatter(self, dkv: Tensor):
         """Start to reduce-scatter the gradients of keys and values: each rank receives the sum for its own tokens."""
         if self.runs is not None:
-            dkv = dkv.index_select(3, self._arrived().to(dkv.device))
+            dkv = dkv.index_select(3, to_device(self._arrived(), dkv.device))
         parts = dkv.unflatten(3, (self.comm.size, -1)).permute(3, 0, 1, 2, 4, 5)
         return self.comm.reduce_scatter(parts.contiguous(), async_op=True)
 

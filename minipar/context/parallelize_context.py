@@ -22,6 +22,7 @@ from minipar.context.ulysses import ulysses_attention
 from minipar.context.usp import split_comm, usp_attention
 from minipar.model import ModelConfig, Transformer
 from minipar.model.groups import check_whole_groups
+from minipar.staging import to_device
 
 
 def context_parallel(
@@ -91,4 +92,4 @@ class LocalPositions:
         positions = local_positions(seq_len, self.rank, self.size, self.layout, self.ulysses_size)
         if self.config.num_experts:
             check_whole_groups(positions, self.config.group_tokens)
-        return positions.to(device)
+        return to_device(positions, device)

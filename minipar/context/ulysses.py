@@ -33,6 +33,7 @@ from minipar.context.token_layout import order_of_gathered
 from minipar.model.flash import check_shapes
 from minipar.model.flash import flash_attention as flash_attention
 from minipar.model.mask import Mask, TokenRun
+from minipar.staging import to_device
 
 
 def ulysses_attention(
@@ -75,7 +76,7 @@ def exchange_heads(comm, q, k, v, attend, positions=None, order: Tensor | None =
     check_shapes(q, k, v)
     check_heads(q.shape[1], comm.size, pad)
     cut = HeadSplit(q.shape[1], k.shape[1], comm.size)
-    to_sorted = None if order is None else order.argsort().to(q.device)
+    to_sorted = None if order is None else to_device(order.argsort(), q.device)
     positions = None if positions is None else _gather_positions(comm, positions, to_sorted)
     q, k, v = _to_heads(comm, cut, q, k, v, to_sorted)
     out = attend(q, k, v, positions) if q.shape[1] else q
@@ -124,13 +125,14 @@ def _to_heads(comm, cut: HeadSplit, q, k, v, to_sorted):
     q, k, v = whole.split(mine, dim=1)
     reads = cut.key_of_each_query(comm.rank)
     if reads is not None:
-        k, v = (x.index_select(1, torch.tensor(reads, device=x.device)) for x in (k, v))
+        reads = to_device(torch.tensor(reads), k.device)
+        k, v = k.index_select(1, reads), v.index_select(1, reads)
     return q, k, v
 
 
 def _to_tokens(comm, cut: HeadSplit, out: Tensor, order) -> Tensor:
     """[B, H/P, N, d] -> [B, H, N/P, d]"""
-    out = out if order is None else out.index_select(2, order.to(out.device))
+    out = out if order is None else out.index_select(2, to_device(order, out.device))
     parts = out.unflatten(2, (comm.size, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
     heads = [cut.parts(r)[0] for r in range(comm.size)]
     return autograd.all_to_all(comm, parts, [heads[comm.rank]] * comm.size, heads).transpose(0, 1)

@@ -11,6 +11,7 @@ scratch_file.py            a file without a name, for tensors that are not neede
 offload.py                 memory for shards and optimizer state: the device's, the host's, or a file, read ahead
 chunk_optimizer.py         the optimizer of one chunk
 elementwise_optimizers.py  the optimizers that may update a shard of a parameter
+tensor_lists.py            what optimizers do to lists of tensors, as one kernel each
 lamb.py                    one that needs norms of whole parameters, and all-reduces them
 muon.py                    Muon, which needs whole matrices
 unused_parameters.py       the parameters that any rank used

@@ -26,6 +26,7 @@ from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.compress.plain_mean import Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward, in_backward
 from minipar.mesh import place_whole, placement_of, set_placement
+from minipar.staging import to_device
 
 
 class DDP(nn.Module):
@@ -118,7 +119,7 @@ class DDP(nn.Module):
     def _launch(self, bucket: Bucket) -> None:
         if bucket.flagged:
             used = [float(p in self.reducer.used) for p in bucket.flagged]
-            bucket.flags.copy_(torch.tensor(used))
+            bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         self._sent.append((bucket, sent))
         if (average := self.compressors.of(bucket.comm)) is not None:

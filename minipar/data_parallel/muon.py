@@ -8,9 +8,12 @@ section 2.2.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from minipar.data_parallel.tensor_lists import trained_lists, update_moments
 
 COEFFICIENTS = (
     3.4445,
@@ -18,6 +21,7 @@ COEFFICIENTS = (
     2.0315,
 )  # of the quintic: see newton_schulz
 NEWTON_SCHULZ_STEPS = 5
+BATCH_ELEMS = 1 << 24  # of matrices that are orthogonalized together: these take some tensors of that size
 ADAMW = "adamw"  # a group's `rule` where its parameters are no matrices of hidden layers
 
 
@@ -32,6 +36,8 @@ class Muon(torch.optim.Optimizer):
     so that both rules share lr and weight_decay. Embeddings, the head and vectors are for AdamW (Jordan et al.).
     Holds one state per element of a matrix, two of the others. Computes `newton_schulz_flops` per matrix and step, in the
     parameters' dtype, so that the numbers do not depend on the ranks. (Jordan et al. and torch compute it in bf16.)
+    Matrices of one shape are orthogonalized together: a step is as many kernels on a GPU as there are shapes, times a
+    constant, however many parameters.
     """
 
     def __init__(
@@ -46,38 +52,49 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            rule = self._adamw if group["rule"] == ADAMW else self._muon
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.mul_(1 - group["lr"] * group["weight_decay"])
-                    rule(group, param, self.state[param])
+        for group, params in trained_lists(self.param_groups):
+            if group["rule"] != ADAMW:
+                _require_matrices(params)
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+            (self._adamw if group["rule"] == ADAMW else self._muon)(group, params)
         return loss
 
-    def _muon(self, group: dict, param: Tensor, state: dict) -> None:
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(param)
-        momentum = state["momentum_buffer"].lerp_(param.grad, 1 - group["momentum"])
-        if not param.numel():  # another rank has it
-            return
-        if param.dim() < 2:
+    def _muon(self, group: dict, params: list[Tensor]) -> None:
+        for param in params:
+            if not self.state[param]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+        for alike in _by_shape(params):
+            momenta, grads = [self.state[p]["momentum_buffer"] for p in alike], [p.grad for p in alike]
+            torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+            directions = torch._foreach_lerp(grads, momenta, group["momentum"])
+            steps = newton_schulz(torch.stack(directions)).contiguous().unbind()
+            scale = 0.2 * math.sqrt(max(alike[0].shape[-2:]))
+            torch._foreach_sub_(alike, steps, alpha=group["lr"] * scale)
+
+    def _adamw(self, group: dict, params: list[Tensor]) -> None:
+        moments = update_moments(group, params, self.state)
+        sizes = [-group["lr"] / correction for correction in moments.corrections]
+        torch._foreach_addcdiv_(params, moments.means, moments.denominators, sizes)
+
+
+def _require_matrices(params: list[Tensor]) -> None:
+    for param in params:
+        if param.numel() and param.dim() < 2:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} is no matrix, which Muon needs whole; give its group "
                 "rule='adamw', and shard by WholeParameterZero"
             )
-        direction = newton_schulz(param.grad.lerp(momentum, group["momentum"]))
-        param.sub_(direction, alpha=group["lr"] * 0.2 * math.sqrt(max(param.shape[-2:])))
 
-    def _adamw(self, group: dict, param: Tensor, state: dict) -> None:
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
-        state["step"] += 1
-        (b1, b2), t = group["betas"], state["step"].item()
-        m = state["exp_avg"].lerp_(param.grad, 1 - b1)
-        v = state["exp_avg_sq"].mul_(b2).addcmul_(param.grad, param.grad, value=1 - b2)
-        denominator = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
-        param.addcdiv_(m, denominator, value=-group["lr"] / (1 - b1**t))
+
+def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in lists of one shape, of at most BATCH_ELEMS elements or one. Other ranks' are left out."""
+    lists: dict[torch.Size, list[Tensor]] = {}
+    for param in params:
+        if param.numel():
+            lists.setdefault(param.shape, []).append(param)
+    for shape, alike in lists.items():
+        size = max(1, BATCH_ELEMS // shape.numel())
+        yield from (alike[i : i + size] for i in range(0, len(alike), size))
 
 
 def newton_schulz(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:

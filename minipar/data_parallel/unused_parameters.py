@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from minipar.staging import to_device
+
 
 def used_on_any_rank(
     comm_of: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
@@ -22,7 +24,7 @@ def used_on_any_rank(
     for comm, params in groups.items():
         flags = torch.zeros(-(-len(params) // comm.size) * comm.size, dtype=torch.uint8)
         flags[: len(params)] = torch.tensor([p in used_here for p in params])
-        flags = comm.all_reduce(flags.to(comm.device), "max", algorithm=algorithm)
+        flags = comm.all_reduce(to_device(flags, comm.device), "max", algorithm=algorithm)
         if used_here.issuperset(params):  # a GPU need not be waited for
             used.update(params)
         else:

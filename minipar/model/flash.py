@@ -31,6 +31,7 @@ from minipar.errors import one_of, require_divides
 from minipar.model import fused
 from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, single_process_mask
+from minipar.staging import to_device
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
 TILE_ELEMS = 1 << 18  # scores per tile: few enough for a core's cache, enough to outweigh a call's overhead
@@ -197,7 +198,7 @@ class _Tiling:
         """Set scores [G, g*R, C] to -inf where `hidden`, [R, C] or [B, 1, R, C], is True; in place."""
         if hidden is not None:
             shape = (self.batch, self.num_kv_heads * self.group, -1, scores.shape[-1])
-            scores.view(shape).masked_fill_(hidden.to(scores.device), -torch.inf)
+            scores.view(shape).masked_fill_(to_device(hidden, scores.device), -torch.inf)
         return scores
 
 

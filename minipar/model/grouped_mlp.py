@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.model.grouped_kernel import KernelExperts, kernel_takes
+from minipar.staging import to_device
 
 
 def grouped_swiglu(
@@ -42,7 +43,7 @@ def grouped_swiglu(
     if kernel_takes(x, gate):
         function, counts = (
             KernelExperts,
-            torch.as_tensor(counts, device=x.device).cumsum(0, dtype=torch.int32),
+            to_device(torch.as_tensor(counts), x.device).cumsum(0, dtype=torch.int32),
         )
     else:
         function, counts = _Experts, counts.tolist() if isinstance(counts, Tensor) else counts

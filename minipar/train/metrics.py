@@ -65,7 +65,8 @@ def routing(world, state, config) -> dict[str, float]:
     for stage in state.stages:
         for metrics in take_metrics(stage).values():
             load = comm.all_reduce(metrics.load)
-            choices, tokens = load.sum(), comm.all_reduce(torch.tensor([metrics.tokens], device=world.device))
+            choices = load.sum()
+            tokens = comm.all_reduce(torch.full((1,), metrics.tokens, device=world.device))
             # How often each token was counted: twice where recomputation ran the forward again.
             times = tokens / (config.batch_size * config.seq_len)
             parts = [

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.lamb import Lamb, trust_ratios
 from minipar.data_parallel.muon import ADAMW, Muon
+from minipar.data_parallel.tensor_lists import squared_norms
 from minipar.mesh import placement_of
+from minipar.staging import to_device
 
 BETAS = (0.9, 0.95)  # of AdamW
 
@@ -68,37 +70,23 @@ def clip_grad_norm_(
     # No branch, which would wait for a GPU: the factor is 1 where nothing is to be scaled.
     too_long = torch.isfinite(norm) & (norm > max_norm)
     factor = torch.where(too_long, max_norm / (norm + 1e-6), 1.0)
-    for p in params:
-        if p.grad is not None:
-            p.grad.mul_(factor.to(p.grad.device, p.grad.dtype))
+    lists: dict[tuple, list[Tensor]] = {}
+    for grad in (p.grad for p in params if p.grad is not None):
+        lists.setdefault((grad.device, grad.dtype), []).append(grad)
+    for kind, grads in lists.items():
+        torch._foreach_mul_(grads, factor.to(*kind))
     return norm
 
 
 def grad_norm(params: Iterable[nn.Parameter], comm=None, shares: list[float] | None = None) -> torch.Tensor:
     """The norm of the gradients over the whole model; arguments as in `clip_grad_norm_`."""
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
-    squares = _squares([p.new_zeros(1) if p.grad is None else p.grad for p in params])
+    squares = squared_norms([p.new_zeros(1) if p.grad is None else p.grad for p in params])
     if comm is not None:
         shares = norm_shares(params, comm) if shares is None else shares
-        squares = squares.to(comm.device) * torch.tensor(shares, dtype=torch.float64, device=comm.device)
+        squares = squares.to(comm.device) * to_device(torch.tensor(shares, dtype=torch.float64), comm.device)
     total = squares.sum()
     return (total if comm is None else comm.all_reduce(total)).sqrt()
-
-
-def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The squared norms, in float64: how a tensor was cut then changes the rounding only."""
-    if not tensors:
-        return torch.zeros(0, dtype=torch.float64)
-    plain = [
-        x.as_subclass(torch.Tensor) for x in tensors
-    ]  # a ShardGradient has no norm: it is not the whole gradient
-    return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
-
-
-def _square(grad: torch.Tensor) -> torch.Tensor:
-    """The squared norm, in float64: how the tensor was cut then changes the rounding only."""
-    grad = grad.as_subclass(torch.Tensor)  # a ShardGradient has no norm, since it is not the whole gradient
-    return torch.linalg.vector_norm(grad, dtype=torch.float64).square()
 
 
 def norm_shares(params: list[nn.Parameter], comm, count_tied: bool = False) -> list[float]:
@@ -138,18 +126,17 @@ def lamb_over(comm) -> type[Lamb]:
             super().__init__(params, **options)  # without ZeRO's Comm, which has only some of the parts
             self._shares: Tensor | None = None
 
-        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Sequence[Tensor]:
+        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Tensor:
             parts = [p for group in self.param_groups for p in group["params"]]
             if self._shares is None:
                 shares = norm_shares(parts, comm, count_tied=True)
-                self._shares = torch.tensor(shares, dtype=torch.float64, device=comm.device)
-            of_updates = dict(zip(params, map(_square, updates)))
-            squares = [[_square(p), of_updates.get(p, _square(p.new_zeros(())))] for p in parts]
-            squares = (
-                torch.stack([torch.stack(pair) for pair in squares]).to(comm.device) * self._shares[:, None]
-            )
-            totals = comm.all_reduce(squares).to(parts[0].device)
+                self._shares = to_device(torch.tensor(shares, dtype=torch.float64), comm.device)
+            of_updates = dict(zip(params, squared_norms(updates)))
+            of_parts = squared_norms(parts)
+            none = of_parts.new_zeros(())
+            squares = torch.stack((of_parts, torch.stack([of_updates.get(p, none) for p in parts])))
+            totals = comm.all_reduce(squares.to(comm.device) * self._shares).to(of_parts.device)
             of = dict(zip(parts, trust_ratios(totals)))
-            return [of[p] for p in params]
+            return torch.stack([of[p] for p in params]) if params else totals.new_zeros(0)
 
     return MeshLamb

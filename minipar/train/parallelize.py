@@ -32,7 +32,7 @@ from minipar.data_parallel.loss_scaler import DynamicLossScaler
 from minipar.data_parallel.offloaded_optimizer import OffloadedOptimizer
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.expert import expert_parallel, gradient_comm
-from minipar.mesh import Mesh, place_whole
+from minipar.mesh import Mesh, place_whole, placement_of
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance
 from minipar.pipeline.partition import layer_costs
@@ -142,10 +142,11 @@ def _bucket_sizes(config: TrainConfig) -> dict[str, float]:
 
 def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
     """The pipeline's modules and the optimizer: `zero` decides which of the 16 bytes per parameter a rank keeps."""
-    sum_over = gradient_comm(mesh)
+    sum_over, shares_ends = gradient_comm(mesh), config.model.tie_embeddings and num_stages > 1
     make_optimizer, options = optimizer_class(config, mesh), {"lr": config.lr, "betas": BETAS}
     if config.zero in (1, 2):
         groups = parameter_groups(_named(stages), config.weight_decay, config.optimizer)
+        groups, tied = _tied_apart(groups) if shares_ends else (groups, [])
         optimizer = (WholeParameterZero if config.optimizer == "muon" else ZeroOptimizer)(
             groups,
             make_optimizer,
@@ -159,11 +160,12 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
             **_offload(config),
             **options,
         )
+        for group in tied:
+            optimizer.add_param_group(group)
         list(optimizer.tensors_and_states())  # gives the masters their placements, which LAMB needs
         return stages, optimizer
     if config.zero == 3:
-        # Tied gradients are summed over pp unsharded.
-        cut_ends = not (config.model.tie_embeddings and num_stages > 1)
+        cut_ends = not shares_ends  # tied gradients are summed over pp unsharded
         shards, replicas = sharding_comms(sum_over, config.replicate)
         computed = config.torch_dtype if config.mixed_precision else None
         precision = {"compute_dtype": computed, "reduce_dtype": config.torch_reduce_dtype}
@@ -194,6 +196,18 @@ def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], n
     if config.mixed_precision:
         return modules, MasterWeights(groups, make_optimizer, **options)
     return modules, TorchOptimizerAdapter(make_optimizer(groups, **options))
+
+
+def _tied_apart(groups: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Take the embedding and its copy on another stage out of the groups; return the others', and one group for each.
+
+    ZeRO gives such a group a bucket of its own, and so cuts the two at the same places: ranks add their gradients in the
+    same order, and they stay equal bit for bit.
+    """
+    places = {p: placement_of(p) for group in groups for p in group["params"]}
+    ends = {p for p, place in places.items() if "embedding.weight" in (place.name, place.tied_to)}
+    others = [{**group, "params": [p for p in group["params"] if p not in ends]} for group in groups]
+    return others, [{**group, "params": [p]} for group in groups for p in group["params"] if p in ends]
 
 
 def _offload(config: TrainConfig) -> dict:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from minipar.context import local_positions
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
+from minipar.staging import pinned, to_device
 from minipar.trace import span
 from minipar.train.compression import begin_step
 from minipar.train.metrics import routing, speed
@@ -20,12 +23,18 @@ from minipar.train.train_config import TrainConfig
 
 
 def train_step(
-    world, state: RankState, config: TrainConfig, text, step: int, observe=None, batch: Batch | None = None
+    world,
+    state: RankState,
+    config: TrainConfig,
+    text,
+    step: int,
+    observe=None,
+    batch: LocalBatch | None = None,
 ) -> dict:
     """Run one step: compute and clip the gradients, update the parameters, return the step's metrics.
 
     observe  called when the gradients are complete, before they are clipped
-    batch    the step's, where it was made ahead of time
+    batch    this rank's part of the step's, where it was made ahead of time
 
     Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
     """
@@ -68,11 +77,46 @@ def batch_of(config: TrainConfig, text, step: int) -> Batch:
     return batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
 
 
+class LocalBatch(NamedTuple):
+    """This rank's samples of a batch (dp) and its tokens of them (cp), still on the CPU.
+
+    tokens, targets  [B/dp, T/cp] int64        sample_ids  [B/dp]        positions  [T/cp]
+    count            how many targets of the whole batch count
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    sample_ids: Tensor
+    positions: Tensor
+    count: int
+
+
+def local_batch(mesh, config: TrainConfig, text, step: int, device: torch.device) -> LocalBatch:
+    """This rank's part of the batch of a step, in pinned memory where `device`, to which it will be copied, is a GPU."""
+    batch, at = batch_of(config, text, step), mesh.coordinates
+    ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
+    positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
+    parts = batch.tokens[ids][:, positions], batch.targets[ids][:, positions], ids, positions
+    return LocalBatch(*(pinned(x, device) for x in parts), batch.count)
+
+
+def _inputs(batch: LocalBatch, device: torch.device) -> dict:
+    """The batch on the device, as `Pipeline.step` takes it."""
+    tokens, targets, sample_ids, positions = (to_device(x, device) for x in batch[:4])
+    return dict(
+        inputs=tokens,
+        targets=targets,
+        count=batch.count,
+        per_sample={"sample_ids": sample_ids},
+        stage_kwargs={"positions": positions},
+    )
+
+
 def gradients(
-    world, state: RankState, config: TrainConfig, text, step: int, batch: Batch | None = None
+    world, state: RankState, config: TrainConfig, text, step: int, batch: LocalBatch | None = None
 ) -> torch.Tensor:
     """Compute and reduce the gradients of this step's batch; return the whole batch's loss, on every rank."""
-    inputs = _local_batch(state.mesh, config, batch or batch_of(config, text, step), world.device)
+    inputs = _inputs(batch or local_batch(state.mesh, config, text, step, world.device), world.device)
     inputs["stage_kwargs"]["step"] = step
     if config.model.num_experts:
         for stage in state.stages:
@@ -96,7 +140,7 @@ def evaluate(world, state: RankState, config: TrainConfig, text) -> float:
     """The mean loss over EVAL_STEPS batches of `text`, the same ones every time, without dropout; equal on every rank."""
     losses = []
     for step in range(EVAL_STEPS):
-        inputs = _local_batch(state.mesh, config, batch_of(config, text, step), world.device)
+        inputs = _inputs(local_batch(state.mesh, config, text, step, world.device), world.device)
         losses.append(reduce_loss(world, state, config, state.pipeline.evaluate(**inputs)))
     for stage in state.stages:
         take_metrics(stage)  # discard: the next step reports its own routing only
@@ -109,18 +153,3 @@ def reduce_loss(world, state: RankState, config: TrainConfig, loss: torch.Tensor
         dtype = torch.promote_types(config.torch_dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=world.device)
     return world.all_reduce(loss.detach())
-
-
-def _local_batch(mesh, config: TrainConfig, batch: Batch, device) -> dict:
-    """This rank's samples (dp) and tokens of them (cp), as `Pipeline.step` takes them."""
-    at = mesh.coordinates
-    ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
-    positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
-    tokens, targets = batch.tokens[ids][:, positions], batch.targets[ids][:, positions]
-    return dict(
-        inputs=tokens.to(device),
-        targets=targets.to(device),
-        count=batch.count,
-        per_sample={"sample_ids": ids.to(device)},
-        stage_kwargs={"positions": positions.to(device)},
-    )

@@ -33,7 +33,7 @@ from minipar.train.reference import Difference, ReferenceRun, compare, train_in_
 from minipar.train.restore import Checkpoint, Chosen, agree_on_newest, decided_on_rank_0, newest_whole
 from minipar.train.resume import require_no_others, require_same_text, require_usable
 from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
-from minipar.train.step import batch_of, evaluate, train_step
+from minipar.train.step import evaluate, local_batch, train_step
 from minipar.train.text import NO_TEXT, TextId, hold_out, load_data
 from minipar.train.text_generation import sample_text
 from minipar.train.tokenizer import TOKENIZER, name_of_codec, read_tokenizer
@@ -148,7 +148,8 @@ def train_rank(
         restore_compression(state, start.open(), gradient_comm(state.mesh))
         begin = start.step
     store = _Store(world, config, state, start, text_id)
-    with closing(made_ahead(partial(batch_of, config, text), range(begin, config.steps))) as batches:
+    make = partial(local_batch, state.mesh, config, text, device=world.device)
+    with closing(made_ahead(make, range(begin, config.steps))) as batches:
         for step, batch in batches:
             world.trace = trace if _traced(config, step) else None
             metrics.append(train_step(world, state, config, text, step, batch=batch))

@@ -78,7 +78,7 @@ def test_a_step_is_timed_and_makes_the_host_wait_no_more_than_declared(backend, 
     for seen in by_rank:
         assert seen["peak_bytes"] > 0
         if seen["host_waits"] is not None and not config.model.num_experts:
-            # One for the loss and the norm; torch does not count the copies of a batch, which is on the CPU.
+            # One for the loss and the norm: what is copied to the GPU, such as the batch, lies in pinned memory.
             assert seen["host_waits"] <= 1
 
 

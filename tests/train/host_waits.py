@@ -57,7 +57,8 @@ def _note(found) -> None:
         if "torch/optim" in file.as_posix():
             return  # torch's optimizers keep their counts of steps on the CPU
         if file.is_relative_to(ROOT / "minipar"):
-            found[f"{file.relative_to(ROOT / 'minipar').as_posix()} {frame.f_code.co_qualname}"] += 1
+            name = frame.f_code.co_qualname.partition(".<locals>")[0]
+            found[f"{file.relative_to(ROOT / 'minipar').as_posix()} {name}"] += 1
             return
         frame = frame.f_back
 

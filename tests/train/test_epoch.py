@@ -15,7 +15,7 @@ from minipar.model import ModelConfig
 from minipar.train import TrainConfig, state, train
 from minipar.train.epoch import num_samples, shuffled, starts_of_step
 from minipar.train.restore import Checkpoint, newest_whole
-from minipar.train.step import _local_batch, batch_of
+from minipar.train.step import local_batch
 from minipar.train.token_file import open_tokens
 from tests.strategies import seeds
 
@@ -94,8 +94,8 @@ def test_the_ranks_of_any_meshes_that_follow_each_other_have_every_sample_once(t
         at = mesh.coordinates
         if at.pp or at.cp or at.tp:
             return []
-        batches = [_local_batch(mesh, config, batch_of(config, text, step), world.device) for step in steps]
-        return torch.cat([batch["inputs"][:, 0] for batch in batches]).tolist()
+        batches = [local_batch(mesh, config, text, step, world.device) for step in steps]
+        return torch.cat([batch.tokens[:, 0] for batch in batches]).tolist()
 
     seen = []
     for mesh, steps in ((there, range(4)), (here, range(4, 15))):

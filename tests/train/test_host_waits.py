@@ -28,8 +28,29 @@ SENT = {
     "train/metrics.py routing": ROUTED["train/metrics.py routing"],
     "expert/dispatch.py AllToAll.__call__": "a message to a rank is as long as its experts' rows",
 }
-LAMB = {
-    "data_parallel/lamb.py Lamb._update": "the count of steps, which is on the CPU, as torch's optimizers' is"
+ONCE_PER_NODE = {
+    "model/permute.py plan_kept_rows": "as many rows are sent as nodes were chosen, and computed there as experts were",
+}
+SHADOWED = {
+    "train/metrics.py routing": ROUTED["train/metrics.py routing"],
+    "model/permute.py plan_kept_rows": ROUTED["model/permute.py plan_kept_rows"],
+    "expert/shadowed_experts.py ShadowedAllToAll.__call__": "as AllToAll; and which experts are hot",
+}
+DOCUMENTS = {
+    "model/mask.py Mask.bounds": "where documents begin: the loop over tiles is on the CPU, and leaves out those unseen",
+    "model/mask.py Mask.tiles": "of what bounds has read, on the CPU",
+}
+STEPS = {
+    "data_parallel/compress/momentum_optimizer.py MomentumOptimizer.num_steps": "the count of steps, on the CPU",
+}
+SCALES = "data_parallel/compress/onebit_lamb.py _read"
+ONEBIT_LAMB = STEPS | {
+    SCALES: "scales of layers, all at once",
+    "data_parallel/compress/onebit_lamb.py OneBitLamb._step": "scales that are on the CPU",
+    "data_parallel/compress/onebit_lamb.py OneBitLamb._apply": "scales that are on the CPU",
+}
+COUNTED = {
+    "data_parallel/tensor_lists.py update_moments": "the count of steps, which is on the CPU, as torch's optimizers' is"
 }
 
 MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1)
@@ -44,7 +65,22 @@ CASES = {
     "zero 3, cp": (STEP, dict(dp=2, cp=2, zero=3, replicate=2, cp_attention="ulysses")),
     "pp, cp": (STEP, dict(pp=2, cp=2, microbatches=4, dtype="bfloat16", reduce_dtype="float32")),
     "usp, native": (STEP, dict(cp=4, cp_attention="usp", cp_ulysses=2, algorithm="native")),
-    "lamb": (STEP | LAMB, dict(dp=2, zero=1, optimizer="lamb")),
+    "lamb": (STEP | COUNTED, dict(dp=2, zero=1, optimizer="lamb")),
+    "muon, two directions": (
+        STEP | COUNTED, dict(pp=2, schedule="dualpipe", microbatches=4, zero=1, optimizer="muon")
+    ),
+    "slices": (STEP, dict(pp=2, schedule="seq1f1b", seq_slices=2, microbatches=2)),
+    "tp 2d": (STEP, dict(tp=4, tp_layout="2d")),
+    "documents, cp": (STEP | DOCUMENTS, dict(model=replace(MODEL, documents=True), cp=2)),
+    "powersgd": (STEP, dict(dp=2, compress="powersgd")),
+    "1-bit adam": (STEP | STEPS, dict(dp=2, compress="onebit-adam", compress_warmup=1)),
+    "1-bit lamb": (
+        STEP | ONEBIT_LAMB, dict(dp=2, compress="onebit-lamb", optimizer="lamb", compress_warmup=1)
+    ),
+    "experts once per node, in chunks": (
+        STEP | SENT | ONCE_PER_NODE, dict(model=EXPERTS, dp=4, ep=4, ep_node_size=2, ep_once_per_node=True, ep_chunks=2)
+    ),
+    "experts shadowed": (STEP | SHADOWED, dict(model=EXPERTS, dp=4, ep=4, ep_shadow=0)),
     "experts": (STEP | ROUTED, dict(model=replace(EXPERTS, balance_bias=True, balance_coef=0.0), tp=2)),
     "experts, bfloat16": (STEP | BY_KERNEL, dict(model=EXPERTS, dtype="bfloat16")),
     "experts sent": (STEP | SENT, dict(model=EXPERTS, dp=4, ep=4, ep_node_size=2)),
@@ -71,6 +107,7 @@ def test_a_step_reads_only_what_it_must(name):
     for found in by_rank:
         assert found.keys() <= declared.keys(), set(found) - set(declared)
         assert found["train/step.py train_step"] == 1
+        assert found.get(SCALES, 1) == 1
     assert set().union(*by_rank) == declared.keys(), "declared, and no longer read"
 
 

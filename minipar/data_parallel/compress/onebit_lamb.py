@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -51,8 +53,10 @@ class OneBitLamb(MomentumOptimizer):
 
     def _step(self, pairs: list, grads: dict, warm: bool) -> None:
         if warm:
-            for group, param in pairs:
-                self._lamb(group, param, grads[param])
+            updates = [self._lamb(group, param, grads[param]) for group, param in pairs]
+            norms = _read([(_square(param), _square(update)) for (_, param), update in zip(pairs, updates)])
+            for (group, param), update, (w, u) in zip(pairs, updates, norms):
+                self._apply_lamb(group, param, update, w, u)
             if self.num_steps == self.warmup:
                 self._freeze([param for _, param in pairs])
             return
@@ -64,18 +68,23 @@ class OneBitLamb(MomentumOptimizer):
         for param, m in self.compressors.means(scaled).items():
             state = self.state[param]
             state["exp_avg"].copy_((m / float(state["equal"])).mul_(state["exp_avg_sq"] > 0))
-        for group, param in pairs:
-            self._follow(group, param, before[param])
+        directions = [self._follow(group, param, before[param]) for group, param in pairs]
+        numbers = _read([numbers for _, *numbers in directions])
+        for (group, param), (update, *_), own in zip(pairs, directions, numbers):
+            self._apply(group, param, update, *own)
 
-    def _lamb(self, group: dict, param: Tensor, grad: Tensor) -> None:
-        """LAMB's step, in the order of data_parallel/lamb.py's operations."""
-        (b1, b2, b3), state = group["betas"], self.state[param]
+    def _lamb(self, group: dict, param: Tensor, grad: Tensor) -> Tensor:
+        """LAMB's u, in the order of data_parallel/lamb.py's operations."""
+        (b1, b2, _), state = group["betas"], self.state[param]
         m, v, t = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
         m.lerp_(grad, 1 - b1)
         v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
         denominator = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
-        update = (m / (1 - b1**t)).div_(denominator).add_(param, alpha=group["weight_decay"])
-        w, u = _square(param), _square(update)
+        return (m / (1 - b1**t)).div_(denominator).add_(param, alpha=group["weight_decay"])
+
+    def _apply_lamb(self, group: dict, param: Tensor, update: Tensor, w: float, u: float) -> None:
+        """LAMB's step with squared norms w and u."""
+        (_, _, b3), state = group["betas"], self.state[param]
         c = (w / u) ** 0.5 if w > 0 and u > 0 else 1.0
         if c != 1.0:
             state["c_avg"].mul_(b3).add_((1 - b3) * _within(c, *COEFFICIENT))
@@ -88,8 +97,8 @@ class OneBitLamb(MomentumOptimizer):
             self.state[param]["equal"].fill_(mean / size if size > 0 else 1.0)
             self.state[param]["fresh"].copy_(self.state[param]["exp_avg_sq"])
 
-    def _follow(self, group: dict, param: Tensor, before: Tensor) -> None:
-        """The step of one layer from its averaged momentum: g', v', r and w."""
+    def _follow(self, group: dict, param: Tensor, before: Tensor) -> tuple[Tensor, ...]:
+        """From a layer's averaged momentum, g' and v': (u, largest sqrt(v) / sqrt(v'), |u|^2, |u without decay|^2)."""
         (b1, b2, _), state = group["betas"], self.state[param]
         grad = (state["exp_avg"] - b1 * before) / (1 - b1)
         state["fresh"].mul_(b2).addcmul_(grad, grad, value=1 - b2)
@@ -98,9 +107,15 @@ class OneBitLamb(MomentumOptimizer):
         fresh = (state["fresh"] / correct_v).sqrt_().add_(group["eps"])
         adam = state["exp_avg"] / correct_m / frozen
         update = adam + group["weight_decay"] * param
-        ratio, whole = (frozen / fresh).max().item(), _square(update)
+        return update, (frozen / fresh).max().double(), _square(update), _square(adam)
+
+    def _apply(
+        self, group: dict, param: Tensor, update: Tensor, ratio: float, whole: float, undecayed: float
+    ) -> None:
+        """The step of a layer: r and w."""
+        state = self.state[param]
         if group["weight_decay"] and whole > 0:
-            share = min(1.0, (_square(adam) / whole) ** 0.5)
+            share = min(1.0, (undecayed / whole) ** 0.5)
             ratio = ratio * share + 1 - share
         last = state["ratio"].item()
         ratio = _within(_within(ratio, *RATIO), last * (1 - RATIO_CHANGE), last * (1 + RATIO_CHANGE))
@@ -108,8 +123,13 @@ class OneBitLamb(MomentumOptimizer):
         param.sub_(update, alpha=group["lr"] * ratio * (state["c_avg"].item() or 1.0))
 
 
-def _square(x: Tensor) -> float:
-    return x.double().square().sum().item()
+def _square(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64).square()  # as in tensor_lists.squared_norms
+
+
+def _read(rows: list[Sequence[Tensor]]) -> list[list[float]]:
+    """The numbers of all layers, read at once: a step waits for a GPU once."""
+    return torch.stack([torch.stack(row) for row in rows]).tolist() if rows else []
 
 
 def _within(x: float, low: float, high: float) -> float:

@@ -215,7 +215,7 @@ class KeepsItsScale(OneBitLamb):
 
     def _follow(self, group, param, before):
         self.state[param]["ratio"].fill_(0.5)
-        super()._follow(group, param, before)
+        return super()._follow(group, param, before)
 
 
 FAULTS = [
