@@ -101,7 +101,8 @@ def test_all_links_resolve():
 def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
     opened(browser, site_url, "interactive/pipeline.html")
     until(browser, "document.querySelector('#status').textContent === ''")
-    for name in sorted(SCHEDULES, key=lambda name: name in TWO_DIRECTIONS):  # at the end, where p and m stay even
+    # Two directions at the end: p and m stay even then.
+    for name in sorted(SCHEDULES, key=lambda name: name in TWO_DIRECTIONS):
         for p, m in ((2, 2), (4, 6)) if name in TWO_DIRECTIONS else ((1, 1), (2, 5), (4, 8)):
             for field, value in (("p", p), ("m", m)):
                 bubble_after(
