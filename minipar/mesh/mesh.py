@@ -60,8 +60,8 @@ class Mesh:
     sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
     coordinates  of this rank (needs a Comm)
 
-    Raises ValueError where a size is not a positive int, pp*dp*cp*tp is not the world's size, or ep does not
-    divide dp*cp.
+    Raises ValueError where a size is not a positive int, pp*dp*cp*tp is not the world's size, ep does not
+    divide dp*cp, or pp is odd in a mirrored mesh.
     """
 
     def __init__(
@@ -73,6 +73,10 @@ class Mesh:
         require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         _require_product(self.world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
         require_divides("ep", ep, "dp*cp", dp * cp)
+        if mirrored and pp % 2:
+            raise ValueError(
+                f"pp={pp} of a mirrored mesh: each rank mirrors another; use an even number, such as {pp + 1}"
+            )
         self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
         self._strides = dict(pp=dp * cp * tp, dp=cp * tp, cp=tp, tp=1, ep=tp, edp=ep * tp)
         self._comms = {}

@@ -63,10 +63,15 @@ def unfolded(folded: Schedule, name: str | None = None) -> Schedule:
 
     Ranks r and p-1-r both run what the folded rank r runs, each with the microbatches of its direction: the folded
     microbatch k is 2k on its way down, and 2k+1 on its way up.
-    Raises ValueError where `folded` is not a V of two chunks per rank.
+    Raises ValueError where `folded` is not a V of two chunks per rank, of one model and whole samples.
     """
     half = folded.num_ranks
     p = 2 * half
+    if folded.copies > 1 or folded.slices > 1:
+        raise ValueError(
+            f"schedule {folded.name} has copies={folded.copies} and slices={folded.slices}; to be unfolded it must have "
+            "one of each, as zb-v has"
+        )
     if folded.stage_rank != (*range(half), *reversed(range(half))):
         raise ValueError(
             f"schedule {folded.name} places its stages on ranks {folded.stage_rank}; to be unfolded they must "

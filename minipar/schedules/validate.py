@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from minipar.errors import require_positive
 from minipar.schedules.lower import Program, Receive, Send, lower
-from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.schedule import Action, Schedule, needs, output_key
 
 
 def validate(schedule: Schedule) -> None:
@@ -15,8 +15,8 @@ def validate(schedule: Schedule) -> None:
 
     complete   on its stage's rank, each (stage, unit) has one F, and either one B or one I and one W; a unit is a
                microbatch, or one slice of it. Of several copies of the model, it passes through one
-    copied     of a model in two copies, ranks r and p-1-r hold the same parts and run them in the same order, so that
-               they can sum their gradients, and gather their weights, as data parallel ranks do
+    copied     of a model in two copies, ranks r and p-1-r hold the same parts and run them in the same order, in step, so
+               that they can sum their gradients, and gather their weights, as data parallel ranks do
     runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, which
                names each blocked rank's next action and the cycle
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
@@ -26,7 +26,9 @@ def validate(schedule: Schedule) -> None:
     """
     require_complete(schedule)
     require_copied(schedule)
-    require_matched(lower(schedule))
+    programs = lower(schedule)
+    require_in_step(schedule)
+    require_matched(programs)
 
 
 def require_complete(schedule: Schedule) -> None:
@@ -61,6 +63,11 @@ def require_copied(schedule: Schedule) -> None:
     if schedule.copies == 1:
         return
     last = schedule.num_ranks - 1
+    if schedule.num_ranks % 2:
+        raise ValueError(
+            f"two copies of the model on {schedule.num_ranks} ranks: rank {last // 2} would hold a part twice; use an even "
+            "number"
+        )
     down, up = schedule.stage_rank[: schedule.model_stages], schedule.stage_rank[schedule.model_stages :]
     for part, (rank, other) in enumerate(zip(down, up)):
         if other != last - rank:
@@ -76,6 +83,31 @@ def require_copied(schedule: Schedule) -> None:
                 f"ranks {rank} and {last - rank} hold the same parts of the model and run them in different orders, so "
                 "neither could wait for the other's gradients; use one order"
             )
+
+
+def require_in_step(schedule: Schedule) -> None:
+    """Raise ValueError where, of two copies, ranks r and p-1-r cannot run their n-th actions at the same time, for all n.
+
+    A rank whose weights are cut over both gathers them for an action, which the other must have come to.
+    """
+    if schedule.copies == 1:
+        return
+    left = [deque(zip(*pair)) for pair in zip(schedule.actions, reversed(schedule.actions))]
+    left, done = left[: schedule.num_ranks // 2], set()
+
+    def ready(action: Action) -> bool:
+        wanted = needs(action, schedule.model_stages, schedule.slices)
+        return all(output_key(need) in done for need in wanted)
+
+    while waiting := [pairs for pairs in left if pairs]:
+        able = [pairs for pairs in waiting if all(map(ready, pairs[0]))]
+        if not able:
+            rank, (own, mirror) = next((rank, pairs[0]) for rank, pairs in enumerate(left) if pairs)
+            raise ValueError(
+                f"ranks {rank} and {schedule.num_ranks - 1 - rank} hold the same parts of the model and cannot run {own} "
+                f"and {mirror} at the same time, so neither could gather their weights; use orders that mirror each other"
+            )
+        done.update(output_key(action) for pairs in able for action in pairs.popleft())
 
 
 def _require_placement(schedule: Schedule) -> None:

@@ -13,12 +13,14 @@ def check_experts(config) -> None:
             f"num_experts={model.num_experts}: of num_layers={model.num_layers} layers, none has experts with "
             f"moe_every={model.moe_every}; use moe_every={model.num_layers} or less"
         )
+    nodes = config.ep_node_size is not None
+    spread = dict(ep=config.ep > 1, ep_node_size=nodes, ep_once_per_node=config.ep_once_per_node)
     if config.model.num_experts:
         require_divides("ep", config.ep, "num_experts", config.model.num_experts)
-        if config.ep_node_size is not None:
+        if nodes:
             require_divides("ep_node_size", config.ep_node_size, "ep", config.ep)
-    elif config.ep > 1 or config.ep_node_size is not None:
-        name = "ep" if config.ep > 1 else "ep_node_size"
+    elif any(spread.values()):
+        name = next(name for name, given in spread.items() if given)
         raise ValueError(
             f"{name}={getattr(config, name)} spreads experts, and num_experts=0: the model has none; leave it out"
         )
@@ -41,6 +43,13 @@ def _check_dispatch(config) -> None:
         raise ValueError(
             f"ep_chunks={config.ep_chunks} cuts what ep ranks send to one another's experts, and ep=1; use ep_chunks=1, or "
             "ep=2 or more"
+        )
+    samples = config.batch_size // config.dp // config.microbatches
+    most = samples * (config.seq_len // config.cp) * config.model.num_experts
+    if config.ep_chunks > max(1, most):
+        raise ValueError(
+            f"ep_chunks={config.ep_chunks} are more than the {most} rows that a rank could send, a microbatch's tokens to "
+            f"num_experts={config.model.num_experts} each; use {most} or fewer"
         )
     if config.ep_once_per_node and config.ep_node_size is None:
         raise ValueError(

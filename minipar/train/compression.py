@@ -155,10 +155,12 @@ def stored_parts(state, comm_of) -> Iterator[StoredPart]:
 @torch.no_grad()
 def restore_compression(state, checkpoint, comm_of) -> None:
     """Load what `stored_parts` stored, on any number of replicas; nothing where the run was not compressed."""
-    params = [p for stage in state.stages for p in stage.parameters() if p.requires_grad]
-    for compressors in _all_compressors(state):
+    by_stage = [[p for p in stage.parameters() if p.requires_grad] for stage in state.stages]
+    params, all_compressors = [p for own in by_stage for p in own], _all_compressors(state)
+    one_each = len(all_compressors) == len(by_stage)  # DDP's; else one for all: ZeRO's, or an optimizer's
+    for compressors, own_params in zip(all_compressors, by_stage if one_each else [params]):
         compressors.on, by_comm = True, {}
-        for param in params:
+        for param in own_params:
             if found := _read_state(checkpoint, param, comm_of(param)):
                 by_comm.setdefault(comm_of(param), {})[param] = found
         for comm, found in by_comm.items():

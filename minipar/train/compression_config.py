@@ -141,7 +141,7 @@ def _check_mesh(config, method: Method) -> None:
             f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; "
             f"use {axis}=1"
         )
-    if walks_alone(config) and config.schedule in TWO_DIRECTIONS:
+    if walks_alone(config) and _two_directions(config):
         raise ValueError(
             f"{of}: the two copies of the model in schedule={config.schedule!r} compute one batch together, and their "
             "weights would differ; use a schedule with one copy, such as dualpipe-v"
@@ -152,10 +152,19 @@ def _check_mesh(config, method: Method) -> None:
             f"{of} needs the norms of whole layers, which {axis}={getattr(config, axis)} cuts; use {axis}=1"
         )
     if config.compress_node_size is not None:
-        ranks = config.dp * config.cp // config.ep
+        ranks, what = _ranks_of_a_parameter(config) // config.ep, f"dp*cp{'*2' * _two_directions(config)}/ep"
         require_divides(
-            "compress_node_size", config.compress_node_size, "the ranks of a parameter (dp*cp/ep)", ranks
+            "compress_node_size", config.compress_node_size, f"the ranks of a parameter ({what})", ranks
         )
+
+
+def _two_directions(config) -> bool:
+    return config.schedule in TWO_DIRECTIONS
+
+
+def _ranks_of_a_parameter(config) -> int:
+    """The ranks whose gradients of a parameter that is no expert's are averaged: of both copies of the model, if any."""
+    return config.dp * config.cp * (2 if _two_directions(config) else 1)
 
 
 # Equality -----------------------------------------------------------------------------------------------------------
@@ -175,8 +184,9 @@ def _loses_nothing(config) -> bool:
         config.model.dim, config.model.num_experts
     ):
         return True
-    alone = config.dp * config.cp == 1
-    return alone and (METHODS[config.compress].averages == "gradient" or config.compress == "local-sgd")
+    return _ranks_of_a_parameter(config) == 1 and (
+        METHODS[config.compress].averages == "gradient" or config.compress == "local-sgd"
+    )
 
 
 def require_exact(config) -> None:
@@ -186,7 +196,7 @@ def require_exact(config) -> None:
         full |= {"powersgd": f"compress_rank={config.model.dim} (full rank)"}
         works = [full[config.compress]] if config.compress in full else []
         if METHODS[config.compress].averages == "gradient" or config.compress == "local-sgd":
-            works.append("dp=1 and cp=1")
+            works.append("dp=1 and cp=1" + ", in one direction" * _two_directions(config))
         if config.compress != "zero-one-adam":
             works.append(f"compress_warmup={config.steps}, the uncompressed steps")
         ways = f"what can be compared is {one_of(works)}" if works else "it has no uncompressed step"

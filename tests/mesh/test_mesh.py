@@ -157,6 +157,10 @@ def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_no
         (dict(dp=8, tp=True), "tp=True; use"),
         (dict(dp=8.0), "dp=8.0; use"),
         (dict(dp="8"), "dp='8'; use"),
+        (
+            dict(pp=1, dp=8, mirrored=True),
+            "pp=1 of a mirrored mesh: each rank mirrors another; use an even number, such as 2",
+        ),
     ],
 )
 def test_sizes_that_do_not_make_up_the_world_are_refused_with_what_would(sizes, message):

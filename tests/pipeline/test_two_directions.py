@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from minipar.data_parallel.fsdp import FSDP
 from minipar.mesh import Mesh, gather, placement_of
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline
-from minipar.schedules import chimera, dualpipe, unfolded
+from minipar.schedules import Schedule, chimera, dualpipe, unfolded, validate
 from tests.pipeline.programs import accumulate, make_batch, own_stages, train_step
-from tests.pipeline.strategies import schedules
+from tests.pipeline.strategies import mutants, schedules
 from tests.pipeline.test_execute import one_process, small_config
 from tests.strategies import assert_equal_to, seeds
 
@@ -109,6 +110,31 @@ def test_both_copies_have_the_whole_gradient_after_a_sum_over_both(schedule, wor
 @given(doubled, st.sampled_from(sorted(WRAPPERS)), st.booleans(), st.integers(1, 2))
 def test_both_copies_have_the_whole_gradient_on_more_ranks(schedule, wrapper, tied, dp):
     check_wrapped(schedule, dp * schedule.num_ranks, wrapper, tied)
+
+
+@st.composite
+def relabelled(draw) -> Schedule:
+    """Two copies after one to three edits: two microbatches change places in what a rank does of one stage."""
+    schedule = draw(doubled)
+    ranks = [list(actions) for actions in schedule.actions]
+    for _ in range(draw(st.integers(1, 3))):
+        own = draw(st.sampled_from(ranks))
+        i = draw(st.integers(0, len(own) - 1))
+        j = draw(st.sampled_from([j for j, action in enumerate(own) if action[:2] == own[i][:2]]))
+        own[i], own[j] = own[j], own[i]
+    return replace(schedule, actions=tuple(map(tuple, ranks)), name=f"relabelled {schedule.name}")
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(st.one_of(relabelled(), relabelled(), mutants(doubled)))
+def test_a_changed_schedule_of_two_copies_is_refused_or_trains_right(schedule):
+    """Under FSDP, where the copies wait for each other at every action."""
+    try:
+        validate(schedule)
+    except ValueError:
+        return
+    check_wrapped(schedule, schedule.num_ranks, "fsdp")
 
 
 def test_copies_that_keep_their_own_gradients_are_noticed():

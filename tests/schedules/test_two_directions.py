@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from minipar.schedules import (
     Action,
     Costs,
+    Schedule,
     chimera,
     dualpipe,
     dualpipe_v,
@@ -154,6 +156,25 @@ def test_a_second_copy_elsewhere_than_the_mirror_is_refused():
         validate(replace(schedule, actions=tuple(map(tuple, both)), stage_rank=(0, 1, 2, 3, 0, 1, 2, 3)))
 
 
+def test_orders_that_cannot_run_in_step_are_refused():
+    """Each rank can come to its end, but not where it waits for the other's shards of the weights at every action."""
+    f0, f1, f2, f3, b0, b1, b2, b3 = (partial(Action, op, stage) for op in "FB" for stage in range(4))
+    down = (f0(0), f3(1), f0(2), f3(3), b3(1), b0(0), b3(3), b0(2))
+    up = (f2(1), f1(0), f2(3), f1(2), b1(0), b2(1), b1(2), b2(3))
+    validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
+    up = (f2(1), f1(2), f2(3), f1(0), *up[4:])
+    says = "ranks 0 and 1 .* cannot run F of microbatch 1 on stage 3 and F of microbatch 2 on stage 1 at the same time"
+    with pytest.raises(ValueError, match=says):
+        validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
+
+
+def test_a_rank_in_the_middle_that_would_hold_a_part_twice_is_refused():
+    f0, f1, f2, f3, f4, f5, b0, b1, b2, b3, b4, b5 = (partial(Action, op, s) for op in "FB" for s in range(6))
+    actions = ((f0(0), f5(1), b5(1), b0(0)), (f1(0), f4(1), b4(1), b1(0)), (f3(1), f2(0), b2(0), b3(1)))
+    with pytest.raises(ValueError, match="on 3 ranks: rank 1 would hold a part twice; use an even number"):
+        validate(Schedule(actions, (0, 1, 2, 2, 1, 0), 2, copies=2))
+
+
 @pytest.mark.parametrize("generator", [chimera, dualpipe])
 def test_odd_sizes_are_refused_with_an_even_one(generator):
     with pytest.raises(ValueError, match="p=3 ranks in two directions: .* use an even number, such as 4"):
@@ -167,6 +188,10 @@ def test_only_a_v_can_be_unfolded():
     for schedule in (one_f_one_b(4, 4), hanayo(2, 4, 4)):
         with pytest.raises(ValueError, match=f"schedule {schedule.name} places .* as a V, such as"):
             unfolded(schedule)
+    with pytest.raises(
+        ValueError, match="schedule chimera has copies=2 and slices=1; to be unfolded .* one of each"
+    ):
+        unfolded(chimera(2, 2))
     assert unfolded(zb_v(2, 3), "mine").name == "mine"
     assert dualpipe(4, 8) == unfolded(dualpipe_v(2, 4), "dualpipe")
 

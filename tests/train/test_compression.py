@@ -82,6 +82,9 @@ EXACT = [
 ]
 
 
+TWO_COPIES = dict(dp=1, pp=2, schedule="chimera", microbatches=2)
+
+
 @pytest.mark.parametrize("options", EXACT, ids=lambda options: options["compress"])
 def test_what_loses_nothing_has_the_numbers_of_one_process(options):
     result = verify(replace(BASE, steps=2, dtype="float64", **options))
@@ -105,11 +108,31 @@ def test_zero_1_of_a_run_has_the_losses_of_zero_0():
         (dict(compress="powersgd"), r"compress_rank=16 \(full rank\)"),
         (dict(compress="zero-one-adam", compress_every=3), "no uncompressed step"),
         (dict(compress="diloco", compress_every=3), "compress_warmup=6"),
+        (TWO_COPIES | dict(compress="int8"), "compress=int8 is lossy.*dp=1 and cp=1, in one direction or"),
     ],
 )
 def test_a_lossy_method_is_not_verified(options, words):
     with pytest.raises(ValueError, match=words):
-        verify(replace(BASE, dp=2, **options))
+        verify(replace(BASE, **dict(dp=2) | options))
+
+
+def test_two_levels_are_of_the_ranks_of_both_copies_of_the_model():
+    result = verify(
+        replace(
+            BASE,
+            steps=1,
+            dtype="float64",
+            **TWO_COPIES,
+            compress="topk",
+            compress_fraction=1.0,
+            compress_node_size=2,
+        )
+    )
+    assert result.equal, result.first_divergence
+    with pytest.raises(
+        ValueError, match=r"compress_node_size=4 does not divide .* \(dp\*cp\*2/ep\)=2; use 1 or 2"
+    ):
+        replace(BASE, **TWO_COPIES, compress="int8", compress_node_size=4)
 
 
 # Resuming -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from importlib import import_module
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from minipar.mesh import Mesh
 from minipar.model import ModelConfig
 from minipar.schedules.registry import TWO_DIRECTIONS
 from minipar.train.train_config import TrainConfig
+from minipar.train.trainer import train
 from minipar.train.verification import table, verify
 from tests.strategies import mesh_sizes
 
@@ -96,6 +98,18 @@ def test_copies_that_do_not_share_their_gradients_are_found(zero, monkeypatch):
     result = verify(replace(BASE, zero=zero))
     assert not result.equal
     assert "gradients, step 0" in table(result)
+
+
+@pytest.mark.parametrize("method", ["sign", "powersgd", pytest.param("topk", marks=pytest.mark.slow)])
+def test_a_stopped_run_whose_stages_compress_goes_on_to_the_same_losses_and_is_saved_again(method, tmp_path):
+    config = replace(
+        BASE, compress=method, steps=4, checkpoint_every=2, verify_steps=0, keep=0, out=tmp_path / "whole"
+    )
+    whole = [line["loss"] for line in train(config).metrics]
+    shutil.rmtree(tmp_path / "whole" / "checkpoints" / "step-00000004")
+    again = train(replace(config, resume=tmp_path / "whole", out=tmp_path / "again"))
+    assert [line["loss"] for line in again.metrics] == whole[2:]
+    assert (tmp_path / "again" / "checkpoints" / "step-00000004").is_dir()
 
 
 @pytest.mark.parametrize(

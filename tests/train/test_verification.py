@@ -303,9 +303,14 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         ),
         (dict(dp=4, ep=4, moe=4, ep_node_size=3), "ep_node_size=3 does not divide ep=4; use 1, 2 or 4"),
         (dict(dp=2, ep_node_size=2), "ep_node_size=2 spreads experts, and num_experts=0"),
+        (dict(ep_once_per_node=True), "ep_once_per_node=True spreads experts, and num_experts=0"),
         (
             dict(dp=4, moe=4, ep_chunks=2),
             "ep_chunks=2 cuts what ep ranks send .* and ep=1; use ep_chunks=1, or ep=2",
+        ),
+        (
+            dict(dp=4, ep=4, moe=4, ep_chunks=10**6),
+            "ep_chunks=1000000 are more than the 512 rows that a rank could send, .* use 512 or fewer",
         ),
         (dict(dp=4, ep=4, moe=4, ep_chunks=0), "ep_chunks=0 is out of range; use 1 or more"),
         (
