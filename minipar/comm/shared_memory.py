@@ -199,7 +199,7 @@ class Link:
             time.sleep(self._connection.gettimeout())  # as with gloo: a message of another tag is none
             raise TimeoutError
         segment.copy_(self._next_slot(segment.numel()))
-        with contextlib.suppress(BrokenPipeError):  # the sender may have ended: it waits for no slot
+        with contextlib.suppress(ConnectionError):  # the sender may have ended: it waits for no slot
             self._connection.send(b"f")
 
     def _next_slot(self, num_bytes: int) -> torch.Tensor:
