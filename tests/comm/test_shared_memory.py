@@ -135,3 +135,16 @@ def test_shared_memory_is_chosen_by_name_and_not_for_nccl(monkeypatch):
     assert choose_transport("gloo") is shared_memory.Shared
     with pytest.raises(ValueError, match="MINIPAR_TRANSPORT='shared' needs gloo"):
         choose_transport("nccl")
+
+
+@pytest.mark.parametrize("ended", [BrokenPipeError, ConnectionResetError])
+def test_a_sender_that_has_ended_wants_no_slot_back(ended):
+    memory = os.memfd_create("test")
+    os.posix_fallocate(memory, 0, shared_memory.SLOT_BYTES * shared_memory.NUM_SLOTS)
+    connection = mock.Mock(**{"send.side_effect": ended})
+    link, segment = shared_memory.Link(connection, memory), torch.zeros(8, dtype=torch.uint8)
+    link._slots[0, :8] = 3
+    with mock.patch.object(link, "_read", return_value=shared_memory.HEADER.pack(5, 0, 8)):
+        link.receive(5, 0, segment)
+    assert segment.tolist() == [3] * 8
+    connection.send.assert_called_once()
