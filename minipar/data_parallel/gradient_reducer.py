@@ -9,6 +9,7 @@ collectives that ranks call in different orders hang, or mix up buckets.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -46,6 +47,27 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class WeakHook:
+    """A hook that calls a method as long as its object is in use elsewhere.
+
+    Python's garbage collector does not see the hooks of a parameter. Were the method itself the hook, parameter and object
+    would keep each other, and with them all gradients and streams, to the end of the process.
+    """
+
+    def __init__(self, method: Callable):
+        self._method = weakref.WeakMethod(method)
+
+    @property
+    def owner(self):
+        """The method's object; None where it is gone."""
+        method = self._method()
+        return None if method is None else method.__self__
+
+    def __call__(self, *args) -> None:
+        if (method := self._method()) is not None:
+            method(*args)
+
+
 class GradientReducer:
     """Reduce buckets in order during the backward; DDP and ZeRO supply `launch` and `finish`.
 
@@ -79,7 +101,7 @@ class GradientReducer:
             take_over(bucket.params, self.owner)
             for param in bucket.params:
                 self.bucket_of[param] = bucket
-                self._hooks.append(param.register_post_accumulate_grad_hook(self.on_gradient))
+                self._hooks.append(param.register_post_accumulate_grad_hook(WeakHook(self.on_gradient)))
         self.begin()
 
     def retire(self, replaced_by: str) -> None:
@@ -163,9 +185,8 @@ def take_over(params: Iterable[nn.Parameter], by: str) -> None:
     """Retire the reducers that these parameters have: those of a DDP or ZeroOptimizer made for them before."""
     for param in params:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            earlier = getattr(hook, "__self__", None)
-            if isinstance(earlier, GradientReducer):
-                earlier.retire(by)
+            if isinstance(hook, WeakHook) and isinstance(hook.owner, GradientReducer):
+                hook.owner.retire(by)
 
 
 def arm_on_backward(outputs, end: BackwardEnd) -> None:
