@@ -61,6 +61,11 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    def wait_until_gone(self) -> None:
+        """Wait, a second at most, until a server whose connections have ended is not alive: they end a little earlier."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+
     def close(self) -> None:
         """End the server, and with it every rank; in a forked child, only let go of it."""
         if os.getpid() == self._caller:

@@ -43,7 +43,7 @@ class Pool:
     """Ranks 0 ... size-1, joined in one process group. The keeper is the connection to the fork server: see there."""
 
     def __init__(self, server: ForkServer, size: int, backend: str):
-        self.size = size
+        self.size, self._server = size, server
         self._owner, self._runs = os.getpid(), 0
         self._folder: str | None = None  # where the ranks find each other
         self.keeper, keeper = Pipe()
@@ -94,6 +94,7 @@ class Pool:
             while self.keeper.poll():
                 self._note(*self.keeper.recv())
         except (EOFError, OSError):
+            self._server.wait_until_gone()
             for rank in self.ranks:
                 rank.ended = rank.ended or "ended with the fork server, which something has killed"
         return [rank for rank in self.ranks if rank.ended and rank.rank not in before]

@@ -241,4 +241,5 @@ def test_a_pool_whose_fork_server_is_killed_says_so_and_the_next_run_works():
 
     with pytest.raises(minipar.RankError, match="ended with the fork server, which something has killed"):
         minipar.run(wait, world_size=1, on_report=kill_server)
+    assert not launch._servers[0].alive()
     assert minipar.run(lambda world: world.rank, world_size=2) == [0, 1]
