@@ -87,11 +87,8 @@ def timeline_of(request: dict) -> Timeline:
     v = chunks_per_rank(name, whole(request, "v", 2) if name in LOOPED else None)
     slices = whole(request, "slices", 2) if name in SLICED else 1
     if (actions := p * m * v * slices * 3) > MOST_ACTIONS:
-        raise ValueError(
-            f"p={p}, m={m} and {v} chunks make {actions:,} actions; use {MOST_ACTIONS:,} or fewer"
-            if slices == 1
-            else f"p={p}, m={m} and {slices} slices make {actions:,} actions; use {MOST_ACTIONS:,} or fewer"
-        )
+        pieces = f"{v} chunks" if slices == 1 else f"{slices} slices"
+        raise ValueError(f"p={p}, m={m} and {pieces} make {actions:,} actions; use {MOST_ACTIONS:,} or fewer")
     costs = Costs(*(shared(seconds(request, op), v, slices) for op in "FIW"), seconds(request, "comm", 0.0))
     limit = request.get("memory_limit") or None
     most = None if limit is None else float(seconds(request, "memory_limit"))

@@ -1,4 +1,4 @@
-"""What optimizers do to all their parameters at once: one operation on a list of tensors is one kernel on a GPU.
+"""Steps of optimizers for all parameters at once: one operation on a list of tensors is one kernel on a GPU.
 
 That holds where a list has one dtype and one device, and the tensors of one place in several lists have one shape.
 """

@@ -1,4 +1,4 @@
-"""What a run is to the planner: its job and its layout, and the options that its predictions leave out."""
+"""A run as the planner sees it: its job and its layout, and the options that the predictions leave out."""
 
 from __future__ import annotations
 

@@ -275,8 +275,13 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, wrappe
     parts = minipar.run(_replicated, config, schedule, batch, wrapper, world_size=4, timeout_s=10)
     want_loss, want = one_process(config, torch.float64, batch, 3)
     assert_equal_to(sum(loss for loss, _ in parts if loss is not None), want_loss)
+    assert_gathered([grads for _, grads in parts], want)
+
+
+def assert_gathered(by_rank, want: dict) -> None:
+    """Require the (placement, gradient) pairs of all ranks to be, put together, the gradients of one process."""
     by_name = defaultdict(list)
-    for _, grads in parts:
+    for grads in by_rank:
         for placement, grad in grads:
             by_name[placement.name].append((placement, grad))
     assert by_name.keys() - {"head.weight"} == want.keys() - {"head.weight"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 from unittest.mock import patch
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from minipar.mesh import Mesh
 from minipar.model import ModelConfig
+from minipar.museum.mesh_faults import copies_keep_their_own_gradients
 from minipar.schedules.registry import TWO_DIRECTIONS
 from minipar.train.train_config import TrainConfig
 from minipar.train.trainer import train
@@ -88,7 +89,8 @@ def test_any_run_in_two_directions_has_the_numbers_of_one_process(config):
 
 
 def _each_copy_by_itself(world, config, text):
-    with patch.object(Mesh, "sharing", lambda self, *axes: self.comm(*axes)):
+    with ExitStack() as changes:
+        copies_keep_their_own_gradients(world, lambda *what: changes.enter_context(patch.object(*what)))
         return import_module("minipar.train.verification")._observe_rank(world, config, text)
 
 
