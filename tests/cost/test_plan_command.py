@@ -6,12 +6,14 @@ from dataclasses import fields, replace
 
 import pytest
 
+from minipar import cli
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.report import run_lines
 from minipar.cost.slices import sizes_of
+from minipar.cost.stages import UNPLANNED
 from minipar.model import ModelConfig
 from minipar.train import TrainConfig
 from minipar.train.slicing import slice_sizes
@@ -169,3 +171,9 @@ def test_the_printed_command_is_the_layout(model, layout):
     assert not config.model.parallel_block
     parallel = replace(job, shape=replace(job.shape, parallel_block=True))
     assert config_of(run_lines(parallel, layout)[0]).model.parallel_block
+
+
+def test_the_help_names_everything_that_is_not_planned():
+    _, _, said = " ".join(cli.plan_command.__doc__.split()).partition("Not planned: ")
+    not_planned = said.partition(" Args:")[0]
+    assert [name for name in UNPLANNED if name not in not_planned] == []
