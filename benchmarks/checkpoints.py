@@ -10,35 +10,37 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import minipar
+from minipar.checkpoint.export import export_model
+from minipar.checkpoint.restore import Checkpoint
+from minipar.checkpoint.saver import Saver
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
-from minipar.train.checkpoint import Saver
-from minipar.train.export import export_model
 from minipar.train.parallelize import parallelize
-from minipar.train.restore import Checkpoint
 from minipar.train.state import described, parts_of, restore
 from minipar.train.text_generation import generate_on_mesh, load_stage
-from minipar.train.train_config import TrainConfig
 
 MODEL = ModelConfig(dim=768, num_layers=14, num_heads=12, max_seq_len=64)  # 99 million parameters, 398 MB
-MESHES = {
+MESHES: dict[str, dict[str, Any]] = {
     "dp4 zero3": dict(dp=4, zero=3),
     "tp4": dict(tp=4),
     "pp4": dict(pp=4, microbatches=4),
     "dp2 tp2 zero1": dict(dp=2, tp=2, zero=1),
 }
-SAVED = "dp4 zero3"  # its checkpoint is what the others read
+SAVED = "dp4 zero3"  # the row whose checkpoint the later rows read
 TOKENS = 4
 
 
 @dataclass
 class Row:
-    """One line of the table: seconds of the slowest rank; of the rank that has most, bytes held, at most, read, written.
+    """One line of the table: seconds on the slowest rank; bytes held, at peak, read and written on the rank with the most.
 
-    held  what stays resident when it is done, beyond what was there before it; peak: the most there was meanwhile
+    held  bytes that stay resident after the operation, beyond those before it
+    peak  the most bytes resident during the operation, beyond those before it
     """
 
     name: str
@@ -58,13 +60,13 @@ class Usage(NamedTuple):
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Each operation in processes that are fresh but for the import of torch; `quick`: with a tenth of the layers."""
+    """Measure each operation in new processes that have only imported torch; `quick`: with a tenth of the layers."""
     model = replace(MODEL, num_layers=4) if quick else MODEL
     base = TrainConfig(model=model, batch_size=8, seq_len=64, steps=1)
     meshes = {name: replace(base, **sizes) for name, sizes in MESHES.items()}
     found = []
 
-    def on_ranks(name: str, function: Callable, *args, world_size: int = 4) -> None:
+    def on_ranks(name: str, function: Callable[..., Usage], *args: Any, world_size: int = 4) -> None:
         minipar.shutdown()
         found.append(row(name, minipar.run(function, *args, world_size=world_size, timeout_s=300)))
 
@@ -75,8 +77,8 @@ def rows(quick: bool = False) -> list[Row]:
         for name in ("dp4 zero3", "tp4"):
             on_ranks(f"load, {name}", load, meshes[name], folder)
         on_ranks("export, one process", export, folder, world_size=1)
-        on_ranks("generate, tp4", generate, folder, dict(tp=4))
-        on_ranks("generate, pp4", generate, folder, dict(pp=4))
+        on_ranks("generate, tp4", generate, folder, 4, 1)
+        on_ranks("generate, pp4", generate, folder, 1, 4)
     minipar.shutdown()
     return found
 
@@ -95,13 +97,17 @@ def print_table(title: str, lines: list[Row]) -> None:
 # What is measured -----------------------------------------------------------------------------------------------------
 
 
-def build(world, config: TrainConfig) -> Usage:
-    return measured(lambda: parallelize(config, Mesh(world, **config.mesh_sizes), world.device))
+def _mesh(world: Comm, config: TrainConfig) -> Mesh:
+    return Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
 
 
-def save(world, config: TrainConfig, folder: str) -> Usage:
-    """Save a state with both moments of AdamW, before any training: they are zeros."""
-    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+def build(world: Comm, config: TrainConfig) -> Usage:
+    return measured(lambda: parallelize(config, _mesh(world, config), world.device))
+
+
+def save(world: Comm, config: TrainConfig, folder: str) -> Usage:
+    """Save a state with both of AdamW's moments, which are zeros before any training."""
+    state = parallelize(config, _mesh(world, config), world.device)
     for x, own in state.optimizer.tensors_and_states():
         own.update(step=x.new_tensor(1.0), exp_avg=x.detach().sin(), exp_avg_sq=x.detach().square())
 
@@ -115,26 +121,26 @@ def save(world, config: TrainConfig, folder: str) -> Usage:
     return measured(write)
 
 
-def load(world, config: TrainConfig, folder: str) -> Usage:
-    """Build and load, moments included: what a resumed run does before its first step."""
+def load(world: Comm, config: TrainConfig, folder: str) -> Usage:
+    """Build the model and load its state, moments included, as a resumed run does before its first step."""
 
-    def resume():
-        state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    def resume() -> object:
+        state = parallelize(config, _mesh(world, config), world.device)
         restore(state, Checkpoint(newest_path(folder)))
         return state
 
     return measured(resume)
 
 
-def export(world, folder: str) -> Usage:
+def export(world: Comm, folder: str) -> Usage:
     return measured(lambda: export_model(Checkpoint(newest_path(folder)), Path(folder) / "model.safetensors"))
 
 
-def generate(world, folder: str, sizes: dict[str, int]) -> Usage:
-    """Load this rank's part of the weights, then a few tokens."""
-    mesh = Mesh(world, **sizes)
+def generate(world: Comm, folder: str, tp: int, pp: int) -> Usage:
+    """Load this rank's part of the weights, then generate a few tokens."""
+    mesh = Mesh(world, tp=tp, pp=pp)
 
-    def tokens():
+    def tokens() -> object:
         stage = load_stage(Checkpoint(newest_path(folder)), mesh, world.device)
         return stage, generate_on_mesh(stage, mesh, [1, 2, 3], TOKENS)
 
@@ -142,15 +148,15 @@ def generate(world, folder: str, sizes: dict[str, int]) -> Usage:
 
 
 def newest_path(folder: str) -> Path:
-    """The checkpoint, unchecked: checking reads all of it once, each rank its share."""
+    """Return the newest checkpoint without checking it; a check would read all of it."""
     return next(Path(folder).glob("step-*"))
 
 
-def measured(operation: Callable) -> Usage:
-    """Run the operation and count what this process needs for it (Linux alone counts all of it)."""
+def measured(operation: Callable[[], object]) -> Usage:
+    """Run the operation and measure what this process needs for it (only Linux measures everything)."""
     trim()
     before, (read, written) = resident("VmRSS"), transferred()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     start_s = time.perf_counter()
     result = operation()
     seconds = time.perf_counter() - start_s
@@ -162,19 +168,19 @@ def measured(operation: Callable) -> Usage:
 
 
 def trim() -> None:
-    """Give back what Python and the allocator keep for later."""
+    """Give memory that Python and the allocator keep for later use back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident(kind: str) -> int:
-    """Resident bytes of this process: VmRSS now, VmHWM at most."""
+    """Return this process's resident bytes: VmRSS for now, VmHWM for the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 def transferred() -> tuple[int, int]:
-    """Bytes that this process has read and written, files, pipes and sockets together."""
+    """Return the bytes that this process has read and written, through files, pipes and sockets together."""
     with open("/proc/self/io", "rb") as file:
         counts = dict(line.split(b": ") for line in os.read(file.fileno(), 4096).splitlines())
     return int(counts[b"rchar"]), int(counts[b"wchar"])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import Row, on_cuda, race, row, run, seconds_a_call, worlds
-from minipar.comm.native import all_gather_single, reduce_scatter_single
+from benchmarks.harness import Row, Times, on_cuda, race, row, run, seconds_a_call, worlds
+from minipar.comm import Comm
+from minipar.transport.native_calls import all_gather_single, reduce_scatter_single
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = [4 * KB, 16 * KB, 64 * KB, 256 * KB, MB, 4 * MB, 16 * MB, 64 * MB]
@@ -18,26 +20,26 @@ LARGE = [256 * MB, 1 << 30]  # on GPUs
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """All-reduce by size on 2 and 4 ranks; the other collectives for information, without a bar."""
+    """Race all-reduces by size on 2 and 4 ranks, and the other collectives for information, without a limit (`bar`)."""
     sizes = [4 * KB, 256 * KB, 4 * MB] if quick else SIZES + (LARGE if on_cuda() else [])
     return [row_ for p in worlds() for row_ in [*_all_reduce(p, sizes, quick), *_others(p, quick)]]
 
 
-def _all_reduce(p: int, sizes: list[int], quick: bool):
+def _all_reduce(p: int, sizes: list[int], quick: bool) -> Iterator[Row]:
     for num_bytes, times in zip(sizes, zip(*run(_race_all_reduce, sizes, quick, world_size=p))):
         name = f"all_reduce_ {_size(num_bytes)}, {p} ranks"
         yield with_bus_bandwidth(row(name, times, _bar(p, num_bytes)), p, num_bytes)
 
 
 def with_bus_bandwidth(r: Row, p: int, num_bytes: int) -> Row:
-    """Note the bytes that a rank of an all-reduce must send, 2(p-1)/p of all, over each side's time: nccl-tests' busbw."""
+    """Add both sides' bus bandwidth, as in nccl-tests, to the note: 2(p-1)/p of the vector's bytes divided by the time."""
     sent = 2 * (p - 1) / p * num_bytes
     ours, theirs = (sent / seconds / 1e9 for seconds in (r.ours_s, r.theirs_s))
     return r._replace(note=f"{r.note}  bus {ours:.2f} GB/s against {theirs:.2f}")
 
 
 def _bar(p: int, num_bytes: int) -> float | None:
-    """The largest ratio allowed: for latency up to 256 KB; from 4 MB on for bandwidth, at least 0.95 of gloo's."""
+    """Return the largest ratio allowed: up to 256 KB, for latency; from 4 MB on, for at least 0.95 of gloo's bandwidth."""
     if on_cuda():
         return None
     if num_bytes <= 256 * KB:
@@ -45,7 +47,7 @@ def _bar(p: int, num_bytes: int) -> float | None:
     return 1 / 0.85 if num_bytes < 4 * MB else 1 / 0.95
 
 
-def _race_all_reduce(world, sizes: list[int], quick: bool):
+def _race_all_reduce(world: Comm, sizes: list[int], quick: bool) -> list[Times]:
     group, results = world.process_group(), []
     for num_bytes in sizes:
         x = torch.zeros(num_bytes // 4, device=world.device)
@@ -54,7 +56,7 @@ def _race_all_reduce(world, sizes: list[int], quick: bool):
     return results
 
 
-def _others(p: int, quick: bool):
+def _others(p: int, quick: bool) -> Iterator[Row]:
     for name, times in zip(OTHERS, zip(*run(_race_others, quick, world_size=p))):
         yield row(f"{name} 4 MB, {p} ranks", times)
 
@@ -62,7 +64,7 @@ def _others(p: int, quick: bool):
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 
 
-def _race_others(world, quick: bool):
+def _race_others(world: Comm, quick: bool) -> list[Times]:
     group, p = world.process_group(), world.size
     x, part, y = (
         torch.zeros(MB, device=world.device),
@@ -84,7 +86,7 @@ def _race_others(world, quick: bool):
 
 
 def _effort(num_bytes: int, quick: bool) -> tuple[int, int]:
-    """(rounds, calls per round): more of both for small messages."""
+    """Return (rounds, calls per round), more of both for small messages."""
     rounds = 31 if num_bytes <= MB else 15
     return (rounds // 4 if quick else rounds), max(1, min(20, MB // num_bytes))
 
@@ -97,14 +99,16 @@ def _size(num_bytes: int) -> str:
 
 
 def measure(
-    world_size: int, algorithm: str, sizes, rounds: int = 9, collective: str = "all_reduce"
+    world_size: int, algorithm: str, sizes: Iterable[int], rounds: int = 9, collective: str = "all_reduce"
 ) -> dict[int, float]:
-    """Time a collective at each size: num_bytes -> seconds, the median over rounds of the slowest rank's time."""
+    """Time a collective at each size; return num_bytes -> seconds, the median over rounds of the slowest rank's time."""
     by_rank = run(_measure, collective, algorithm, list(sizes), rounds, world_size=world_size)
     return {n: statistics.median(map(max, zip(*times))) for n, times in zip(sizes, zip(*by_rank))}
 
 
-def _measure(world, collective: str, algorithm: str, sizes: list[int], rounds: int) -> list[list[float]]:
+def _measure(
+    world: Comm, collective: str, algorithm: str, sizes: list[int], rounds: int
+) -> list[list[float]]:
     out = []
     for num_bytes in sizes:
         call = partial(

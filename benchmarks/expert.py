@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import Row, on_cuda, race, row, run, worlds
+from benchmarks.harness import Row, Times, on_cuda, race, row, run, worlds
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.data.text import batch_of_step, load_text
 from minipar.expert import expert_parallel
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
-from minipar.model import ModelConfig, MoE, Transformer, take_metrics
+from minipar.model import MoE, Transformer, take_metrics
+from minipar.model.aux_loss import MoEMetrics
 from minipar.model.permute import combine, permute_rows, plan_kept_rows
 from minipar.train.optim import BETAS, learning_rate
-from minipar.train.text import batch_of_step, load_text
 
 NUM_EXPERTS, NUM_TOKENS, DIM, HIDDEN, TOP_K = 8, 4096, 128, 176, 2
 
 
-def rows(quick: bool = False):
-    """Grouped against masked experts, our all-to-all against torch's, the shared expert's overlap, and short trainings."""
+def rows(quick: bool = False) -> Iterator[Row]:
+    """Race grouped and masked experts, our all-to-all and torch's, a shared expert's overlap; then train briefly."""
     rounds = 5 if quick else 21
     for dim, hidden, top_k in ((64, 88, 2), (DIM, HIDDEN, TOP_K), (DIM, 2 * HIDDEN, 1)):
         times = run(_race_masks, rounds, dim, hidden, top_k, world_size=1)
@@ -38,7 +43,7 @@ def rows(quick: bool = False):
 # Experts, grouped and masked ----------------------------------------------------------------------------------------
 
 
-def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
+def _race_masks(world: Comm, rounds: int, dim: int, hidden: int, top_k: int) -> Times:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     moe = MoE(dim, hidden, NUM_EXPERTS, top_k, None, device=world.device)
@@ -48,12 +53,12 @@ def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
     )
     layers = [[torch.nn.Parameter(w[e].detach().clone()) for w in moe.experts.parameters()] for e in range(8)]
 
-    def grouped():
+    def grouped() -> None:
         plan = plan_kept_rows(expert, torch.ones_like(expert, dtype=torch.bool), NUM_EXPERTS)
         out = moe.experts(permute_rows(x, plan), plan.counts.tolist())
         combine(out, weight, plan).sum().backward()
 
-    def masked():
+    def masked() -> None:
         y = torch.zeros_like(x)
         for e, (gate, up, down) in enumerate(layers):
             for choice in range(top_k):
@@ -69,8 +74,8 @@ def _race_masks(world, rounds: int, dim: int, hidden: int, top_k: int):
 # All-to-all of rows ------------------------------------------------------------------------------------------------
 
 
-def _race_exchange(world, rounds: int, tokens: int):
-    """Exchange as many rows as `tokens` tokens per rank send at top-2 with capacity_factor 1."""
+def _race_exchange(world: Comm, rounds: int, tokens: int) -> Times:
+    """Race all-to-alls of as many rows as `tokens` tokens per rank send at top-2 with capacity_factor 1."""
     torch.set_num_threads(1)
     n = tokens * TOP_K // world.size
     sizes = [[n] * world.size] * world.size
@@ -85,7 +90,7 @@ def _race_exchange(world, rounds: int, tokens: int):
     )
 
 
-def _race_overlap(world, rounds: int):
+def _race_overlap(world: Comm, rounds: int) -> Times:
     torch.set_num_threads(1)
     x = torch.randn(8, 128, DIM, requires_grad=True, device=world.device)
     steps = []
@@ -93,18 +98,20 @@ def _race_overlap(world, rounds: int):
         moe = MoE(DIM, HIDDEN, NUM_EXPERTS, TOP_K, shared_dim=HIDDEN, device=world.device)
         expert_parallel(moe, world.subgroup(range(world.size), f"overlap {overlap}"), overlap)
         steps.append(lambda moe=moe: moe(x)[0].sum().backward())
-    return race(world, *steps, rounds)
+    return race(world, steps[0], steps[1], rounds)
 
 
 # Training -----------------------------------------------------------------------------------------------------------
 
 STEPS = 500
-DENSE = dict(dim=64, num_layers=2, num_heads=4, max_seq_len=256, hidden_dim=176)
+DENSE: dict[str, Any] = dict(dim=64, num_layers=2, num_heads=4, max_seq_len=256, hidden_dim=176)
 EXPERTS = dict(DENSE, num_experts=8, top_k=2, hidden_dim=88, capacity_factor=1.5)
 UNBALANCED = dict(EXPERTS, balance_coef=0.0)
 
 
-def train(options: dict, steps: int, batch_size: int = 8, lr: float = 2e-3, seed: int = 0):
+def train(
+    options: dict[str, Any], steps: int, batch_size: int = 8, lr: float = 2e-3, seed: int = 0
+) -> tuple[list[float], list[MoEMetrics], float]:
     """Train on the default text; return the losses, the first MoE layer's metrics, and the median seconds per step."""
     config, text = ModelConfig(**options), load_text(None)
     model = Transformer(config, seed)
@@ -125,7 +132,7 @@ def train(options: dict, steps: int, batch_size: int = 8, lr: float = 2e-3, seed
     return losses, metrics, statistics.median(seconds)
 
 
-def _trained(steps: int):
+def _trained(steps: int) -> Iterator[Row]:
     """Train with and without a balance loss, and a dense model; losses and drop rates are means of the last 20 steps."""
     torch.set_num_threads(1)
     dense, balanced, unbalanced = (train(options, steps) for options in (DENSE, EXPERTS, UNBALANCED))

@@ -1,4 +1,4 @@
-"""Ours against theirs: timed in turn, in the same processes, so that a busy machine slows both. On CPUs, or on GPUs."""
+"""Races of ours against theirs, timed in turn in the same processes, so that a busy machine slows both. On CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import minipar
+from minipar.comm import Comm
 from minipar.runtime.devices import Machine, why_not_nccl
 
+Step = Callable[[], object]
+Times = list[tuple[float, float]]  # (ours, theirs) in each round
 DEVICES = ("cpu", "cuda")
 _device: ContextVar[str] = ContextVar("device", default="cpu")  # set by `benchmarks.run` alone
 
 
 class Row(NamedTuple):
-    """One line of a table. `ratio` is ours / theirs, so below 1 ours is faster; `bar` is the largest ratio allowed."""
+    """One line of a table. `ratio` is our time / their time, below 1 if ours is faster; `bar` is the largest allowed."""
 
     name: str
     ours_s: float
@@ -32,23 +35,24 @@ def on_cuda() -> bool:
     return _device.get() == "cuda"
 
 
-def run(function: Callable, *args, **options) -> list:
-    """`minipar.run` on ranks with the device of this benchmark."""
+def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Call `minipar.run` with this benchmark's device."""
     return minipar.run(function, *args, backend="nccl" if on_cuda() else "gloo", **options)
 
 
 def worlds() -> list[int]:
-    """The numbers of ranks to measure on: 2 and 4, on GPUs also 8, as far as NCCL can serve them here."""
+    """Return the numbers of ranks to measure on: 2 and 4; with NCCL, also 8, but at most as many ranks as it can serve."""
     if not on_cuda():
         return [2, 4]
     machine = Machine.here()
     return [ranks for ranks in (2, 4, 8) if why_not_nccl(ranks, machine) is None]
 
 
-def race(world, ours: Callable, theirs: Callable, rounds: int, calls: int = 1) -> list[tuple[float, float]]:
-    """Time both functions: this rank's seconds per call of (ours, theirs) in each round, after one untimed call of each.
+def race(world: Comm, ours: Step, theirs: Step, rounds: int, calls: int = 1) -> Times:
+    """Time both functions; return this rank's seconds per call of (ours, theirs) in each round.
 
-    All ranks start together. The order alternates, since a rank that was preempted in one is late for the next.
+    An untimed call of each comes first. All ranks start together. The order alternates, since a rank that was preempted in
+    one function is late for the next.
     """
     contenders = (ours, theirs)
     for function in contenders:
@@ -62,20 +66,20 @@ def race(world, ours: Callable, theirs: Callable, rounds: int, calls: int = 1) -
     return times
 
 
-def seconds_a_call(world, function: Callable, calls: int = 1) -> float:
+def seconds_a_call(world: Comm, function: Step, calls: int = 1) -> float:
     world.barrier()
     start_s = time.perf_counter()
     for _ in range(calls):
         function()
     if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)  # until here the calls are only enqueued
+        torch.cuda.synchronize(world.device)  # before this, the calls are only enqueued
     return (time.perf_counter() - start_s) / calls
 
 
-def row(name: str, times_by_rank, bar: float | None = None, note: str = "") -> Row:
-    """Make a line of the table from what `race` returned on every rank: a round takes as long as on its slowest rank.
+def row(name: str, times_by_rank: Iterable[Times], bar: float | None = None, note: str = "") -> Row:
+    """Make a line of the table from what `race` returned on every rank; the slowest rank's time is the round's time.
 
-    The ratio is the median of the rounds' ratios; the note begins with their quartiles.
+    The ratio is the median of the rounds' ratios; the note begins with the quartiles.
     """
     rounds = [tuple(map(max, zip(*ranks))) for ranks in zip(*times_by_rank)]
     ratios = sorted(ours / theirs for ours, theirs in rounds)

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed.pipelining as theirs
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import minipar
-from benchmarks.harness import Row, on_cuda, race, row, run, worlds
-from minipar.model import Linear, ModelConfig, Transformer
-from minipar.pipeline import (
-    SCHEDULES,
-    Costs,
-    Pipeline,
-    Schedule,
-    Timeline,
-    balance,
-    make_schedule,
-    measured,
-    partition,
-)
+from benchmarks.harness import Row, Step, Times, on_cuda, race, row, run, worlds
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.model import Linear, Transformer
+from minipar.pipeline import Pipeline, balance, measured, partition
 from minipar.pipeline.emulate import emulate
+from minipar.schedules.costs import Costs
+from minipar.schedules.registry import SCHEDULES, make_schedule
+from minipar.schedules.schedule import Schedule
 from minipar.schedules.simulate import simulate
+from minipar.schedules.timeline import Timeline
 
 CONFIG = ModelConfig(vocab_size=256, dim=128, num_layers=8, num_heads=4, max_seq_len=64)
+Contender = tuple[list[nn.Module], Step]  # a rank's modules, and a step of the pipeline
 MICROBATCHES, SAMPLES = 8, 2  # SAMPLES in each microbatch
 SINGLE_STAGE = {"gpipe": theirs.ScheduleGPipe, "1f1b": theirs.Schedule1F1B}
 SEVERAL_STAGES = {
@@ -36,16 +34,13 @@ SEVERAL_STAGES = {
     "zb-v": theirs.ScheduleZBVZeroBubble,
     "dualpipe-v": theirs.ScheduleDualPipeV,
 }
-UNIT_S = 0.03  # of emulated compute, for each of F, I and W of all of a rank's stages
-LAYERS, SPEEDS = (
-    14,
-    (1.0, 1.0, 0.5, 1.0),
-)  # of a pipeline with a slow rank: it takes twice as long for a layer
-LAYER_S = 0.01  # of a layer's F, I and W each, at speed 1
+UNIT_S = 0.03  # emulated compute time for each of F, I and W, over all of a rank's stages
+LAYERS, SPEEDS = 14, (1.0, 1.0, 0.5, 1.0)  # for a pipeline with a rank that takes twice as long for a layer
+LAYER_S = 0.01  # time of each of F, I and W of a layer at speed 1
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """Whole steps against torch's on 2 and 4 ranks; then runs of ranks that sleep against the simulator."""
+    """Race whole steps against torch's on 2 and 4 ranks; then compare runs of sleeping ranks with the simulator."""
     found = []
     for p in worlds():
         minipar.shutdown()  # torch's stages need a world of exactly p processes
@@ -54,7 +49,7 @@ def rows(quick: bool = False) -> list[Row]:
             times = run(_race_steps, schedule, 5 if quick else 12, world_size=p)
             found.append(row(f"{name} step, {p} ranks", times, 1.0))
     if on_cuda():
-        return found  # ranks that sleep need none
+        return found  # sleeping ranks do not need torch
     timelines = {name: _emulated(name, 1 if quick else 3) for name in SCHEDULES}
     found += [_beside_predicted(timeline) for timeline in timelines.values()]
     found += [_bubbles(timelines["zb-h1"], timelines["1f1b"])]
@@ -64,7 +59,7 @@ def rows(quick: bool = False) -> list[Row]:
 # Against torch -----------------------------------------------------------------------------------------------------
 
 
-def _race_steps(world, schedule: Schedule, rounds: int):
+def _race_steps(world: Comm, schedule: Schedule, rounds: int) -> Times:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch.distributed")
     shape = (2, MICROBATCHES * SAMPLES, CONFIG.max_seq_len)
@@ -83,14 +78,14 @@ def _race_steps(world, schedule: Schedule, rounds: int):
     return race(world, our_step, their_step, rounds)
 
 
-def _ours(world, schedule: Schedule, batch):
+def _ours(world: Comm, schedule: Schedule, batch: tuple[Tensor, ...]) -> Contender:
     modules = _modules(world, schedule)
     pipeline = Pipeline(modules, world, schedule, loss_fn=_cross_entropy)
     return modules, partial(_clear_and_run, modules, partial(pipeline.step, *batch))
 
 
-def _theirs(world, schedule: Schedule, batch):
-    """torch's pipeline of the same modules; where backwards are split, with nn.Linear layers, which torch can split."""
+def _theirs(world: Comm, schedule: Schedule, batch: tuple[Tensor, ...]) -> Contender:
+    """Return torch's pipeline of the same modules; for split backwards, with nn.Linear layers, which torch can split."""
     modules = _modules(world, schedule)
     if any(action.op == "W" for actions in schedule.actions for action in actions):
         modules = [_with_torch_layers(module) for module in modules]
@@ -104,11 +99,11 @@ def _theirs(world, schedule: Schedule, batch):
     else:
         runner = SEVERAL_STAGES[schedule.name](stages, MICROBATCHES, loss_fn=_cross_entropy)
     inputs = batch[:1] if 0 in own else ()
-    targets = {"target": batch[1]} if schedule.num_stages - 1 in own else {}
+    targets: dict[str, Any] = {"target": batch[1]} if schedule.num_stages - 1 in own else {}
     return modules, partial(_clear_and_run, modules, partial(runner.step, *inputs, **targets))
 
 
-def _modules(world, schedule: Schedule) -> list[nn.Module]:
+def _modules(world: Comm, schedule: Schedule) -> list[nn.Module]:
     stages = partition(Transformer(CONFIG, device=world.device), schedule.num_stages)
     return [stages[s] for s in schedule.stages_of(world.rank)]
 
@@ -123,11 +118,11 @@ def _with_torch_layers(module: nn.Module) -> nn.Module:
     return module
 
 
-def _cross_entropy(logits, targets):
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _clear_and_run(modules, step) -> None:
+def _clear_and_run(modules: list[nn.Module], step: Step) -> None:
     for module in modules:
         module.zero_grad()
     step()
@@ -137,12 +132,12 @@ def _clear_and_run(modules, step) -> None:
 
 
 def _costs(schedule: Schedule) -> Costs:
-    """Costs per stage: a rank's share of the model takes UNIT_S, and its stages share that equally."""
+    """Return costs per stage: each op takes UNIT_S per rank, divided equally among the rank's stages."""
     return Costs(*[UNIT_S * schedule.num_ranks / schedule.model_stages] * 3)
 
 
 def _emulated(name: str, runs: int) -> Timeline:
-    """The run with the smallest bubble, of several on four ranks that sleep: a disturbance can only make it larger."""
+    """Return the run with the smallest bubble, of several runs on four sleeping ranks: disturbances only enlarge it."""
     schedule = make_schedule(name, 4, MICROBATCHES)
     timelines = [
         measured(schedule, run(emulate, schedule, _costs(schedule), world_size=4)) for _ in range(runs)
@@ -151,7 +146,7 @@ def _emulated(name: str, runs: int) -> Timeline:
 
 
 def _beside_predicted(timeline: Timeline) -> Row:
-    """Compare the time taken with the time of the same work at the predicted bubble."""
+    """Compare the measured time with the time that the same work takes at the predicted bubble."""
     predicted = simulate(timeline.schedule, _costs(timeline.schedule)).bubble_over_total
     took_s, right_s = timeline.longest_own_span, timeline.ideal / (1 - predicted)
     note = f"bubble {timeline.bubble_over_total:.1%}, predicted {predicted:.1%}"
@@ -159,23 +154,24 @@ def _beside_predicted(timeline: Timeline) -> Row:
 
 
 def _bubbles(split: Timeline, whole: Timeline) -> Row:
-    idle_s = [timeline.longest_own_span - timeline.ideal for timeline in (split, whole)]
-    return Row("bubble of zb-h1 vs 1f1b", *idle_s, idle_s[0] / idle_s[1], 0.4, "a third, predicted")
+    ours_s, theirs_s = (timeline.longest_own_span - timeline.ideal for timeline in (split, whole))
+    return Row("bubble of zb-h1 vs 1f1b", ours_s, theirs_s, ours_s / theirs_s, 0.4, "a third, predicted")
 
 
 def _with_a_slow_rank(runs: int) -> Row:
-    """Compare 1F1B whose layers are cut by the ranks' speeds with 1F1B whose layers are cut equally."""
+    """Compare 1F1B with layers divided by the ranks' speeds and 1F1B with layers divided equally."""
     found, equal = (balance([1.0] * LAYERS, 4, speeds) for speeds in (SPEEDS, None))
     took_s, predicted_s = zip(*(_makespans(cut, runs) for cut in (found, equal)))
     note = (
         f"split {'-'.join(str(len(own)) for own in found)}, predicted {predicted_s[0] / predicted_s[1]:.2f}"
     )
     bar = 1.05 * predicted_s[0] / predicted_s[1]
-    return Row("a slow rank: cut by speeds vs equal", *took_s, took_s[0] / took_s[1], bar, note)
+    ours_s, theirs_s = took_s
+    return Row("a slow rank: cut by speeds vs equal", ours_s, theirs_s, ours_s / theirs_s, bar, note)
 
 
 def _makespans(cut: list[range], runs: int) -> tuple[float, float]:
-    """The seconds of a step on ranks that sleep, the least of several, and those simulated."""
+    """Return the seconds of a step on sleeping ranks, the least of several runs, and the simulated seconds."""
     schedule = make_schedule("1f1b", len(cut), MICROBATCHES)
     costs = Costs(*[[LAYER_S * len(own) / speed for own, speed in zip(cut, SPEEDS)]] * 3)
     emulated = (measured(schedule, run(emulate, schedule, costs, world_size=len(cut))) for _ in range(runs))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
@@ -20,10 +22,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 import minipar
-from benchmarks.harness import Row, race, row, run, worlds
-from minipar.comm import autograd
-from minipar.live_bytes import counted_bytes
-from minipar.model import Linear, ModelConfig, Transformer, cross_entropy_sum
+from benchmarks.harness import Row, Times, race, row, run, worlds
+from minipar.comm import Comm, autograd
+from minipar.config.model_config import ModelConfig
+from minipar.model import Block, Linear, Transformer, cross_entropy_sum
+from minipar.support.live_bytes import counted_bytes
 from minipar.tensor_parallel import tensor_parallel, vocab_parallel_cross_entropy
 
 SMALL = ModelConfig(vocab_size=256, dim=128, num_layers=4, num_heads=8, num_kv_heads=8)
@@ -32,7 +35,7 @@ VOCAB, LOSS_TOKENS, LOSS_DIM = 32768, 1024, 64
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """A training step of two models on 2 and 4 ranks, with sequence parallelism for information; then the loss."""
+    """Race training steps of two models on 2 and 4 ranks, with sequence parallelism for information; then the loss."""
     models = {"0.9 M": (SMALL, 8, 128)} if quick else {"0.9 M": (SMALL, 8, 128), "7 M": (MEDIUM, 4, 256)}
     found = []
     for p in worlds():
@@ -49,7 +52,9 @@ def rows(quick: bool = False) -> list[Row]:
     return [*found, _loss_row(quick)] if 4 in worlds() else found
 
 
-def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_parallel: bool, rounds: int):
+def _race_steps(
+    world: Comm, config: ModelConfig, batch: int, tokens: int, sequence_parallel: bool, rounds: int
+) -> Times:
     torch.set_num_threads(1)
     ours = tensor_parallel(Transformer(config, device=world.device), world, sequence_parallel)
     theirs = dtensor(
@@ -66,7 +71,7 @@ def _race_steps(world, config: ModelConfig, batch: int, tokens: int, sequence_pa
     )
 
 
-def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: int):
+def _race_chunked(world: Comm, config: ModelConfig, batch: int, tokens: int, rounds: int) -> Times:
     """Race sequence parallelism with chunked communication ("ours") against unchunked ("theirs")."""
     torch.set_num_threads(1)
     data = torch.randint(config.vocab_size, (2, batch, tokens), device=world.device)
@@ -79,19 +84,22 @@ def _race_chunked(world, config: ModelConfig, batch: int, tokens: int, rounds: i
     )
 
 
-def _step(model: nn.Module, data: torch.Tensor, context) -> torch.Tensor:
+def _step(
+    model: Transformer, data: torch.Tensor, context: Callable[[], AbstractContextManager[None]]
+) -> torch.Tensor:
     """Run one step with plain SGD, so that the optimizer adds little to the time."""
     with context():
         loss = model.loss(*data)
         loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 0.01 * parameter.grad
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad, alpha=0.01)
             parameter.grad = None
     return loss.detach()
 
 
-def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Module:
+def dtensor(model: Transformer, device_mesh: DeviceMesh, sequence_parallel: bool) -> Transformer:
     """Cut the model by torch's `parallelize_module` over a one-dim device mesh, with torch's plan for a Llama."""
     warnings.filterwarnings("ignore", module="torch.distributed")
     size = device_mesh.size()
@@ -102,20 +110,21 @@ def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Modu
                 replaced.weight = layer.weight
                 setattr(parent, name, replaced)
     between = Shard(1) if sequence_parallel else Replicate()
-    plan = {
+    plan: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
         "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
         "norm": SequenceParallel(),
     }
     for name, block in model.layers.items():
+        assert isinstance(block, Block)
         block.attention.num_heads //= size
         block.attention.num_kv_heads //= size
-        for layer in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
-            plan[f"layers.{name}.{layer}"] = ColwiseParallel()
-        for layer in ("attention.o", "mlp.down"):
-            plan[f"layers.{name}.{layer}"] = RowwiseParallel(output_layouts=between)
-        for layer in ("attention", "mlp"):
-            plan[f"layers.{name}.{layer}_norm"] = SequenceParallel()
+        for part in ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"):
+            plan[f"layers.{name}.{part}"] = ColwiseParallel()
+        for part in ("attention.o", "mlp.down"):
+            plan[f"layers.{name}.{part}"] = RowwiseParallel(output_layouts=between)
+        for part in ("attention", "mlp"):
+            plan[f"layers.{name}.{part}_norm"] = SequenceParallel()
         plan[f"layers.{name}.attention"] = PrepareModuleInput(
             input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
         )
@@ -128,7 +137,8 @@ def dtensor(model: Transformer, device_mesh, sequence_parallel: bool) -> nn.Modu
             for n, style in plan.items()
             if not isinstance(style, SequenceParallel | PrepareModuleInput)
         }
-    return parallelize_module(model, device_mesh, plan)
+    parallelize_module(model, device_mesh, plan)
+    return model
 
 
 def _loss_row(quick: bool) -> Row:
@@ -140,7 +150,7 @@ def _loss_row(quick: bool) -> Row:
     return row(f"split loss vs gathered, V={VOCAB}", [times for times, _ in results], 1.0, note)
 
 
-def _race_losses(world, rounds: int):
+def _race_losses(world: Comm, rounds: int) -> tuple[Times, list[int]]:
     torch.set_num_threads(1)
     torch.manual_seed(world.rank)
     hidden = torch.randn(LOSS_TOKENS, LOSS_DIM, requires_grad=True, device=world.device)
@@ -149,11 +159,11 @@ def _race_losses(world, rounds: int):
         world.device
     )
 
-    def split():
+    def split() -> None:
         vocab_parallel_cross_entropy(world, hidden @ weight.t(), targets, reduction="sum").backward()
         hidden.grad = weight.grad = None
 
-    def gathered():
+    def gathered() -> None:
         logits = autograd.gather(world, hidden @ weight.t(), dim=-1)
         cross_entropy_sum(logits, targets).backward()
         hidden.grad = weight.grad = None

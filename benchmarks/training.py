@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from benchmarks.harness import Row, on_cuda, race, row, run, worlds
-from minipar.comm.cuda_trace import trace_on
+from benchmarks.harness import Row, Step, Times, on_cuda, race, row, run, worlds
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import MACHINES
+from minipar.data.text import Text, load_data
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
-from minipar.trace import overlap_fraction, write_chrome_trace
-from minipar.train import TrainConfig
+from minipar.model.attention import Attention
+from minipar.support.trace import Span, overlap_fraction, write_chrome_trace
 from minipar.train.metrics import flops_per_token
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.text import load_data
+from minipar.transport.cuda_trace import trace_on
 
 SMALL = ModelConfig(dim=128, num_layers=2, num_heads=4, max_seq_len=128)
-LARGE = ModelConfig(
-    dim=2048, num_layers=16, num_heads=16, max_seq_len=2048
-)  # 0.8 billion parameters, on a GPU
+# The model on a GPU: 0.8 billion parameters.
+LARGE = ModelConfig(dim=2048, num_layers=16, num_heads=16, max_seq_len=2048)
 TRACE = "gpu-trace.json"
 
 
 def rows(quick: bool = False) -> list[Row]:
-    """FSDP on every number of ranks, and one rank; the note has TFLOP/s of a rank, and the MFU where its GPU is known."""
+    """Race FSDP steps on each number of ranks, and on one rank; the note has TFLOP/s per rank, and MFU for a known GPU."""
     rounds, large = 3 if quick else 11, on_cuda() and not quick
-    model, samples, dtype = (LARGE, 4, "bfloat16") if large else (SMALL, 2, "float32")
+    model, samples = (LARGE, 4) if large else (SMALL, 2)
     found = []
     for ranks in (1, *worlds()):
         config = TrainConfig(
             model=model, dp=ranks, zero=3 if ranks > 1 else 0, batch_size=samples * ranks,
-            seq_len=model.max_seq_len, dtype=dtype, steps=1000,
+            seq_len=model.max_seq_len, dtype="bfloat16" if large else "float32", steps=1000,
         )  # fmt: skip
         results = run(_race_attention, config, load_data(config)[0], rounds, world_size=ranks)
         made = row(
@@ -50,15 +54,17 @@ def rows(quick: bool = False) -> list[Row]:
 
 
 def _mfu(tflops: float, gpu: str | None) -> str:
-    """The fraction of the peak of a GPU that `cost/machines.py` knows."""
+    """Return MFU as text: the fraction of the GPU's peak, if `cost/machines.py` knows the GPU."""
     for name, machine in MACHINES.items():
         if gpu is not None and name.split("-")[0] in gpu.lower():
             return f", MFU {tflops * 1e12 / machine.peak_flops:.1%} of {gpu}"
     return ""
 
 
-def _race_attention(world, config: TrainConfig, text, rounds: int):
-    """Times of a step, the spans of one, and the GPU's name."""
+def _race_attention(
+    world: Comm, config: TrainConfig, text: Text, rounds: int
+) -> tuple[Times, list[Span], str | None]:
+    """Return the times of the steps, the spans of one step, and the GPU's name."""
     ours, theirs = (_step(world, config, text, core) for core in (None, _torch_attention))
     times = race(world, ours, theirs, rounds)
     world.trace = trace = trace_on(world.device)
@@ -68,13 +74,16 @@ def _race_attention(world, config: TrainConfig, text, rounds: int):
     return times, trace.spans, gpu
 
 
-def _step(world, config: TrainConfig, text, core):
-    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+def _step(world: Comm, config: TrainConfig, text: Text, core: Callable[..., Tensor] | None) -> Step:
+    state = parallelize(
+        config, Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep), world.device
+    )
     for stage in state.stages if core is not None else ():
-        for block in stage.layers.values():
-            block.attention.overrides.core = core
+        for module in stage.modules():
+            if isinstance(module, Attention):
+                module.overrides.core = core
     return partial(train_step, world, state, config, text, 0)
 
 
-def _torch_attention(q, k, v, *args, **options):
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

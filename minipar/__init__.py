@@ -2,14 +2,11 @@
 
 For the same model, seed and batch, every mesh computes the same numbers. Each part imports from those above it alone:
 
-errors           error messages for invalid requests; RankError for a failed rank
-chunks           chunk sizes, as torch.chunk cuts
-trace            spans of compute, communicate and wait time
-live_bytes       live and peak tensor bytes on a CPU
-staging          copies to a GPU for which the host does not wait
-options          fields of a configuration with their help, and type checks
+support          errors, the registry of kinds and extras, options, traces
 schedules        pipeline schedules as data; imports no torch
+config           the settings of a run and of a model, and every rule of what is legal; imports no torch
 cost             memory, traffic and time of a run by formula, and the planner; imports no torch
+transport        how bytes move between ranks
 comm             Comm: ranks, messages, collectives
 mesh             ranks and axes; placements, the part of a global tensor that a rank holds
 runtime          ranks as processes, in a local pool or under torchrun
@@ -21,12 +18,13 @@ pipeline         one executor for every schedule
 expert           expert parallelism for mixtures of experts
 context          attention over a sequence split across ranks
 spec             specifications that check an implementation: ours, or a learner's
+data             the batch of a step, as a function of seed and step
+checkpoint       weights and states in files: written sharded, read on any mesh
 train            training on any mesh, checked against one process
-exercises        pieces for a learner to write, checked by the specifications
-museum           real bugs that can be run, and what finds them
-quiz             the interview book, and a quiz from it
-flags            configurations as command-line flags
-report           progress bar, figures and summary of a run
+verification     any mesh against one process, tensor by tensor
+inference        many requests served together, each with the text it has alone
+extras           what few runs use, found by name: nothing above imports it
+learn            exercises, puzzles, museum of bugs, quiz
 cli              the `minipar` command
 __main__         `python -m minipar`
 

@@ -14,12 +14,12 @@ import torch
 import minipar
 from minipar.comm import hierarchical, ring
 from minipar.comm.objects import gather_objects
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_text
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.text import load_text
 
 ELEMS = 1 << 20  # 4 MiB to be summed
 STEPS = 3

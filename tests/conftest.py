@@ -1,9 +1,13 @@
 """For every test: drawn examples that repeat, one thread, no windows, GPU tests only where there are GPUs.
 
+`pytest --quick` is what `make test` runs: every claim, on fewer examples. A property draws a fifth of its examples, of the
+cases of a test marked `sampled(n)` one in n is run, and what is marked `thorough` is left to `make test-all`.
+
 With MINIPAR_TRANSPORT=grouped, every test on ranks but those marked `tagged` runs by NCCL's rules.
 """
 
 import os
+from collections import Counter
 
 os.environ["MPLBACKEND"] = "Agg"
 
@@ -12,19 +16,55 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from minipar.runtime.devices import Machine, why_not_nccl
+from tests.examples import ALL
 
 # Real ranks answer in their own time: neither a deadline nor a slow draw says anything about the code. Nor does it that
 # of the layouts one can draw for a model few are legal.
 _IRRELEVANT = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 _SHARED = dict(deadline=None, print_blob=True, database=None, suppress_health_check=_IRRELEVANT)
-settings.register_profile("default", derandomize=True, max_examples=25, **_SHARED)
-settings.register_profile("slow", max_examples=200, **_SHARED)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+settings.register_profile("quick", derandomize=True, max_examples=ALL // 5, **_SHARED)
+settings.register_profile("all", derandomize=True, max_examples=ALL, **_SHARED)
+settings.register_profile("slow", max_examples=8 * ALL, **_SHARED)
 
 torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption(
+        "--quick", action="store_true", help="every claim, on fewer examples: what `make test` runs"
+    )
+
+
+def pytest_configure(config):
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick" if config.option.quick else "all"))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.option.quick:
+        chosen = sampled(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    skip_what_cannot_run(items)
+
+
+def sampled(items):
+    """Return the items of a quick run: none marked `thorough`, and of those marked `sampled(n)` every n-th case.
+
+    The second case of each n: the first is often the trivial one, a single rank.
+    """
+    chosen, cases = set(), Counter()
+    for item in items:
+        if item.get_closest_marker("thorough") is not None:
+            continue
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            cases[item.function] += 1
+            if cases[item.function] % mark.args[0] != 2 % mark.args[0]:
+                continue
+        chosen.add(item)
+    return chosen
+
+
+def skip_what_cannot_run(items):
     """Skip `nccl(n)` where NCCL cannot serve n ranks (2 unless told) here, and `tagged(why)` in grouped runs."""
     grouped, machine = os.environ.get("MINIPAR_TRANSPORT") == "grouped", Machine.here()
     for item in items:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
+from minipar.config.train_config import TrainConfig
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.uint8)
 
@@ -67,3 +69,10 @@ def assert_equal_to(
     assert difference <= limit, (
         f"{what}: max|a - b| = {difference:.3e} > {limit:.3e} (max|b| = {largest:.3e})"
     )
+
+
+def config_of(**values) -> TrainConfig:
+    """Return a TrainConfig of values, of which a choice's are a name, or (name, options)."""
+    options = {name: value[1] for name, value in values.items() if isinstance(value, tuple)}
+    plain = {name: value[0] if isinstance(value, tuple) else value for name, value in values.items()}
+    return TrainConfig(**plain, options={name: own for name, own in options.items() if own})

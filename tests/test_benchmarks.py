@@ -6,8 +6,8 @@ import benchmarks
 from benchmarks import checkpoints, context, harness, training
 from benchmarks.collectives import line, with_bus_bandwidth
 from benchmarks.harness import Row, print_table, row
+from minipar.config.model_config import ModelConfig
 from minipar.cost.machines import find_machine
-from minipar.model import ModelConfig
 
 
 def test_a_round_takes_as_long_as_on_its_slowest_rank():

@@ -3,14 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.mesh import Mesh
-from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.train.verification import table, verify
+from minipar.verification.verify import table, verify
 from tests.comm.cases import cases, failures
+from tests.examples import examples
 from tests.strategies import mesh_sizes, num_ranks
 
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
@@ -21,7 +22,9 @@ MESHES = {
     "chunks behind products, zero bubble": dict(
         pp=2, tp=2, sequence_parallel=True, tp_chunked=True, microbatches=2, schedule="zb-v"
     ),
-    "experts in two levels": dict(dp=4, ep=4, ep_node_size=2, zero=2, model=EXPERTS),
+    "experts in two levels": dict(
+        dp=4, ep=4, dispatch=("all-to-all", {"node_size": 2}), zero=2, model=EXPERTS
+    ),
     "two attentions": dict(cp=4, cp_attention="usp", cp_ulysses=2),
     "zigzag ring": dict(dp=2, cp=2, cp_layout="zigzag"),
     "torch's own collectives": dict(dp=2, tp=2, algorithm="native"),
@@ -29,17 +32,18 @@ MESHES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_by_nccls_rules_gives_the_numbers_of_one_process(monkeypatch, name):
     monkeypatch.setenv("MINIPAR_TRANSPORT", "grouped")
-    result = verify(replace(DEFAULTS, steps=2, **MESHES[name]))
+    result = verify(DEFAULTS.choosing(steps=2, **MESHES[name]))
     assert result.equal, table(result)
 
 
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
 
 
-@settings(max_examples=3)
+@examples(3)
 @given(sizes=mesh_sizes(max_ranks=6), data=st.data())
 def test_collectives_along_every_axis_of_any_mesh_are_right_by_nccls_rules(sizes, data):
     calls = {size: data.draw(st.lists(cases(size), min_size=2, max_size=4)) for size in range(1, 7)}
@@ -50,5 +54,5 @@ def test_collectives_along_every_axis_of_any_mesh_are_right_by_nccls_rules(sizes
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MINIPAR_TRANSPORT", "grouped")
-        found = minipar.run(wrong, world_size=num_ranks(sizes), timeout_s=10)
+        found = minipar.run(wrong, world_size=num_ranks(sizes))
     assert found == [[[] for _ in AXES] for _ in found]

@@ -3,20 +3,24 @@
 import json
 import re
 from pathlib import Path
+from pydoc import locate
 
 import pytest
 
-from minipar.exercises import EXERCISES
-from minipar.museum.gallery import EXHIBITS
+from minipar.learn.exercises.registry import EXERCISES
+from minipar.learn.museum.gallery import EXHIBITS
 
 FOLDER = Path(__file__).parent.parent / "lessons"
 LESSONS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
 NUMBERS = [path.name[:2] for path in LESSONS]
+PAGES = sorted([*FOLDER.rglob("*.ipynb"), *FOLDER.rglob("*.md")])
 HEAD = re.compile(
     r"# (?P<number>\d\d) · (?P<title>\S.*)\n\n"
     r"\*(?P<minutes>\d+) minutes · needs (?P<needs>.+) · next (?P<next>.+)\*\n\n\S"
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
+FILE = re.compile(r"(?<![\w./-])((?:minipar|visualize|tests|docs|benchmarks)/[\w./-]*\w)")
+NAME = re.compile(r"`(minipar(?:\.\w+)+)")
 SECTIONS = ("The problem", "By hand", "Where it breaks", "Your turn", "In the interview", "Further reading")
 BOX = "In torch"  # anywhere between "By hand" and "Your turn"
 ALL_TORCH = "15"  # the lesson that is nothing but such boxes; the others are its by-hand versions
@@ -99,6 +103,38 @@ def cells_with_text(cells: list[dict]) -> list[str]:
     return [cell["source"] for cell in cells if cell["cell_type"] == "markdown"]
 
 
+def texts_of(path: Path) -> str:
+    """The texts of a page or a notebook, and the sources that a notebook shows."""
+    if path.suffix == ".md":
+        return path.read_text()
+    cells = cells_of(path)
+    outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", ())]
+    shown = ["".join(data["text/markdown"]) for data in outputs if "text/markdown" in data]
+    code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    return "\n\n".join([text_of(cells, "markdown"), *(code.sub("", text) for text in shown)])
+
+
+def dead_ends(text: str, folder: Path) -> list[str]:
+    """The links, files of the project and dotted names in a text of this folder that lead nowhere."""
+    links = [target.partition("#")[0] for target in LINK.findall(text) if "://" not in target]
+    return [
+        *(f"link to {target}" for target in links if not (folder / target).exists()),
+        *(f"file {name}" for name in FILE.findall(text) if not (FOLDER.parent / name).exists()),
+        *(f"name {name}" for name in set(NAME.findall(text)) if locate(name) is None),
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(FOLDER).as_posix())
+def test_links_files_and_names_in_texts_exist(path):
+    assert dead_ends(texts_of(path), path.parent) == []
+
+
+def test_dead_ends_are_found():
+    text = "[`a`](../minipar/trace.py), `minipar/train/restore.py` and `minipar.trace.Trace(...)`"
+    found = ["link to ../minipar/trace.py", "file minipar/train/restore.py", "name minipar.trace.Trace"]
+    assert dead_ends(text, FOLDER) == found
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_keeps_to_the_template(path):
     assert faults(path.name[:2], cells_of(path)) == []
@@ -122,6 +158,18 @@ def test_a_lesson_shows_an_image_in_its_first_section():
         if not any("image/png" in output.get("data", {}) for output in outputs):
             late.append(path.name)
     assert late == []
+
+
+def leaves_folders(code: str) -> bool:
+    """Return whether code makes a temporary folder that nobody removes."""
+    return "mkdtemp" in code
+
+
+def test_no_notebook_leaves_a_temporary_folder():
+    """`tempfile.mkdtemp` leaves its folder behind; a `TemporaryDirectory` that the notebook holds goes with the kernel."""
+    left = [path.name for path in FOLDER.rglob("*.ipynb") if leaves_folders(text_of(cells_of(path), "code"))]
+    assert left == []
+    assert leaves_folders("pictures = Path(tempfile.mkdtemp())")
 
 
 GOOD = cells_of(LESSONS[0])

@@ -10,9 +10,10 @@ from collections import Counter
 
 import pytest
 
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig, train
-from minipar.train.internode_traffic import gradient_bytes, tp_bytes
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.train import train
+from minipar.train.node_warning import sent_bytes
 from tests.across_hosts import CONFIG, ELEMS, STEPS
 from tests.hosts import DEVICE, TwoHosts, why_not
 
@@ -57,11 +58,13 @@ def losses(folder) -> dict[int, tuple]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
 
 
+@pytest.mark.thorough
 def test_training_on_two_hosts_gives_the_losses_of_one(hosts, one_host, tmp_path):
     hosts.torchrun("-m", "minipar", *TRAIN, "--out", str(tmp_path))
     assert losses(tmp_path) == dict(enumerate(one_host))
 
 
+@pytest.mark.thorough
 def test_when_a_rank_is_killed_both_hosts_restart_and_resume(hosts, one_host, tmp_path):
     out = tmp_path / "run"
     resuming = ("--out", str(out), "--resume", str(out), "--checkpoint-every", "2")
@@ -82,6 +85,7 @@ def counted(hosts, tmp_path_factory):
     return json.loads(file.read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("algorithm", "vectors"),
     [
@@ -110,7 +114,8 @@ def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_b
 
 def test_tp_inside_a_host_leaves_the_link_to_the_gradients_and_tp_across_costs_its_formula(counted):
     """The same mesh, model and batch: only which ranks are neighbours differs."""
-    tp, (gradients, _) = tp_bytes(CONFIG, CONFIG.mesh_sizes), gradient_bytes(CONFIG, CONFIG.mesh_sizes)
+    sent = sent_bytes(CONFIG, CONFIG.mesh_sizes)
+    tp, gradients = sent["tp"], sent["dp"]
     for rank in counted:
         for placed in ("tp inside", "tp across"):
             assert rank[placed]["tp"] == STEPS * tp

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import minipar
-from minipar.flags import flags_of
-from minipar.train.train_config import TrainConfig
+from minipar.cli.flags import flags_of
+from minipar.config.choices import CHOSEN
+from minipar.config.train_config import TrainConfig
 
 NAMES = Path(__file__).parent.parent / "docs" / "names.md"
 
@@ -43,12 +44,10 @@ def find(name: str):
 
 def attribute(owner, name: str):
     """The attribute; of a class also one that its instances get."""
-    if (
-        inspect.isclass(owner)
-        and not hasattr(owner, name)
-        and re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(owner))
-    ):
-        return name
+    if inspect.isclass(owner) and not hasattr(owner, name):
+        ours = [base for base in owner.__mro__ if base.__module__.startswith("minipar")]
+        if any(re.search(rf"self\.{name}\b[^=\n]*=", inspect.getsource(base)) for base in ours):
+            return name
     return getattr(owner, name)
 
 
@@ -56,20 +55,21 @@ def flag_names(flags, prefix="--") -> set[str]:
     names = set()
     for field, value in vars(flags).items():
         if hasattr(value, "__dataclass_fields__"):
-            names |= flag_names(value, f"{prefix}{field}." if field == "model" else prefix)
+            own = f"{prefix}{field.replace('_', '-')}." if field in ("model", *CHOSEN) else prefix
+            names |= flag_names(value, own)
         else:
-            names.add(prefix + field.replace("_", "-"))
+            names.add((prefix + field).replace("_", "-"))
     return names
 
 
-FLAGS = flag_names(flags_of(TrainConfig(), {}))
+FLAGS = flag_names(flags_of(TrainConfig(), {}, None))  # None: the options of every choice
 ROWS = list(rows())
 
 
 def test_the_tables_are_read():
     assert len(ROWS) > 70
     assert len({concept for concept, *_ in ROWS}) == len(ROWS)
-    assert {"--dp", "--cp-attention", "--model.num-experts"} <= FLAGS
+    assert {"--dp", "--cp-attention", "--model.num-experts", "--compress.rank"} <= FLAGS
 
 
 @pytest.mark.parametrize(("concept", "ours"), [row[:2] for row in ROWS], ids=[row[0] for row in ROWS])

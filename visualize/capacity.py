@@ -2,7 +2,7 @@
 
     python -m visualize.capacity [--factors 0.5 1 1.25 2 None] [--steps 300] [--out runs/capacity.png]
 
-Every run has the same weights at the start and the same batches; only the experts' room differs.
+Every run starts from the same weights and has the same batches; only the experts' capacity differs.
 Source of the question: Switch Transformers, arXiv:2101.03961, table 1; ST-MoE, arXiv:2202.08906, table 8.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,20 +19,22 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from minipar.errors import require_positive
-from minipar.model import ModelConfig, Transformer, take_metrics
+from minipar.config.check_paths import require_picture
+from minipar.config.model_config import ModelConfig
+from minipar.data.text import batch_of_step, load_text
+from minipar.model import Transformer, take_metrics
+from minipar.support.errors import require_positive
 from minipar.train.optim import BETAS, clip_grad_norm_, learning_rate
-from minipar.train.text import batch_of_step, load_text
 from visualize.style import BLUE, INK, LARGE, NORMAL, RANKS, SMALL, VERMILION, new_figure, quiet, write
 
 FACTORS = (0.5, 1.0, 1.25, 2.0, None)
-LAST = 20  # steps over which a run's last loss is a mean
-MODEL = dict(dim=64, num_layers=2, num_heads=4, hidden_dim=88, max_seq_len=128, num_experts=8, top_k=1)
+LAST = 20  # a run's last loss is the mean over this many steps
+MODEL = ModelConfig(dim=64, num_layers=2, num_heads=4, hidden_dim=88, max_seq_len=128, num_experts=8, top_k=1)
 BATCH_SIZE, LR, WARMUP = 8, 3e-3, 20
 
 
 class Run(NamedTuple):
-    """A training with one capacity factor, None: room for all. Per step, nats a token, and the share of dropped choices."""
+    """A training with one capacity factor (None: no limit): per step, nats per token and the share of dropped choices."""
 
     factor: float | None
     losses: list[float]
@@ -52,11 +55,11 @@ class Run(NamedTuple):
 
 def train_with(factor: float | None, steps: int, seed: int = 0) -> Run:
     """Train `MODEL`, with experts in its second layer, on the text that comes with Python, in this process."""
-    model, text = Transformer(ModelConfig(**MODEL, capacity_factor=factor), seed), load_text(None)
+    model, text = Transformer(replace(MODEL, capacity_factor=factor), seed), load_text(None)
     optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, weight_decay=0.1)
     losses, dropped = [], []
     for step in range(steps):
-        batch = batch_of_step(text, seed, step, BATCH_SIZE, MODEL["max_seq_len"])
+        batch = batch_of_step(text, seed, step, BATCH_SIZE, MODEL.max_seq_len)
         optimizer.param_groups[0]["lr"] = learning_rate(step, steps, LR, WARMUP)
         optimizer.zero_grad()
         loss = model.loss(batch.tokens, batch.targets)
@@ -75,7 +78,7 @@ def draw_capacity(runs: Sequence[Run], path: str | Path) -> Path:
 
 
 def capacity_figure(runs: Sequence[Run]) -> Figure:
-    """Draw each run's last loss and dropped share over the factors and, beside them, the dropped share over the steps."""
+    """Draw last loss and dropped share against the capacity factor and, beside it, each run's dropped share over steps."""
     if not runs or not all(run.losses for run in runs):
         raise ValueError("no runs to draw; give at least one run with one step")
     figure = new_figure(9.0, 3.6)
@@ -95,7 +98,7 @@ def capacity_figure(runs: Sequence[Run]) -> Figure:
 
 
 def _draw_ends(axes: Axes, runs: Sequence[Run]) -> None:
-    """One bar for what is dropped at the end, behind one point for the loss; a place on the axis for each run."""
+    """Draw for each run a bar for the share dropped at the end and, in front of it, a point for the loss."""
     places = range(len(runs))
     shares = axes.twinx()
     shares.bar(places, [run.last_dropped for run in runs], width=0.5, color=VERMILION, alpha=0.35)
@@ -103,7 +106,7 @@ def _draw_ends(axes: Axes, runs: Sequence[Run]) -> None:
     for place, run in zip(places, runs):
         axes.annotate(f"{run.last_loss:.3f}", (place, run.last_loss), (6, 4), textcoords="offset points",
                       fontsize=SMALL, color=INK)  # fmt: skip
-    axes.set_zorder(shares.get_zorder() + 1)  # points before bars
+    axes.set_zorder(shares.get_zorder() + 1)  # points in front of bars
     axes.patch.set_visible(False)
     axes.margins(x=0.12, y=0.25)
     axes.set_xticks(places, [run.name for run in runs], fontsize=SMALL)
@@ -124,17 +127,16 @@ def main(
     """Train a small mixture of 8 experts once for each capacity factor, and draw loss and drops.
 
     Args:
-        factors: capacity factors, or None for room for all.
+        factors: capacity factors; None: no limit.
         steps: optimizer steps of each run.
-        seed: of weights and batches.
+        seed: seed of weights and batches.
         out: a .png, .svg or .pdf.
     """
     require_positive(steps=steps)
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"out={out} is not the name of a picture; use one that ends in .png, .svg or .pdf")
+    require_picture("out", out)
     for factor in factors:
-        ModelConfig(**MODEL, capacity_factor=factor)  # raises ValueError for a factor out of range
-    torch.set_num_threads(1)  # its matrices are too small to be divided
+        replace(MODEL, capacity_factor=factor)  # raises ValueError for a factor out of range
+    torch.set_num_threads(1)  # the matrices are too small for several threads
     runs = []
     for factor in factors:
         runs.append(train_with(factor, steps, seed))

@@ -1,12 +1,14 @@
-"""Pictures of saving and going on: a day with failures, a tensor's parts, a resumed loss, the loop's stalls, goodput."""
+"""Pictures of saving and resuming: a day with failures, a tensor's parts, a resumed run's loss, stalls, goodput."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch, Rectangle
 
+from minipar.mesh.regions import Box
 from visualize.style import (
     BLUE,
     FAINT,
@@ -19,13 +21,14 @@ from visualize.style import (
     RANKS,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     text_on,
     write,
 )
 
-OF_A_DAY = {
+OF_A_DAY: dict[str, Style] = {
     "work": dict(color=BLUE), "save": dict(color=ORANGE), "lost": dict(color=VERMILION), "restart": IDLE,
 }  # fmt: skip
 
@@ -33,7 +36,7 @@ OF_A_DAY = {
 def draw_days(days: Mapping[str, Sequence[tuple[str, float, float]]], title: str, path: str | Path) -> Path:
     """Draw days of 24 hours below each other, each with its goodput; return the path.
 
-    days  name -> (work, save, lost or restart; first hour, last hour) of each stretch
+    days  name -> one (kind, first hour, last hour) per stretch of time; kind is work, save, lost or restart
     """
     figure = new_figure(10, 1 + 0.6 * len(days))
     axes = figure.subplots()
@@ -46,16 +49,16 @@ def draw_days(days: Mapping[str, Sequence[tuple[str, float, float]]], title: str
     axes.set_xlabel("hours", fontsize=NORMAL)
     axes.set_title(title, loc="left", fontsize=NORMAL)
     axes.set_title("goodput", loc="right", fontsize=NORMAL)
-    handles = [Patch(**({"label": what} | style)) for what, style in OF_A_DAY.items()]
+    handles = [Patch(**style, label=what) for what, style in OF_A_DAY.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=NORMAL)
     _rows(axes, list(days))
     return write(figure, path)
 
 
 def draw_parts(
-    title: str, shape: tuple[int, int], owners: Mapping[str, Iterable[tuple[int, object]]], path: str | Path
+    title: str, shape: tuple[int, int], owners: Mapping[str, Iterable[tuple[int, Box]]], path: str | Path
 ) -> Path:
-    """Draw which rank has which rows and columns of a matrix, once for each name of `owners`; return the path.
+    """Draw which rank has which rows and columns of a matrix, in one drawing per name of `owners`; return the path.
 
     owners  name -> (rank, box with `start` and `length`)
     """
@@ -67,7 +70,7 @@ def draw_parts(
             axes.add_patch(Rectangle((x, y), width, height, facecolor=RANKS[rank], edgecolor="none"))
             if rank not in labelled and width == shape[1]:
                 labelled.add(rank)
-                style = dict(ha="center", va="center", color=text_on(RANKS[rank]), fontsize=NORMAL)
+                style: Style = dict(ha="center", va="center", color=text_on(RANKS[rank]), fontsize=NORMAL)
                 axes.text(shape[1] / 2, y + height / 2, f"rank {rank}", **style)
         axes.set(xlim=(0, shape[1]), ylim=(shape[0], 0), xticks=[0, shape[1]], yticks=[0, shape[0]])
         axes.set_title(name, loc="left", fontsize=NORMAL)
@@ -83,13 +86,19 @@ def draw_resumed(
     labels: Sequence[str],
     path: str | Path,
 ) -> Path:
-    """Draw the loss by step of a run that never stopped, of one that did, and of one that went on; return the path."""
+    """Draw the losses of a run that never stopped, of a run that stopped, and of its continuation; return the path."""
     figure = new_figure(8, 3.2)
     axes = figure.subplots()
-    axes.plot(whole.keys(), whole.values(), color=GREY, linewidth=1.2, label=labels[0])
-    axes.plot(before.keys(), before.values(), "o", color=BLUE, markersize=4, label=labels[1])
+    axes.plot(list(whole), list(whole.values()), color=GREY, linewidth=1.2, label=labels[0])
+    axes.plot(list(before), list(before.values()), "o", color=BLUE, markersize=4, label=labels[1])
     axes.plot(
-        after.keys(), after.values(), "o", color=VERMILION, fillstyle="none", markersize=8, label=labels[2]
+        list(after),
+        list(after.values()),
+        "o",
+        color=VERMILION,
+        fillstyle="none",
+        markersize=8,
+        label=labels[2],
     )
     first, last = min(after), max(before)
     axes.axvspan(first - 0.5, last + 0.5, ymax=0.62, color=FAINT, linewidth=0)
@@ -108,9 +117,9 @@ def draw_resumed(
 def draw_stalls(
     loops: Mapping[str, Sequence[tuple[float, float, float]]], title: str, path: str | Path
 ) -> Path:
-    """Draw loops below each other: computing in blue, standing still in orange; return the path.
+    """Draw training loops below each other: computing in blue, stalled in orange; return the path.
 
-    loops  name -> (step began, computed until, stood still until) of each step, in seconds
+    loops  name -> (start, end of computing, end of the stall) of each step, in seconds
     """
     figure = new_figure(9, 1.9)
     axes = figure.subplots()
@@ -132,9 +141,9 @@ def draw_goodput(
     minutes: Sequence[float], curves: Sequence[tuple[str, Sequence[float], Sequence[float], float]], title: str,
     path: str | Path,
 ) -> Path:  # fmt: skip
-    """Draw goodput by the minutes between saves; return the path.
+    """Draw goodput against the minutes between saves; return the path.
 
-    curves  (label, simulated, by formula, the formula's best interval in minutes)
+    curves  (label, simulated goodput, goodput by formula, the formula's best interval in minutes)
     """
     figure = new_figure(8, 3.4)
     axes = figure.subplots()
@@ -143,7 +152,7 @@ def draw_goodput(
         axes.plot(minutes, formula, color=colour, linestyle=(0, (3, 2)), linewidth=1, label="by formula")
         nearest = min(range(len(minutes)), key=lambda i: abs(minutes[i] - best))
         axes.plot([best], [simulated[nearest]], "o", color=colour)
-        style = dict(textcoords="offset points", ha="center", fontsize=SMALL, color=INK)
+        style: Style = dict(textcoords="offset points", ha="center", fontsize=SMALL, color=INK)
         axes.annotate(
             f"sqrt(2CM) = {best:.0f} min", (best, simulated[nearest]), (0, -16 if below else 8), **style
         )
@@ -158,7 +167,7 @@ def draw_goodput(
     return write(figure, path)
 
 
-def _rows(axes, names: Sequence[str]) -> None:
+def _rows(axes: Axes, names: Sequence[str]) -> None:
     axes.set_yticks([row + 0.4 for row in range(len(names))], names)
     quiet(axes)
     axes.tick_params(axis="y", labelsize=NORMAL, length=0)

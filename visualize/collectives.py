@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from visualize.style import (
     RANKS,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     write,
@@ -31,7 +32,7 @@ State = tuple[tuple[frozenset[int], ...], ...]
 
 
 class Step(NamedTuple):
-    """One step of a ring all-reduce: rank r sends chunk sends[r] to its right neighbour; `after` is the state then."""
+    """One step of a ring all-reduce: rank r sends chunk sends[r] to its right neighbour; `after` is the resulting state."""
 
     phase: str  # "reduce-scatter" or "all-gather"
     sends: tuple[int, ...]
@@ -43,7 +44,7 @@ def ring_start(p: int) -> State:
 
 
 def ring_steps(p: int) -> Iterator[Step]:
-    """The 2(p-1) steps of a ring all-reduce over p ranks, as `minipar.comm.ring` takes them.
+    """Yield the 2(p-1) steps of a ring all-reduce over p ranks, as `minipar.comm.ring` takes them.
 
     In step s = 1, 2, ... rank r sends chunk r - s (mod p). The receiver adds the chunk to its own copy in the first p-1
     steps, and replaces its copy with it afterwards.
@@ -65,8 +66,8 @@ def ring_steps(p: int) -> Iterator[Step]:
 def draw_ring(p: int, path: str | Path) -> Path:
     """Write small multiples of a ring all-reduce over p ranks, one panel per step; return the path.
 
-    A row is a rank, a box one chunk of its vector, and the colours in it the ranks whose contributions it sums. A
-    heavy frame marks the chunk just received, a fully coloured box the complete sum.
+    A row is a rank, and a box is one chunk of its vector. The box has the colours of the ranks whose contributions the
+    chunk sums; a box with all colours is a complete sum. A heavy frame marks the chunk just received.
     """
     check_ring(p)
     steps = list(ring_steps(p))
@@ -97,14 +98,14 @@ def _draw_state(axes: Axes, state: State, sends: Sequence[int] | None) -> None:
 
 
 def draw_chunk(
-    axes: Axes, x: float, y: float, width: float, height: float, summed, p: int, heavy=False
+    axes: Axes, x: float, y: float, width: float, height: float, summed: Set[int], p: int, heavy: bool = False
 ) -> None:
     """Draw a chunk as a box with a stripe in the colour of each rank in its sum."""
     stripe = width / p
     for rank in range(p):
         colour = RANKS[rank % len(RANKS)] if rank in summed else "white"
         axes.add_patch(Rectangle((x + rank * stripe, y), stripe, height, facecolor=colour, linewidth=0))
-    edge = dict(edgecolor=INK, linewidth=1.8) if heavy else dict(edgecolor=GREY, linewidth=0.6)
+    edge: Style = dict(edgecolor=INK, linewidth=1.8) if heavy else dict(edgecolor=GREY, linewidth=0.6)
     axes.add_patch(Rectangle((x, y), width, height, facecolor="none", zorder=3 if heavy else 2, **edge))
 
 
@@ -132,7 +133,7 @@ def draw_alpha_beta(
     path: str | Path,
     num_ranks: int | None = None,
 ) -> Path:
-    """Plot measured times of all-reduce algorithms over the vector's bytes, and the cost model's; return the path.
+    """Plot measured and modelled times of all-reduce algorithms against the vector's bytes; return the path.
 
     points     algorithm -> measured (bytes of the vector, seconds): dots
     fits       algorithm -> function from bytes to seconds, by its alpha-beta formula: lines
@@ -143,7 +144,7 @@ def draw_alpha_beta(
     sizes = sorted({num_bytes for measured in points.values() for num_bytes, _ in measured})
     for (name, measured), colour in zip(points.items(), CURVES):
         curve = [(n, fits[name](n)) for n in sizes] if name in fits else []
-        for axes, value in zip(panels, (_milliseconds, _bus_bandwidth(num_ranks))):
+        for axes, value in zip(panels, (_milliseconds, _bus_bandwidth(num_ranks or 1))):
             axes.plot([n for n, _ in curve], [value(*xy) for xy in curve], color=colour, linewidth=1.4)
             axes.plot(
                 [n for n, _ in measured],
@@ -164,7 +165,7 @@ def draw_alpha_beta(
         axes.minorticks_off()
         quiet(axes, grid="both")
     panels[0].legend(
-        fontsize=NORMAL, frameon=False, title="dots measured, lines alpha-beta model", title_fontsize=SMALL
+        fontsize=NORMAL, frameon=False, title="dots: ranks, lines: alpha-beta model", title_fontsize=SMALL
     )
     return write(figure, path)
 
@@ -173,7 +174,7 @@ def _milliseconds(num_bytes: int, seconds: float) -> float:
     return 1e3 * seconds
 
 
-def _bus_bandwidth(p: int | None):
+def _bus_bandwidth(p: int) -> Callable[[int, float], float]:
     return lambda num_bytes, seconds: 2 * (p - 1) / p * num_bytes / seconds / 1e9
 
 

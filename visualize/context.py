@@ -11,10 +11,10 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minipar.context.limits import LAYOUTS
+from minipar.config.context_limits import LAYOUTS
 from minipar.context.token_layout import local_positions, local_runs
 from minipar.model.mask import Mask
-from visualize.style import FAINT, INK, LARGE, NORMAL, RANKS, SMALL, new_figure, quiet, text_on, write
+from visualize.style import FAINT, INK, LARGE, NORMAL, RANKS, SMALL, Style, new_figure, quiet, text_on, write
 
 SEEN_BY_NOBODY = "#ffffff"
 
@@ -25,10 +25,10 @@ def draw_balance(path: str | Path, size: int = 4, layouts: Sequence[str] = LAYOU
 
 
 def balance_figure(size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Figure:
-    """For each layout, draw the causal score matrix, coloured by the rank that computes a score, and each rank's work.
+    """Draw, for each layout, the causal score matrix, coloured by the rank that computes a score, and each rank's work.
 
-    Below the matrix, a bar is a rank and its pieces are the steps of the ring, coloured by the rank whose keys are used
-    in that step; the unit is a whole block of N/P queries by N/P keys. The attention takes as long as the longest bar.
+    Below the matrix, each bar is a rank. Its pieces are the steps of the ring, coloured by the rank whose keys are used in
+    that step; the unit is a whole block of N/P queries by N/P keys. Attention takes as long as the longest bar.
     """
     if not 1 <= size <= len(RANKS):
         raise ValueError(f"size={size} ranks have no colours of their own; use 1 to {len(RANKS)}")
@@ -40,7 +40,7 @@ def balance_figure(size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Figure:
         _draw_work(bars, size, layout, longest)
     axes[0, 0].set_ylabel("queries", fontsize=NORMAL)
     handles = [Patch(facecolor=RANKS[r], label=f"rank {r}") for r in range(size)]
-    style = dict(
+    style: Style = dict(
         loc="outside lower center", ncols=size, fontsize=NORMAL, title_fontsize=NORMAL, frameon=False
     )
     figure.legend(handles=handles, title="above: whose queries, below: whose keys", **style)
@@ -48,7 +48,7 @@ def balance_figure(size: int = 4, layouts: Sequence[str] = LAYOUTS) -> Figure:
 
 
 def work_in_blocks(size: int, layout: str, tokens: int = 512) -> list[list[float]]:
-    """[rank][step]: the scores computed in that step of the ring, as a number of blocks of `tokens` by `tokens`."""
+    """Return [rank][step]: the scores that a rank computes in a step of the ring, in blocks of `tokens` by `tokens`."""
     N = size * tokens
     runs = [local_runs(N, r, size, layout) for r in range(size)]
     return [
@@ -81,7 +81,7 @@ def _draw_work(axes: Axes, size: int, layout: str, longest: float) -> None:
             axes.barh(rank, blocks, left=start, height=0.78, color=colour, edgecolor="white", linewidth=0.6)
             if blocks > 0.2:
                 middle = start + blocks / 2
-                style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(colour))
+                style: Style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(colour))
                 axes.text(middle, rank, f"{blocks:.2g}", **style)
             start += blocks
     slowest = max(map(sum, work))

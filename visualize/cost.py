@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -11,8 +10,8 @@ from matplotlib.figure import Figure
 
 from minipar.cost.layout import Job, Layout
 from minipar.cost.memory import worst_rank_memory
+from minipar.cost.plan_command import Curves, ScalingPoint
 from minipar.cost.planner import Plan
-from minipar.cost.scaling import Point, bound_gpus, gpu_counts, needed_tokens, scaling
 from visualize.style import (
     BLUE,
     FAINT,
@@ -38,19 +37,13 @@ COLOURS = {
 GB = 1e9
 
 
-def check_picture(path: Path) -> None:
-    """Raise ValueError where the name does not end in a format that is written."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"picture={path}: its name says no format; use a .png, .svg or .pdf")
-
-
 def draw_plan(job: Job, layouts: Sequence[Layout], path: str | Path, plan: Plan | None = None) -> Path:
     """Write a picture of these layouts' memory and, for a search, of time against memory; return the path."""
     return write(plan_figure(job, layouts, plan), path)
 
 
 def plan_figure(job: Job, layouts: Sequence[Layout], plan: Plan | None = None) -> Figure:
-    """Draw the memory of each layout's fullest rank and, beside it, all layouts that fit."""
+    """Draw the memory of each layout's fullest rank and, for a plan, all layouts that fit beside it."""
     figure = new_figure(5.2 + 4.6 * (plan is not None), 3.8)
     axes = figure.subplots(1, 1 + (plan is not None), squeeze=False)[0]
     bars = {layout.name: worst_rank_memory(job, layout)[1] for layout in layouts}
@@ -81,7 +74,7 @@ def memory_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], card_bytes:
         axes.text(left, y, f" {left:.1f}", va="center", fontsize=SMALL, color=INK, bbox=white)
     axes.axvline(card_bytes / GB, color=INK, linewidth=1.2, linestyle=(0, (3, 2)))
     axes.set_yticks(range(len(bars)), list(bars))
-    around = max(0.5, 1.5 - len(bars) / 2)  # a single bar is no thicker than one of several
+    around = max(0.5, 1.5 - len(bars) / 2)  # a single bar is as thin as one of several
     axes.set_ylim(len(bars) - 1 + around, -around)
     axes.set_title(f"GB of the fullest rank; the card has {card_bytes / GB:.0f}", loc="left", fontsize=NORMAL)
     axes.legend(fontsize=SMALL, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.08))
@@ -89,7 +82,7 @@ def memory_bars(axes: Axes, bars: Mapping[str, Mapping[str, float]], card_bytes:
 
 
 def pareto(axes: Axes, plan: Plan) -> None:
-    """Draw every layout that fits as a point, and the line of those that no other beats in both time and memory."""
+    """Draw a point for every layout that fits, and a line through those that no other beats in both time and memory."""
     sizes, seconds = zip(*((fit.num_bytes / GB, fit.seconds) for fit in plan.fits))
     axes.scatter(sizes, seconds, s=4, color=FAINT, label=f"{len(seconds):,} that were weighed and fit")
     front = plan.frontier
@@ -101,7 +94,7 @@ def pareto(axes: Axes, plan: Plan) -> None:
         markersize=3,
         label="Pareto front",
     )
-    best = plan.best[0]
+    best = plan.choice
     axes.plot([best.num_bytes / GB], [best.seconds], "o", color=VERMILION, markersize=6, label=best.name)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
@@ -113,40 +106,22 @@ def pareto(axes: Axes, plan: Plan) -> None:
     quiet(axes, grid="both")
 
 
-def draw_layout_scaling(job: Job, layout: Layout, path: str | Path) -> Path:
-    """Write `layout_scaling_figure`; return the path."""
-    return write(layout_scaling_figure(job, layout), path)
+def draw_curves(curves: Curves) -> Path:
+    """Draw the curves that a view of a plan asks for, and write them to its file; return the path."""
+    return write(scaling_figure(curves.lines, curves.mark), curves.path)
 
 
-def layout_scaling_figure(job: Job, layout: Layout) -> Figure:
-    """Draw the weak and strong scaling of a layout, from one data-parallel rank to MOST_GPUS.
-
-    A line marks where the batch leaves a data-parallel rank too few tokens to hide its gradients: see `scaling.py`.
-    """
-    gpus = gpu_counts(layout)
-    first = replace(job, gpus=gpus[0], batch=max(1, job.batch * gpus[0] // job.gpus))
-    curves = {
-        "weak: the batch grows": scaling(first, layout, gpus, weak=True),
-        "strong: the batch stays": scaling(job, layout, gpus, weak=False),
-    }
-    bound = bound_gpus(job, layout, gpus)
-    if bound is None:
-        return scaling_figure(curves)
-    dp = bound * layout.dp // layout.world_size
-    tokens, needed = job.batch * job.seq_len // (dp * layout.cp), needed_tokens(job, replace(layout, dp=dp))
-    note = f"this batch leaves a data-parallel\nrank {tokens:,} tokens; to hide its\ngradients it needs {needed:,.0f}"
-    return scaling_figure(curves, (bound, note))
-
-
-def draw_scaling(curves: Mapping[str, Sequence[Point]], path: str | Path) -> Path:
+def draw_scaling(curves: Mapping[str, Sequence[ScalingPoint]], path: str | Path) -> Path:
     """Write `scaling_figure`; return the path."""
     return write(scaling_figure(curves), path)
 
 
-def scaling_figure(curves: Mapping[str, Sequence[Point]], bound: tuple[int, str] | None = None) -> Figure:
-    """Draw efficiency and the share of messages against the number of GPUs, a line per curve.
+def scaling_figure(
+    curves: Mapping[str, Sequence[ScalingPoint]], bound: tuple[int, str] | None = None
+) -> Figure:
+    """Draw efficiency and the share of time in communication against the number of GPUs, a line per curve.
 
-    bound  a number of GPUs to mark, and what is said of it
+    bound  a number of GPUs to mark, and its label
     """
     figure = new_figure(8.8, 3.2)
     left, right = figure.subplots(1, 2)

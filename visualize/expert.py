@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from minipar.model.aux_loss import MoEMetrics
 from visualize.style import (
     GREY,
     IDLE,
@@ -18,20 +20,25 @@ from visualize.style import (
     RANKS,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     text_on,
     write,
 )
 
+Choices = Sequence[Sequence[int]]  # the experts of each token
 
-def draw_queues(expert, kept, capacity: int, path: str | Path, **options) -> Path:
+
+def draw_queues(
+    expert: Choices, kept: Sequence[Sequence[bool]], capacity: int, path: str | Path, **options: Any
+) -> Path:
     """Write `queue_figure` to a .png, .svg or .pdf; return the path."""
     return write(queue_figure(expert, kept, capacity, **options), path)
 
 
 def queue_figure(
-    expert: Sequence[Sequence[int]],
+    expert: Choices,
     kept: Sequence[Sequence[bool]],
     capacity: int,
     num_experts: int | None = None,
@@ -67,18 +74,18 @@ def queue_figure(
 
 
 def _box(axes: Axes, place: float, row: int, text: str, colour: str | None) -> None:
-    look = IDLE if colour is None else {"facecolor": colour, "edgecolor": GREY, "linewidth": 0.6}
+    look: Style = IDLE if colour is None else {"facecolor": colour, "edgecolor": GREY, "linewidth": 0.6}
     axes.add_patch(Rectangle((place + 0.05, row - 0.38), 0.9, 0.76, **look))
     ink = INK if colour is None else text_on(colour)
     axes.text(place + 0.5, row, text, ha="center", va="center", fontsize=SMALL, color=ink)
 
 
-def draw_loads(runs: Mapping[str, Sequence], path: str | Path, aim: float = 0.02) -> Path:
+def draw_loads(runs: Mapping[str, Sequence[MoEMetrics]], path: str | Path, aim: float = 0.02) -> Path:
     """Write `load_figure` to a .png, .svg or .pdf; return the path."""
     return write(load_figure(runs, aim), path)
 
 
-def load_figure(runs: Mapping[str, Sequence], aim: float = 0.02) -> Figure:
+def load_figure(runs: Mapping[str, Sequence[MoEMetrics]], aim: float = 0.02) -> Figure:
     """Draw, for each run, the experts' shares of all choices over steps and, below, the fraction of choices dropped.
 
     runs  name -> the `MoEMetrics` of one layer, one per step
@@ -97,17 +104,17 @@ def load_figure(runs: Mapping[str, Sequence], aim: float = 0.02) -> Figure:
     return figure
 
 
-def _draw_shares(axes: Axes, steps: Sequence) -> None:
+def _draw_shares(axes: Axes, steps: Sequence[MoEMetrics]) -> None:
     shares = [[float(n) / max(1, int(m.load.sum())) for n in m.load] for m in steps]
     num_experts = len(shares[0])
     colours = [RANKS[e % len(RANKS)] for e in range(num_experts)]
     axes.stackplot(range(len(steps)), list(zip(*shares)), colors=colours, edgecolor="white", linewidth=0.3)
-    for e in range(1, num_experts):  # where the borders would be under an even load
+    for e in range(1, num_experts):  # the borders under an even load
         axes.axhline(e / num_experts, color=INK, linewidth=0.5, linestyle=(0, (1, 3)))
     bottom = 0.0
-    for e, share in enumerate(shares[-1]):  # who is who, where there is room for a number
+    for e, share in enumerate(shares[-1]):  # number the experts where there is room
         if share > 0.05:
-            style = dict(ha="right", va="center", fontsize=SMALL, color=text_on(colours[e]))
+            style: Style = dict(ha="right", va="center", fontsize=SMALL, color=text_on(colours[e]))
             axes.text(len(steps) - 1, bottom + share / 2, f"{e} ", **style)
         bottom += share
     axes.set_ylim(0, 1)
@@ -115,7 +122,7 @@ def _draw_shares(axes: Axes, steps: Sequence) -> None:
     quiet(axes)
 
 
-def _draw_drops(axes: Axes, steps: Sequence, aim: float) -> None:
+def _draw_drops(axes: Axes, steps: Sequence[MoEMetrics], aim: float) -> None:
     axes.plot([m.drop_rate for m in steps], color=VERMILION, linewidth=1.2)
     axes.axhline(aim, color=INK, linewidth=0.8, linestyle=(0, (1, 2)))
     axes.annotate(

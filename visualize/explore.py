@@ -7,18 +7,24 @@ import functools
 import http.server
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 BUILT = Path(__file__).resolve().parents[1] / "build" / "site"
 FIRST_PAGE = "interactive/pipeline.html"
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
+    def log_message(self, *args: Any) -> None:
         pass
 
 
 def server(site: Path = BUILT, port: int = 0) -> http.server.ThreadingHTTPServer:
-    """Return a server of the site on 127.0.0.1; port 0: any free one. Raises ValueError where the site is not built."""
+    """Return a server of the site on 127.0.0.1; port 0: any free port. Raises ValueError where the site is not built."""
+    if site == BUILT and not (BUILT.parents[1] / "website").is_dir():
+        raise ValueError(
+            "the site is built in a checkout, and minipar is installed here without one; clone the project, run `make "
+            "site` there, and give its build/site by --site"
+        )
     if not (site / FIRST_PAGE).exists():
         raise ValueError(
             f"site={site} is not built; run `make site` in a checkout of minipar, or give --site"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -19,6 +20,7 @@ from visualize.style import (
     ORANGE,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     text_on,
@@ -67,7 +69,7 @@ def memory_figure(bars: Sequence[Bar], what: str = "held by a rank", line: str =
     axes.set(xticks=range(len(bars)), xlim=(-0.6, len(bars) - 0.4), ylim=(0, 1.1 * tallest))
     axes.set_xticklabels([bar.name for bar in bars], fontsize=NORMAL)
     axes.set_title(f"{unit} {what}", loc="left", fontsize=NORMAL)
-    handles = [Patch(facecolor=colour_of[kind], label=kind) for kind in reversed(kinds)]
+    handles: list[Artist] = [Patch(facecolor=colour_of[kind], label=kind) for kind in reversed(kinds)]
     if any(bar.formula is not None for bar in bars):
         handles.append(Line2D([], [], color=INK, linewidth=1.4, linestyle=(0, (3, 2)), label=line))
     figure.legend(handles=handles, fontsize=NORMAL, frameon=False, loc="outside right upper")
@@ -75,13 +77,15 @@ def memory_figure(bars: Sequence[Bar], what: str = "held by a rank", line: str =
     return figure
 
 
-def _draw_bar(axes: Axes, x: int, bar: Bar, colour_of: Mapping, unit_bytes: int, tallest: float) -> None:
+def _draw_bar(
+    axes: Axes, x: int, bar: Bar, colour_of: Mapping[str, str], unit_bytes: int, tallest: float
+) -> None:
     bottom = 0.0
     for kind, num_bytes in bar.held.items():
         height = num_bytes / unit_bytes
         axes.bar(x, height, 0.62, bottom, color=colour_of[kind], edgecolor="white", linewidth=0.6)
         if height > 0.05 * tallest:
-            style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(colour_of[kind]))
+            style: Style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(colour_of[kind]))
             axes.text(x, bottom + height / 2, f"{height:.3g}", **style)
         bottom += height
     top = max(bottom, (bar.formula or 0) / unit_bytes)

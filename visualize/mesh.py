@@ -1,4 +1,4 @@
-"""Pictures of a mesh: who is in a group with whom, what each axis sends, and what a step waits for."""
+"""Pictures of a mesh: which ranks form groups, what each axis sends, and what a step waits for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from matplotlib.patches import Patch, Rectangle
 
+from minipar.mesh import Mesh
 from visualize.style import (
     BLUE,
     FAINT,
@@ -29,8 +30,8 @@ AXIS_COLOURS = {"tp": BLUE, "gradients": ORANGE, "cp": GREEN, "pp": PURPLE}
 AXIS_LABELS = {"gradients": "gradients (dp x cp)"}
 
 
-def draw_groups(mesh, words: Mapping[str, str], ranks_per_node: int, path: str | Path) -> Path:
-    """Draw all ranks once for each axis of `words` (axis -> what its groups do), a colour a group; return the path."""
+def draw_groups(mesh: Mesh, words: Mapping[str, str], ranks_per_node: int, path: str | Path) -> Path:
+    """Draw all ranks once per axis of `words` (axis -> what its groups do), one colour per group; return the path."""
     size = mesh.world_size
     figure = new_figure(9, 1.1 * len(words))
     for axes, (axis, what) in zip(figure.subplots(len(words), 1, squeeze=False)[:, 0], words.items()):
@@ -55,7 +56,7 @@ def draw_groups(mesh, words: Mapping[str, str], ranks_per_node: int, path: str |
 
 
 def draw_two_losses(good: Sequence[float], bad: Sequence[float], mistake: str, path: str | Path) -> Path:
-    """Draw the loss of a right run and of one with a mistake, by step; return the path."""
+    """Draw the losses by step of a correct run and of a run with a mistake; return the path."""
     figure = new_figure(7, 2.8)
     axes = figure.subplots()
     axes.plot(good, color=BLUE, label="right")
@@ -73,10 +74,10 @@ def draw_axis_traffic(
     formula: Sequence[Mapping[str, float]],
     path: str | Path,
 ) -> Path:
-    """Draw the bytes that a rank sends in a step by axis, a group of bars a mesh, with a line at the formula's.
+    """Draw the bytes that a rank sends in a step by axis: a group of bars per mesh, with lines at the formula's bytes.
 
-    names          of the meshes
-    sent, formula  of each mesh: axis (tp, gradients, cp, pp) -> bytes
+    names          names of the meshes
+    sent, formula  for each mesh: axis (tp, gradients, cp, pp) -> bytes
     """
     figure = new_figure(9, 3.4)
     axes = figure.subplots()
@@ -101,9 +102,9 @@ def draw_axis_traffic(
 def draw_step_parts(
     names: Sequence[str], parts: Sequence[Mapping[str, float]], title: str, path: str | Path
 ) -> Path:
-    """Draw the seconds of a step as a stacked bar a layout, with its total above; return the path.
+    """Draw the seconds of a step as one stacked bar per layout, with the total above it; return the path.
 
-    parts  of each layout: what -> seconds, from the bottom up; the same keys for each
+    parts  for each layout: name of a part -> seconds, from the bottom up; all layouts have the same keys
     """
     figure = new_figure(7.5, 3.2)
     axes = figure.subplots()

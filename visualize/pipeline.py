@@ -13,16 +13,17 @@ from matplotlib.patches import Patch
 
 from minipar.schedules import Action, Costs, Timeline, simulate
 from visualize.pipeline_text import chunk_of, headline
+from visualize.style import Style
 
 # Fill, text colour, height, name. Okabe and Ito's hues, distinct in every kind of colour vision. Lightness differs too,
-# and W's boxes are lower, so that the operations differ in a grey print as well; only bubble is hatched.
+# and W's boxes are lower, so that the operations also differ in greyscale; only bubble is hatched.
 STYLE = {
     "F": ("#aedcf4", "black", 0.92, "F  forward"),
     "B": ("#d55e00", "white", 0.92, "B  backward"),
     "I": ("#e69f00", "black", 0.92, "I  input gradient"),
     "W": ("#00614a", "white", 0.66, "W  weight gradient"),
 }
-BUBBLE = {"facecolor": "#dcdcdc", "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}
+BUBBLE: Style = {"facecolor": "#dcdcdc", "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}
 ROW_INCHES, LIVE_INCHES, WIDTH_INCHES = 0.34, 0.2, 13.0
 
 
@@ -34,7 +35,7 @@ def draw_timeline(
 ) -> list[Path]:
     """Write `timeline_figure` to `path`; return the files written.
 
-    path    its suffix decides the format: .png, .svg or .pdf; without one of these, a PNG and an SVG are written
+    path    the suffix decides the format: .png, .svg or .pdf; without such a suffix, a PNG and an SVG are written
     """
     figure, path = timeline_figure(timelines, titles), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +51,7 @@ def draw_timeline(
 def draw_beside_predicted(
     measured: Timeline, path: str | Path, costs: Costs | None = None, dpi: int = 150
 ) -> list[Path]:
-    """Write a run's timeline below the simulated one, on one time axis; `costs` default to the run's mean costs."""
+    """Draw a run's timeline below a simulated one, on one time axis; `costs` defaults to the run's mean costs."""
     predicted = simulate(measured.schedule, costs or measured.costs)
     titles = [f"predicted   {headline(predicted)}", f"measured   {headline(measured)}"]
     return draw_timeline([predicted, measured], path, titles, dpi)
@@ -59,9 +60,9 @@ def draw_beside_predicted(
 def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:
     """Draw timelines below one another on one time axis, each with its ranks' live activations below it.
 
-    Simulated and measured timelines are drawn equally, from `Timeline.spans`. Bubble is hatched: each rank's idle time
-    within a window as long as the longest own span of any rank (`bubble_gaps`), so that the hatched fraction of the
-    windows is exactly `bubble_over_total`. White time is free for the steps before and after.
+    Simulated and measured timelines are drawn alike, from `Timeline.spans`. The bubble is hatched: each rank's idle time
+    within a window (see `bubble_gaps`), so that the hatched fraction of all windows is exactly `bubble_over_total`. Time
+    outside the window, in white, can be used by the steps before and after.
 
     titles  a title for each timeline, instead of the schedule's name and figures
     """
@@ -84,15 +85,13 @@ def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[s
 
 
 def bubble_gaps(timeline: Timeline) -> list[list[tuple[float, float]]]:
-    """For each rank, the (start, end) of its gaps that are bubble: together `bubble_over_total` of all ranks' windows.
+    """Return, for each rank, the (start, end) of its idle gaps inside its window: `bubble_over_total` of all windows.
 
-    A rank's window is as long as the longest own span of any rank. It starts with the rank's first action, or earlier
-    where it would otherwise end after the makespan.
+    All windows are as long as the longest time from first to last action of any rank. A rank's window starts with the
+    rank's first action, or earlier where it would otherwise end after the makespan.
     """
-    length, latest = (
-        timeline.longest_own_span,
-        _origin(timeline) + timeline.makespan - timeline.longest_own_span,
-    )
+    length = timeline.longest_own_span
+    latest = _origin(timeline) + timeline.makespan - length
     gaps = []
     for actions in timeline.schedule.actions:
         spans = [timeline.spans[action] for action in actions]
@@ -113,7 +112,7 @@ def _draw_actions(axes: Axes, timeline: Timeline, duration: float) -> None:
         for (op, chunk), same in groupby(ordered, key=lambda action: _kind(timeline, action)):
             fill, _, height, _ = STYLE[op]
             axes.broken_barh(
-                [(start - origin, end - start) for start, end in map(timeline.spans.get, same)],
+                [(start - origin, end - start) for start, end in (timeline.spans[action] for action in same)],
                 (rank - height / 2, height),
                 facecolor=_lighter(fill, chunk),
                 edgecolor="white",
@@ -129,7 +128,7 @@ def _kind(timeline: Timeline, action: Action) -> tuple[str, int]:
 
 
 def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, duration: float) -> None:
-    """Write the unit's number as large as its box allows, or not at all where that is too small to read."""
+    """Write the unit's number as large as its box allows, or not at all where it would be too small to read."""
     start, end = timeline.spans[action]
     number = timeline.schedule.unit_label(action.microbatch)
     room_points = (end - start) / duration * WIDTH_INCHES * 72 * 0.9
@@ -141,7 +140,7 @@ def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, dur
 
 
 def _draw_live(axes: Axes, timeline: Timeline, duration: float) -> None:
-    """Draw one step curve of live activations per rank, all on one scale, each with its peak beside it."""
+    """Draw each rank's live activations as a step curve, all on one scale, with the peak beside each curve."""
     origin, most = _origin(timeline), max(timeline.peak_live, default=1) or 1
     for rank, peak in enumerate(timeline.peak_live):
         changes = [(0.0, 0), *((time - origin, count) for time, count in timeline.live(rank)), (duration, 0)]
@@ -181,11 +180,12 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
 
 
-def _lighter(colour: str, chunk: int) -> tuple[float, ...]:
-    """The first chunk's colour, mixed with white for later chunks."""
+def _lighter(colour: str, chunk: int) -> tuple[float, float, float]:
+    """Return the first chunk's colour, mixed with white for later chunks."""
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     keep = 0.6**chunk
-    return tuple(1 - keep * (1 - channel) for channel in channels)
+    red, green, blue = (1 - keep * (1 - channel) for channel in channels)
+    return red, green, blue
 
 
 def _origin(timeline: Timeline) -> float:

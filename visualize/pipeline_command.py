@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from minipar.errors import require_positive
-from minipar.schedules import Costs, Timeline, make_schedule, optimal, simulate, zb_auto
-from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
+from minipar.schedules import SCHEDULES, Costs, Timeline, simulate
+from minipar.schedules.registry import ScheduleChoice, chunks_per_rank, make_schedule
+from minipar.support.errors import require_positive
+from minipar.support.registry import Kind
 from visualize.pipeline_text import grid_text, headline
 
 MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
+
+# Schedules that are only drawn: no run can choose them. An extra provides one by an entry point "timeline.NAME".
+DRAWN: Kind[ScheduleChoice] = Kind("timeline", {})
+
+
+def find_schedule(name: str) -> ScheduleChoice:
+    """Return the schedule of this name, for runs or only for `minipar timeline`. Raises ValueError for an unknown name."""
+    return DRAWN[name] if name in DRAWN and name not in SCHEDULES else SCHEDULES[name]
 
 
 def timeline(
@@ -20,29 +30,25 @@ def timeline(
     costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
     comm: float = 0.0,
     memory_limit: float | None = None,
-    slices: int = 1,
+    slices: int | None = None,
     measure: bool = False,
     out: Path | None = Path("runs/timeline"),
 ) -> None:
     """Print schedules as grids and, unless `out` is None, draw them to it; arguments as in `minipar timeline --help`."""
-    require_positive(
-        stages=stages, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks})
-    )
+    sizes = dict(stages=stages, microbatches=microbatches, chunks=chunks, slices=slices)
+    require_positive(**{name: size for name, size in sizes.items() if size is not None})
+    choices = [(name, find_schedule(name)) for name in schedules]
+    # Pass an option only to schedules that use it. If none does, pass it to the first, which raises an error.
+    has_looped = any(choice.chunks is None for _, choice in choices)
+    has_sliced = any("slices" in choice.takes for _, choice in choices)
     timelines: list[tuple[str, Timeline]] = []
-    for name in schedules:
-        # `chunks` is for the looped schedules; the others drawn beside them keep their own number of chunks.
-        if name == "optimal":
-            timelines.append(("", _optimal(stages, microbatches, Costs(*costs, comm), memory_limit)))
-            continue
-        concerned = name in LOOPED or not any(other in LOOPED for other in schedules)
-        v = chunks_per_rank(name, chunks if concerned else None)
-        # So are `slices`, for the sliced ones.
-        s = slices if name in SLICED or not any(other in SLICED for other in schedules) else 1
-        chunk_costs = Costs(*(cost / max(v * s, 1) for cost in costs), comm)
-        made = make_schedule(name, stages, microbatches, v, chunk_costs, memory_limit, s)
-        timelines.append(("", simulate(made, chunk_costs)))
+    for name, choice in choices:
+        v = chunks if choice.chunks is None or not has_looped else None
+        s = slices if "slices" in choice.takes or not has_sliced else None
+        simulated = _simulate(name, choice, stages, microbatches, v, s, (*costs, comm), memory_limit)
+        timelines.append(("", simulated))
         if measure:
-            timelines.append(("measured   ", _run(timelines[-1][1])))
+            timelines.append(("measured   ", _run(simulated)))
     for prefix, drawn in timelines:
         print(prefix + grid_text(drawn), end="\n\n")
     if out is None:
@@ -54,15 +60,31 @@ def timeline(
         print(f"wrote {file}")
 
 
-def _optimal(stages: int, microbatches: int, costs: Costs, memory_limit: float | None) -> Timeline:
-    limit = 2 * stages if memory_limit is None else int(memory_limit)
-    start = zb_auto(stages, microbatches, costs, limit)
-    found = optimal(stages, microbatches, costs, limit, start=start)
-    if not found.proved:
-        print(
-            f"optimal: after 30 s the best takes {found.span:g}, and none can take less than {found.bound:g}"
-        )
-    return simulate(found.schedule, costs)
+def _simulate(
+    name: str,
+    choice: ScheduleChoice,
+    stages: int,
+    microbatches: int,
+    chunks: int | None,
+    slices: int | None,
+    costs: tuple[float, float, float, float],
+    memory_limit: float | None,
+) -> Timeline:
+    """Simulate a schedule, with the costs of a rank's stage divided among chunks and slices; return the timeline."""
+    arguments: dict[str, Any] = {} if slices is None else {"slices": slices}
+    if "slices" in choice.takes:
+        arguments.setdefault("slices", 2)
+    v = chunks_per_rank(name, chunks) if name in SCHEDULES else 1
+    *seconds, comm = costs
+    f, i, w = (cost / (v * arguments.get("slices", 1)) for cost in seconds)
+    chunk_costs = Costs(f, i, w, comm)
+    search = {"costs": chunk_costs, "memory_limit": memory_limit}
+    arguments |= {key: value for key, value in search.items() if key in choice.takes}
+    if name in SCHEDULES:
+        made = make_schedule(name, stages, microbatches, v, **arguments)
+    else:
+        made = choice.build(stages, microbatches, **arguments)
+    return simulate(made, chunk_costs)
 
 
 def _run(simulated: Timeline) -> Timeline:
@@ -74,7 +96,8 @@ def _run(simulated: Timeline) -> Timeline:
     schedule, costs = simulated.schedule, simulated.costs
     second = simulated.makespan / MEASURED_S
     table = costs.table(schedule.num_stages)
-    in_seconds = Costs(*([cost / second for cost in table[op]] for op in "FIW"))
+    f, i, w = ([cost / second for cost in of_op] for of_op in (table["F"], table["I"], table["W"]))
+    in_seconds = Costs(f, i, w)
     spans = run(emulate, schedule, in_seconds, world_size=schedule.num_ranks)
     took = measured(schedule, spans)
     in_units = {action: (start * second, end * second) for action, (start, end) in took.spans.items()}

@@ -8,12 +8,12 @@ MOST_COLUMNS = 400
 
 
 def grid_text(timeline: Timeline) -> str:
-    """The headline, then one row per rank: "F3" is the forward of microbatch 3, "F3.1" that of its slice 1, "·" is idle;
-    at the end peak activations.
+    """Return the headline, then one row per rank with its peak activations at the end.
 
-    A column is as long as the shortest action, or 1/400 of the makespan where that is longer; an action of several
-    columns shows dashes after its name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order. In
-    two directions a is the way down, from rank 0, and b the way up.
+    "F3" is the forward of microbatch 3, "F3.1" the forward of its slice 1, "·" idle time. A column is as long as the
+    shortest action, or 1/400 of the makespan where that is longer; an action of several columns shows dashes after its
+    name. Where a rank holds several stages, a, b, ... z, aa, ab, ... name them in order. In a pipeline of two directions,
+    a is the direction down from rank 0, and b the direction up.
     """
     start, unit = _origin(timeline), _unit(timeline)
     columns = _column(timeline.makespan / unit)
@@ -30,7 +30,7 @@ def grid_text(timeline: Timeline) -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """The schedule's name, sizes and makespan, and its bubble in both conventions."""
+    """Return the schedule's name, sizes and makespan, and its bubble in both conventions."""
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
     own_span = f" (longest own span {timeline.longest_own_span:.4g})" if shorter else ""
@@ -43,7 +43,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def chunk_of(timeline: Timeline, action: Action) -> int:
-    """The index (0, 1, ...) of the action's stage among the stages of its rank; of two copies of the model, the copy's."""
+    """Return the index (0, 1, ...) of the action's stage among its rank's stages; with two model copies, the copy's."""
     schedule = timeline.schedule
     if schedule.copies > 1:
         return action.stage // schedule.model_stages
@@ -57,7 +57,7 @@ def _label(timeline: Timeline, action: Action) -> str:
 
 
 def _letters(number: int) -> str:
-    """Count as the columns of a spreadsheet do: a, b, ... z, aa, ab, ..."""
+    """Return the letters of a number, counted like columns of a spreadsheet: a, b, ... z, aa, ab, ..."""
     before, last = divmod(number, 26)
     return (_letters(before - 1) if before else "") + chr(ord("a") + last)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import cos, pi, sin
 from pathlib import Path
 
@@ -10,11 +11,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from visualize.collectives import Step, check_ring, draw_chunk, ring_start, ring_steps
+from visualize.collectives import State, Step, check_ring, draw_chunk, ring_start, ring_steps
 from visualize.style import FAINT, LARGE, SMALL
 
 REST, END = 2, 8  # frames without motion, after each step and at the end
-WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # of a chunk's box; PITCH from one chunk to the next
+WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # size of a chunk's box, and PITCH from one chunk to the next
 
 
 def animate_ring(p: int, path: str | Path, frames_per_step: int = 5) -> Path:
@@ -42,25 +43,26 @@ def animate_ring(p: int, path: str | Path, frames_per_step: int = 5) -> Path:
     return path
 
 
-def _draw_circle(axes: Axes, state, step: Step | None, progress: float) -> None:
+def _draw_circle(axes: Axes, state: State, step: Step | None, progress: float) -> None:
     """Draw the ranks and their chunks; a chunk being sent is `progress` (0 to 1) of the way to the right neighbour."""
     axes.clear()
     axes.axis("off")
     axes.set(xlim=(-1.6, 1.6), ylim=(1.6, -1.6), aspect="equal")
     p = len(state)
-    arrived = step is not None and progress >= 1
+    arrived = progress >= 1
+    chunks = step.after if step and arrived else state
     for rank in range(p):
         (x, y), (to_x, to_y) = _place(rank, p), _place(rank + 1, p)
         arrow = dict(arrowstyle="->", color=FAINT, linewidth=2, shrinkA=46, shrinkB=46)
         axes.annotate("", (to_x, to_y), (x, y), arrowprops=arrow, zorder=0)
-        _draw_rank(axes, x, y, rank, (step.after if arrived else state)[rank])
+        _draw_rank(axes, x, y, rank, chunks[rank])
     for rank, chunk in enumerate(step.sends if step and not arrived else ()):
         (x, y), (to_x, to_y) = _place(rank, p), _place(rank + 1, p)
         x, y = x + (to_x - x) * progress, y + (to_y - y) * progress
         draw_chunk(axes, *_slot(x, y, chunk, p), WIDTH, HEIGHT, state[rank][chunk], p, heavy=True)
 
 
-def _draw_rank(axes: Axes, x: float, y: float, rank: int, chunks) -> None:
+def _draw_rank(axes: Axes, x: float, y: float, rank: int, chunks: Sequence[frozenset[int]]) -> None:
     p = len(chunks)
     left, top = _slot(x, y, 0, p)
     frame = (left - 0.05, top - 0.17), WIDTH + 0.1, p * PITCH + 0.18
@@ -75,5 +77,5 @@ def _place(rank: int, p: int) -> tuple[float, float]:
 
 
 def _slot(x: float, y: float, chunk: int, p: int) -> tuple[float, float]:
-    """The upper left corner of a chunk of the rank whose middle is at x, y."""
+    """Return the upper left corner of a chunk, for a rank centred at x, y."""
     return x - WIDTH / 2, y + (chunk - p / 2) * PITCH

@@ -1,28 +1,34 @@
-"""Source code as a notebook shows it: highlighted, with the file that it is from."""
+"""Source code for notebooks: highlighted, with a link to its file."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from IPython.display import Markdown
 
 ROOT = Path(__file__).parent.parent
 
 
-def source(*objects):
+def source(*objects: Callable[..., Any]) -> Markdown:
     """Return the source of functions and classes as a Markdown object for IPython, each after a link to its lines.
 
-    Raises TypeError where Python knows no source for one of them, as for a builtin.
+    Raises TypeError where Python knows no source for an object, such as a builtin.
     """
     from IPython.display import Markdown
 
-    return Markdown("\n\n".join(map(source_text, objects)))
+    return Markdown("\n\n".join(map(source_text, objects)))  # type: ignore[no-untyped-call]
 
 
-def source_text(thing) -> str:
-    """Return the same as text."""
+def source_text(thing: Callable[..., Any]) -> str:
+    """Return the source of one function or class as Markdown text, after a link to its lines."""
+    thing = inspect.unwrap(thing)  # otherwise the file would be the decorator's
     lines, first = inspect.getsourcelines(thing)
-    path = Path(inspect.getsourcefile(thing))
+    path = Path(inspect.getsourcefile(thing) or "")
     where = ""
     if path.is_relative_to(ROOT):
         name = path.relative_to(ROOT).as_posix()

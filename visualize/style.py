@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -12,16 +13,18 @@ BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 VERMILION, PURPLE, YELLOW, GREY = "#d55e00", "#cc79a7", "#f0e442", "#9a9a9a"
 RANKS = (SKY, VERMILION, YELLOW, BLUE, PURPLE, GREEN, ORANGE, GREY)
 INK, FAINT = "#222222", "#dcdcdc"
-IDLE = {"facecolor": FAINT, "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}  # waiting, bubbles
+Style = dict[str, Any]  # keyword arguments of matplotlib's
+# Hatching and colours for waiting and bubbles.
+IDLE: Style = {"facecolor": FAINT, "hatch": "////", "edgecolor": "#f4f4f4", "linewidth": 0}
 SMALL, NORMAL, LARGE = 7.5, 9.0, 11.0  # font sizes
 
 
 def new_figure(width_inches: float, height_inches: float) -> Figure:
-    """A figure outside pyplot's list of open figures, so that drawing changes no global state."""
+    """Return a figure that is not in pyplot's list of open figures, so that drawing changes no global state."""
     return Figure(figsize=(width_inches, height_inches), layout="constrained")
 
 
-def quiet(axes: Axes, grid: str | None = None) -> None:
+def quiet(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> None:
     """Style the axes: no box, small ticks, and at most a faint grid along "x", "y" or "both"."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GREY)
@@ -40,6 +43,6 @@ def write(figure: Figure, path: str | Path) -> Path:
 
 
 def text_on(colour: str) -> str:
-    """Black or white, whichever reads better on this colour."""
+    """Return black or white, whichever is easier to read on this colour."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from minipar.tensor_parallel import linear_costs
+from minipar.extras.tensor_grids import linear_costs
 from visualize.style import (
     BLUE,
     FAINT,
@@ -23,6 +23,7 @@ from visualize.style import (
     RANKS,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     write,
@@ -32,7 +33,7 @@ from visualize.style import (
 class Point(NamedTuple):
     """A point of a layer: how the activation is split there, and the collectives just before it.
 
-    holds  "whole"; "features" or "tokens": this rank's part of them; "term": a partial sum, of the whole shape
+    holds  what a rank has: "whole"; its part of the "features" or "tokens"; or a "term", a partial sum of the whole shape
     """
 
     name: str
@@ -42,7 +43,7 @@ class Point(NamedTuple):
 
 
 def layer_points(sequence_parallel: bool) -> list[Point]:
-    """The points of one layer, in order."""
+    """Return the points of one layer, in order."""
     between = "tokens" if sequence_parallel else "whole"
     enter = ("all-gather", "reduce-scatter") if sequence_parallel else ("", "all-reduce")
     leave = ("reduce-scatter", "all-gather") if sequence_parallel else ("all-reduce", "")
@@ -95,9 +96,9 @@ def _draw_part(axes: Axes, column: int, rank: int, holds: str, tp: int) -> None:
     elif holds == "tokens":
         y, height = y + rank * height / tp, height / tp
     colour = RANKS[rank % len(RANKS)]
-    hatched = (
-        dict(facecolor="white", hatch="////", edgecolor=colour) if holds == "term" else dict(facecolor=colour)
-    )
+    hatched: Style = dict(facecolor=colour)
+    if holds == "term":
+        hatched = dict(facecolor="white", hatch="////", edgecolor=colour)
     axes.add_patch(Rectangle((x, y), width, height, linewidth=0, **hatched))
 
 
@@ -123,7 +124,7 @@ def _draw_collectives(axes: Axes, column: int, tp: int, point: Point) -> None:
 
 
 def draw_layouts(m: int, d: int, f: int, path: str | Path, powers: Sequence[int] = range(1, 5)) -> Path:
-    """Plot what an MLP D -> F -> D of M rows sends and holds per rank, cut in 1, 2 and 3 dims, over 4^n and 8^n ranks."""
+    """Plot what a rank of an MLP D -> F -> D sends and holds for M rows, cut in 1, 2 or 3 dims, on 4^n and 8^n ranks."""
     squares, cubes = [4**n for n in powers], [8**n for n in powers if 8**n <= 4 ** max(powers)]
     lines = {
         "1D": (squares, (linear_costs.column_cost, linear_costs.row_cost), VERMILION),
@@ -158,7 +159,7 @@ def _deep(t: int, m: int, d_in: int, d_out: int) -> linear_costs.Cost:
 
 
 def draw_kept(parts: dict[str, dict[str, float]], path: str | Path, title: str = "") -> Path:
-    """Draw stacked bars: for each way to run a layer, the bytes of activations kept per rank, by kind, and their sum."""
+    """Draw a stacked bar for each way to run a layer: the activation bytes kept per rank, by kind, and their sum."""
     kinds = list(dict.fromkeys(kind for by_kind in parts.values() for kind in by_kind))
     figure = new_figure(1.3 * len(parts) + 2.2, 3.0)
     axes = figure.subplots()
@@ -168,8 +169,8 @@ def draw_kept(parts: dict[str, dict[str, float]], path: str | Path, title: str =
         heights = [by_kind.get(kind, 0.0) / 1e6 for by_kind in parts.values()]
         axes.bar(list(parts), heights, 0.6, list(bottom.values()), color=colour, label=kind)
         bottom = {name: bottom[name] + height for name, height in zip(bottom, heights)}
-    for name, total in bottom.items():
-        axes.text(name, total, f"{total:.2f}", ha="center", va="bottom", fontsize=SMALL)
+    for x, total in enumerate(bottom.values()):
+        axes.text(x, total, f"{total:.2f}", ha="center", va="bottom", fontsize=SMALL)
     axes.set_title(title, loc="left", fontsize=NORMAL)
     axes.set_ylabel("MB a rank and layer", fontsize=SMALL)
     axes.legend(fontsize=SMALL, frameon=False, loc="upper right")

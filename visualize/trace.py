@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from minipar.trace import Span, busy_s, overlap_fraction
+from minipar.support.trace import DATA, Span, busy_s, overlap_fraction
 from visualize.style import (
     BLUE,
     GREEN,
@@ -21,6 +21,7 @@ from visualize.style import (
     PURPLE,
     SMALL,
     VERMILION,
+    Style,
     new_figure,
     quiet,
     text_on,
@@ -42,7 +43,7 @@ def draw_trace(
 
 
 def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None = None) -> Figure:
-    """Draw the spans of each rank on one time axis, in milliseconds from the first.
+    """Draw the spans of each rank on one time axis, in milliseconds from the first span.
 
     Each rank is a band: on top the lane of its own thread (compute by name, synchronous communication, waiting), below it
     one lane per Comm that ran asynchronously. At the right, the fraction of its communication that was hidden behind
@@ -92,6 +93,8 @@ def _draw_lane(axes: Axes, spans: Sequence[Span], top: float, origin_s: float, l
         start, end = (s.start_s - origin_s) * 1e3, (s.end_s - origin_s) * 1e3
         if s.kind == "wait":
             axes.broken_barh([(start, end - start)], (top + 0.06, 0.88), **IDLE)
+            if s.name == DATA:
+                _write_name(axes, s, start, end, top, length_ms)
             continue
         axes.broken_barh(
             [(start, end - start)], (top + 0.06, 0.88), facecolor=_colour(s), edgecolor="white", linewidth=0.4
@@ -104,7 +107,8 @@ def _write_name(axes: Axes, s: Span, start: float, end: float, top: float, lengt
     """Write the span's name between `start` and `end`, the part that no other span covers, if it fits."""
     name, points = s.name.split()[0], (end - start) / length_ms * WIDTH_INCHES * 0.85 * 72
     if points > 0.62 * SMALL * len(name) + 4:
-        style = dict(ha="center", va="center", fontsize=SMALL, color=text_on(_colour(s)))
+        colour = INK if s.kind == "wait" else text_on(_colour(s))
+        style: Style = dict(ha="center", va="center", fontsize=SMALL, color=colour)
         axes.text((start + end) / 2, top + 0.52, name, **style)
 
 
@@ -113,13 +117,13 @@ def _colour(s: Span) -> str:
 
 
 def _what(s: Span) -> str:
-    """The kind of compute of a pipeline's action; any other span's name."""
+    """Return the kind of compute of a pipeline action's span; for any other span, its name."""
     first = s.name.split()[0]
     return PIPELINE.get(first, s.name)
 
 
 def _short(lane: str) -> str:
-    """`comm 'world/dp'` -> `dp`: the last part of a Comm's name."""
+    """Return the last part of a Comm's name: `comm 'world/dp'` -> `dp`."""
     return lane.strip("'").rpartition("/")[2].removeprefix("comm '")
 
 
@@ -129,7 +133,7 @@ def _write_overlap(axes: Axes, spans: Sequence[Span], top: float, length_ms: flo
         axes.text(1.006 * length_ms, top + 0.5, text, va="center", fontsize=NORMAL)
 
 
-def _headline(spans_by_rank, length_ms: float) -> str:
+def _headline(spans_by_rank: Mapping[int, Sequence[Span]], length_ms: float) -> str:
     ranks = len(spans_by_rank)
     communicating = sum(busy_s(spans, "communicate") for spans in spans_by_rank.values()) / ranks
     text = f"{ranks} ranks, {length_ms:.1f} ms"

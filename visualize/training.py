@@ -24,27 +24,29 @@ from visualize.style import (
 
 
 def draw_training(
-    metrics: Sequence[Mapping], path: str | Path, reference: Mapping[str, Sequence[float]] | None = None
+    metrics: Sequence[Mapping[str, float]],
+    path: str | Path,
+    reference: Mapping[str, Sequence[float]] | None = None,
 ) -> Path:
     """Write `training_figure` to a .png, .svg or .pdf; return the path."""
     return write(training_figure(metrics, reference), path)
 
 
 def training_figure(
-    metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]] | None = None
+    metrics: Sequence[Mapping[str, float]], reference: Mapping[str, Sequence[float]] | None = None
 ) -> Figure:
     """Draw the loss over steps and, below it, tokens per second and the learning rate.
 
     metrics    one mapping per step, with `step` and `loss`, and where known `tokens_per_s`, `lr`, `eval_loss`
-    reference  name -> losses of another run from the first step on: drawn as circles around this run's
+    reference  name -> losses of another run from the first step on, drawn as circles around this run's losses
     """
     if not metrics:
         raise ValueError("no metrics to draw; give those of at least one step")
     extra = [(key, name) for key, name in _PANELS.items() if key in metrics[0]]
     figure = new_figure(9.0, 4.0 + (1.7 if extra else 0))
-    top, *below = figure.subfigures(2, 1, height_ratios=(4.0, 1.7)) if extra else [figure]
-    _draw_loss(top.subplots(), metrics, reference or {})
-    for area in below:
+    areas = figure.subfigures(2, 1, height_ratios=(4.0, 1.7), squeeze=False)[:, 0] if extra else [figure]
+    _draw_loss(areas[0].subplots(), metrics, reference or {})
+    for area in areas[1:]:
         for axes, (key, (name, colour)) in zip(area.subplots(1, len(extra), squeeze=False)[0], extra):
             axes.plot([m["step"] for m in metrics], [m[key] for m in metrics], color=colour, linewidth=1.2)
             axes.set_title(name, loc="left", fontsize=NORMAL)
@@ -57,7 +59,9 @@ def training_figure(
 _PANELS = {"tokens_per_s": ("tokens a second", GREEN), "lr": ("learning rate", ORANGE)}
 
 
-def _draw_loss(axes: Axes, metrics: Sequence[Mapping], reference: Mapping[str, Sequence[float]]) -> None:
+def _draw_loss(
+    axes: Axes, metrics: Sequence[Mapping[str, float]], reference: Mapping[str, Sequence[float]]
+) -> None:
     steps, losses = [m["step"] for m in metrics], [m["loss"] for m in metrics]
     axes.plot(steps, losses, color=BLUE, linewidth=1.6, label="this run", zorder=2)
     measured = [(m["step"], m["eval_loss"]) for m in metrics if "eval_loss" in m]

@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from minipar.train.verification import Verification
+from matplotlib.patches import Rectangle
+
+from minipar.verification.verify import Verification
 from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"
 
 
 def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
-    """Draw one cell per run: blue where every tensor equals one process's, with the exponent of the largest difference."""
+    """Draw one cell per run, with the exponent of the largest difference; blue where every tensor equals one process's."""
     meshes, variants, cells = _grid(results)
     figure = new_figure(2.2 + 0.3 * len(variants), 1.6 + 0.3 * len(meshes))
     axes = figure.subplots()
@@ -61,7 +63,10 @@ def sweep_markdown(results: Sequence[Verification]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _grid(results: Sequence[Verification]):
+def _grid(
+    results: Sequence[Verification],
+) -> tuple[list[str], list[str], dict[tuple[str, str], Verification]]:
+    """Return the meshes, the variants, and the result for each pair of them."""
     cells = {(r.config.mesh_name, _variant(r)): r for r in results}
     return list(dict.fromkeys(m for m, _ in cells)), sorted({v for _, v in cells}, key=_order), cells
 
@@ -75,14 +80,12 @@ def _order(variant: str) -> tuple[bool, str]:
     return not variant.startswith(NO_PIPELINE), variant
 
 
-def _cell(column: int, row: int, colour: str):
-    from matplotlib.patches import Rectangle
-
+def _cell(column: int, row: int, colour: str) -> Rectangle:
     return Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, facecolor=colour)
 
 
 def _exponent(difference: float) -> str:
-    """The power of ten of a difference, to fit a narrow cell; "=" where it is zero."""
+    """Return a difference's power of ten, which fits a narrow cell; "=" where the difference is zero."""
     if not math.isfinite(difference):
         return "inf"
     return "=" if difference == 0 else str(math.floor(math.log10(difference)))

@@ -1,6 +1,6 @@
-"""Answers to the interactive pages: functions from plain values to plain values, run by Python in the page. No torch.
+"""Answers for the interactive pages: functions from plain values to plain values, run by Python in the page. No torch.
 
-An answer is a dict. Where what was asked cannot be, it is {"error": the reason, in the library's words}, and nothing else.
+An answer is a dict. For an impossible request, it is {"error": the library's error message}, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 
+from minipar.cost import stages
 from minipar.cost.collectives import collective_s
-from minipar.cost.layout import Job, Layout, obstacle
+from minipar.cost.layout import Job, Layout, why_illegal
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS, find_model
+from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import plan
 from minipar.cost.reasons import no_fit, reasons
 from minipar.cost.report import headline, plan_json, run_lines
-from minipar.cost.stages import PLANNED
 from minipar.cost.timing import step_time
-from minipar.errors import one_of
 from minipar.mesh.mesh import Mesh
 from minipar.mesh.nodes import axes_across_nodes
 from minipar.schedules import (
@@ -33,9 +33,11 @@ from minipar.schedules import (
     to_torch,
     validate,
 )
-from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
+from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
+from minipar.support.errors import one_of
+from website.puzzles import puzzle
 
 MOST = {"p": 64, "m": 1024, "v": 8, "slices": 64, "ranks": 4096, "gpus": 100_000}
 MOST_ACTIONS = 60_000
@@ -54,7 +56,7 @@ def answer(name: str, request: str) -> str:
 
 
 def whole(request: dict, name: str, default: int, least: int = 1) -> int:
-    """Return a whole number of the request. Raises ValueError where it is none, or out of range."""
+    """Return a whole number from the request. Raises ValueError where it is not a whole number, or out of range."""
     value, most = request.get(name, default), MOST.get(name)
     try:
         number = int(str(value))
@@ -67,7 +69,7 @@ def whole(request: dict, name: str, default: int, least: int = 1) -> int:
 
 
 def seconds(request: dict, name: str, default: float = 1.0):
-    """Return a cost: one number, or, of "1, 1, 2", one per stage."""
+    """Return a cost from the request: one number or, from "1, 1, 2", a list with one per stage."""
     text = str(request.get(name, default))
     try:
         values = [float(part) for part in text.replace(",", " ").split()]
@@ -82,17 +84,19 @@ def seconds(request: dict, name: str, default: float = 1.0):
 
 
 def timeline_of(request: dict) -> Timeline:
-    """Simulate the schedule that the page's settings describe, or the order that its reader made of it."""
+    """Simulate the schedule that the page's settings describe, or the order into which the reader has changed it."""
     name, p, m = request.get("schedule", "1f1b"), whole(request, "p", 4), whole(request, "m", 8)
-    v = chunks_per_rank(name, whole(request, "v", 2) if name in LOOPED else None)
-    slices = whole(request, "slices", 2) if name in SLICED else 1
+    choice = SCHEDULES[name]
+    v = chunks_per_rank(name, whole(request, "v", 2) if choice.chunks is None else None)
+    slices = whole(request, "slices", 2) if choice.sliced else 1
     if (actions := p * m * v * slices * 3) > MOST_ACTIONS:
         pieces = f"{v} chunks" if slices == 1 else f"{slices} slices"
         raise ValueError(f"p={p}, m={m} and {pieces} make {actions:,} actions; use {MOST_ACTIONS:,} or fewer")
     costs = Costs(*(shared(seconds(request, op), v, slices) for op in "FIW"), seconds(request, "comm", 0.0))
     limit = request.get("memory_limit") or None
     most = None if limit is None else float(seconds(request, "memory_limit"))
-    made = make_schedule(name, p, m, v, costs, most, slices)
+    arguments = {"costs": costs, "memory_limit": most, "slices": slices}
+    made = make_schedule(name, p, m, v, **{taken: arguments[taken] for taken in choice.takes})
     if orders := request.get("orders"):
         actions = tuple(tuple(Action(*a) for a in own) for own in orders)
         made = replace(made, actions=actions, name="yours")
@@ -101,12 +105,12 @@ def timeline_of(request: dict) -> Timeline:
 
 
 def shared(cost, v: int, slices: int):
-    """A rank's stage is divided evenly among its chunks, a sample among its slices; a list gives the stages themselves."""
+    """Return the cost per action: divide a rank's cost among chunks and slices, a list of stages' costs among slices."""
     return [one / slices for one in cost] if isinstance(cost, list) else cost / (v * slices)
 
 
 def pipeline(request: dict) -> dict:
-    """The timeline: each rank's actions as [op, stage, microbatch, start, end], and what follows from it."""
+    """Return the timeline, each rank's actions as [op, stage, microbatch, start, end], and figures computed from it."""
     timeline = timeline_of(request)
     schedule = timeline.schedule
     return {
@@ -127,7 +131,7 @@ def pipeline(request: dict) -> dict:
 
 
 def in_torch(schedule: Schedule) -> dict:
-    """The schedule as torch's runtime reads it, or why it cannot."""
+    """Return the schedule in the form that torch's runtime reads, or the reason why it cannot."""
     try:
         return {"csv": to_torch(schedule)}
     except ValueError as error:
@@ -135,7 +139,7 @@ def in_torch(schedule: Schedule) -> dict:
 
 
 def action(request: dict) -> dict:
-    """The actions that one action needs, and those that wait for its result."""
+    """Return the actions that one action needs, and the actions that wait for its result."""
     timeline = timeline_of(request)
     schedule, asked = timeline.schedule, Action(*request["action"])
     by_result = {output_key(a): a for a in timeline.spans}
@@ -153,40 +157,47 @@ def action(request: dict) -> dict:
 # The planner -------------------------------------------------------------------------------------------------------
 
 
+# The fields of a layout that the page's form shows.
+FORM = ("dp", "pp", "tp", "cp", "ep", "zero", "microbatch", "schedule", "recompute")
+
+
 def job_of(request: dict) -> Job:
+    machine = find_machine(request.get("machine", "a100-80gb"))
     return Job(
-        find_model(request.get("model", "llama-70b")), find_machine(request.get("machine", "a100-80gb")),
+        find_model(request.get("model", "llama-70b")), machine,
         whole(request, "gpus", 64), whole(request, "seq", 4096), whole(request, "batch", 1024),
-        request.get("precision", "mixed"),
+        request.get("precision", "mixed"), margin_bytes=MARGIN * machine.memory_bytes,
     )  # fmt: skip
 
 
 def planned(request: dict) -> dict:
-    """The best layouts and why the others lost: the numbers of `minipar plan --json`, and the card's bytes."""
+    """Return the best layouts and why the others lost, as in `minipar plan --json`, and the card's bytes."""
     job = job_of(request)
     found = plan(job, 10)
     if not found.best:
         raise ValueError(no_fit(found))
     result = plan_json(found, reasons(found)) | {"card": job.machine.memory_bytes}
+    for shown, choice in zip(result["best"], found.shown(), strict=True):
+        shown["form"] = {field: getattr(choice.layout, field) for field in FORM}
     try:
-        result["commands"] = run_lines(job, found.best[0].layout)
+        result["commands"] = run_lines(job, found.choice.layout)
     except ValueError as error:
         result["commands"] = [str(error)]
     return result
 
 
 def layout(request: dict) -> dict:
-    """One layout itemised: the numbers of `minipar plan --explain`."""
+    """Return one layout itemised, with the numbers of `minipar plan --explain`."""
     job = job_of(request)
     name = request.get("schedule", "1f1b")
     asked = Layout(
         **{axis: whole(request, axis, 1) for axis in ("dp", "pp", "cp", "ep", "tp")}, zero=whole(request, "zero", 0, 0),
         schedule=name, chunks=chunks_per_rank(name), microbatch=whole(request, "microbatch", 1),
-        recompute=request.get("recompute", "none"), slices=2 if name in SLICED else 1,
+        recompute=request.get("recompute", "none"), slices=2 if SCHEDULES[name].sliced else 1,
     )  # fmt: skip
     if asked.zero > 3:
         raise ValueError(f"zero={asked.zero}; use 0 to 3")
-    if (why := obstacle(job, asked)) is not None:
+    if (why := why_illegal(job, asked)) is not None:
         raise ValueError(f"layout {asked.name} is not legal: {why}")
     (rank, items), step = worst_rank_memory(job, asked), step_time(job, asked)
     return {
@@ -203,18 +214,18 @@ def layout(request: dict) -> dict:
 
 
 def choices(_request: dict) -> dict:
-    """The names that the planner knows."""
-    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(PLANNED)}
+    """Return the names that the planner knows."""
+    return {"models": list(MODELS), "machines": list(MACHINES), "schedules": list(stages.planned())}
 
 
 # Collectives and meshes --------------------------------------------------------------------------------------------
 
-# label -> (kind, algorithm): what the alpha-beta model has of all-reduce
+# label -> (kind, algorithm): the all-reduces in the alpha-beta model
 CURVES = {"ring": ("all_reduce", "ring"), "halving-doubling": ("all_reduce", "halving_doubling")}
 
 
 def curves(request: dict) -> dict:
-    """Seconds of an all-reduce by size, and the size from which the next algorithm is the faster."""
+    """Return the seconds of an all-reduce by size, and the sizes from which the next algorithm is faster."""
     p = whole(request, "p", 8)
     alpha, gigabytes = float(seconds(request, "alpha_us", 10)) * 1e-6, float(seconds(request, "gb_per_s", 25))
     if alpha < 0 or gigabytes <= 0:
@@ -234,7 +245,7 @@ def curves(request: dict) -> dict:
 
 
 def mesh(request: dict) -> dict:
-    """The ranks in their nodes, and one rank's groups: who holds the same, who sums gradients, what leaves the node."""
+    """Return the ranks by node, and one rank's groups: which ranks hold the same or sum gradients, what leaves the node."""
     sizes = {axis: whole(request, axis, 1) for axis in ("pp", "dp", "cp", "tp", "ep")}
     world = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
     if world > MOST["ranks"]:
@@ -260,7 +271,7 @@ def mesh(request: dict) -> dict:
 
 
 def _held(at, sizes: dict[str, int]) -> list[str]:
-    """In words: what this rank holds of the model and of the batch."""
+    """Describe what this rank holds of the model and of the batch."""
     share = (
         f"rows or columns {at.tp + 1} of {sizes['tp']} of every matrix"
         if sizes["tp"] > 1
@@ -287,4 +298,5 @@ ANSWERS: dict[str, Callable[[dict], dict]] = {
     "choices": choices,
     "curves": curves,
     "mesh": mesh,
+    "puzzle": puzzle,
 }

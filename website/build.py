@@ -8,12 +8,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 
+from website.bundle import write_bundle
 from website.gather import HERE, ROOT, gather
 
 SITE = ROOT / "build" / "site"
@@ -31,24 +30,33 @@ QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
 
 
 def build() -> Path:
-    """Build the site; return its folder. Raises CalledProcessError where MkDocs or npm fails."""
+    """Build the site; return its folder. Exits with one line where npm is missing or fails, before anything is written.
+
+    Raises CalledProcessError where MkDocs fails; an existing site then stays unchanged.
+    """
+    for package in (PYODIDE, IFRAME_WORKER):
+        packed(package)
+    made = SITE.with_name("site.partial")
+    shutil.rmtree(made, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         docs = Path(folder) / "docs"
         print("gathering pages ...", flush=True)
         nav = gather(docs)
-        _zip_library(docs / "assets" / "minipar.zip")
+        write_bundle(docs / "assets" / "minipar.zip")
         (docs / "assets" / "pyodide").mkdir()
         for name in PYODIDE_FILES:
             (docs / "assets" / "pyodide" / name).write_bytes(from_npm(PYODIDE, name))
         config = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
-        for mark, value in {"DOCS_DIR": docs, "SITE_DIR": SITE, "PACKAGE_DIR": ROOT}.items():
+        for mark, value in {"DOCS_DIR": docs, "SITE_DIR": made, "PACKAGE_DIR": ROOT}.items():
             config = config.replace(mark, str(value))
         path = Path(folder) / "mkdocs.yml"
         path.write_text(config + yaml.safe_dump({"nav": nav}, sort_keys=False), encoding="utf-8")
         subprocess.run(
             [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", path], check=True, env=QUIET
         )
-    _serve_shim_ourselves()
+    _serve_shim_ourselves(made)
+    shutil.rmtree(SITE, ignore_errors=True)
+    made.rename(SITE)
     weights = {file: file.stat().st_size for file in SITE.rglob("*") if file.is_file()}
     python = sum(
         size for file, size in weights.items() if "assets/pyodide" in file.as_posix() or file.suffix == ".zip"
@@ -60,53 +68,38 @@ def build() -> Path:
     return SITE
 
 
-def _zip_library(path: Path) -> None:
-    """Pack the modules that the pages' answers import, found by importing them; none of them imports torch."""
-    listed = subprocess.run(
-        [sys.executable, "-c", LIST_MODULES], check=True, capture_output=True, text=True, cwd=ROOT
-    ).stdout.split()
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in listed:
-            archive.write(ROOT / file, file)
-        stub = next(Path(place) for place in find_spec("lazy_loader").submodule_search_locations)
-        for file in stub.glob("*.py"):
-            archive.write(file, f"lazy_loader/{file.name}")
-
-
-LIST_MODULES = """
-import sys
-from pathlib import Path
-import website.answers
-assert "torch" not in sys.modules and "numpy" not in sys.modules
-for name in sorted(sys.modules):
-    if name.split(".")[0] in ("minipar", "website"):
-        file = Path(sys.modules[name].__file__)
-        for beside in (file, file.with_suffix(".pyi")):
-            if beside.exists():
-                print(beside.relative_to(Path.cwd()))
-"""
-
-
 def from_npm(package: str, name: str) -> bytes:
-    """Return a file of an npm package, which is fetched once and kept in build/npm."""
-    kept = ROOT / "build" / "npm" / f"{package.replace('@', '-')}.tgz"
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        print(f"fetching {package} ...", flush=True)
-        if shutil.which("npm") is None:
-            raise SystemExit("npm is not installed: it brings Pyodide, the Python of the interactive pages")
-        subprocess.run(
-            ["npm", "pack", "--silent", package], check=True, cwd=kept.parent, stdout=subprocess.DEVNULL
-        )
-    with tarfile.open(kept) as archive:
+    """Return a file of an npm package."""
+    with tarfile.open(packed(package)) as archive:
         return archive.extractfile(f"package/{name}").read()
 
 
-def _serve_shim_ourselves() -> None:
-    """Material's search from a folder asks a foreign host for a script: put it beside the pages instead."""
-    (SITE / "assets" / "iframe-worker.js").write_bytes(from_npm(IFRAME_WORKER, "shim/index.js"))
-    for page in SITE.rglob("*.html"):
-        up = "../" * (len(page.relative_to(SITE).parts) - 1)
+def packed(package: str) -> Path:
+    """Return an npm package as a tar file, fetched once and kept in build/npm; exit with one line where that fails."""
+    kept = ROOT / "build" / "npm" / f"{package.replace('@', '-')}.tgz"
+    if kept.exists():
+        return kept
+    if shutil.which("npm") is None:
+        raise SystemExit("make site needs npm, which brings Pyodide, the Python of the interactive pages")
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    print(f"fetching {package} ...", flush=True)
+    with tempfile.TemporaryDirectory(dir=kept.parent) as beside:
+        done = subprocess.run(
+            ["npm", "pack", "--silent", package], cwd=beside, capture_output=True, text=True
+        )
+        if done.returncode or not list(Path(beside).glob("*.tgz")):
+            said = (done.stderr.split("\n") + [""])[0] or f"npm exits with {done.returncode}"
+            raise SystemExit(f"make site needs the package {package} from npm's registry, by network: {said}")
+        (made,) = Path(beside).glob("*.tgz")
+        made.replace(kept)
+    return kept
+
+
+def _serve_shim_ourselves(site: Path) -> None:
+    """Put the script of Material's search beside the pages: opened from a folder, they would fetch it from another host."""
+    (site / "assets" / "iframe-worker.js").write_bytes(from_npm(IFRAME_WORKER, "shim/index.js"))
+    for page in site.rglob("*.html"):
+        up = "../" * (len(page.relative_to(site).parts) - 1)
         text = page.read_text(encoding="utf-8")
         page.write_text(text.replace(FOREIGN_SHIM, f"{up}assets/iframe-worker.js"), encoding="utf-8")
 

@@ -9,15 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minipar.schedules import SCHEDULES
-from website.answers import pipeline
+from website.answers import choices, mesh, pipeline, planned
+from website.puzzles import sections, stubs
 from website.recorded import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 FIRST = {"schedule": "1f1b", "p": 4, "m": 8}
-# where a folder of the checkout is on the site
-PLACES = {"README.md": "index.md", "docs/names.md": "names.md"}
-# Opened from a folder, a browser runs neither modules nor workers: this is no module, so it runs.
+FIRST_MESH = {"pp": 2, "dp": 2, "tp": 4, "ranks_per_node": 8, "rank": 5}
+# What the home page's menu and sliders offer.
+HOME_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zb-h1": "Zero bubble (ZB-H1)"}
+HOME_RANKS = (2, 3, 4, 6, 8)
+HOME_MICROBATCHES = (2, 4, 8, 12, 16)
+# folder of the checkout -> its place on the site
+PLACES = {
+    "README.md": "readme.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "minipar/simple/README.md": "floor.md",
+    **{
+        f"docs/{name}.md": f"{name}.md"
+        for name in ("use", "machines", "planner", "planner_choices", "learn", "design", "names", "extras")
+    },
+}
+PAGES = (".md", ".ipynb")
+# On pages opened from a folder, a browser runs neither modules nor workers. This script is not a module, so it runs.
 FROM_A_FOLDER = """
 <script>
 if (location.protocol === "file:") document.querySelector("#status").textContent =
@@ -36,6 +52,7 @@ def gather(docs: Path) -> list:
     _write(docs / "blind.md", blind())
     _write(docs / "cards.md", cards())
     _copied(docs, "lessons/exercises")
+    _copy(docs, ROOT / "lessons" / "problems.md", "lessons/problems.md")
     _copy(docs, ROOT / "lessons" / "README.md", "lessons/README.md")
     _write(docs / "exercises.md", exercises())
     for file in (ROOT / "docs").iterdir():
@@ -46,12 +63,32 @@ def gather(docs: Path) -> list:
     reference = _reference(docs)
     return [
         {"Home": "index.md"},
-        {"Look": [f"interactive/{name}.md" for name in ("pipeline", "planner", "collectives", "mesh")]},
+        {
+            "Use": [
+                {"In short": "readme.md"},
+                {"All commands": "use.md"},
+                {"Machines": "machines.md"},
+                {"The planner's errors": "planner.md"},
+            ]
+        },
+        {"Learn": ["learn.md", {"The ground floor": "floor.md"}]},
+        {
+            "Play": [
+                f"interactive/{name}.md" for name in ("puzzles", "pipeline", "planner", "collectives", "mesh")
+            ]
+        },
         {"Lessons": [{"The path": "lessons/README.md"}, *lessons]},
-        {"Exercises": ["exercises.md", {"How they are checked": "lessons/exercises/README.md"}]},
+        {
+            "Exercises": [
+                "exercises.md",
+                {"How they are checked": "lessons/exercises/README.md"},
+                "lessons/problems.md",
+            ]
+        },
         {"Museum": [{"Gallery": "museum.md"}, {"Blind": "blind.md"}]},
         {"Interview book": [{"Cards": "cards.md"}, *book]},
         {"Names": "names.md"},
+        {"Extend": [{"Design": "design.md"}, "contributing.md", {"Extras": "extras.md"}, "changelog.md"]},
         {"API": reference},
     ]
 
@@ -88,7 +125,7 @@ def _lessons(docs: Path) -> list[str]:
 
 
 def described(text: str) -> str:
-    """Give the pictures of cells an alternative text: the nearest heading above."""
+    """Give pictures in cells an alternative text, the nearest heading above them."""
     heading, lines = "", []
     for line in text.splitlines():
         if line.startswith("#"):
@@ -109,7 +146,7 @@ def _copy(docs: Path, file: Path, name: str) -> None:
 
 
 def relinked(text: str, file: Path, name: str) -> str:
-    """Point relative links to where things are on the site; what the site does not have is named, without a link."""
+    """Point relative links to their targets on the site; a target that the site does not have is named without a link."""
     up = "../" * name.count("/")
 
     def replaced(found: re.Match) -> str:
@@ -122,10 +159,13 @@ def relinked(text: str, file: Path, name: str) -> str:
         inside = path.relative_to(ROOT).as_posix()
         if path.is_dir():
             inside = f"{inside}/README.md" if (path / "README.md").exists() else ""
-        on_site = PLACES.get(inside, inside.replace(".ipynb", ".md"))
-        kept = on_site.endswith(".md") or on_site.startswith("docs/")
-        if kept and on_site:
-            return f"{before}{up}{on_site}{after}"
+        page = PLACES.get(inside)
+        if page is None and (
+            inside.startswith("docs/") or inside.startswith("lessons/") and inside.endswith(PAGES)
+        ):
+            page = inside.replace(".ipynb", ".md")
+        if page is not None:
+            return f"{before}{up}{page}{after}"
         return f"{before.lstrip('!')[1:-2]} (`{path.relative_to(ROOT).as_posix()}`)"
 
     return LINK.sub(replaced, text)
@@ -144,19 +184,77 @@ def _interactive(docs: Path) -> None:
         "SCHEDULES_JSON": lambda: list(SCHEDULES),
         "FIRST_PICTURE_JSON": lambda: {"request": FIRST, "answer": pipeline(FIRST)},
         "RECORDINGS_JSON": recordings,
+        "CHOICES_JSON": lambda: choices({}),
+        "FIRST_PLAN_JSON": lambda: planned({}),
+        "FIRST_MESH_JSON": lambda: mesh(FIRST_MESH),
+        "HOME_JSON": home_pictures,
+        "PUZZLES_JSON": stubs,
     }
     for page in sorted((HERE / "pages").glob("*.md")):
         text = page.read_text(encoding="utf-8")
         for mark, value in values.items():
             if mark in text:
-                text = text.replace(mark, json.dumps(value()).replace("</", "<\\/"))
-        _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
+                text = text.replace(mark, json.dumps(value(), separators=(",", ":")).replace("</", "<\\/"))
+        text = text.replace("PUZZLES_MARKDOWN", sections())
+        if page.stem == "home":
+            _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)
+        else:
+            _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
     shutil.copytree(HERE / "assets", docs / "assets")
 
 
+def home_pictures() -> dict:
+    """Return the timelines among which the home page's sliders choose, and the names and sizes to choose from."""
+    kept = ("ranks", "stage_rank", "bubble_over_total", "peak_live", "slices")
+    answers = {
+        f"{name} {p} {m}": {key: pipeline({"schedule": name, "p": p, "m": m})[key] for key in kept}
+        for name in HOME_SCHEDULES
+        for p in HOME_RANKS
+        for m in HOME_MICROBATCHES
+    }
+    return {
+        "names": HOME_SCHEDULES,
+        "p": HOME_RANKS,
+        "m": HOME_MICROBATCHES,
+        "answers": _whole_numbers(answers),
+    }
+
+
+def _whole_numbers(value):
+    """Return the value with floats that are whole numbers as int, which JSON writes shorter."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_whole_numbers(one) for one in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _with_numbers(home: str) -> str:
+    """Fill in how many lessons, exercises, questions and exhibits there are, and the names of the schedules."""
+    from minipar.learn.exercises.registry import EXERCISES
+    from minipar.learn.museum.gallery import EXHIBITS
+    from minipar.learn.puzzles.registry import PUZZLES
+    from minipar.learn.quiz.book import book
+
+    values = {
+        "NUM_LESSONS": len(list((ROOT / "lessons").glob("*.ipynb"))),
+        "NUM_EXERCISES": len(EXERCISES),
+        "NUM_QUESTIONS": len(book()),
+        "NUM_PUZZLES": len(PUZZLES),
+        "NUM_EXHIBITS": len(EXHIBITS),
+        "SCHEDULE_OPTIONS": "".join(
+            f'<option value="{name}"{" selected" * (name == FIRST["schedule"])}>{title}</option>'
+            for name, title in HOME_SCHEDULES.items()
+        ),
+    }
+    for mark, value in values.items():
+        home = home.replace(mark, str(value))
+    return home
+
+
 def museum() -> str:
-    """Every exhibit: what its authors saw, and, folded, the fault and what finds it."""
-    from minipar.museum.gallery import EXHIBITS
+    """Return the page of all exhibits: what the authors saw and, folded, the fault and what finds it."""
+    from minipar.learn.museum.gallery import EXHIBITS
 
     parts = [
         "# Museum of real bugs\n\nEach can be run: `minipar museum NAME`. With `--blind` the fault is not told.\n"
@@ -168,8 +266,8 @@ def museum() -> str:
 
 
 def blind() -> str:
-    """The symptoms alone; the name and the story are folded away."""
-    from minipar.museum.gallery import EXHIBITS
+    """Return the page of symptoms only; names and stories are folded away."""
+    from minipar.learn.museum.gallery import EXHIBITS
 
     parts = [
         "# Blind\n\nOnly what was seen. What would you look for? `minipar museum --blind` runs one of these.\n"
@@ -190,8 +288,8 @@ def _story(exhibit) -> str:
 
 
 def cards() -> str:
-    """The interview book as cards that fold, by topic."""
-    from minipar.quiz.book import book, topics
+    """Return the interview book as folding cards, by topic."""
+    from minipar.learn.quiz.book import book, topics
 
     parts = ["# Interview cards\n\nSay your answer aloud, then unfold.\n"]
     for topic in topics():
@@ -199,22 +297,27 @@ def cards() -> str:
         for q in book():
             if q.topic == topic:
                 parts.append(
-                    _folded(q.question, f"{q.answer}\n\n**Next**: {q.follow_up}\n\n**Trap**: {q.trap}")
+                    _folded(
+                        q.question,
+                        f"{q.answer}\n\n**Next**: {q.follow_up} {q.follow_up_answer}\n\n**Trap**: {q.trap}",
+                    )
                 )
     return "\n".join(parts)
 
 
 def exercises() -> str:
-    """The texts of the exercises: what is to be written, as the learner gets it."""
-    from minipar.exercises.registry import EXERCISES
+    """Return the page of exercises, with the stub of each as the learner gets it."""
+    from minipar.learn.exercises.folder import STUBS
+    from minipar.learn.exercises.registry import EXERCISES
 
     parts = [
         "# Exercises\n\n`minipar exercise start NAME` writes the file; `check NAME` checks it on real ranks.\n"
     ]
     for exercise in EXERCISES:
-        stub = ROOT / "minipar" / "exercises" / "stubs" / f"{exercise.name.replace('-', '_')}.py"
-        text = stub.read_text(encoding="utf-8") if stub.exists() else ""
-        parts.append(f"## {exercise.name}\n\n```python\n{text}```\n")
+        text = (STUBS / f"{exercise.name}.py").read_text(encoding="utf-8")
+        after = f", after {' and '.join(f'`{name}`' for name in exercise.needs)}" * bool(exercise.needs)
+        said = f"`{exercise.name}`: about {exercise.minutes} minutes; lesson {exercise.lesson}{after}."
+        parts.append(f"## {exercise.title}\n\n{said}\n\n```python\n{text}```\n")
     return "\n".join(parts)
 
 
@@ -224,19 +327,22 @@ def _folded(title: str, text: str) -> str:
 
 
 def _reference(docs: Path) -> list:
-    """A page per package, with every module's docstrings."""
+    """Write a page per package, with every module's docstrings; return their navigation."""
     pages = []
     for package in sorted((ROOT / "minipar").iterdir()):
         if not (package / "__init__.py").exists():
             continue
-        modules = [f"minipar.{package.name}"] + [
-            f"minipar.{package.name}.{file.stem}"
-            for file in sorted(package.glob("*.py"))
-            if file.stem[0] != "_"
-        ]
+        modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in _modules_of(package)]
         _write(
             docs / "api" / f"{package.name}.md",
             f"# minipar.{package.name}\n\n" + "".join(f"::: {m}\n\n" for m in modules),
         )
         pages.append({package.name: f"api/{package.name}.md"})
     return pages
+
+
+def _modules_of(package: Path) -> list[Path]:
+    """Return the package's files: its `__init__`, its modules, and then the files of each subpackage."""
+    modules = [file for file in sorted(package.glob("*.py")) if file.stem[0] != "_"]
+    inside = [folder for folder in sorted(package.iterdir()) if (folder / "__init__.py").exists()]
+    return [package, *modules, *(module for folder in inside for module in _modules_of(folder))]

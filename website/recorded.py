@@ -1,7 +1,7 @@
-"""Collectives, recorded on real ranks: every message that the library sent, and whose parts of which chunks were in it.
+"""Collectives recorded on real ranks: every message that the library sent, and which ranks' parts of which chunks it held.
 
-A rank's vector is such that each element says what it is a sum of: chunk c of rank r has a one at (c, r), so a message's
-nonzeros are the parts that it carries.
+The elements of a vector show which parts have been summed: chunk c of rank r has a one at (c, r), so the nonzero elements
+of a message are the parts that it carries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECORDED = {
     "all-to-all, pairwise": ("all_to_all", None),
 }
 SIZES = range(2, 9)
-NODE = 2  # ranks, for two levels
+NODE = 2  # ranks per node, for algorithms in two levels
 
 
 def sizes_of(label: str) -> list[int]:
@@ -45,7 +45,7 @@ def record(label: str, p: int) -> dict:
     """Run one collective on p ranks; return what each rank begins with, and the messages by step.
 
     chunks  number of chunks of the vector
-    start   start[rank]: [chunk, part] of what it has, where a part is the number of a rank
+    start   start[rank]: the [chunk, part] pairs that the rank has at first; a part is the number of a rank
     steps   steps[i]: messages {"from", "to", "items": [chunk, part], "share": of the whole vector}
     """
     posts = run(_recorded, *RECORDED[label], world_size=p)
@@ -61,7 +61,7 @@ def record(label: str, p: int) -> dict:
 
 
 def _steps(events: list[list[dict]]) -> dict[tuple[int, int], int]:
-    """Return the step of each post of each rank: one after those of all that the rank posted before."""
+    """Return the step of each message that each rank posts: one later than all messages that it posted before."""
     arrivals = {}  # (source, to, n) -> the post of the receiver
     for rank, own in enumerate(events):
         count: dict[int, int] = {}
@@ -91,7 +91,7 @@ def _steps(events: list[list[dict]]) -> dict[tuple[int, int], int]:
 
 def _recorded(world, collective: str, algorithm: str | None):
     p, core = world.size, 1 << (world.size.bit_length() - 1)
-    # Into how many pieces an algorithm cuts the vector, besides p: no chunk may lie in two.
+    # The numbers of pieces, besides p, into which an algorithm cuts the vector: no chunk may lie in two pieces.
     pieces = {"halving_doubling": core, "double_tree": 2}.get(algorithm, 1)
     chunks = 1 if collective == "broadcast" else lcm(p, pieces)
     comm, events = world.using(algorithm) if algorithm else world, []

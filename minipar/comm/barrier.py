@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from minipar.comm.point_to_point import PointToPoint
 
-def dissemination_barrier(comm) -> None:
+
+def dissemination_barrier(comm: PointToPoint) -> None:
     """Return once every rank has called this. Sends one byte in each of ceil(log2 p) steps."""
-    token, distance = torch.zeros(1, dtype=torch.uint8, device=comm.device), 1
+    token = torch.zeros(1, dtype=torch.uint8, device=comm.device)
+    distance = 1
     while distance < comm.size:
         to, source = (comm.rank + distance) % comm.size, (comm.rank - distance) % comm.size
         comm.exchange(token, to, token.shape, token.dtype, source)

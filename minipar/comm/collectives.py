@@ -1,26 +1,32 @@
-"""The table of algorithms of each collective, and the choice that "auto" makes."""
+"""The table of algorithms of each collective, and the choice that "auto" makes.
+
+The core's algorithms are in ALGORITHMS. Extras of the kind "algorithm" add more; each loads {collective: function}.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
+from torch import Tensor
 
-from minipar.comm import bruck, double_tree, halving_doubling, hierarchical, pairwise, ring, tree
-from minipar.comm.messages import require_device
+from minipar.comm import halving_doubling, hierarchical, pairwise, ring, ring_with_root, tree
 from minipar.comm.native import native
-from minipar.errors import one_of
+from minipar.comm.point_to_point import PointToPoint, Sizes
+from minipar.config.choices import ALGORITHMS as CHOICES
+from minipar.support.errors import one_of
+from minipar.transport.errors import require_device
 
-ALGORITHMS = {
+ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "all_reduce": {
         "ring": ring.all_reduce,
         "halving_doubling": halving_doubling.all_reduce,
         "doubling": halving_doubling.all_reduce_by_doubling,
         "tree": tree.all_reduce,
-        "double_tree": double_tree.all_reduce,
         "hierarchical": hierarchical.all_reduce,
     },
-    "reduce": {"tree": tree.reduce, "ring": ring.reduce},
+    "reduce": {"tree": tree.reduce, "ring": ring_with_root.reduce},
     "reduce_scatter": {
         "ring": ring.reduce_scatter,
         "halving_doubling": halving_doubling.reduce_scatter,
@@ -31,38 +37,44 @@ ALGORITHMS = {
         "halving_doubling": halving_doubling.all_gather,
         "hierarchical": hierarchical.all_gather,
     },
-    "broadcast": {"tree": tree.broadcast, "ring": ring.broadcast},
-    "all_to_all": {"pairwise": pairwise.all_to_all, "bruck": bruck.all_to_all},
+    "broadcast": {"tree": tree.broadcast, "ring": ring_with_root.broadcast},
+    "all_to_all": {"pairwise": pairwise.all_to_all},
 }
 
-# Of the whole vector. The two long ones were measured with gloo on loopback, by `minipar bench collectives`.
-SHORT_BYTES_PER_RANK = 16  # a few numbers; buckets are padded to more, so that none of them is short
-LONG_BYTES = 1 << 20  # from here on the steps of a ring cost less than the copies of halving
-TREE_BYTES = 32 << 20  # from here on they cost less than sending the whole vector log p times
+CORE = {"pairwise", *CHOICES.own}  # names that belong to the core
+
+# Sizes of the whole vector. The last two were measured with `minipar bench collectives`, for gloo on loopback.
+SHORT_BYTES_PER_RANK = 16  # vectors of a few numbers; buckets are padded to more than this, so none is short
+LONG_BYTES = 1 << 20  # from this size on, the steps of a ring cost less than the copies of halving
+TREE_BYTES = 32 << 20  # from this size on, ring steps cost less than sending the whole vector log p times
 
 
 def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = False) -> str:
-    """Return the algorithm that "auto" stands for. Its arguments are equal on all ranks, so all ranks choose the same.
+    """Return the algorithm that "auto" stands for. The arguments are equal on all ranks, so all choose the same one.
 
-    num_bytes   of the whole vector
-    two_levels  whether it is known that the ranks are on several nodes, several on each: see `hierarchical.py`
+    num_bytes   bytes of the whole vector
+    two_levels  whether the ranks are known to be on several nodes with several ranks each: see `hierarchical.py`
 
-    On p ranks, of a vector of at least 16p bytes whose length p divides, a rank sends the least there is:
+    For a vector of at least 16p bytes whose length p divides, each of p ranks sends the least possible:
+
 
         all_reduce       2(p-1)/p of it
         reduce_scatter   (p-1)/p of it, added in the same order as by all_reduce: the results are bitwise equal
         all_gather       (p-1)/p of it
 
-    Recursive doubling has half the steps of halving_doubling: it saves log p alpha, and sends (log p - 2(p-1)/p) n bytes
-    more. It is chosen only where these cost less: on 2 ranks, where they are none, and below 16p bytes.
+    Recursive doubling has half the steps of halving_doubling: it saves log p alpha, but sends (log p - 2(p-1)/p) n more
+    bytes. It is chosen only where those cost less than the saved steps: on 2 ranks, which send no extra bytes, and below
+    16p bytes.
 
-    In two levels all three send as much, but less of it between nodes; below 16p bytes, they have more steps.
+    In two levels, all three collectives send the same bytes, but fewer of them between nodes, and take more steps; so two
+    levels are not used below 16p bytes.
     """
     power_of_two = comm_size & (comm_size - 1) == 0
     short = num_bytes < SHORT_BYTES_PER_RANK * comm_size
     if two_levels and not short and "hierarchical" in ALGORITHMS[collective]:
         return "hierarchical"
-    halving = short or (power_of_two and num_bytes < LONG_BYTES)  # for both: they must add in one order
+    # all_reduce and reduce_scatter must add in one order.
+    halving = short or (power_of_two and num_bytes < LONG_BYTES)
     if collective == "all_reduce":
         if short or (comm_size == 2 and num_bytes < 8 * LONG_BYTES):
             return "doubling"
@@ -78,36 +90,73 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
 
 def require_algorithm(name: str) -> None:
     """Raise ValueError unless some collective has an algorithm of this name."""
-    known = {name for algorithms in ALGORITHMS.values() for name in algorithms} | {"native", "auto"}
-    if name not in known:
-        raise ValueError(f"algorithm={name!r} is unknown; use {one_of(sorted(known))}")
+    if name != "pairwise":
+        CHOICES[name]  # raises ValueError for an unknown name
 
 
-def find_algorithm(comm, collective: str, algorithm: str, x: torch.Tensor, sizes=None):
-    """Return the function (x, **arguments) that computes this collective on `comm`."""
+def find_algorithm(
+    comm: PointToPoint,
+    collective: str,
+    algorithm: str,
+    x: Tensor,
+    sizes: Sizes = None,
+    default: str | None = None,
+) -> Callable[..., Any]:
+    """Return the function (x, **arguments) that computes this collective on `comm`.
+
+    default  the algorithm that "auto" stands for, where the collective has it; or None
+    """
     require_device(x, comm.device, f"comm {comm.name!r}")
-    known = ALGORITHMS[collective]
-    if algorithm == "auto" and comm.default_algorithm in (*known, "native"):
-        algorithm = comm.default_algorithm
+    if (
+        algorithm == "auto"
+        and default is not None
+        and (default == "native" or _function(collective, default))
+    ):
+        algorithm = default
     if algorithm == "auto":
         num_bytes = x.nbytes
-        if collective == "all_gather":  # size of the result: inputs may differ in size between ranks
+        if collective == "all_gather":  # use the result's size: inputs may differ in size between ranks
             num_bytes = sum(ring.gathered_sizes(comm, x, sizes)) * x.shape[1:].numel() * x.itemsize
         algorithm = choose(collective, comm.size, num_bytes, two_levels=comm.levels is not None)
-    # What these need is made in the caller's thread, hence in the same order on every rank.
+    # Groups for "native" and "hierarchical" are made in the caller's thread, hence in the same order on every rank.
     if algorithm == "native":
         comm.process_group()
         return partial(native, comm, collective)
-    if algorithm not in known:
-        raise ValueError(
-            f"algorithm={algorithm!r} is none of {collective}; use {one_of([*known, 'native', 'auto'])}"
-        )
     if algorithm == "hierarchical":
         hierarchical.levels(comm)
-    return partial(known[algorithm], comm)
+    function = _function(collective, algorithm)
+    if function is None:
+        names = one_of([*algorithms_of(collective), "native", "auto"])
+        raise ValueError(f"algorithm={algorithm!r} is none of {collective}; use {names}")
+    return partial(function, comm)
 
 
-def require_fitting_out(out: torch.Tensor, x: torch.Tensor, length: int) -> torch.Tensor:
+def _function(collective: str, name: str) -> Callable[..., Any] | None:
+    """Return the algorithm `name` of a collective, None if there is none. Extras are asked only for names not in CORE."""
+    function = ALGORITHMS[collective].get(name)
+    if function is None and name not in CORE:
+        function = _of_extra(name).get(collective)
+    return function
+
+
+def _of_extra(name: str) -> dict[str, Callable[..., Any]]:
+    """Return an extra's algorithms by collective; an empty dict if no extra has this name."""
+    try:
+        found: dict[str, Callable[..., Any]] = CHOICES[name].load()
+        return found
+    except ValueError:
+        if name in CHOICES:  # the extra cannot be imported, or two extras have this name
+            raise
+        return {}
+
+
+def algorithms_of(collective: str) -> list[str]:
+    """Return the names of all algorithms of a collective: the core's, then the installed extras'."""
+    extras = [name for name in CHOICES.usable() if name not in CORE and collective in _of_extra(name)]
+    return [*ALGORITHMS[collective], *extras]
+
+
+def require_fitting_out(out: Tensor, x: Tensor, length: int) -> Tensor:
     """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and `length` rows of x's shape."""
     shape = (length, *x.shape[1:])
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
@@ -117,6 +166,6 @@ def require_fitting_out(out: torch.Tensor, x: torch.Tensor, length: int) -> torc
     return out.detach()
 
 
-def check_root(comm, root: int) -> None:
+def check_root(comm: PointToPoint, root: int) -> None:
     if not 0 <= root < comm.size:
         raise ValueError(f"root={root} is not a rank of {comm.name!r}; use 0 to {comm.size - 1}")

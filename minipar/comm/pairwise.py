@@ -1,6 +1,6 @@
 """Pairwise all-to-all: in step s each rank sends to the rank s after it and receives from the rank s before it.
 
-`simple/collectives.py`, plus all exchanges in flight at once.
+Adds to `simple/collectives.py`: all exchanges are in flight at once.
 
 In a step, each rank sends to one rank and receives from one rank only, so no link is shared. Cost for n bytes in x,
 the local chunk included: (p-1) alpha + (p-1)/p n beta (Thakur et al. 2005, section 4.6).
@@ -10,26 +10,34 @@ from __future__ import annotations
 
 import torch
 
-from minipar.chunks import bounds, check_sizes
+from minipar.comm.point_to_point import PointToPoint, Sizes
+from minipar.support.chunks import bounds, check_sizes
 
 
-def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch.Tensor:
+def all_to_all(
+    comm: PointToPoint,
+    x: torch.Tensor,
+    send_sizes: Sizes = None,
+    recv_sizes: Sizes = None,
+) -> torch.Tensor:
     """Transpose the chunks along dim 0: rank r's chunk s becomes chunk r on rank s.
 
     x     [sum(send_sizes), ...]   chunk s for rank s; by default cut as torch.chunk cuts, equally on all ranks
     out   [sum(recv_sizes), ...]   chunk s from rank s
 
-    Sends x less its local chunk (the one for this rank): (p-1)/p of x where all chunks are equal.
-    Raises ValueError where the sizes do not cut x, or give the local chunk two different sizes.
+    Sends x without its local chunk (the chunk for this rank): (p-1)/p of x if all chunks are equal.
+    Raises ValueError if the sizes do not add up to x's length, or give the local chunk two different sizes.
     """
     p, rank = comm.size, comm.rank
     send_sizes, recv_sizes = all_to_all_sizes(comm, x, send_sizes, recv_sizes)
-    x, from_, to = x.detach().contiguous(), bounds(send_sizes), bounds(recv_sizes)
+    x = x.detach().contiguous()
+    from_, to = bounds(send_sizes), bounds(recv_sizes)
     out = x.new_empty((to[-1], *x.shape[1:]))
     posted = []
     for step in range(1, p):
         dest, source = (rank + step) % p, (rank - step) % p
-        target, chunk = out[to[source] : to[source + 1]], x[from_[dest] : from_[dest + 1]]
+        chunk = x[from_[dest] : from_[dest + 1]]
+        target = out[to[source] : to[source + 1]]
         posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
     out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
     # All exchanges are in flight at once: a peer that is late in one step does not delay the other steps.
@@ -38,8 +46,10 @@ def all_to_all(comm, x: torch.Tensor, send_sizes=None, recv_sizes=None) -> torch
     return out
 
 
-def all_to_all_sizes(comm, x: torch.Tensor, send_sizes, recv_sizes) -> tuple[list[int], list[int]]:
-    """Return both lists of sizes, checked; without recv_sizes, every rank is assumed to have these send_sizes."""
+def all_to_all_sizes(
+    comm: PointToPoint, x: torch.Tensor, send_sizes: Sizes, recv_sizes: Sizes
+) -> tuple[list[int], list[int]]:
+    """Check and return both lists of sizes; without recv_sizes, every rank is assumed to have these send_sizes."""
     send_sizes = check_sizes(send_sizes, x.shape[0], comm.size, "send_sizes")
     if recv_sizes is None:
         recv_sizes = [send_sizes[comm.rank]] * comm.size

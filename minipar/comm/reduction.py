@@ -1,4 +1,4 @@
-"""Reduction operators, and the step that every reduction repeats: send a chunk, receive another, add the local one."""
+"""Reduction operators, and the step that every reduction repeats: send a chunk, receive a chunk, add the local chunk."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from minipar.errors import one_of
+from minipar.comm.point_to_point import PointToPoint
+from minipar.support.errors import one_of
 
 # A received segment should still be in the cache when it is added; shorter segments cost more in Python than they save.
 SEGMENT_BYTES = 4 << 20
 
 
 class Reduction(NamedTuple):
-    """A reduction. combine(a, b, out=...) reduces two tensors; `divide`: divide the result by the number of ranks."""
+    """A reduction: combine(a, b, out=...) reduces two tensors, and `divide` divides the result by the number of ranks."""
 
-    combine: Callable
-    torch_name: str  # torch.distributed's name for it
+    combine: Callable[..., torch.Tensor]
+    torch_name: str  # the reduction's name in torch.distributed
     divide: bool
 
 
@@ -39,12 +40,13 @@ def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
 
 
 def exchange_and_add(
-    comm, send_chunk: torch.Tensor, to: int, mine: torch.Tensor, source: int, reduction: Reduction, out
-) -> torch.Tensor:
-    """Send `send_chunk` to rank `to`; out = mine + what rank `source` sends, flat tensors of one length. Returns out.
+    comm: PointToPoint, send_chunk: torch.Tensor, to: int, mine: torch.Tensor, source: int,
+    reduction: Reduction, out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Send `send_chunk` to rank `to`, receive a chunk from rank `source`, and return out = mine + the received chunk.
 
-    Both chunks are sent in segments, messages of at most SEGMENT_BYTES, one after the other. `out` may be `mine` or
-    `send_chunk` itself: a segment is overwritten only after it has been read and sent.
+    `mine`, `out` and the received chunk are flat tensors of one length. Chunks are sent in segments, messages of at most
+    SEGMENT_BYTES. `out` may be `mine` or `send_chunk` itself: a segment is overwritten only after it is read and sent.
     """
     length = max(1, SEGMENT_BYTES // send_chunk.element_size())
     longest = max(send_chunk.numel(), mine.numel())

@@ -1,6 +1,6 @@
 """Binomial trees: in each of log p steps of a broadcast, the number of ranks that have the data doubles.
 
-`simple/collectives.py`, plus reduce, the same tree from the leaves to the root, and all-reduce.
+Adds to `simple/collectives.py`: reduce, which is the same tree from the leaves to the root, and all-reduce.
 
 Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
 
@@ -8,17 +8,19 @@ Costs (Thakur, Rabenseifner, Gropp 2005, sections 4.3-4.5), p ranks, n bytes:
     reduce      ceil(log p) (alpha + n beta + n gamma)
     all_reduce  both, one after the other
 
-Few steps, but each sends the whole vector: for short vectors.
+A tree takes few steps, but sends the whole vector in each, so it is for short vectors.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from minipar.comm.reduction import find_reduction
+from minipar.comm.point_to_point import PointToPoint
+from minipar.comm.reduction import Reduction, find_reduction
 
 
-def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
+def broadcast(comm: PointToPoint, x: Tensor, root: int = 0) -> Tensor:
     """Return the root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if comm.rank == root:
@@ -27,22 +29,23 @@ def broadcast(comm, x: torch.Tensor, root: int = 0) -> torch.Tensor:
     return out
 
 
-def reduce(comm, x: torch.Tensor, root: int = 0, op: str = "sum") -> torch.Tensor | None:
+def reduce(comm: PointToPoint, x: Tensor, root: int = 0, op: str = "sum") -> Tensor | None:
     """Return the sum over ranks of x on the root, None elsewhere. Every rank but the root sends x once."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _reduce_into(comm, x, out, root, find_reduction(op, x.dtype))
     return out if comm.rank == root else None
 
 
-def all_reduce(comm, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> torch.Tensor:
+def all_reduce(comm: PointToPoint, x: Tensor, op: str = "sum", out: Tensor | None = None) -> Tensor:
     """Reduce to rank 0, then broadcast from it. All ranks together send x p-1 times in each half."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _reduce_into(comm, x, out, 0, find_reduction(op, x.dtype))
     _broadcast_in(comm, out, 0)
     return out
 
 
-def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
+def _broadcast_in(comm: PointToPoint, out: Tensor, root: int) -> None:
     """Receive from the parent, then send to the children. A place is a rank counted from the root, mod p.
 
     The parent of a place is that place with its lowest set bit cleared.
@@ -60,11 +63,12 @@ def _broadcast_in(comm, out: torch.Tensor, root: int) -> None:
             comm.send(out, (place + distance + root) % p)
 
 
-def _reduce_into(comm, x: torch.Tensor, out: torch.Tensor, root: int, reduction) -> None:
-    """Add the sums received from the children, nearest first, then send the total to the parent, as in `_broadcast_in`."""
+def _reduce_into(comm: PointToPoint, x: Tensor, out: Tensor, root: int, reduction: Reduction) -> None:
+    """Add the sums received from the children, nearest first, and send the total to the parent (see `_broadcast_in`)."""
     p = comm.size
     place = (comm.rank - root) % p
-    sums, distance = x.detach(), 1
+    sums = x.detach()
+    distance = 1
     while distance < p and not place & distance:
         if place + distance < p:
             received = comm.scratch(x.numel(), x.dtype).view(x.shape)

@@ -1,7 +1,6 @@
 """Context parallelism: one sequence split over ranks, because its activations do not fit on one. In reading order:
 
 token_layout.py    layouts: the tokens that each rank holds, contiguous, zigzag or striped
-limits.py          sequence lengths and models that can be split over cp ranks
 documents.py       several documents in one sample
 all_gather.py      every rank all-gathers keys and values
 attention_ring.py  keys and values are sent around a ring

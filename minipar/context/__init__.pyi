@@ -4,9 +4,6 @@ from .attention_ring import ring_attention as ring_attention
 from .documents import document_positions as document_positions
 from .documents import next_tokens as next_tokens
 from .documents import pack_documents as pack_documents
-from .limits import LAYOUTS as LAYOUTS
-from .limits import check_context_parallel as check_context_parallel
-from .limits import padded_length as padded_length
 from .parallelize_context import context_parallel as context_parallel
 from .token_layout import LocalBatch as LocalBatch
 from .token_layout import causal_work as causal_work

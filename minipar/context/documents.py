@@ -25,12 +25,12 @@ class Packed(NamedTuple):
 
 
 def document_positions(lengths: Sequence[int]) -> Tensor:
-    """The position of each token in its document: lengths 3, 2 -> 0 1 2 0 1."""
+    """Return the position of each token in its document: lengths 3, 2 -> 0 1 2 0 1."""
     return torch.cat([torch.arange(length) for length in lengths]) if lengths else torch.empty(0).long()
 
 
 def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return each token's target: the next token, or IGNORED where its document ends.
+    """Return each token's target: the next token, or IGNORE_INDEX where its document ends.
 
     tokens, positions, targets  [..., T]
     """
@@ -43,7 +43,8 @@ def next_tokens(tokens: Tensor, positions: Tensor) -> Tensor:
 def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
     """Fill samples of `seq_len` tokens with documents, in order; a document that does not fit continues in the next sample.
 
-    Its continuation counts as a document of its own. The last sample is padded with tokens 0, whose targets are IGNORED.
+    Its continuation counts as a document of its own. The last sample is padded with tokens 0, whose targets
+    are IGNORE_INDEX.
     """
     tokens = torch.cat(list(documents))
     num_padding = -len(tokens) % seq_len

@@ -9,49 +9,56 @@ samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from minipar.comm import Comm
+from minipar.config.context_limits import check_context_parallel
+from minipar.config.model_config import ModelConfig
 from minipar.context.all_gather import all_gather_attention
 from minipar.context.attention_ring import ring_attention
-from minipar.context.limits import check_context_parallel
 from minipar.context.token_layout import local_positions
 from minipar.context.ulysses import ulysses_attention
 from minipar.context.usp import split_comm, usp_attention
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Block, Transformer
 from minipar.model.groups import check_whole_groups
-from minipar.staging import to_device
+from minipar.support.staging import to_device
 
 
 def context_parallel(
     model: Transformer,
-    comm,
+    comm: Comm,
     layout: str = "zigzag",
     attention: str = "ring",
     impl: str = "auto",
     ulysses_size: int = 1,
-    **options,
+    **options: Any,
 ) -> Transformer:
     """Make the model, or a pipeline stage of it, take this rank's tokens of each sample, in place; returns the model.
 
-    model         with or without tensor parallelism
+    model         the model or stage, with or without tensor parallelism
     comm          the cp ranks; each calls this with the same model
     layout        which tokens a rank has: see `token_layout.py`. If the caller gives no positions, the layout's are used
     attention     "ring", "ulysses", "all_gather", or "usp": Ulysses inside groups of `ulysses_size`, a ring across them
-    impl          what computes a block, as in `flash_attention`
-    options       of that attention: `heads_at_once` of all_gather, `pad` of ulysses and usp
+    impl          the implementation that computes a block, as in `flash_attention`
+    options       options of `attention`: `heads_at_once` for all_gather, `pad` for ulysses and usp
 
     Call `model.loss` with `local_batch(...)` and the whole batch's `count`. No parameter is split, so placements, and tied
     and frozen parameters, are unchanged.
-    Raises ValueError where ulysses_size does not divide cp, the heads cannot be split, or the layout would split routing
+    Raises ValueError if ulysses_size does not divide cp, the heads cannot be split, or the layout would split routing
     groups: here if the whole sequence is one group, otherwise in the model's forward.
     """
     tp = _tensor_parallel_size(model)
     check_context_parallel(model.config, comm.size, None, layout, attention, ulysses_size, tp, **options)
     core = _core(comm, layout, attention, impl, ulysses_size, options)
     for block in model.layers.values():
+        assert isinstance(block, Block)
         block.attention.overrides.core = core
     model.overrides.default_positions = LocalPositions(
         model.config, comm.rank, comm.size, layout, ulysses_size
@@ -60,17 +67,23 @@ def context_parallel(
 
 
 def _tensor_parallel_size(model: Transformer) -> int:
-    """The ranks over which the model's heads are split already: attention exchanges the heads that are left here."""
-    blocks = list(model.layers.values())
-    return model.config.num_heads // blocks[0].attention.num_heads if blocks else 1
+    """Return the number of tp ranks over which the model's heads are split."""
+    block = next(iter(model.layers.values()), None)
+    return model.config.num_heads // block.attention.num_heads if isinstance(block, Block) else 1
 
 
-def _core(comm, layout: str, attention: str, impl: str, ulysses_size: int, options: dict):
+def _core(
+    comm: Comm, layout: str, attention: str, impl: str, ulysses_size: int, options: dict[str, Any]
+) -> Callable[..., Tensor]:
     common = dict(layout=layout, impl=impl, **options)
     if attention == "usp":
         return partial(usp_attention, *split_comm(comm, ulysses_size), **common)
-    functions = {"ring": ring_attention, "ulysses": ulysses_attention, "all_gather": all_gather_attention}
-    return partial(functions[attention], comm, **common)
+    return partial(ATTENTIONS[attention], comm, **common)
+
+
+ATTENTIONS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {"ring": ring_attention, "ulysses": ulysses_attention, "all_gather": all_gather_attention}
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,7 @@ class LocalPositions:
     layout: str
     ulysses_size: int
 
-    def __call__(self, tokens: int, device) -> Tensor:
+    def __call__(self, tokens: int, device: torch.device) -> Tensor:
         seq_len = tokens * self.size
         if seq_len > self.config.max_seq_len:
             raise ValueError(

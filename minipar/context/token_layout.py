@@ -4,8 +4,8 @@
     zigzag       rank r has the r-th of 2P pieces from the start and the r-th from the end
     striped      rank r has tokens r, r + P, r + 2P, ...
 
-Under a causal mask late tokens see more keys than early ones: contiguous gives rank r the work of r + 1/2 blocks; zigzag
-and striped give every rank the same work (zigzag exactly; striped up to a diagonal).
+Under a causal mask late tokens see more keys than early tokens. So contiguous gives rank r the work of r + 1/2 blocks;
+zigzag and striped give every rank the same work (zigzag exactly, striped up to a diagonal).
 
 Sources: zigzag: Llama 3, arXiv:2407.21783, section 3.3.2; striped: arXiv:2311.09431.
 """
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.context.limits import check_length, padded_length
+from minipar.config.context_limits import local_ranges, padded_length
 from minipar.model import IGNORE_INDEX
 from minipar.model.mask import Mask, TokenRun, indices
 
@@ -26,16 +26,9 @@ from minipar.model.mask import Mask, TokenRun, indices
 def local_runs(seq_len: int, rank: int, size: int, layout: str = "zigzag") -> tuple[TokenRun, ...]:
     """Return the tokens of `rank`, in the order in which it holds them.
 
-    Raises ValueError where the layout is unknown or cannot split seq_len, saying what to pad to.
+    Raises ValueError if the layout is unknown or cannot split seq_len, saying what to pad to.
     """
-    check_length(seq_len, size, layout)
-    own = seq_len // size
-    if layout == "contiguous":
-        return (TokenRun(rank * own, own),)
-    if layout == "striped":
-        return (TokenRun(rank, own, size),)
-    half = own // 2
-    return TokenRun(rank * half, half), TokenRun((2 * size - 1 - rank) * half, half)
+    return _runs(local_ranges(seq_len, rank, size, layout))
 
 
 def local_positions(
@@ -46,11 +39,11 @@ def local_positions(
     ulysses_size  above 1: `layout` splits the sequence over groups of this many neighbouring ranks, and each rank of a
                   group holds a contiguous piece of the group's tokens (see `usp.py`)
     """
-    if ulysses_size == 1:
-        return indices(local_runs(seq_len, rank, size, layout))
-    check_length(seq_len, size, layout, ulysses_size)
-    group = indices(local_runs(seq_len, rank // ulysses_size, size // ulysses_size, layout))
-    return group.chunk(ulysses_size)[rank % ulysses_size]
+    return indices(_runs(local_ranges(seq_len, rank, size, layout, ulysses_size)))
+
+
+def _runs(ranges: tuple[range, ...]) -> tuple[TokenRun, ...]:
+    return tuple(TokenRun(run.start, len(run), run.step) for run in ranges)
 
 
 def order_of_gathered(seq_len: int, size: int, layout: str, ulysses_size: int = 1) -> Tensor:
@@ -95,10 +88,11 @@ def local_batch(
 
     tokens, targets  [B, T]             the whole batch, on every rank
     positions        [T] or [B, T]      each token's position in its document; default 0 ... T-1
-    pad              pad to a length that the layout can split: the padding comes last, so under a causal mask no other
-                     token sees it, and its targets are ignored. Where positions are given, it is a document of its own
+    pad              pad to a length that the layout can split. The padding comes last, so under a causal mask no other
+                     token sees it, and its targets are ignored. If positions are given, it is a document of its own
 
-    `count` is the number of counted targets in the whole batch: ranks' losses and gradients then sum to one process's.
+    `count` is the number of counted targets in the whole batch; with it, the ranks' losses and gradients sum to one
+    process's.
     """
     num_padding = padded_length(tokens.shape[1], size, layout, ulysses_size) - tokens.shape[1] if pad else 0
     if positions is None:
@@ -113,7 +107,8 @@ def local_batch(
 
 
 def causal_work(seq_len: int, rank: int, size: int, layout: str) -> int:
-    """Return the number of scores that `rank` computes in causal attention: pairs of one of its queries and a key it sees.
+    """Return the number of scores that `rank` computes in causal attention: pairs of a query of its own and a key it sees.
+
 
     contiguous   n (r n) + n (n+1) / 2                with n = T/P
     zigzag       n/2 ((2P-1) n/2 + n/2 + 1)           the same for every rank: a P-th of T (T+1) / 2

@@ -13,10 +13,5 @@ from minipar.cost.model_table import MODELS as MODELS
 from minipar.cost.model_table import find_model as find_model
 from minipar.cost.models import ModelShape as ModelShape
 from minipar.cost.planner import plan as plan
-from minipar.cost.rings import rings_at_once as rings_at_once
-from minipar.cost.rings import widest_ring as widest_ring
 from minipar.cost.timing import step_time as step_time
-from minipar.cost.topology import Topology as Topology
-from minipar.cost.topology import busiest_link as busiest_link
-from minipar.cost.topology import link_bytes as link_bytes
 from minipar.cost.traffic import step_traffic as step_traffic

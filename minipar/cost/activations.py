@@ -1,17 +1,25 @@
 """Bytes that a layer keeps from its forward to its backward, for one microbatch on one rank.
 
-Two layers are counted. A GPT layer with dropout, stored scores and 16-bit activations, by Korthikanti et al.:
+Two kinds of layers are counted. A GPT layer with dropout, stored scores and 16-bit activations, by Korthikanti et al.:
 
     s b h (10 + 24/t + 5 a s/(h t))        and with sequence parallelism s b h/t (34 + 5 a s/h)
 
-and this library's layer, by `minipar.tensor_parallel.activation_memory`, with e bytes an activation:
+and this library's layer, with e bytes per activation:
 
-    e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term over t, too
+    e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term is divided by t, too
 
-A parallel block, with one norm and one dropout, has half of what is outside the split matrices: 10 or 6 h + 2.
+Activations outside the split matrices are whole on every rank, unless sequence parallelism shards them by tokens.
+Korthikanti's 5 a s/h counts the probabilities, which fused attention does not keep.
 
-Recomputation keeps, of either: "selective" all but the scores; "full" the layer's input alone; "every:N" that of every N-th
-layer, and N layers are recomputed at once.
+A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
+3 h + 1 instead of 6 h + 2.
+
+With recomputation, either layer keeps
+
+    selective   everything except the scores
+    full        only the layer's input
+    every:N     only the input of every N-th layer; the backward recomputes N layers at a time
+
 Source: arXiv:2205.05198, section 4 and table 2; arXiv:1604.06174, section 4.
 """
 
@@ -37,14 +45,16 @@ def gpt_layer_bytes(
     dropout: bool = True,
     norms: int = 2,
 ) -> float:
-    """Return the bytes of a GPT layer; by default Korthikanti's.
+    """Return the bytes that a GPT layer keeps; with the defaults, Korthikanti's layer.
 
     ffn   width of the MLP, if not 4 h         keys  tokens that a query sees, if not s
-    e     bytes of an activation               a mask of dropout has one byte an element
-    norms 1 in a parallel block
+    e     bytes of an activation               a dropout mask takes one byte per element
+    norms 2, or 1 in a parallel block
 
-    outside the split matrices   4 e + 2 per element of [s, b, h]: inputs of two norms and of two matrices, two masks
-    inside, over tp              q, k, v and o's input 4 e, the MLP's 2 e ffn/h; scores (2 e + 1) a keys/h, if stored
+    Bytes per element of [s, b, h]:
+
+    outside the split matrices   4 e + 2: the inputs of two norms and of two matrices, and two masks
+    inside, divided by tp        q, k, v and o's input 4 e; the MLP 2 e ffn/h; stored scores (2 e + 1) a keys/h
     """
     split = tp if sequence_parallel else 1
     if recompute == "full":
@@ -54,30 +64,50 @@ def gpt_layer_bytes(
     return outside + s * b * (4 * e * h + 2 * e * (ffn or 4 * h) + scores) / tp
 
 
-def llama_layer_bytes(
-    shape: ModelShape, s: int, b: int, tp: int, sequence_parallel: bool, scores: int, e: int, experts: bool
-) -> float:
-    """Return the bytes of this library's layer without recomputation.
+def layer_activation_bytes(
+    shape: ModelShape,
+    s: int,
+    b: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    e: int = 4,
+    scores: int = 0,
+    experts: bool = False,
+) -> dict[str, float]:
+    """Return the bytes that each part of this library's layer keeps per rank, without recomputation.
 
-    scores   keys whose scores are stored for each query; 0 for flash attention
-    experts  the layer has a mixture: of each of top_k * capacity_factor rows a token, what goes in, comes out, and 4 F
+    e        bytes of an activation
+    scores   number of keys whose scores are stored for each query; 0: none, as with fused and flash attention
+    experts  the layer has a mixture of experts. It keeps 2 D + 4 F/tp (input, output and the MLP's 4 F/tp) for each of
+             top_k * capacity_factor rows per token
+
+        norms      2 (3 D + 1)   input, its inverse root mean square, the normalized input, and its product with the weight
+                                 (the input of q, k and v, or of gate and up)              whole, or tokens / tp
+        dropouts   2 D bytes     a mask after attention, one after the MLP                 whole, or tokens / tp
+        attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
+                   (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
+        mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp
+        positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
+
+    A key/value head that several ranks share is counted on each of them. A parallel block has one norm and one dropout.
     """
-    split = tp if sequence_parallel else 1
-    kv_heads = max(1, shape.num_kv_heads // tp)
-    heads = shape.num_heads // tp
-    outside = shape.norms_per_layer * ((3 * shape.dim + 1) * e + shape.dim * shape.dropout)
+    tokens = s * b
+    outside = tokens // tp if sequence_parallel else tokens
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
     if scores:
         attention = 4 * heads * shape.head_dim + heads * scores
-    else:
-        attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
-    mlp = 4 * shape.hidden_dim / tp
+    mlp: float = 4 * shape.hidden_dim // tp
     if experts:
         rows = shape.top_k * shape.capacity_factor
-        mlp = rows * (mlp + 2 * shape.dim) + 4 * shape.shared_dim / tp
-    positions = (
-        s * shape.head_dim * e + s * scores
-    )  # rotary cosines and sines, whatever the batch; a mask of bytes
-    return s * b * (outside / split + (attention + mlp) * e) + positions
+        mlp = rows * (mlp + 2 * shape.dim) + 4 * shape.shared_dim // tp
+    return {
+        "norms": shape.norms_per_layer * (3 * shape.dim + 1) * outside * e,
+        "attention": attention * tokens * e,
+        "mlp": mlp * tokens * e,
+        "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
+        "positions": s * shape.head_dim * e + s * scores,
+    }
 
 
 def layer_bytes(
@@ -92,21 +122,25 @@ def layer_bytes(
     e: int,
     experts: bool = False,
 ) -> float:
-    """Return the bytes of a layer of either kind: s tokens of each of b samples on this rank; dense: scores are stored."""
+    """Return the bytes that a layer keeps, a GPT layer or this library's.
+
+    s, b   tokens per sample and samples on this rank
+    dense  attention stores its scores
+    """
     stored = recompute if dense or recompute == "full" else "selective"
     if not shape.gated or stored == "full":
-        options = dict(
-            ffn=shape.hidden_dim, keys=keys, e=e, dropout=shape.dropout, norms=shape.norms_per_layer
-        )
-        return gpt_layer_bytes(s, b, shape.dim, shape.num_heads, tp, sequence_parallel, stored, **options)
+        return gpt_layer_bytes(
+            s, b, shape.dim, shape.num_heads, tp, sequence_parallel, stored,
+            ffn=shape.hidden_dim, keys=keys, e=e, dropout=shape.dropout, norms=shape.norms_per_layer,
+        )  # fmt: skip
     scores = keys if stored == "none" else 0
-    return llama_layer_bytes(shape, s, b, tp, sequence_parallel, scores, e, experts)
+    return sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:
-    """Return (kept, most) for layers recomputed in units of `every`: kept by the forward, and at most in the backward.
+    """Return (kept, most) for layers recomputed in units of `every`: bytes after the forward, and the backward's peak.
 
-    layer        bytes of one layer without recomputation      layer_input  those of its input alone
+    layer        bytes of one layer without recomputation      layer_input  bytes of its input
 
     kept = ceil(L/N) layer_input        most = kept + N layer        every=1 is recompute="full"
     """

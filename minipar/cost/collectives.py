@@ -1,6 +1,6 @@
 """Seconds of a collective by the alpha-beta model: latency per message, and bytes over bandwidth.
 
-n bytes is the whole vector: of an all-gather what is gathered, of an all-to-all what a rank sends. p ranks.
+p is the number of ranks, n the bytes of the whole vector: an all-gather's result, a rank's input to an all-to-all.
 
     all-reduce, ring          2 (p-1) alpha + 2 (p-1)/p n beta
     reduce-scatter, ring      (p-1) alpha + (p-1)/p n beta
@@ -9,14 +9,14 @@ n bytes is the whole vector: of an all-gather what is gathered, of an all-to-all
     broadcast, binomial       ceil(lg p) (alpha + n beta)
     all-reduce, Rabenseifner  2 lg p alpha + 2 (p-1)/p n beta        for p a power of two
 
-Source: Thakur, Rabenseifner and Gropp, 2005, section 4, without their gamma, the time of an addition.
+Source: Thakur, Rabenseifner and Gropp, 2005, section 4. The time of additions, their gamma, is left out.
 """
 
 from __future__ import annotations
 
 from math import ceil, log2
 
-# What a rank sends of n bytes, in units of (p-1)/p n, and the rounds of a ring in units of p-1.
+# The bytes that a rank sends, in units of (p-1)/p n; also the rounds of a ring, in units of p-1.
 _SHARES = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1, "all_to_all": 1}
 
 
@@ -42,11 +42,14 @@ def collective_s(
 def hierarchical_all_reduce_s(
     nodes: int, per_node: int, num_bytes: float, fast: tuple[float, float], slow: tuple[float, float]
 ) -> float:
-    """Return the seconds of reduce-scatter inside nodes, all-reduce of the parts between nodes, all-gather inside.
+    """Return the seconds of a hierarchical all-reduce.
 
-    fast, slow  (alpha, beta) of the links inside and of each rank's own link between nodes
+    It is a reduce-scatter inside each node, an all-reduce of each part between nodes, and an all-gather inside each node.
 
-    Sends 2(k-1)/k n/g over a slow link, for k nodes of g ranks, where a flat ring sends 2(kg-1)/(kg) n.
+    fast  (alpha, beta) of the links inside a node
+    slow  (alpha, beta) of each rank's own link to other nodes
+
+    With k nodes of g ranks, it sends 2(k-1)/k n/g bytes over a slow link; a flat ring sends 2(kg-1)/(kg) n.
     """
     inside = 2 * collective_s("all_gather", per_node, num_bytes, *fast)
     return inside + collective_s("all_reduce", nodes, num_bytes / per_node, *slow)

@@ -1,25 +1,27 @@
-"""A job (model, machine, batch) and a layout of it over ranks: what the other modules compute the costs of."""
+"""A job (model, machine, batch) and its layout over ranks, and which layouts are legal."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
+from minipar.config.check_experts import why_ep_illegal
+from minipar.config.context_limits import ATTENTIONS, why_cp_illegal, why_groups_cut, why_usp_illegal
+from minipar.config.mesh_rules import why_batch_illegal, why_stages_illegal
+from minipar.config.tensor_limits import why_tokens_uneven, why_tp_illegal
 from minipar.cost.machines import Machine
 from minipar.cost.models import ModelShape
-from minipar.cost.slices import slices_obstacle
-from minipar.cost.stages import PLANNED, UNPLANNED, enough_microbatches
-from minipar.errors import one_of, require_positive
-from minipar.schedules.registry import LOOPED, SLICED, chunks_per_rank
+from minipar.cost.stages import enough_microbatches, planned, sliced_forms_of, unplanned
+from minipar.schedules.registry import SCHEDULES, chunks_per_rank
+from minipar.support.errors import one_of, require_positive
 
 AXES = ("dp", "pp", "cp", "ep", "tp")
-CP_ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter of weights, gradients and optimizer state (with master weights); bytes of an activation."""
+    """Bytes per parameter for weights, gradients and optimizer state (with master weights); bytes per activation."""
 
     weight: int
     gradient: int
@@ -27,7 +29,8 @@ class Precision:
     activation: int
 
 
-# mixed: ZeRO's 2 + 2 + 12, fp16 or bf16 with fp32 master weights and Adam; mixed-fp32-grads: Megatron-LM's 2 + 4 + 12.
+# mixed: fp16 or bf16 with fp32 master weights and Adam, 2 + 2 + 12 bytes as in the ZeRO paper. mixed-fp32-grads:
+# 2 + 4 + 12 bytes, as in Megatron-LM.
 PRECISIONS = {
     "mixed": Precision(2, 2, 12, 2),
     "mixed-fp32-grads": Precision(2, 4, 12, 2),
@@ -38,19 +41,27 @@ PRECISIONS = {
 
 @dataclass(frozen=True)
 class Implementation:
-    """Habits of a training program that no layout states. The defaults are minipar's.
+    """Properties of the training program that runs a layout. The defaults are minipar's.
 
-    attention          "flash": scores are not stored, and the causal mask halves their work; "dense": stored, all computed;
-                       "fused": as flash, but torch's kernels, which store a mask where samples are cut into slices
+    attention          "flash": scores are not stored, and the causal mask halves their work; "dense": all scores are
+                       computed and stored; "fused": torch's kernels, like flash, but with a stored mask if samples
+                       are cut into slices
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
-    sequence_parallel  wherever tp > 1: tokens are split over tp between the split matrices
-    scatter_pipeline   without it: tp ranks send a part each of a stage's output, and all-gather it inside the node
-    reduce_every       "microbatch": ZeRO-2 reduces gradients after each, and holds its part of them alone
-    replicate          groups of the dp x cp ranks that each have all of ZeRO-3's shards: hybrid sharding
-    cp_ulysses         ranks of a group of cp_attention="usp"
-    group_tokens       tokens that experts are given together, which no slice cuts; None: a slice's
+    sequence_parallel  outside the split matrices, tokens are split over tp wherever tp > 1
+    scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
+                       ranks all-gather the parts
+    reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
+    replicate          number of groups that the dp x cp ranks form, each with all shards of ZeRO-3: hybrid sharding
+    cp_ulysses         with cp_attention="usp", ranks in a Ulysses group
+    group_tokens       tokens that the router handles as one group, which no slice cuts; None: a group is a slice
+    arithmetic         seconds of a layer's arithmetic, in multiples of the formulas of work.py
+    overlap            fraction of the messages of ZeRO-3 and of gradients that hides behind arithmetic, if there is enough
+                       of it; the rest is waited for
+    gathers_per_layer  collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
+    attention_speed    rate of the program's attention kernel, in multiples of the machine's attention_fraction
 
-    The three before the last change bytes and memory; no time is predicted for them.
+    The last four are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
+    ignores it.
     """
 
     attention: Literal["flash", "fused", "dense"] = "flash"
@@ -61,15 +72,22 @@ class Implementation:
     replicate: int = 1
     cp_ulysses: int = 1
     group_tokens: int | None = None
+    arithmetic: float = 0.95
+    overlap: float = 0.2
+    gathers_per_layer: int = 1
+    attention_speed: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A training to plan: the model, the machine, the batch. Compared by identity, so that caches find it fast.
+    """A training job to plan: model, machine and batch. Jobs are compared by identity, so that cache lookups are fast.
 
-    seq_len  tokens a sample    batch  samples a step, over all ranks
+    seq_len       tokens per sample    batch  samples per step, over all ranks
+    margin_bytes  memory of each GPU that a plan leaves free: for the allocator's fragments, and for what no formula has
+    program       the name of a training program whose `implementation` this is (programs.py); "": none that is known
 
-    Raises ValueError for a size below 1, or a precision that is unknown.
+    Raises ValueError for a size below 1, an unknown precision, or latent attention, whose activations and messages have no
+    formula here.
     """
 
     shape: ModelShape
@@ -79,13 +97,30 @@ class Job:
     batch: int
     precision: str = "mixed"
     implementation: Implementation = Implementation()
+    margin_bytes: float = 0.0
+    program: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        if not 0 <= self.margin_bytes < self.machine.memory_bytes:
+            memory = self.machine.memory_bytes / 1e9
+            raise ValueError(
+                f"margin={self.margin_bytes / 1e9:g} GB of {memory:g} GB; use 0 or more, less than the memory"
+            )
         require_positive(gpus=self.gpus, seq=self.seq_len, batch=self.batch)
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision={self.precision!r} is unknown; use {one_of(PRECISIONS, near=self.precision)}"
             )
+        if self.shape.kv_latent_dim:
+            raise ValueError(
+                f"kv_latent_dim={self.shape.kv_latent_dim}: training with latent attention is not planned, its activations "
+                f"and messages have no formula; use a model without it"
+            )
+
+    @property
+    def room_bytes(self) -> float:
+        """The memory of a GPU that a layout may fill."""
+        return self.machine.memory_bytes - self.margin_bytes
 
     @property
     def bytes_of(self) -> Precision:
@@ -94,9 +129,10 @@ class Job:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """The split of a job over ranks: `minipar train`'s flags, but `microbatch` is the samples of one.
+    """The split of a job over ranks. Its fields are the flags of `minipar train`, except the following.
 
-    slices  in which a sample's tokens pass through the stages, with seq1f1b and terapipe
+    microbatch  samples per microbatch
+    slices      number of slices that each sample is cut into, with a schedule that cuts samples
     """
 
     dp: int = 1
@@ -114,7 +150,7 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """Layers that are computed again at once: 1 with "full", N with "every:N", 0 where whole layers never are."""
+        """How many layers are recomputed together: 1 with "full", N with "every:N", 0 if no whole layer is recomputed."""
         return 1 if self.recompute == "full" else int(self.recompute.partition(":")[2] or 0)
 
     @property
@@ -129,7 +165,7 @@ class Layout:
         )  # fmt: skip
 
     def microbatches(self, job: Job) -> int:
-        """Return the number of microbatches in which a rank works through its samples."""
+        """Return the number of microbatches that each rank runs in a step."""
         return job.batch // (self.dp * self.microbatch)
 
     def tokens(self, job: Job) -> int:
@@ -138,10 +174,10 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """As `parse_layout` reads it: dp4-pp2-tp8-zero1-mb1-full."""
+        """The layout as text that `parse_layout` reads: dp4-pp2-tp8-zero1-mb1-full."""
         axes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
-        parts = {**dict.fromkeys(LOOPED, self.chunks), **dict.fromkeys(SLICED, self.slices)}
-        number = f":{parts[self.schedule]}" if self.schedule in parts else ""
+        choice = SCHEDULES[self.schedule]
+        number = f":{self.slices}" if choice.sliced else f":{self.chunks}" if choice.chunks is None else ""
         order = [] if self.pp == 1 else [self.schedule + number]
         again = [] if self.recompute == "none" else [self.recompute]
         how = [] if self.cp_attention == "ring" else [self.cp_attention]
@@ -149,24 +185,24 @@ class Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Read a layout: `dp4-pp2-tp8-zero1-mb2-interleaved:2-full`. What is not named has its default.
+    """Read a layout, such as `dp4-pp2-tp8-zero1-mb2-interleaved:2-full`. Omitted parts take their defaults.
 
     Raises ValueError, naming the part that cannot be read.
     """
-    values: dict = {}
-    rest = text
-    # Names with a hyphen, before the text is split at hyphens.
-    for schedule in sorted((*PLANNED, *UNPLANNED), key=len, reverse=True):
+    values: dict[str, Any] = {}
+    rest, not_planned = text, unplanned()
+    # Schedules first: some of their names have a hyphen, and the text is then split at hyphens.
+    for schedule in sorted((*planned(), *not_planned), key=len, reverse=True):
         found = re.search(rf"(?:^|-){re.escape(schedule)}(?::(\d+))?(?=-|$)", rest)
         if found:
-            if schedule in UNPLANNED:
-                raise ValueError(f"layout={text!r}: {schedule} {UNPLANNED[schedule]}")
+            if schedule in not_planned:
+                raise ValueError(f"layout={text!r}: {schedule} {not_planned[schedule]}")
             number = int(found[1]) if found[1] else None
-            values |= (
-                dict(schedule=schedule, slices=2 if number is None else number)
-                if schedule in SLICED
-                else dict(schedule=schedule, chunks=chunks_per_rank(schedule, number))
-            )
+            values["schedule"] = schedule
+            if SCHEDULES[schedule].sliced:
+                values["slices"] = 2 if number is None else number
+            else:
+                values["chunks"] = chunks_per_rank(schedule, number)
             rest = rest.replace(found[0], "", 1)
             break
     for word in filter(None, rest.split("-")):
@@ -175,7 +211,7 @@ def parse_layout(text: str) -> Layout:
             values["microbatch" if found[1] == "mb" else found[1]] = int(found[2])
         elif word in ("none", "selective", "full") or re.fullmatch(r"every:[1-9]\d*", word):
             values["recompute"] = word
-        elif word in CP_ATTENTIONS:
+        elif word in ATTENTIONS:
             values["cp_attention"] = word
         else:
             raise ValueError(
@@ -187,61 +223,66 @@ def parse_layout(text: str) -> Layout:
     return layout
 
 
-def obstacle(job: Job, layout: Layout) -> str | None:
-    """Return why this layout is not legal for the job, in a line; None if it is. Memory is another question."""
-    shape, a = job.shape, layout
-    kv, world = shape.num_kv_heads, a.world_size
-    checks = (
-        (world != job.gpus, f"dp*pp*cp*tp={world} ranks, and there are gpus={job.gpus}"),
-        (shape.num_heads % a.tp, f"tp={a.tp} does not divide num_heads={shape.num_heads}"),
-        (a.tp % kv and kv % a.tp, f"tp={a.tp} neither divides num_kv_heads={kv} nor is a multiple of it"),
-        (shape.hidden_dim % a.tp, f"tp={a.tp} does not divide hidden_dim={shape.hidden_dim}"),
-        (shape.shared_dim % a.tp, f"tp={a.tp} does not divide shared_dim={shape.shared_dim}"),
-        (shape.vocab_size % a.tp, f"tp={a.tp} does not divide vocab_size={shape.vocab_size}"),
-        (
-            a.cp > 1 and job.seq_len % (2 * a.cp),
-            f"2*cp={2 * a.cp} (zigzag) does not divide seq={job.seq_len}",
-        ),
-        (a.cp == 1 and a.cp_attention != "ring", f"cp_attention={a.cp_attention} needs cp of 2 or more"),
-        (
-            a.cp_attention == "usp"
-            and (job.implementation.cp_ulysses < 2 or a.cp % job.implementation.cp_ulysses),
-            f"cp_attention=usp needs cp_ulysses of 2 or more that divides cp={a.cp}",
-        ),
-        (
-            a.cp_attention == "ulysses" and shape.num_heads // a.tp % a.cp,
-            f"cp={a.cp} does not divide a rank's {shape.num_heads // a.tp} heads, as cp_attention=ulysses needs",
-        ),
-        (
-            a.cp_attention == "ulysses" and a.cp % max(1, kv // a.tp) and max(1, kv // a.tp) % a.cp,
-            f"cp={a.cp} neither divides a rank's {max(1, kv // a.tp)} key/value heads nor is a multiple of them",
-        ),
-        (
-            job.seq_len // a.cp % a.tp,
-            f"tp={a.tp} does not divide a rank's tokens, seq/cp={job.seq_len // a.cp}",
-        ),
-        (a.ep > 1 and not shape.num_experts, f"ep={a.ep}, and the model has no experts"),
-        (shape.num_experts % a.ep, f"ep={a.ep} does not divide num_experts={shape.num_experts}"),
-        (a.dp * a.cp % a.ep, f"ep={a.ep} does not divide dp*cp={a.dp * a.cp}"),
-        (job.batch % a.dp, f"dp={a.dp} does not divide batch={job.batch}"),
-        (job.batch // a.dp % a.microbatch, f"mb={a.microbatch} does not divide batch/dp={job.batch // a.dp}"),
-        (
-            a.unit > 1 and a.unit > -(-shape.num_layers // (a.pp * a.chunks)),
-            f"recompute={a.recompute} is more than the {-(-shape.num_layers // (a.pp * a.chunks))} layers of a stage",
-        ),
-        (a.pp * a.chunks > shape.num_layers, f"{a.pp * a.chunks} stages, and {shape.num_layers} layers"),
-        (a.pp == 1 and a.schedule != "1f1b", f"schedule={a.schedule} needs pp of 2 or more"),
-        (
-            a.recompute == "selective" and job.implementation.attention != "dense",
-            "recompute=selective repeats dense attention, and this attention stores no scores",
-        ),
+def why_illegal(job: Job, layout: Layout) -> str | None:
+    """Return in one line why this layout is not legal for the job; None if it is. Memory is not checked."""
+    return why_refused(job, layout) or why_not_priced(job, layout)
+
+
+def why_refused(job: Job, layout: Layout) -> str | None:
+    """Return why `minipar train` would refuse the layout; None if it would not. The cheapest rules are applied first."""
+    a, shape, how = layout, job.shape, job.implementation
+    if a.world_size != job.gpus:
+        return f"dp*pp*cp*tp={a.world_size} ranks, and there are gpus={job.gpus}"
+    heads = shape.num_heads, shape.num_kv_heads
+    why = (
+        why_batch_illegal(job.batch, a.dp, a.microbatch, "mb")
+        or why_stages_illegal(a.pp * a.chunks, shape.num_layers, a.pp, a.schedule)
+        or why_tp_illegal(a.tp, *heads, shape.hidden_dim, shape.vocab_size, shape.shared_dim)
+        or why_ep_illegal(a.ep, a.dp * a.cp, shape.num_experts)
     )
-    for wrong, why in checks:
-        if wrong:
-            return why
+    if why is None and a.cp > 1:
+        why = _why_cp_refused(job, layout)
+    if why is None and how.sequence_parallel:
+        why = why_tokens_uneven(a.tp, job.seq_len // a.cp)
+    if why is None and a.slices > 1 and SCHEDULES[a.schedule].sliced:
+        why = sliced_forms_of(a.schedule).why_illegal(job, layout)
+    return why
+
+
+def _why_cp_refused(job: Job, a: Layout) -> str | None:
+    how, group = job.implementation, job.implementation.group_tokens
+    ulysses_size = how.cp_ulysses if a.cp_attention == "usp" else 1
+    why = why_usp_illegal(a.cp, a.cp_attention, ulysses_size) or why_cp_illegal(
+        a.cp, job.seq_len, job.shape.num_heads // a.tp, "zigzag", a.cp_attention, ulysses_size
+    )
+    if why is None and job.shape.num_experts and group is not None:
+        why = why_groups_cut(job.seq_len, group, a.cp, "zigzag", ulysses_size)
+    return why
+
+
+def why_not_priced(job: Job, layout: Layout) -> str | None:
+    """Return why the formulas do not hold for the layout, or why it only repeats another layout; None if neither."""
+    a, shape, choice = layout, job.shape, SCHEDULES[layout.schedule]
+    layers = -(-shape.num_layers // (a.pp * a.chunks))
+    if a.pp == 1 and a.schedule != "1f1b":
+        return f"schedule={a.schedule} needs pp of 2 or more"
+    if a.cp == 1 and a.cp_attention != "ring":
+        return f"cp_attention={a.cp_attention} needs cp of 2 or more"
+    if a.cp_attention == "ulysses":
+        kv = max(1, shape.num_kv_heads // a.tp)
+        if a.cp % kv and kv % a.cp:
+            return f"cp={a.cp} neither divides a rank's {kv} key/value heads nor is a multiple of them"
+    if a.unit > layers:
+        return f"recompute={a.recompute} is more than the {layers} layers of a stage"
+    if a.recompute == "selective" and job.implementation.attention != "dense":
+        return "recompute=selective repeats dense attention, and this attention stores no scores"
+    if choice.chunks is not None and a.chunks != choice.chunks:
+        return f"schedule={a.schedule} has {choice.chunks} chunks a rank, not {a.chunks}"
+    if choice.sliced and a.slices < 2:
+        return f"schedule={a.schedule} needs slices of 2 or more"
+    if a.slices > 1 and not choice.sliced:
+        return f"slices={a.slices} needs a schedule of slices, not {a.schedule}"
     m = a.microbatches(job)
     if not enough_microbatches(a.schedule, a.pp, m):
         return f"{m} microbatches do not fill schedule={a.schedule} over pp={a.pp}"
-    if a.schedule not in LOOPED and a.chunks != chunks_per_rank(a.schedule):
-        return f"schedule={a.schedule} has {chunks_per_rank(a.schedule)} chunks a rank, not {a.chunks}"
-    return slices_obstacle(job, a)
+    return None

@@ -1,13 +1,13 @@
-"""The links that a mesh axis really has.
+"""The bandwidth that a group along a mesh axis really gets, inside a node and between nodes.
 
-Nodes are blocks of consecutive ranks. A group along an axis of stride s and size n has g members on each node that it
-touches. Its ring crosses from node to node once per node, with the bytes that any of its links carries; and the G/g groups
-that share a node of G GPUs share its cards. So a group leaves a node through its share of *all* the node's cards:
+Nodes are blocks of consecutive ranks. A group along an axis of stride s and size n has g members on each node it spans. Its
+ring leaves each node once, and that hop carries as many bytes as every other hop of the ring. On a node of
+G GPUs, G/g such groups share the node's cards, so each group leaves the node through its share of *all* the cards:
 
     bytes per second that a group takes out of a node = cards * bytes per second of a card * g / G
 
-A group with eight members on a node of eight GPUs and eight cards leaves it through eight cards, not one: NCCL makes
-several rings, each entering and leaving a node by another card.
+A group with eight members on a node of eight GPUs and eight cards leaves the node through eight cards, not one: NCCL makes
+several rings, and each enters and leaves a node by a different card.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from minipar.cost.collectives import collective_s as ring_s
 from minipar.cost.layout import Layout
 from minipar.cost.machines import Machine
 
-# Of a link's speed, what large collectives reach (Machine Learning Engineering Open Book, network): a machine's default.
+# The fraction of a link's speed that large collectives reach (Machine Learning Engineering Open Book, network).
 LINK_FRACTION = 0.8
 
 
 class Links(NamedTuple):
-    """A group of `size` ranks, `per_node` of them on each node, and the bytes per second and rank inside and between."""
+    """The links of a group of `size` ranks, `per_node` of them on each node.
+
+    inside   bytes per second from a rank to others on its node
+    between  bytes per second from the group's ranks on a node to other nodes
+    """
 
     size: int
     per_node: int
@@ -45,7 +49,7 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
     """Return the links of a group of `size` ranks that are `stride` apart."""
     gpus = machine.gpus_per_node
     per_node = max(1, min(size, gpus // stride))
-    # A group that does not fill its nodes evenly is taken to have fewer members on each.
+    # Where the group cannot fill its nodes evenly, take the next smaller number per node that divides its size.
     while size % per_node:
         per_node -= 1
     cards = machine.cards_per_node * machine.card_bytes_per_s
@@ -55,7 +59,10 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
 
 
 def axis_links(machine: Machine, layout: Layout, axis: str) -> Links:
-    """Return the links of an axis: tp, cp, pp, ep, dp (dp x cp, where dense gradients are summed), edp (experts')."""
+    """Return the links of an axis: tp, cp, pp, ep, dp or edp.
+
+    dense gradients are summed over dp (here dp x cp ranks), expert gradients over edp (dp x cp / ep ranks)
+    """
     size = {
         "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp * layout.cp,
         "edp": layout.dp * layout.cp // layout.ep,
@@ -68,10 +75,11 @@ def axis_links(machine: Machine, layout: Layout, axis: str) -> Links:
 
 
 def collective_s(machine: Machine, links: Links, kind: str, num_bytes: float) -> float:
-    """Return the seconds of a collective of `num_bytes`, the whole vector, over a group with these links.
+    """Return the seconds of a collective over a group with these links; `num_bytes` is the whole vector.
 
-    A ring moves its bytes over all links at once, at the slowest of them. An all-to-all sends each rank's bytes for other
-    nodes over its own share of the cards. Latency: a ring's hops or, for an all-reduce, those of a tree, if they are fewer.
+    A ring uses all its links at once and runs at the speed of the slowest. In an all-to-all, each rank sends what goes to
+    other nodes through its own share of the cards. The latency is that of a ring's hops; for an all-reduce, that of a
+    tree's hops if it is lower.
     Source: NCCL, src/graph/tuning.cc.
     """
     if links.size == 1:

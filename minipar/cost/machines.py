@@ -1,4 +1,4 @@
-"""GPUs and their nodes: arithmetic, memory, the links between the GPUs of a node, and the network cards that leave it.
+"""GPUs and their nodes: arithmetic, memory, the links between the GPUs of a node, and the network cards between nodes.
 
 Link speeds are bytes per second in *one* direction. Data sheets often give both directions together ("NVLink 900 GB/s" is
 450 each way), and network speeds in bits: a 400 Gb/s card carries 50e9 bytes per second.
@@ -7,9 +7,10 @@ Link speeds are bytes per second in *one* direction. Data sheets often give both
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from minipar.cost.toml_table import find
-from minipar.errors import one_of
+from minipar.support.errors import one_of
 
 GIGABIT = 1e9 / 8  # bytes
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send")
@@ -20,22 +21,22 @@ class Machine:
     """One GPU and the node that it is in.
 
     peak_flops             dense 16-bit matrix products, per second, by the data sheet
-    matmul_fraction        of peak_flops that the best measured matrix product reaches
-    memory_bytes           of a GPU; decimal, which leaves the driver its part of a card sold in GiB
-    hbm_bytes_per_s        of a GPU's memory
-    gpus_per_node          GPUs that the fast links join
-    link_bytes_per_s       from a GPU to the others of its node, one direction
+    matmul_fraction        fraction of peak_flops that the best measured matrix product reaches
+    memory_bytes           usable memory: a card sold as 80 GB has 80 GiB, of which the driver leaves 80e9 bytes
+    hbm_bytes_per_s        bandwidth of a GPU's memory
+    gpus_per_node          GPUs joined by the fast links
+    link_bytes_per_s       from a GPU to the others of its node, in one direction
     cards_per_node         network cards, shared by all GPUs of the node
-    card_bytes_per_s       of each card, one direction
-    link_latency_s, network_latency_s   of one hop of a ring: NCCL's own constants, protocol Simple
-    start_latency_s        of any collective
-    attention_fraction     of peak_flops that a flash attention kernel reaches on what the causal mask leaves
-    share                  of these rates that a run reaches: what is left of either best where products are not of the best
-                           shape, kernels do not fill the GPU, clocks fall under load; 1 where rates were measured in a run
-    float32_slowdown       of a product of 32 bits against peak_flops; TF32 is half as fast, float32 far slower
-    context_bytes          of the driver, libraries and their workspaces: 0.5 to 2 GiB
-    collectives            measured: seconds per message and per byte of each of all_reduce, reduce_scatter, all_gather,
-                           all_to_all and send, along a ring, in place of the links
+    card_bytes_per_s       speed of each card, in one direction
+    link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple
+    start_latency_s        time to start a collective
+    attention_fraction     fraction of peak_flops that a flash attention kernel reaches, counting only unmasked scores
+    share                  fraction of these rates that a run reaches, because its products have other shapes, kernels do
+                           not fill the GPU and clocks fall under load; 1 if the rates were measured in a run
+    float32_slowdown       peak_flops divided by the rate of 32-bit products; TF32 is 2, plain float32 much more
+    context_bytes          memory of the driver, libraries and their workspaces: 0.5 to 2 GiB
+    collectives            measured (seconds per message, seconds per byte) along a ring for each of all_reduce,
+                           reduce_scatter, all_gather, all_to_all and send; replaces the predictions from links
     """
 
     name: str
@@ -54,10 +55,10 @@ class Machine:
     share: float = 0.8
     float32_slowdown: float = 8.0
     context_bytes: float = 2e9
-    collectives: dict | None = None
+    collectives: dict[str, tuple[float, float]] | None = None
     source: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in (
             "peak_flops", "memory_bytes", "hbm_bytes_per_s", "gpus_per_node", "link_bytes_per_s", "cards_per_node",
             "card_bytes_per_s", "float32_slowdown",
@@ -72,13 +73,17 @@ class Machine:
                 raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
         if self.collectives is not None:
             _check_collectives(self.collectives)
+            pairs = {
+                kind: (alpha, beta) for kind, (alpha, beta) in self.collectives.items()
+            }  # these fields are lists in a file
+            object.__setattr__(self, "collectives", pairs)
 
 
-def _check_collectives(table: dict) -> None:
+def _check_collectives(table: dict[str, tuple[float, float]]) -> None:
     for kind in COLLECTIVES:
         pair = table.get(kind)
-        numbers = isinstance(pair, list | tuple) and all(isinstance(x, int | float) and x >= 0 for x in pair)
-        if not numbers or len(pair) != 2:
+        numbers = pair if isinstance(pair, list | tuple) else ()
+        if len(numbers) != 2 or not all(isinstance(x, int | float) and x >= 0 for x in numbers):
             raise ValueError(
                 f"collectives.{kind}={pair}; use [seconds per message, seconds per byte], 0 or more"
             )
@@ -88,11 +93,11 @@ def _check_collectives(table: dict) -> None:
         )
 
 
-# NVIDIA's data sheets of the GPU and of the DGX that holds it: matrix rate, memory, NVLink (half of the sum of both
-# directions), number and speed of the cards of the compute network. matmul_fraction: Stas Bekman, Machine Learning
+# From NVIDIA's data sheets of the GPU and its DGX: matrix rate, memory, NVLink (half of the sum of both directions),
+# number and speed of the compute network's cards. matmul_fraction: Stas Bekman, Machine Learning
 # Engineering Open Book, "maximum achievable matmul FLOPS": A100 271.2, H100 794.5, B200 1745 TFLOP/s. Latencies: NCCL,
-# src/graph/tuning.cc. attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100 (arXiv:2307.08691, abstract), of
-# which the middle is taken, and 35 % of an H100 (arXiv:2407.08608, abstract); where nothing is published, half is assumed.
+# src/graph/tuning.cc. attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691,
+# abstract; the middle is used here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
 _A100_80 = Machine(
     "a100-80gb", 312e12, 271.2 / 312, 80e9, 2.0e12, 8, 300e9, 8, 200 * GIGABIT, attention_fraction=0.615,
     source="A100 and DGX A100 data sheets: NVLink 3, 8 HDR cards",
@@ -116,8 +121,26 @@ _ALL = (
     ),
 )  # fmt: skip
 MACHINES: dict[str, Machine] = {machine.name: machine for machine in _ALL}
+ALIASES = {
+    "h100-80gb": "h100",
+    "h200-141gb": "h200",
+    "b200-180gb": "b200",
+    "v100-32gb": "v100",
+}  # names with the memory's size, like those of the A100s
+
+
+LOCAL = Path("local.toml")  # `minipar calibrate local.toml` writes it
 
 
 def find_machine(name: str) -> Machine:
-    """Return a machine by name, or from a .toml file. Raises ValueError, with the nearest names, if there is none."""
-    return find("machine", name, MACHINES, Machine)
+    """Return a machine by name or from a .toml file; "local" is this machine, described by LOCAL.
+
+    Raises ValueError, with the nearest names, if there is no such machine.
+    """
+    if name != "local":
+        return find("machine", ALIASES.get(name, name), MACHINES, Machine)
+    if not LOCAL.exists():
+        raise ValueError(
+            f"machine=local is described by {LOCAL}, which is not here; run `minipar calibrate {LOCAL}`"
+        )
+    return find("machine", str(LOCAL), MACHINES, Machine)

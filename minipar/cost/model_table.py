@@ -9,16 +9,16 @@ from minipar.cost.toml_table import find
 def gpt(
     name: str, num_layers: int, dim: int, num_heads: int, vocab_size: int = 51200, positions: int = 2048
 ) -> ModelShape:
-    """GPT-2's layer: LayerNorm, biases, GELU of width 4 dim, dropout, learned positions, tied embeddings."""
+    """Return GPT-2's shape at these sizes: LayerNorm, biases, GELU, dropout, learned positions, tied embeddings."""
     return ModelShape(
         name, num_layers, dim, num_heads, 4 * dim, vocab_size, gated=False, bias=True, norm_params=2,
         positions=positions, tie_embeddings=True, dropout=True,
     )  # fmt: skip
 
 
-# Llama 2: arXiv:2307.09288; Llama 3: arXiv:2407.21783, table 3; Mixtral: arXiv:2401.04088, table 1, without a capacity,
-# so a factor of 1; GPT-3: arXiv:2005.14165, table 2.1, with the vocabulary padded for tensor parallelism. The last one has
-# DeepSeekMoE 16B's sizes (arXiv:2401.06066), with experts in its first layer, too.
+# Llama 2: arXiv:2307.09288; Llama 3: arXiv:2407.21783, table 3; Mixtral: arXiv:2401.04088, table 1 (it has no capacity
+# limit, so the factor is 1); GPT-3: arXiv:2005.14165, table 2.1, with the vocabulary padded for tensor parallelism. The
+# last model has DeepSeekMoE 16B's sizes (arXiv:2401.06066), but with experts in its first layer, too.
 _ALL = (
     ModelShape("llama-7b", 32, 4096, 32, 11008, 32000),
     ModelShape("llama-13b", 40, 5120, 40, 13824, 32000),
@@ -37,5 +37,5 @@ MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _ALL}
 
 
 def find_model(name: str) -> ModelShape:
-    """Return a model's sizes by name, or from a .toml file. Raises ValueError, with the nearest names, if there is none."""
+    """Return a model's sizes by name, or from a .toml file. Raises ValueError, with the nearest names, if unknown."""
     return find("model", name, MODELS, ModelShape)

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
-from minipar.errors import require_divides, require_positive
+from minipar.config.model_config import ModelConfig
+from minipar.support.errors import require_divides, require_positive
+from minipar.support.options import option
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of equal layers: attention and an MLP, or experts in every moe_every-th layer.
+    """The sizes of a decoder of equal layers: attention and an MLP, or experts in every moe_every-th layer.
 
-    num_kv_heads    None: num_heads
     gated           the MLP has three matrices (SwiGLU), otherwise two (GELU)
     bias            linears have biases
-    norm_params     vectors of a norm: 1 RMSNorm, 2 LayerNorm
-    positions       learned positions; 0: rotary
-    dropout         two per layer, in a parallel block one, whose masks are kept
-    parallel_block  attention and MLP read one norm, and their sum goes through one dropout
-    num_experts, top_k, capacity_factor, shared_dim   of a mixture; each expert is hidden_dim wide
+    norm_params     parameter vectors per norm: 1 for RMSNorm, 2 for LayerNorm
+    positions       number of learned positions; 0: rotary embeddings
+    dropout         each layer has two dropouts (a parallel block has one) and keeps their masks
+    parallel_block  attention and MLP read the output of one norm, and their sum goes through one dropout
+    kv_latent_dim   0, or the width of the latent of multi-head latent attention; rope_dim its rotary features per head
+    num_experts, top_k, capacity_factor, shared_dim   sizes of a mixture; each expert is hidden_dim wide
     """
 
     name: str
@@ -27,7 +30,7 @@ class ModelShape:
     num_heads: int
     hidden_dim: int
     vocab_size: int
-    num_kv_heads: int | None = None
+    num_kv_heads: int = option(None, "number of key/value heads; None: num_heads")
     gated: bool = True
     bias: bool = False
     norm_params: int = 1
@@ -40,8 +43,10 @@ class ModelShape:
     moe_every: int = 1
     shared_dim: int = 0
     parallel_block: bool = False
+    kv_latent_dim: int = 0
+    rope_dim: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         sizes = (
@@ -63,6 +68,28 @@ class ModelShape:
                 f"capacity_factor={self.capacity_factor}; use 0 or more, and a factor above 0"
             )
 
+        latent = self.kv_latent_dim, self.rope_dim
+        if min(latent) < 0 or all(latent) != any(latent):
+            raise ValueError(
+                f"kv_latent_dim={self.kv_latent_dim}, rope_dim={self.rope_dim}; use two numbers above 0, or none of them"
+            )
+        if self.kv_latent_dim and (self.bias or self.num_kv_heads != self.num_heads):
+            raise ValueError(
+                f"kv_latent_dim={self.kv_latent_dim} with bias={self.bias} and num_kv_heads={self.num_kv_heads}: latent "
+                f"attention has no biases and as many key/value heads as heads; leave these out"
+            )
+
+    @classmethod
+    def of(cls, model: ModelConfig, name: str = "this model") -> ModelShape:
+        """Return the sizes of a model of `minipar train`; experts without a capacity limit are assumed evenly loaded."""
+        return cls(
+            name, model.num_layers, model.dim, model.num_heads, model.hidden_dim, model.vocab_size, model.num_kv_heads,
+            tie_embeddings=model.tie_embeddings, dropout=model.dropout > 0, num_experts=model.num_experts,
+            top_k=model.top_k, capacity_factor=model.capacity_factor or 1.0, moe_every=model.moe_every,
+            shared_dim=model.shared_dim, parallel_block=model.parallel_block, kv_latent_dim=model.kv_latent_dim,
+            rope_dim=model.rope_dim or 0,
+        )  # fmt: skip
+
     @property
     def head_dim(self) -> int:
         return self.dim // self.num_heads
@@ -76,39 +103,71 @@ class ModelShape:
 
     @property
     def norms_per_layer(self) -> int:
-        """Attention's and the MLP's, or a parallel block's one; as many dropouts."""
+        """The number of norms in a layer, and also of dropouts: two, or one in a parallel block."""
         return 1 if self.parallel_block else 2
 
     @property
     def num_moe_layers(self) -> int:
         return self.num_layers // self.moe_every if self.num_experts else 0
 
-    @property
+    @cached_property
     def num_params(self) -> int:
-        """All parameters. For a GPT with tied embeddings, 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)) + 2 h.
+        """The number of parameters. For a GPT with tied embeddings, 12 l h^2 (1 + 13/(12 h) + (V + s)/(12 l h)) + 2 h.
 
-        Source: Megatron-LM on clusters, arXiv:2104.04473, equation 2, which leaves out the last norm, 2 h.
+        Source: Megatron-LM on clusters, arXiv:2104.04473, equation 2, which leaves out the last norm's 2 h.
         """
         layers = sum(sum(layer_elems(self, i)) for i in range(self.num_layers))
         tables = (1 if self.tie_embeddings else 2) * self.vocab_size * self.dim + self.positions * self.dim
         return layers + tables + self.norm_params * self.dim
 
-    @property
+    @cached_property
     def num_active_params(self) -> int:
-        """The parameters that a token meets: of the experts, top_k."""
+        """The number of parameters that process one token; in each mixture only top_k experts count."""
         unused = (self.num_experts - self.top_k) * expert_elems(self) if self.num_experts else 0
         return self.num_params - self.num_moe_layers * unused
 
 
-def layer_elems(shape: ModelShape, layer: int, tp: int = 1, ep: int = 1) -> tuple[int, int]:
-    """Return (dense, expert): the elements of a layer's parameters on one rank.
+def latent_attention_elems(dim: int, num_heads: int, kv_latent_dim: int, rope_dim: int) -> int:
+    """Return the matrix elements of latent attention: D (2 D + H r) of q and o, D (c + r) of the latents, 2 c D of k and v.
 
-    q, o and the MLP are split over tp; k and v too, but a rank has at least one head; norms, the biases of o and of the
-    MLP's last matrix, and the router are whole on every rank. Experts are split over ep and then over tp.
+    Here the H heads together are D wide, as in this library.
+    """
+    heads = dim * (2 * dim + num_heads * rope_dim) + 2 * kv_latent_dim * dim
+    return heads + latent_elems(dim, kv_latent_dim, rope_dim)
+
+
+def latent_elems(dim: int, kv_latent_dim: int, rope_dim: int) -> int:
+    """Return the elements of kv_down and k_rope, which are whole on every tp rank."""
+    return dim * (kv_latent_dim + rope_dim)
+
+
+def attention_elems(shape: ModelShape) -> int:
+    """Return the matrix elements of a layer's attention."""
+    if shape.kv_latent_dim:
+        return latent_attention_elems(shape.dim, shape.num_heads, shape.kv_latent_dim, shape.rope_dim)
+    return 2 * shape.dim * (shape.dim + shape.kv_dim)
+
+
+def core_width(shape: ModelShape) -> int:
+    """Return multiplications per query and key over all heads: D for the score, D for the values, and rotary features."""
+    return 2 * shape.dim + shape.num_heads * shape.rope_dim
+
+
+def layer_elems(shape: ModelShape, layer: int, tp: int = 1, ep: int = 1) -> tuple[int, int]:
+    """Return (dense, expert): the numbers of a layer's parameters on one rank.
+
+    q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Norms, the router, and the biases
+    of o and of the MLP's last matrix are whole on every rank; so are the matrices that compute latents, and their norm.
+    Experts are split over ep and then over tp.
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
     dim, width = shape.dim, shape.hidden_dim // tp
-    dense = 2 * dim * dim // tp + 2 * dim * kv_dim + shape.norms_per_layer * shape.norm_params * dim
+    dense = shape.norms_per_layer * shape.norm_params * dim
+    if shape.kv_latent_dim:
+        whole = latent_elems(dim, shape.kv_latent_dim, shape.rope_dim)
+        dense += whole + shape.kv_latent_dim + (attention_elems(shape) - whole) // tp
+    else:
+        dense += 2 * dim * dim // tp + 2 * dim * kv_dim
     if shape.bias:
         dense += dim // tp + 2 * kv_dim + dim
     if not shape.has_experts(layer):
@@ -123,8 +182,8 @@ def expert_elems(shape: ModelShape) -> int:
 
 
 def layer_matmul_elems(shape: ModelShape, layer: int) -> int:
-    """Return the matrix elements of a layer that multiply a token: a multiplication and an addition each, forward."""
-    attention = 2 * shape.dim * (shape.dim + shape.kv_dim)
+    """Return the matrix elements of a layer that multiply a token; each costs a multiplication and an addition forward."""
+    attention = attention_elems(shape)
     if not shape.has_experts(layer):
         return attention + expert_elems(shape)
     return (
@@ -133,25 +192,32 @@ def layer_matmul_elems(shape: ModelShape, layer: int) -> int:
 
 
 def forward_flops_per_token(shape: ModelShape, seq_len: int) -> int:
-    """2 * (matrix elements that multiply a token) + 4 s h per layer for the scores and the weighted sum, without a mask."""
+    """Return a forward's FLOPs per token, counted without a mask.
+
+    2 * (matrix elements that multiply a token), plus 4 s h per layer for the scores and the weighted sum of values;
+    with latent attention 2 s (2 h + a r), since queries and keys have r rotary features more in each of a heads.
+    """
     matrices = (
         sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) + shape.dim * shape.vocab_size
     )
-    return 2 * matrices + 4 * shape.num_layers * seq_len * shape.dim
+    return 2 * matrices + 2 * shape.num_layers * seq_len * core_width(shape)
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
-    """Forward and backward, which is twice a forward: for a GPT, 72 l h^2 (1 + s/(6 h) + V/(12 l h))."""
+    """Return the FLOPs per token of a forward and a backward, which is twice a forward.
+
+    For a GPT, 72 l h^2 (1 + s/(6 h) + V/(12 l h)).
+    """
     return 3 * forward_flops_per_token(shape, seq_len)
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
-    """Operations per token with recomputation: of the attention core for "selective", else one more forward of all layers.
+    """Return the FLOPs per token with recomputation: of the attention core for "selective", else of all layers' forward.
 
-    For a GPT, full recomputation: 96 l h^2 (1 + s/(6 h) + V/(16 l h)); the head is not computed again. Selective: one
-    forward of the core, 4 s h per layer; the paper's equation, with s/(3 h) for s/(6 h), has three times as much.
+    With full recomputation, a GPT takes 96 l h^2 (1 + s/(6 h) + V/(16 l h)), because the head is not recomputed. Selective
+    recomputation adds one forward of the core, 4 s h per layer. The paper's equation has s/(3 h) where this gives s/(6 h).
     Source: arXiv:2104.04473, equation 3; arXiv:2205.05198, appendix A.
     """
-    core = 4 * shape.num_layers * seq_len * shape.dim
+    core = 2 * shape.num_layers * seq_len * core_width(shape)
     layers = forward_flops_per_token(shape, seq_len) - 2 * shape.dim * shape.vocab_size
     return model_flops_per_token(shape, seq_len) + {"none": 0, "selective": core}.get(recompute, layers)

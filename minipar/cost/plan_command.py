@@ -1,28 +1,100 @@
-"""The work of `minipar plan`: search or explain, and print. The command draws."""
+"""The work of `minipar plan`: search for layouts or explain one, and make the text. The command line draws the pictures."""
 
 from __future__ import annotations
 
 import json
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from minipar.cost.auto_split import auto_split as auto_split_of
-from minipar.cost.auto_split import split_text
-from minipar.cost.compression import advice, check_method, compression_rows, faster_layout
-from minipar.cost.layout import Job, Layout, obstacle, parse_layout
+from minipar.cost.layout import Job, Layout, parse_layout, why_illegal
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
 from minipar.cost.planner import Candidate, Plan, plan
+from minipar.cost.programs import PROGRAMS
 from minipar.cost.reasons import no_fit, reasons
-from minipar.cost.report import explain_text, headline, plan_json, plan_text, run_lines
+from minipar.cost.report import explain_json, explain_text, headline, plan_json, plan_text, run_lines
+from minipar.support.errors import one_of
+from minipar.support.options import make_options
+from minipar.support.registry import Choice, Kind
+
+MARGIN = 1 / 16  # 5 GB of 80
+
+
+class ScalingPoint(NamedTuple):
+    """One point of a scaling curve.
+
+    efficiency     work per GPU and second, relative to the first point
+    communication  fraction of the step spent waiting for messages
+    """
+
+    gpus: int
+    seconds: float
+    efficiency: float
+    communication: float
+
+
+class Curves(NamedTuple):
+    """Curves over numbers of GPUs, to draw to a file.
+
+    lines  the points of each curve, by label
+    mark   a number of GPUs to mark, and its label
+    """
+
+    path: Path
+    lines: Mapping[str, Sequence[ScalingPoint]]
+    mark: tuple[int, str] | None = None
+
+
+class Asked(NamedTuple):
+    """The question that `minipar plan` puts to a view.
+
+    layout   the best layout found, or the one to explain; None while the request is checked, and None for a view that
+             replaces the plan
+    others   the best layout of each family that fits at all, as alternatives; empty with --explain
+    explain  whether the user gave the layout
+    run      whether the user asked for the commands that run the layout
+    """
+
+    job: Job
+    layout: Layout | None = None
+    others: Sequence[Layout] = ()
+    explain: bool = False
+    run: bool = False
+
+
+class Answer(NamedTuple):
+    """A view's answer: lines of text, the same numbers as JSON entries, curves to draw, layouts to itemise."""
+
+    lines: Sequence[str] = ()
+    entries: Mapping[str, Any] = {}
+    curves: Sequence[Curves] = ()
+    layouts: Sequence[Layout] = ()
+
+
+class PlanView(Choice):
+    """Something that `minipar plan` can print besides the plan, or instead of it.
+
+    `load` returns a function (asked, options) -> Answer; options is None for a view that declares no options.
+    """
+
+    replaces_plan = False
+
+    def check_request(self, asked: Asked, options: Any) -> None:
+        """Raise ValueError, before the search, if this view cannot answer the request."""
+
+
+VIEWS: Kind[PlanView] = Kind("view", {})
 
 
 class Outcome(NamedTuple):
-    """Text to print, and data to draw: layouts to itemise, and the plan, if there was a search."""
+    """Text to print and data to draw: layouts to itemise, the plan (None without a search), and a view's curves."""
 
     text: str
     job: Job
     layouts: list[Layout]
     plan: Plan | None
+    curves: Sequence[Curves] = ()
 
 
 def plan_command(
@@ -36,86 +108,77 @@ def plan_command(
     as_json: bool = False,
     run: bool = False,
     top: int = 10,
-    compress: str = "none",
-    auto_split: bool = False,
+    margin_gb: float | None = None,
+    program: str = "minipar",
+    view: str = "",
+    view_options: Mapping[str, Any] | None = None,
 ) -> Outcome:
-    """Do what `minipar plan` was asked for; arguments as in its --help.
+    """Return the outcome of one `minipar plan`; its --help describes the arguments.
 
-    Raises ValueError for a name that is unknown, a layout that is not legal, or a job that does not fit.
+    margin_gb  memory of each GPU to leave free; None: a MARGIN of it
+    program    whose structure and fitted numbers to use, a name of PROGRAMS
+    view       the name of one of VIEWS, or "" for none
+
+    Raises ValueError for an unknown name, a layout that is not legal, or a job that does not fit.
     """
     if top < 1:
         raise ValueError(f"top={top}; use 1 or more")
-    check_method(compress)
-    job = Job(find_model(model), find_machine(machine), gpus, seq, batch, precision)
-    if auto_split:
-        if explain is not None or run:
-            raise ValueError("auto_split searches for stages of unlike meshes; leave out --explain and --run")
-        return _split(job, as_json)
+    gpu = find_machine(machine)
+    margin_bytes = MARGIN * gpu.memory_bytes if margin_gb is None else 1e9 * margin_gb
+    if program not in PROGRAMS:
+        raise ValueError(f"program={program!r} is unknown; use {one_of(PROGRAMS, near=program)}")
+    job = Job(
+        find_model(model), gpu, gpus, seq, batch, precision, PROGRAMS[program].implementation, margin_bytes,
+        "" if program == "minipar" else program,
+    )  # fmt: skip
+    asked = Asked(job, explain=explain is not None, run=run)
+    answer = _answering(view, view_options or {}, asked)
+    if view and VIEWS[view].replaces_plan:
+        found = answer(asked)
+        return Outcome(
+            _joined(headline(job), {}, found, as_json), job, list(found.layouts), None, found.curves
+        )
+    searched = None
     if explain is not None:
-        return _explained(job, parse_layout(explain), as_json, run, compress)
-    found = plan(job, top)
-    if not found.best:
-        raise ValueError(no_fit(found))
-    why, winner = reasons(found), found.best[0].layout
-    text = json.dumps(plan_json(found, why), indent=1) if as_json else plan_text(found, why)
-    fitting = {c.layout for c in found.families.values() if isinstance(c, Candidate)}
-    text = _with_compression(text, job, winner, compress, as_json, sorted(fitting, key=lambda a: a.name))
-    return Outcome(_with_commands(text, job, winner, run), job, [c.layout for c in found.best[:4]], found)
+        layouts = [_legal(job, parse_layout(explain))]
+        text, values = explain_text(job, layouts[0]), explain_json(job, layouts[0])
+    else:
+        searched = plan(job, top)
+        if not searched.best:
+            raise ValueError(no_fit(searched))
+        layouts = [c.layout for c in searched.shown()[:4]]
+        text, values = plan_text(searched), plan_json(searched, reasons(searched))
+        fitting = {c.layout for c in searched.families.values() if isinstance(c, Candidate)}
+        asked = asked._replace(others=sorted(fitting, key=lambda a: a.name))
+    found = answer(asked._replace(layout=layouts[0]))
+    text = _joined(text, values, found, as_json)
+    if run:
+        text = "\n".join([text, "", *run_lines(job, layouts[0])])
+    return Outcome(text, job, layouts, searched, found.curves)
 
 
-def _explained(job: Job, layout: Layout, as_json: bool, run: bool, compress: str) -> Outcome:
-    why = obstacle(job, layout)
+def _legal(job: Job, layout: Layout) -> Layout:
+    why = why_illegal(job, layout)
     if why is not None:
         raise ValueError(f"layout {layout.name} is not legal: {why}")
+    return layout
+
+
+def _answering(name: str, options: Mapping[str, Any], asked: Asked) -> Callable[[Asked], Answer]:
+    """Check a view's options and the request; return the function that computes its answer (empty if there is no view)."""
+    if not name:
+        if options:
+            raise ValueError(f"view.{min(options)} is an option of a view, and none is asked for; use view")
+        return lambda _: Answer()
+    view = VIEWS[name]
+    if view.options is None and options:
+        raise ValueError(f"view.{min(options)}: view={name} has no options; leave it out")
+    made = None if view.options is None else make_options(view.options, "view", dict(options))
+    view.check_request(asked, made)
+    return lambda request: view.load()(request, made)
+
+
+def _joined(text: str, values: dict[str, Any], answer: Answer, as_json: bool) -> str:
     if as_json:
-        from minipar.cost.memory import worst_rank_memory
-        from minipar.cost.timing import step_time
-
-        (rank, items), step = worst_rank_memory(job, layout), step_time(job, layout)
-        values = {
-            "layout": layout.name,
-            "seconds": step.total,
-            "mfu": step.mfu,
-            "hfu": step.hfu,
-            "parts": step.parts,
-        }
-        text = json.dumps(values | {"fullest_pp_rank": rank, "memory": items}, indent=1)
-    else:
-        text = explain_text(job, layout)
-    text = _with_compression(text, job, layout, compress, as_json)
-    return Outcome(_with_commands(text, job, layout, run), job, [layout], None)
-
-
-def _split(job: Job, as_json: bool) -> Outcome:
-    split, equal = auto_split_of(job), plan(job, 1)
-    best = equal.best[0] if equal.best else None
-    if split is None:
-        raise ValueError(
-            f"{split_text(job, None)}; " + no_fit(equal) if best is None else split_text(job, None)
-        )
-    if as_json:
-        stages = [
-            {"first": s.first, "layers": s.num_layers, "gpus": s.gpus, "seconds": s.choice.seconds,
-             "bytes": s.choice.num_bytes, "layout": s.choice.layout.name}
-            for s in split.stages
-        ]  # fmt: skip
-        text = json.dumps({"seconds": split.seconds, "samples": split.samples, "stages": stages}, indent=1)
-    else:
-        text = "\n".join([headline(job), split_text(job, split, best and best.seconds)])
-    return Outcome(text, job, [] if best is None else [best.layout], None)
-
-
-def _with_compression(text: str, job: Job, layout: Layout, compress: str, as_json: bool, others=()) -> str:
-    if compress == "none":
-        return text
-    if not as_json:
-        return "\n".join(
-            [text, *advice(job, layout, compress), *faster_layout(job, layout, others, compress)]
-        )
-    rows = compression_rows(job, layout, compress)
-    found = {name: {"seconds": seconds, "sent_bytes": sent} for name, seconds, sent in rows}
-    return json.dumps(json.loads(text) | {"compress": found}, indent=1)
-
-
-def _with_commands(text: str, job: Job, layout: Layout, run: bool) -> str:
-    return "\n".join([text, "", *run_lines(job, layout)]) if run else text
+        return json.dumps(values | dict(answer.entries), indent=1)
+    return "\n".join([text, *answer.lines])

@@ -1,10 +1,14 @@
-"""Every legal layout of a job, those that fit ranked by predicted time, and the best of each family that lost.
+"""The search of `minipar plan`: rank every legal layout that fits by predicted time, and find the best of each family.
 
-A family is all layouts with one value of one axis: tp=16, or zero=0. Legal is what `obstacle` has nothing against. Layouts
-are met in the order of a lower bound of their time, and one is weighed only if it could still matter: enter the best, lead
-a family, or lie on the front of time against memory. What is passed over can do none of these, so that the result is that
-of weighing all. The bounds: time without idle ranks and without gradients; memory of an even share of the states, and of
-one microbatch's activations.
+A family is all layouts with one value of one axis: tp=16, or zero=0. A layout is legal if `why_illegal` gives no reason.
+
+Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So of the
+layouts that are so near the fastest, the plan chooses the simplest.
+
+The search visits layouts in the order of a lower bound of their time. It evaluates a layout only if that layout could be
+near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
+if every layout were evaluated. The lower bound of time leaves out idle ranks and gradients; the lower bound of memory is an
+even share of the states plus one microbatch's activations.
 """
 
 from __future__ import annotations
@@ -15,25 +19,31 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout, obstacle
+from minipar.cost.layout import Job, Layout, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
-from minipar.cost.slices import slice_choices
-from minipar.cost.stages import PLANNED, chunk_choices, enough_microbatches, least_idle
+from minipar.cost.stages import (
+    chunk_choices,
+    enough_microbatches,
+    forms_of,
+    least_idle,
+    planned,
+    sliced_forms_of,
+)
 from minipar.cost.timing import least_seconds, step_parts
-from minipar.errors import divisors
-from minipar.schedules.registry import SLICED
+from minipar.schedules.registry import SCHEDULES
+from minipar.support.errors import divisors
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, waits for it, and holds more
-SEARCHED_SCHEDULES = tuple(
-    name for name in PLANNED if name != "terapipe"
-)  # seq1f1b waits as long, and holds less
-FRONT_REACH = 2  # the front of time against memory goes up to so many times the best time
+LONG_TOKENS = 8192  # of a sample; up to here, few training programs use cp
+NEAR = 0.05  # a fraction of the best time
+FRONT_REACH = 2  # the Pareto front goes up to this many times the best time
 FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule", "slices")
 OF_CELL = FAMILIES[:7]
+Family = tuple[str, object]  # axis, value
 
 
 class Candidate(NamedTuple):
-    """A layout that fits. They compare by seconds to four digits, then by bytes of the fullest rank, then by sizes."""
+    """A layout that fits. Candidates compare by seconds (four digits), then bytes on the fullest rank, then layout."""
 
     order: float
     num_bytes: float
@@ -45,8 +55,8 @@ class Candidate(NamedTuple):
         return self.layout.name
 
 
-class Misfit(NamedTuple):
-    """A layout that does not fit, and by how many bytes."""
+class Infeasible(NamedTuple):
+    """A layout that does not fit, and by how many bytes it exceeds the memory."""
 
     excess: float
     layout: Layout
@@ -56,33 +66,77 @@ class Misfit(NamedTuple):
 class Plan:
     """The result of a search.
 
-    best      the fastest layouts that fit, fastest first
-    families  (axis, value) -> its fastest layout that fits or, if none does, the one that fits least badly
-    fits      the layouts that were weighed and fit
+    schedules the schedules searched
+    best      the fastest layouts that fit, fastest first: the choice need not be the first of them
+    families  (axis, value) -> the family's fastest layout that fits; if none fits, the one that exceeds memory least
+    fits      the layouts that were evaluated and fit
     seen      number of layouts whose memory was computed
     legal     number of legal layouts
-    frontier  (seconds, bytes) of the layouts than which no other is both faster and smaller, fastest first; complete up
-              to FRONT_REACH times the best time
+    frontier  the Pareto front of (seconds, bytes), fastest first; complete up to FRONT_REACH times the best time
     """
 
     job: Job
     top: int
+    schedules: tuple[str, ...]
     best: list[Candidate] = field(default_factory=list)
-    families: dict[tuple[str, object], Candidate | Misfit] = field(default_factory=dict)
+    families: dict[Family, Candidate | Infeasible] = field(default_factory=dict)
     fits: list[Candidate] = field(default_factory=list)
     seen: int = 0
     legal: int = 0
     frontier: list[tuple[float, float]] = field(default_factory=list)
 
     @property
-    def nearest(self) -> Misfit | None:
-        """The layout that fits least badly, where nothing fits."""
-        misfits = [found for found in self.families.values() if isinstance(found, Misfit)]
+    def near(self) -> list[Candidate]:
+        """The layouts that fit and that the model cannot tell from the fastest, the simplest first."""
+        least = self.best[0].seconds
+        found = [c for c in self.fits if c.seconds <= (1 + NEAR) * least]
+        return sorted(found, key=lambda c: (simplicity(self.job, c.layout), c))
+
+    @property
+    def choice(self) -> Candidate:
+        """The layout to use: of those as fast as any, the simplest."""
+        return self.near[0]
+
+    def shown(self) -> list[Candidate]:
+        """The simplest layout of each mesh near the fastest, the choice first; then leaders of families of other meshes."""
+        leaders = [c for c in self.families.values() if isinstance(c, Candidate)]
+        found: dict[tuple[int, ...], Candidate] = {}
+        for candidate in (*self.near, *sorted(leaders)):
+            found.setdefault(mesh_of(candidate.layout), candidate)
+        return list(found.values())[: self.top]
+
+    @property
+    def nearest(self) -> Infeasible | None:
+        """The layout that exceeds the memory by the fewest bytes; used if nothing fits."""
+        misfits = [found for found in self.families.values() if isinstance(found, Infeasible)]
         return min(misfits, default=None)
 
 
+SIMPLE_SCHEDULES = ("1f1b", "gpipe", "interleaved")  # simplest first; all others come after them
+SIMPLE_ZERO = (1, 3, 0, 2)  # ZeRO-1 costs nothing; ZeRO-2 is rarely used
+
+
+def mesh_of(a: Layout) -> tuple[int, ...]:
+    return a.dp, a.pp, a.cp, a.ep, a.tp
+
+
+def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
+    """Return a key that is smaller for a simpler layout.
+
+    First the number of axes in use; then the field's habit: no cp up to LONG_TOKENS tokens, tp inside a node, experts
+    spread over ep, the schedules of SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
+    """
+    axes = sum(size > 1 for size in (a.dp, a.pp, a.cp, a.ep, a.tp))
+    order = SIMPLE_SCHEDULES.index(a.schedule) if a.schedule in SIMPLE_SCHEDULES else len(SIMPLE_SCHEDULES)
+    return (
+        axes, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
+        job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.slices > 1, a.recompute != "none",
+        SIMPLE_ZERO.index(a.zero), a.chunks,
+    )  # fmt: skip
+
+
 class Cell(NamedTuple):
-    """Layouts that differ in zero and schedule alone, and a lower bound of their seconds."""
+    """Layouts that differ only in ZeRO stage and schedule, and a lower bound of their seconds per step."""
 
     seconds: float
     layout: Layout
@@ -90,7 +144,7 @@ class Cell(NamedTuple):
 
 def plan(job: Job, top: int = 10) -> Plan:
     """Search every legal layout of the job; keep the `top` fastest that fit."""
-    found = Plan(job, top)
+    found = Plan(job, top, searched_schedules())
     for cell in sorted(_cells(job)):
         _search(job, cell, found)
     return found
@@ -99,7 +153,7 @@ def plan(job: Job, top: int = 10) -> Plan:
 def _cells(job: Job) -> Iterator[Cell]:
     for tp, pp, cp, ep, dp in mesh_sizes(job):
         for how in SEARCHED_CP if cp > 1 else ("ring",):
-            if how != "ring" and obstacle(job, Layout(dp, pp, cp, ep, tp, cp_attention=how)):
+            if how != "ring" and why_illegal(job, Layout(dp, pp, cp, ep, tp, cp_attention=how)):
                 continue
             for recompute in recomputations(job):
                 for microbatch in divisors(job.batch // dp):
@@ -118,47 +172,63 @@ def mesh_sizes(job: Job) -> Iterator[tuple[int, int, int, int, int]]:
                 if job.batch % dp or (cp > 1 and job.seq_len % (2 * cp)):
                     continue
                 for ep in divisors_of(dp * cp, shape.num_experts) if shape.num_experts else (1,):
-                    if obstacle(job, Layout(dp, pp, cp, ep, tp)) is None:
+                    if why_illegal(job, Layout(dp, pp, cp, ep, tp)) is None:
                         yield tp, pp, cp, ep, dp
 
 
 def divisors_of(a: int, b: int) -> list[int]:
-    """Return what divides both."""
+    """Return the common divisors of a and b."""
     return [d for d in divisors(min(a, b)) if a % d == 0 and b % d == 0]
 
 
 def zero_stages(ranks: int) -> tuple[int, ...]:
-    """Return the ZeRO stages to consider: all, but over one rank there is nothing to cut."""
+    """Return the ZeRO stages to consider: all of them, or only 0 if there is one rank and nothing to shard."""
     return (0, 1, 2, 3) if ranks > 1 else (0,)
 
 
 def recomputations(job: Job) -> tuple[str, ...]:
-    """Return the kinds of recomputation: selective repeats stored scores, which flash attention has not."""
+    """Return the kinds of recomputation to consider; "selective" only with dense attention, which stores scores."""
     units = (f"every:{n}" for n in (2, 4, 8) if n <= job.shape.num_layers)
     dense = ("selective",) if job.implementation.attention == "dense" else ()
     return ("none", *dense, "full", *units)
 
 
+def searched_schedules() -> tuple[str, ...]:
+    """Return the schedules to search: those with closed forms whose `is_searched` is true."""
+    return tuple(name for name in planned() if forms_of(name).is_searched(name))
+
+
+class Order(NamedTuple):
+    """An order of the pipeline's work: a schedule, chunks per rank, and slices per sample."""
+
+    schedule: str
+    chunks: int
+    slices: int
+
+
 @cache
-def orders(job: Job, pp: int, unit: int, cuts: tuple[int, ...] = ()) -> list[tuple[str, int, int]]:
-    """Return every schedule with its chunks and slices, of `cuts`, if its stages have as many layers as a unit."""
+def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp: int) -> list[Order]:
+    """Return every order of these schedules whose largest stage has at least `unit` layers, recomputed together."""
     layers, found = job.shape.num_layers, []
-    for name in SEARCHED_SCHEDULES:
+    for name in schedules:
         chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]
-        found += [(name, v, slices) for v in chunks for slices in (cuts if name in SLICED else (1,))]
+        cuts: tuple[int, ...] = (1,)
+        if SCHEDULES[name].sliced:
+            cuts = sliced_forms_of(name).slice_choices(job, Layout(cp=cp, tp=tp, schedule=name))
+        found += [Order(name, v, slices) for v in chunks for slices in cuts]
     return found
 
 
 def _repeats(zero: int, m: int) -> bool:
-    """Whether a ZeRO-2 layout is ZeRO-1's: over several microbatches gradients accumulate whole, in either."""
+    """Return whether this is ZeRO-2, and no better than ZeRO-1: with several microbatches both keep whole gradients."""
     return zero == 2 and m > 1
 
 
 def _search(job: Job, cell: Cell, found: Plan) -> None:
     a, m = cell.layout, cell.layout.microbatches(job)
     zeros = [zero for zero in zero_stages(a.dp * a.cp) if not _repeats(zero, m)]
-    cuts = slice_choices(job, Layout(cp=a.cp, tp=a.tp, schedule=SLICED[0]))
-    ways = [way for way in orders(job, a.pp, a.unit, cuts) if enough_microbatches(way[0], a.pp, m)]
+    possible = orders(job, a.pp, a.unit, found.schedules, a.cp, a.tp)
+    ways = [order for order in possible if enough_microbatches(order.schedule, a.pp, m)]
     found.legal += len(zeros) * len(ways)
     floors = {zero: _memory_floor(job, a, zero, m) for zero in zeros}
     keys = [(axis, getattr(a, axis)) for axis in OF_CELL]
@@ -167,26 +237,30 @@ def _search(job: Job, cell: Cell, found: Plan) -> None:
     if not _matters(found, keys, cell.seconds, min(floors.values())):
         return
     for zero, floor in floors.items():
-        # ZeRO-3 gathers weights.
+        # ZeRO-3 takes longer, because it gathers weights.
         least = least_seconds(job, a.with_order(3, "1f1b", 1)) if zero == 3 else cell.seconds
         for schedule, chunks, slices in ways:
             layout = a.with_order(zero, schedule, chunks, slices)
             least_s = least * (1 + least_idle(schedule, a.pp, m, chunks, slices))
             if _matters(found, _families_of(layout), least_s, floor):
-                _weigh(layout, least_s, found)
+                evaluate(layout, least_s, found)
 
 
-def _families_of(layout: Layout) -> list[tuple[str, object]]:
+def _families_of(layout: Layout) -> list[Family]:
     return [(axis, getattr(layout, axis)) for axis in FAMILIES]
 
 
-def _matters(found: Plan, families: list, seconds: float, num_bytes: float) -> bool:
-    """Whether layouts of these families that take at least so many seconds and bytes may change the result."""
+def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: float) -> bool:
+    """Return whether a layout of these families could change what is found, if it needs `seconds` and `num_bytes`."""
     leaders = [found.families.get(key) for key in families]
-    excess = num_bytes - found.job.machine.memory_bytes
+    excess = num_bytes - found.job.room_bytes
     if excess > 0:
-        return any(best is None or (isinstance(best, Misfit) and excess < best.excess) for best in leaders)
+        return any(
+            best is None or (isinstance(best, Infeasible) and excess < best.excess) for best in leaders
+        )
     order = _order(seconds)
+    if found.best and seconds <= (1 + NEAR) * found.best[0].seconds:
+        return True
     for best in leaders:
         if not isinstance(best, Candidate) or order <= best.order:
             return True
@@ -198,7 +272,7 @@ def _order(seconds: float) -> float:
 
 
 def _beaten(found: Plan, seconds: float, num_bytes: float) -> bool:
-    """Whether layouts of at least so many seconds and bytes can neither be among the best nor on the front."""
+    """Return whether a layout that needs at least `seconds` and `num_bytes` is neither among the best nor on the front."""
     if len(found.best) < found.top or _order(seconds) <= found.best[-1].order:
         return False
     if seconds > FRONT_REACH * found.best[0].seconds:
@@ -213,18 +287,18 @@ def _memory_floor(job: Job, a: Layout, zero: int, m: int) -> float:
     return job.machine.context_bytes + states + job.shape.num_layers / a.pp / max(1, a.unit) * kept
 
 
-def _weigh(layout: Layout, least_s: float, found: Plan) -> None:
-    """Enter the layout, which takes at least `least_s`, into the search's result."""
+def evaluate(layout: Layout, least_s: float, found: Plan) -> None:
+    """Evaluate a layout and enter it into `found`; `least_s` is a lower bound of its seconds."""
     job = found.job
     num_bytes = sum(worst_rank_memory(job, layout)[1].values())
     found.seen += 1
-    excess = num_bytes - job.machine.memory_bytes
+    excess = num_bytes - job.room_bytes
     keys = _families_of(layout)
     if excess > 0:
         for key in keys:
             best = found.families.get(key)
-            if best is None or (isinstance(best, Misfit) and excess < best.excess):
-                found.families[key] = Misfit(excess, layout)
+            if best is None or (isinstance(best, Infeasible) and excess < best.excess):
+                found.families[key] = Infeasible(excess, layout)
         return
     if not _matters(found, keys, least_s, num_bytes):
         return

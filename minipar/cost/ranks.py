@@ -1,4 +1,4 @@
-"""Contents of each pipeline rank: layers, the embedding, the head; and the elements of its parameters."""
+"""The contents of each pipeline rank (layers, embedding, head) and the number of its parameters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.models import layer_elems, layer_matmul_elems
 from minipar.cost.stages import stage_layers, stages_of
 
+Contents = tuple[int, int, bool, bool]  # num_layers, num_moe, first, last
 
-class Held(NamedTuple):
-    """Contents of a pipeline rank. Ranks that hold alike are one kind: `rank` is the first of `count` of them."""
+
+class RankContents(NamedTuple):
+    """The contents that `num_ranks` pipeline ranks have in common; `rank` is the first of them.
+
+    num_layers, num_moe  layers, and how many of them have experts
+    first, last          whether the rank holds the first stage (the embedding) or the last stage (the head)
+    """
 
     rank: int
-    count: int
+    num_ranks: int
     num_layers: int
     num_moe: int
     first: bool
@@ -22,28 +28,28 @@ class Held(NamedTuple):
 
 
 def head_layers(job: Job) -> float:
-    """Return the cost of the head in layers: its matrix elements over those of a layer, with attention's products."""
+    """Return the head's cost in units of a layer's cost, which counts the matrices and attention's products."""
     shape = job.shape
     layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
     return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)
 
 
 @cache
-def rank_kinds(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Held, ...]:
-    """Return the kinds of pipeline ranks, in the order of their first ranks."""
-    counts: dict[tuple, list[int]] = {}
+def rank_kinds(job: Job, schedule: str, pp: int, chunks: int) -> tuple[RankContents, ...]:
+    """Return the distinct contents of the pipeline ranks, in the order in which they first occur."""
+    ranks_by_contents: dict[Contents, list[int]] = {}
     for rank, held in enumerate(_all_held(job, schedule, pp, chunks)):
-        counts.setdefault(held, []).append(rank)
-    return tuple(Held(ranks[0], len(ranks), *held) for held, ranks in counts.items())
+        ranks_by_contents.setdefault(held, []).append(rank)
+    return tuple(RankContents(ranks[0], len(ranks), *held) for held, ranks in ranks_by_contents.items())
 
 
-def held_by(job: Job, layout: Layout, rank: int) -> Held:
-    """Return what the rank with this pp coordinate holds."""
-    return Held(rank, 1, *_all_held(job, layout.schedule, layout.pp, layout.chunks)[rank])
+def held_by(job: Job, layout: Layout, rank: int) -> RankContents:
+    """Return the contents of the rank with pp coordinate `rank`."""
+    return RankContents(rank, 1, *_all_held(job, layout.schedule, layout.pp, layout.chunks)[rank])
 
 
 @cache
-def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[tuple, ...]:
+def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Contents, ...]:
     num_stages = pp * chunks
     ends, moe = [0], [0]
     for size in stage_layers(job.shape.num_layers, num_stages, head_layers(job)):
@@ -62,21 +68,25 @@ def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[tuple, ...
 
 @cache
 def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (dense, expert) elements of a layer without, and of one with experts."""
+    """Return the (dense, expert) parameters of a layer without experts, and of a layer with experts."""
     shape = job.shape
     without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
     return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)
 
 
-def held_elems(job: Job, layout: Layout, held: Held) -> tuple[int, int]:
-    """Return (dense, expert): the elements of the parameters that are held, before ZeRO."""
+def held_elems(job: Job, layout: Layout, held: RankContents) -> tuple[int, int]:
+    """Return (dense, expert): the numbers of parameters that a rank with these contents holds, before ZeRO."""
     without, with_experts = layer_kinds_elems(job, layout.tp, layout.ep)
     dense = (held.num_layers - held.num_moe) * without[0] + held.num_moe * with_experts[0]
     return dense + ends_elems(job, layout.tp, held.first, held.last), held.num_moe * with_experts[1]
 
 
 def ends_elems(job: Job, tp: int, first: bool, last: bool) -> int:
-    """Return the elements outside the layers: embedding and positions; last norm and head, unless tied to the former."""
+    """Return the number of parameters outside the layers.
+
+    The first stage has the embedding and positions; the last stage has the last norm and the head. On one rank, a head
+    tied to the embedding is counted once.
+    """
     shape = job.shape
     table = shape.vocab_size * shape.dim // tp
     shared = shape.tie_embeddings and first and last

@@ -1,4 +1,4 @@
-"""Reasons why other layouts lost: the best of every family beside the winner; and what would help where nothing fits."""
+"""Why each family of layouts lost, explained by its best layout. If no layout fits, the changes that would help."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
-from minipar.cost.planner import FAMILIES, Candidate, Misfit, Plan, mesh_sizes, zero_stages
+from minipar.cost.planner import FAMILIES, NEAR, Candidate, Infeasible, Plan, mesh_sizes, zero_stages
 from minipar.cost.timing import step_parts
-from minipar.errors import divisors
+from minipar.support.errors import divisors
 
 PART_NAMES = {
     "compute": "arithmetic of the slowest stage",
@@ -30,11 +30,11 @@ PART_NAMES = {
 
 
 class Reason(NamedTuple):
-    """The reason why the family of one value of one axis lost.
+    """The reason why a family lost: a family is all layouts with one value of one axis.
 
-    lost_s        seconds behind the winner; None where no layout of the family fits
-    excess_bytes  of the layout that fits least badly, if none fits
-    part          the part of the step or the item of memory that is most to blame
+    lost_s        seconds behind the plan's choice, below 0 if ahead of it; None if no layout of the family fits
+    excess_bytes  bytes missing for the family's layout that needs the least memory; None if a layout fits
+    part          the part of the step that lost the most time or, if nothing fits, the largest item of memory
     """
 
     axis: str
@@ -47,37 +47,54 @@ class Reason(NamedTuple):
 
 
 def reasons(plan: Plan) -> list[Reason]:
-    """Return a reason for every family but the winner's, in the order of the axes and of their values."""
-    winner = plan.best[0]
+    """Return a reason for every family except those of the plan's choice, ordered by axis and then by value."""
+    winner = plan.choice
     families = [key for key in plan.families if getattr(winner.layout, key[0]) != key[1]]
     families.sort(key=lambda key: (FAMILIES.index(key[0]), str(key[1]).rjust(8)))
     return [_reason(plan.job, winner, *key, plan.families[key]) for key in families]
 
 
-def _reason(job: Job, winner: Candidate, axis: str, value, found: Candidate | Misfit) -> Reason:
-    if isinstance(found, Misfit):
+ASKED = ("tp", "pp", "cp", "zero", "schedule")
+
+
+def why_nots(plan: Plan) -> list[Reason]:
+    """Return the five reasons that anybody would ask for: of each axis of ASKED, why not its best other value."""
+    found = []
+    for axis in ASKED:
+        of_axis = [r for r in reasons(plan) if r.axis == axis]
+        if of_axis:
+            found.append(min(of_axis, key=_nearness))
+    return found
+
+
+def _nearness(reason: Reason) -> tuple[bool, float]:
+    return (True, reason.excess_bytes or 0.0) if reason.lost_s is None else (False, reason.lost_s)
+
+
+def _reason(job: Job, winner: Candidate, axis: str, value: object, found: Candidate | Infeasible) -> Reason:
+    if isinstance(found, Infeasible):
         return _too_large(job, axis, value, found.layout)
     lost = found.seconds - winner.seconds
     mine, theirs = step_parts(job, winner.layout), step_parts(job, found.layout)
     part = max(theirs, key=lambda name: theirs[name] - mine[name])
     more = theirs[part] - mine[part]
     text = f"+{lost:.3g} s with {found.name}, most of it {PART_NAMES[part]}: +{more:.3g} s"
-    if lost < 1e-3 * winner.seconds:
-        text = f"as fast, within a thousandth: {found.name}"
+    if lost <= NEAR * winner.seconds:
+        text = f"{lost / winner.seconds:+.1%}, less than the model can tell: {found.name}"
     if axis == "tp" and axis_links(job.machine, found.layout, "tp").nodes > 1:
         text = "leaves the node: " + text
     return Reason(axis, value, found.layout, lost, None, part, text)
 
 
-def _too_large(job: Job, axis: str, value, layout: Layout) -> Reason:
+def _too_large(job: Job, axis: str, value: object, layout: Layout) -> Reason:
     rank, items = worst_rank_memory(job, layout)
-    excess = sum(items.values()) - job.machine.memory_bytes
+    excess = sum(items.values()) - job.room_bytes
     same = (
         "; over several microbatches it keeps whole gradients, as zero=1"
         if (axis, value) == ("zero", 2)
         else ""
     )
-    part = max(items, key=items.get)
+    part = max(items, key=lambda name: items[name])
     where = f"on pp rank {rank}" if layout.pp > 1 else "on every rank"
     text = f"{excess / 1e9:.1f} GB too much {where} even with {layout.name}: {part} {items[part] / 1e9:.1f} GB{same}"
     return Reason(axis, value, layout, None, excess, part, text)
@@ -87,7 +104,7 @@ def _too_large(job: Job, axis: str, value, layout: Layout) -> Reason:
 
 
 def no_fit(plan: Plan) -> str:
-    """Return a line for a job that no layout fits: by how much, for what, and what would help."""
+    """Return a line for a job without a layout that fits: how much is missing, what takes the most, what would help."""
     job, nearest = plan.job, plan.nearest
     if nearest is None:
         return (
@@ -116,11 +133,11 @@ def _larger_machines(job: Job) -> Iterator[str]:
 
 
 def small_layout(job: Job) -> Layout | None:
-    """Return some layout that fits, of those that need little memory; None if none of these does."""
+    """Return a layout that fits, trying those that need little memory; None if none of those fits."""
     for tp, pp, cp, ep, dp in mesh_sizes(job):
         for zero in zero_stages(dp * cp):
             for microbatch in {1, max(divisors(job.batch // dp)) if zero >= 2 else 1}:
                 layout = Layout(dp, pp, cp, ep, tp, zero, microbatch=microbatch, recompute="full")
-                if sum(worst_rank_memory(job, layout)[1].values()) <= job.machine.memory_bytes:
+                if sum(worst_rank_memory(job, layout)[1].values()) <= job.room_bytes:
                     return layout
     return None

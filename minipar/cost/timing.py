@@ -1,27 +1,39 @@
-"""Seconds of a step, by part, and the fractions of the peak that they mean.
+"""Seconds of a step, by part, and the GPUs' utilization that follows (MFU and HFU).
 
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
            + exposed gradients + update
 
-Samples in s slices are m s units of a mean slice each, but idle ranks wait for the largest.
+With s slices per sample, m s units run, each as long as the mean slice; but idle ranks wait for the largest one.
 
-tp and ep are waited for in every layer. A cp ring runs beside the attention that it feeds; gathered units (ZeRO-3) beside
-the layer before; gradients, where the implementation overlaps them, beside the last microbatch's backward, but for a layer.
+Every layer waits for its tp and ep messages. A cp ring overlaps with the attention that it feeds, but splits it into blocks
+and merges their results. Other messages run beside arithmetic: ZeRO-3's gathers and reductions beside the layers before;
+gradients, if the implementation overlaps them, beside the last microbatch's backward, except for one layer. Of those, the
+fraction `overlap` hides, as far as there is arithmetic; the rest is waited for, because both share the GPU and its memory,
+and a message that is late delays everybody:
+
+    exposed = max(messages - arithmetic beside them, (1 - overlap) messages)
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from minipar.cost.compression import CODECS, compressed_gradients
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links, collective_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import Held, ends_elems, held_elems, layer_kinds_elems, rank_kinds
-from minipar.cost.slices import largest_share
-from minipar.cost.stages import idle_s, message_hops
-from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, hidden_bytes, message_bytes, tp_sums
+from minipar.cost.ranks import RankContents, ends_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
+from minipar.cost.traffic import (
+    cp_layer_bytes,
+    dispatch_bytes,
+    gathers,
+    hidden_bytes,
+    message_bytes,
+    sharding_links,
+    tp_sums,
+)
 from minipar.cost.work import (
     Seconds,
     core_again_seconds,
@@ -29,15 +41,16 @@ from minipar.cost.work import (
     head_seconds,
     layer_seconds,
     optimizer_seconds,
+    ring_extra_seconds,
 )
 
 PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradients", "update")
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by part, and utilization of the GPUs' peak.
+    """Seconds of a step by part, and utilization as a fraction of the GPUs' peak FLOPs.
 
-    mfu  the model's own FLOPs    hfu  with those that are computed again
+    mfu  counts the model's FLOPs    hfu  also counts recomputed FLOPs
     """
 
     parts: dict[str, float]
@@ -50,7 +63,7 @@ class StepTime(NamedTuple):
 
     @property
     def communication(self) -> float:
-        """Seconds that are waited for messages."""
+        """Seconds spent waiting for messages."""
         return sum(self.parts[part] for part in ("tp", "cp", "ep", "zero3", "pp", "gradients"))
 
 
@@ -65,10 +78,28 @@ def step_time(job: Job, layout: Layout) -> StepTime:
     )
 
 
-def step_parts(job: Job, layout: Layout, compress: str = "none") -> dict[str, float]:
-    """Return the seconds of a step by PARTS."""
+class GradientTerm(Protocol):
+    """The time to reduce gradients in another form, such as compressed.
+
+    elems  a rank's numbers of (dense, expert) elements
+    hides  whether the messages may overlap with the backward, as uncompressed gradients do
+    """
+
+    @property
+    def hides(self) -> bool: ...
+
+    def messages_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+        """Return the seconds that messages take in a step."""
+
+    def codec_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+        """Return the seconds of encoding and decoding, which overlap with nothing."""
+
+
+def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) -> dict[str, float]:
+    """Return the seconds of each of PARTS in a step. `gradients` replaces the reduction of uncompressed gradients."""
     a, m = layout, layout.microbatches(job)
-    units, largest = m * a.slices, largest_share(job, a.tp, a.slices) if a.slices > 1 else 1.0
+    units = m * a.slices
+    largest = sliced_forms_of(a.schedule).largest_share(job, a) if a.slices > 1 else 1.0
     kinds = rank_kinds(job, a.schedule, a.pp, a.chunks)
     layer = _layer_layout(a)
     works = [_rank_work(job, layer, *held[2:4], held.last) for held in kinds]
@@ -78,38 +109,41 @@ def step_parts(job: Job, layout: Layout, compress: str = "none") -> dict[str, fl
     if a.pp > 1:
         parts["idle"] = largest * idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks)
         parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks, a.slices) * _message_s(job, a)
-    parts["gradients"], parts["update"] = _after_backward(job, a, held, work, compress)
+    parts["gradients"], parts["update"] = _after_backward(job, a, held, work, gradients)
     return parts
 
 
-def stage_seconds(job: Job, a: Layout, held: Held) -> float:
-    """Return the seconds of one microbatch on a rank that holds this, with its part of exposed gradients and the update."""
+def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
+    """Return the seconds per microbatch on a rank with contents `held`, with its exposed gradient messages and update."""
     work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
     return work.seconds.total + sum(_after_backward(job, a, held, work)) / a.microbatches(job)
 
 
 def _after_backward(
-    job: Job, a: Layout, held: Held, work: RankWork, compress: str = "none"
+    job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
 ) -> tuple[float, float]:
-    """Seconds of the gradients and gathered parameters that nothing hides, and of the update."""
-    elems = held_elems(job, a, held), ends_elems(job, a.tp, held.first, held.last)
-    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, *elems)
-    exposed, codec = reduce_s, None
-    if compress != "none":
-        codec = compressed_gradients(job, a, elems[0], compress)
-        exposed = reduce_s = codec.messages_s
-    if job.implementation.overlap_gradients and (codec is None or CODECS[compress].hides):
-        last = 1 / held.num_layers  # the layer whose gradients come last, with nothing behind which to hide
+    """Return the exposed seconds of gradients and gathered parameters, and the seconds of the update."""
+    elems = held_elems(job, a, held)
+    ends = ends_elems(job, a.tp, held.first, held.last)
+    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems, ends)
+    codec_s, hides = 0.0, job.implementation.overlap_gradients
+    if a.zero == 3 and job.implementation.reduce_every == "microbatch":
+        reduce_s = 0.0  # it is part of the layers' time
+    if term is not None:
+        reduce_s, codec_s = term.messages_s(job, a, elems), term.codec_s(job, a, elems)
+        hides = hides and term.hides
+    exposed = reduce_s
+    if hides:
+        last = 1 / held.num_layers  # the last layer's gradients have no backward left to overlap with
         backward = work.seconds.input_gradient + work.seconds.weight_gradient
-        exposed = max(reduce_s - backward * (1 - last), reduce_s * last)
-    if codec is not None:
-        exposed += codec.codec_s
-    return exposed + gather_s, optimizer_seconds(job, updated)
+        hidden = min(backward * (1 - last), job.implementation.overlap * reduce_s)
+        exposed = max(reduce_s - hidden, reduce_s * last)
+    return exposed + codec_s + gather_s, optimizer_seconds(job, updated)
 
 
-def _others(pp: int, kinds, works, slowest: RankWork) -> Seconds:
-    """Return the mean F, I and W of all pipeline ranks but the slowest: while these fill and drain, it is idle."""
-    sums = (sum(held.count * w.seconds[op] for held, w in zip(kinds, works)) for op in range(3))
+def _others(pp: int, kinds: Sequence[RankContents], works: Sequence[RankWork], slowest: RankWork) -> Seconds:
+    """Return the mean F, I and W of the other pipeline ranks: while they fill and drain, the slowest rank idles."""
+    sums = (sum(held.num_ranks * w.seconds[op] for held, w in zip(kinds, works)) for op in range(3))
     return Seconds(*((total - slowest.seconds[op]) / (pp - 1) for op, total in enumerate(sums)))
 
 
@@ -122,14 +156,17 @@ def _message_s(job: Job, a: Layout) -> float:
 
 
 class RankWork(NamedTuple):
-    """Of one microbatch, or a mean slice, on one rank: seconds by part; F, I and W with what is waited for in each."""
+    """The time of one microbatch, or a mean slice, on one rank: seconds by part, and F, I and W including their waits."""
 
     parts: dict[str, float]
     seconds: Seconds
 
 
 def _layer_layout(a: Layout) -> Layout:
-    """Return what a layer's time depends on, the rest by its default: data-parallel ranks only if they gather weights."""
+    """Reset every field of the layout that does not affect a layer's time, so that cached times are found.
+
+    dp affects a layer's time only if ZeRO-3 gathers weights.
+    """
     dp, zero = (a.dp, 3) if a.zero == 3 else (1, 0)
     return Layout(
         dp, 1, a.cp, a.ep, a.tp, zero, "1f1b", 1, a.microbatch, a.recompute, a.cp_attention, a.slices
@@ -137,7 +174,10 @@ def _layer_layout(a: Layout) -> Layout:
 
 
 def least_seconds(job: Job, a: Layout) -> float:
-    """Return a lower bound of a step: layers and head spread evenly over pp; no idle time, pp, gradients, update."""
+    """Return a lower bound of a step's seconds: an even share of the layers and head, and nothing else.
+
+    Idle time, messages between stages, gradients and the update are left out.
+    """
     layer, work, moe = _layer_layout(a), 0.0, job.shape.num_moe_layers
     for number, experts in ((job.shape.num_layers - moe, False), (moe, True)):
         if number:
@@ -146,7 +186,9 @@ def least_seconds(job: Job, a: Layout) -> float:
                 parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
             )
     work += head_seconds(job, a.tokens(job) / a.slices, a.tp).total
-    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)  # sums in another order may be larger
+    return (
+        a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
+    )  # slightly lower, because the same sum in another order may round higher
 
 
 @cache
@@ -171,7 +213,11 @@ def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bo
 
 
 class LayerParts(NamedTuple):
-    """Of one layer and microbatch, or a mean slice: arithmetic, and seconds waited for forward and backward by part."""
+    """The time of one layer for one microbatch, or a mean slice.
+
+    work               arithmetic                again  seconds of recomputation
+    forward, backward  seconds of waiting, by part
+    """
 
     work: Seconds
     again: float
@@ -193,35 +239,53 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
         each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a) / s)
         forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
     if a.cp > 1:
-        forward["cp"], backward["cp"] = (
-            _exposed_ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
-        )
+        forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
     if a.zero == 3:
-        dense, expert = layer_kinds_elems(job, a.tp, a.ep)[experts]
-        gather = collective_s(
-            machine, axis_links(machine, a, "dp"), "all_gather", dense * job.bytes_of.weight
-        )
-        gather += collective_s(
-            machine, axis_links(machine, a, "edp"), "all_gather", expert * job.bytes_of.weight
-        )
-        forward["zero3"] = max(0.0, gather - work.forward)
-        backward["zero3"] = max(0.0, gather - again - work.input_gradient - work.weight_gradient)
+        gather, reduce = _unit_messages(job, a, experts)
+        forward["zero3"] = _exposed(job, gather, work.forward)
+        behind = again + work.input_gradient + work.weight_gradient
+        backward["zero3"] = _exposed(job, (gathers(a) - 1) * gather + reduce, behind)
     return LayerParts(work, again, forward, backward)
 
 
-def _exposed_ring(job: Job, a: Layout) -> tuple[float, float]:
-    """Seconds of a cp ring, forward and backward, beyond the attention core that runs beside it."""
+def _exposed(job: Job, messages_s: float, arithmetic_s: float) -> float:
+    """Return the seconds of messages that arithmetic beside them does not hide."""
+    return messages_s - min(arithmetic_s, job.implementation.overlap * messages_s)
+
+
+def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
+    """Return the seconds in which ZeRO-3 gathers a layer's weights once, and reduces its gradients after each microbatch.
+
+    The second is 0 where gradients are reduced once a step, since `_after_backward` has them.
+    """
+    machine, b, times = job.machine, job.bytes_of, job.implementation.gathers_per_layer
+    reduces = job.implementation.reduce_every == "microbatch"
+    gather = reduce = 0.0
+    for axis, elems in zip(("dp", "edp"), layer_kinds_elems(job, a.tp, a.ep)[experts]):
+        if elems:
+            links, part = sharding_links(job, a, axis)[0], elems / times
+            gather += times * collective_s(machine, links, "all_gather", part * b.weight)
+            reduce += reduces * times * collective_s(machine, links, "reduce_scatter", part * b.gradient)
+    return gather, reduce
+
+
+def _ring(job: Job, a: Layout) -> tuple[float, float]:
+    """Return a layer's seconds, forward and backward, that a cp ring costs: messages waited for, small blocks, merges."""
     links, tokens = axis_links(job.machine, a, "cp"), a.tokens(job)
     core = core_seconds(job, tokens, a.tp)
     slowest = min([links.inside] * (links.per_node > 1) + [links.between] * (links.nodes > 1))
     latency = job.machine.network_latency_s if links.nodes > 1 else job.machine.link_latency_s
     hops = (a.cp - 1) * (job.machine.start_latency_s + latency)
-    seconds = [hops + num_bytes / slowest for num_bytes in cp_layer_bytes(job, a)]
-    return max(0.0, seconds[0] - core), max(0.0, seconds[1] - 2.5 * core)
+    forward, backward = (hops + num_bytes / slowest for num_bytes in cp_layer_bytes(job, a))
+    extra = ring_extra_seconds(job, tokens, a.tp, a.cp)
+    return max(0.0, forward - core) + extra, max(0.0, backward - 2.5 * core) + 2.5 * extra
 
 
 def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
-    """Seconds of the messages of ulysses, or of gathering keys and values and summing their gradients, per layer."""
+    """Return a layer's seconds of cp messages, forward and backward, which overlap with nothing.
+
+    They are Ulysses' all-to-alls, or the all-gather of keys and values and the reduce-scatter of their gradients.
+    """
     links, sent = axis_links(job.machine, a, "cp"), cp_layer_bytes(job, a)
     whole = [num_bytes * a.cp / (a.cp - 1) for num_bytes in sent]
     if a.cp_attention == "ulysses":
@@ -234,14 +298,18 @@ def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
 
 
 @cache
-def _gradients(job, dp, cp, ep, tp, zero, elems, ends) -> tuple[float, float, float]:
-    """(reduction, gathering of updated or root parameters, elements that a rank updates)."""
-    machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp)
+def _gradients(
+    job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int], ends: int
+) -> tuple[float, float, float]:
+    """Return (seconds of reduction, seconds of gathering updated or root parameters, elements that a rank updates)."""
+    machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
     kind = "reduce_scatter" if zero else "all_reduce"
     reduce_s = gather_s = updated = 0.0
     for axis, number in zip(("dp", "edp"), elems):
-        links = axis_links(machine, a, axis)
-        reduce_s += collective_s(machine, links, kind, number * b.gradient) if number else 0.0
+        links, copies = sharding_links(job, a, axis)
+        if number:
+            reduce_s += collective_s(machine, links, kind, number * b.gradient)
+            reduce_s += collective_s(machine, copies, "all_reduce", number * b.gradient / links.size)
         gathered = {0: 0, 3: ends if axis == "dp" else 0}.get(zero, number)
         gather_s += collective_s(machine, links, "all_gather", gathered * b.weight) if gathered else 0.0
         updated += number / (links.size if zero else 1)

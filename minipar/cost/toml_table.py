@@ -1,4 +1,4 @@
-"""Read one dataclass from a TOML file: a machine or a model of one's own."""
+"""Read a dataclass from a TOML file, such as the user's own machine or model."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import difflib
 import tomllib
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar, get_type_hints
 
-from minipar.errors import one_of
-from minipar.options import check_type
+from minipar.support.errors import one_of
+from minipar.support.options import check_type
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 def find(kind: str, name: str, table: dict[str, T], cls: type[T]) -> T:
-    """Return the entry `name` of the table or, for a name ending in .toml, what that file describes.
+    """Return the entry `name` of the table; if `name` ends in .toml, read it from that file.
 
-    Raises ValueError, with the nearest names, for a name that is neither.
+    Raises ValueError, with the nearest names, for an unknown name.
     """
     if name.endswith(".toml"):
         return read(kind, Path(name), cls)
@@ -31,9 +34,9 @@ def find(kind: str, name: str, table: dict[str, T], cls: type[T]) -> T:
 
 
 def read(kind: str, path: Path, cls: type[T]) -> T:
-    """Read a `cls` from a TOML file with a value for each of its fields. The name, if not given, is the file's.
+    """Read a `cls` from a TOML file that has a value for each field. The default of `name` is the file's name.
 
-    Raises ValueError, naming the file, for a missing or unknown field, a wrong type, or a value that `cls` refuses.
+    Raises ValueError, naming the file, if a field is missing or unknown, has a wrong type, or a value that `cls` refuses.
     """
     try:
         values = tomllib.loads(path.read_text())
@@ -41,7 +44,7 @@ def read(kind: str, path: Path, cls: type[T]) -> T:
         raise ValueError(f"{kind}={path}: {error.strerror}; give a readable TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{kind}={path} is not TOML: {error}") from None
-    hints = {f.name: _TYPES[f.type] for f in fields(cls)}
+    hints = get_type_hints(cls)
     values = {"name": path.stem} | values
     for name, value in values.items():
         if name not in hints:
@@ -57,13 +60,3 @@ def read(kind: str, path: Path, cls: type[T]) -> T:
         return cls(**values)
     except ValueError as error:
         raise ValueError(f"{kind}={path}: {error}") from None
-
-
-_TYPES = {
-    "str": str,
-    "int": int,
-    "int | None": int | None,
-    "float": float,
-    "bool": bool,
-    "dict | None": dict | None,
-}

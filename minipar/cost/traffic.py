@@ -1,53 +1,71 @@
-"""Bytes that a rank sends in a step, by mesh axis: formulas that the library's tests hold to its counters.
+"""Bytes that a rank sends in a step, by mesh axis. Tests compare these formulas with the library's own counters.
 
-N tokens of a rank in a step, over all its microbatches; D the width, e bytes an activation, t tp ranks, P dp x cp ranks:
+N tokens of a rank in a step, over all its microbatches; width D, e bytes per activation; t = tp, c = cp, P = dp x cp:
 
-    tp     (t-1)/t N D e times 8 a layer (four all-reduces) and 2 for the embedding and for the head; with sequence
-           parallelism 2 a layer and 1 for the head more, since backward gathers each column-parallel input again;
-           recompute="full" 2 a layer (3 with sequence parallelism, 4 with dropout); "every:N" 4 a layer, but for the last
-           of N layers. Besides, 3 numbers a token for the loss.
-           A parallel block without experts: 4, 1, 0 (1, 2) and 2 a layer in place of 8, 2, 2 (3, 4) and 4
-    pp     N D e to the next stage and as much back, per chunk; over t with sequence parallelism
-    cp     2 N D_kv/t (c-1) e forward per layer, as much again backward, and as many elements of gradients, 4 bytes or more;
-           ulysses (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
-    ep     4 k CF N D e (ep-1)/ep per layer with experts: dispatch and combine, forward and backward; 6 where layers are
-           computed again; also over t
-    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); ZeRO-2 with reduce_every="microbatch" (m+1) (P-1)/P; ZeRO-3
-           sends gathered weights twice a microbatch, three times but for the last layer of a unit that is computed again,
-           and gradients once; replicate=R: P/R for P, and 2 (R-1)/R of a shard's gradients
+    tp     a multiple of (t-1)/t N D e: 8 per layer (four all-reduces), 2 for the embedding and 2 for the head. With
+           sequence parallelism, the backward gathers each column-parallel input again: 2 more per layer, 1 more for the
+           head. recompute="full" adds 2 per layer (3 with sequence parallelism, 4 with dropout); "every:N" adds 4 per
+           layer, but less for the last of N layers. The loss adds 3 numbers per token. For a parallel block without
+           experts, the numbers per layer are 4 (not 8), 1 (not 2) with sequence parallelism, 0, 1 and 2 (not 2, 3 and 4)
+           with "full", and 2 (not 4) with "every:N"
+    pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism
+    cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
+           bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
+    ep     per layer with experts, 4 k CF N D e (ep-1)/ep for dispatch and combine, forward and backward, CF being the
+           capacity factor; 6 instead of 4 if layers are recomputed. With tp, also divided by t
+    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
+           ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
+           unit), and sends gradients once, or m times with reduce_every="microbatch". With replicate=R, P/R replaces P, and
+           2 (R-1)/R of a shard's gradients are added
 
-Samples in s slices send as much, but for what goes once a microbatch: norms' gradients with sequence parallelism, and
-ZeRO-3's weights, once a slice.
+If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
+slice, not once per microbatch. Nothing else changes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from minipar.config.context_limits import ulysses_ranks
 from minipar.cost.layout import Job, Layout
-from minipar.cost.links import axis_links
+from minipar.cost.links import Links, axis_links, links_of
 from minipar.cost.ranks import ends_elems, held_by, held_elems
-from minipar.schedules.registry import V_SHAPED
+from minipar.schedules.registry import SCHEDULES
 
 
 class Sent(NamedTuple):
-    """Bytes that a rank sends over an axis in a step, and those of them that leave its node, averaged over its group."""
+    """Bytes that a rank sends over an axis in a step: in total, and out of its node (the mean over its group)."""
 
     total: float
     leaving: float
 
 
 def step_traffic(job: Job, layout: Layout, rank: int) -> dict[str, Sent]:
-    """Return what a rank with this pp coordinate sends over tp, pp, cp, ep, dp and edp in a step."""
+    """Return what the rank with pp coordinate `rank` sends in a step over each of tp, pp, cp, ep, dp and edp."""
     by_axis = {
         "tp": _tp(job, layout, rank),
         "pp": _pp(job, layout, rank),
         "cp": _cp(job, layout, rank),
         "ep": _ep(job, layout, rank),
-        "dp": gradients_bytes(job, layout, rank)[0],
-        "edp": gradients_bytes(job, layout, rank)[1],
     }
-    return {axis: _sent(job, layout, axis, num_bytes) for axis, num_bytes in by_axis.items()}
+    sent = {axis: _sent(job, layout, axis, num_bytes) for axis, num_bytes in by_axis.items()}
+    for axis, (shards, copies) in zip(("dp", "edp"), _gradient_parts(job, layout, rank)):
+        within, between = sharding_links(job, layout, axis)
+        leaving = shards * within.leaving_share + copies * between.leaving_share
+        sent[axis] = Sent(shards + copies, leaving)
+    return sent
+
+
+def sharding_links(job: Job, layout: Layout, axis: str) -> tuple[Links, Links]:
+    """Return the links of a group that holds all shards of gradients over dp or edp, and of the ranks with the same shard.
+
+    Without hybrid sharding the first is the whole axis, and the second has one rank.
+    """
+    copies = job.implementation.replicate if layout.zero == 3 else 1
+    whole = axis_links(job.machine, layout, axis)
+    stride = layout.tp * (layout.ep if axis == "edp" else 1)
+    shards = whole.size // copies
+    return links_of(job.machine, shards, stride), links_of(job.machine, copies, stride * shards)
 
 
 def _sent(job: Job, layout: Layout, axis: str, num_bytes: float) -> Sent:
@@ -61,13 +79,15 @@ def hidden_bytes(job: Job, layout: Layout) -> float:
 
 
 def tp_sums(job: Job, layout: Layout, experts: bool) -> tuple[float, float]:
-    """Return (forward, backward): all-reduces of the hidden states per layer over tp; those of a recomputation backward.
+    """Return (forward, backward): how many all-reduces of the hidden states a layer makes over tp.
 
-    Attention and MLP each have one, a parallel block one for both; but experts sum for themselves.
+    Attention and the MLP have one each; a parallel block has one for both, unless it has experts, which need their own.
+    The backward includes those of recomputation.
     """
     split, dropout = job.implementation.sequence_parallel, job.shape.dropout
     sums = 1 if job.shape.parallel_block and not experts else 2
-    # What the last message of a unit makes is not used, unless a dropout follows; with `split` its first half is.
+    # Recomputation omits a unit's last all-reduce, whose result is used only by a dropout. With `split` it omits only the
+    # second half, the all-gather.
     spared = 0 if dropout else 0.5 if split else 1
     again = sums - spared / layout.unit if layout.unit else 0
     return sums, sums * (1 + split / 2) + again
@@ -97,9 +117,8 @@ def _pp(job: Job, layout: Layout, rank: int) -> float:
         return 0.0
     held = held_by(job, layout, rank)
     hops = 2 * layout.chunks - held.first - held.last
-    if (
-        layout.schedule in V_SHAPED
-    ):  # the last rank holds both stages of the turn: nothing is sent between them
+    if SCHEDULES[layout.schedule].v_shaped:
+        # The last rank holds both stages of the turn: nothing is sent between them.
         hops -= 2 * (rank == layout.pp - 1)
     return hops * layout.microbatches(job) * message_bytes(job, layout)
 
@@ -110,23 +129,19 @@ def _cp(job: Job, layout: Layout, rank: int) -> float:
 
 
 def cp_layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
-    """Return (forward, backward): bytes that a rank sends for attention over cp, per layer.
+    """Return (forward, backward): bytes that a rank sends over cp for one layer's attention.
 
-    Keys and values, and backward their gradients too, around a ring or gathered; or, with ulysses, all of q, k, v and o.
+    A ring or an all-gather sends keys and values, and in the backward also their gradients; ulysses sends q, k, v and o.
     """
     shape, e = job.shape, job.bytes_of.activation
-    kv_heads, group = max(1, shape.num_kv_heads // layout.tp), ulysses_ranks(job, layout)
-    # Inside a group, where there are fewer key/value heads than ranks, each of them goes to all ranks that read it.
+    kv_heads = max(1, shape.num_kv_heads // layout.tp)
+    group = ulysses_ranks(layout.cp, layout.cp_attention, job.implementation.cp_ulysses)
+    # In a group with fewer key/value heads than ranks, each head goes to every rank that reads it.
     read = max(kv_heads, group) if group > 1 else kv_heads
     width = shape.dim // layout.tp + read * shape.head_dim
     both = 2 * layout.tokens(job) * width * (group - 1) / group * e
     kv = 2 * layout.tokens(job) * read * shape.head_dim * (layout.cp // group - 1)
     return both + kv * e, both + kv * (e + max(4, e))
-
-
-def ulysses_ranks(job: Job, layout: Layout) -> int:
-    """Return the ranks that exchange heads for tokens; a ring or an all-gather joins such groups."""
-    return {"ulysses": layout.cp, "usp": job.implementation.cp_ulysses}.get(layout.cp_attention, 1)
 
 
 def _ep(job: Job, layout: Layout, rank: int) -> float:
@@ -138,12 +153,18 @@ def _ep(job: Job, layout: Layout, rank: int) -> float:
 
 
 def dispatch_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of the rows that one all-to-all of one layer moves, those that stay with their rank included."""
+    """Return the bytes of the rows in one all-to-all of one layer, including rows that stay on their rank."""
     return job.shape.top_k * job.shape.capacity_factor * hidden_bytes(job, layout)
 
 
 def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
-    """Return (dp, edp): bytes that a rank sends for gradients and gathered weights of dense and of expert parameters."""
+    """Return (dp, edp): bytes that a rank sends for gradients and gathered weights of dense and expert parameters."""
+    dense, expert = _gradient_parts(job, layout, rank)
+    return sum(dense), sum(expert)
+
+
+def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, float]]:
+    """Return for dp and edp the bytes that a rank sends to ranks with other shards, and to those with the same one."""
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
@@ -152,31 +173,32 @@ def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
     for elems, ranks, root in ((dense, sharers, ends), (expert, sharers // layout.ep, 0)):
         copies = how.replicate if layout.zero == 3 else 1
         shards = ranks // copies
-        once, again = (
-            b.gradient,
-            b.gradient if layout.zero == 0 else b.weight,
-        )  # the two halves of an all-reduce
-        if layout.zero == 2 and how.reduce_every == "microbatch":
+        # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
+        once, again = b.gradient, b.gradient if layout.zero == 0 else b.weight
+        if layout.zero > 1 and how.reduce_every == "microbatch":
             once *= m * layout.slices
-        num_bytes = (once + again) * elems
-        if layout.zero == 3:  # what is outside the layers is gathered once
+        num_bytes: float = (once + again) * elems
+        if layout.zero == 3:  # parameters outside the layers are gathered once
             units = m * layout.slices
             num_bytes = once * elems + b.weight * units * (gathers(layout) * (elems - root) + root)
         between = 2 * (copies - 1) / copies * b.gradient * elems / shards
-        sent.append(num_bytes * (shards - 1) / shards + between)
-    return sent[0], sent[1]
+        sent.append((num_bytes * (shards - 1) / shards, between))
+    return sent
 
 
 def gathers(layout: Layout) -> float:
-    """Return how often ZeRO-3 gathers a layer's weights for a microbatch: once more in units, but for the last of each."""
+    """Return how often ZeRO-3 gathers a layer's weights per microbatch, on average over the layers of a unit.
+
+    It gathers them twice, and a third time to recompute a layer, except the last layer of a recomputed unit.
+    """
     return 3 - 1 / layout.unit if layout.unit else 2
 
 
-def critical_tokens_per_gpu(ranks: int, flops_per_s: float, bytes_per_s: float) -> float:
+def critical_tokens_per_gpu(ranks: float, flops_per_s: float, bytes_per_s: float) -> float:
     """Return the tokens per GPU and step below which plain data parallelism waits for its gradients.
 
-    For P parameters in 16 bits the all-reduce sends 2 (n-1)/n 2 P bytes, and a backward of 4 P tokens FLOPs hides it:
+    For P parameters in 16 bits the all-reduce sends 2 (n-1)/n * 2 P bytes; a backward of 4 P * tokens FLOPs hides it if
 
-        tokens = (n-1)/n * rate / bandwidth        whatever P is
+        tokens = (n-1)/n * rate / bandwidth        for every P
     """
     return (ranks - 1) / ranks * flops_per_s / bytes_per_s

@@ -1,21 +1,30 @@
 """Seconds of arithmetic, by one rule for every layer, model and machine:
 
-    matrix products   FLOPs / (peak * matmul_fraction * share), or bytes / (HBM bandwidth * share) if that is longer
-    flash attention   FLOPs that the mask leaves / (peak * attention_fraction * share)
+    matrix products   FLOPs / (peak * matmul_fraction * share) + bytes / (HBM bandwidth * share)
+    flash attention   FLOPs that the mask leaves / (peak * attention_fraction * share), times 1 + 440 / tokens of a block
     everything else   bytes read and written / (HBM bandwidth * share)
 
-matmul_fraction is the machine's best measured product, attention_fraction a measured kernel; share is what is left of
-either best in a run: products not of the best shape, kernels that do not fill the GPU, launches, clocks under load.
-It is not fitted: it is 0.8, the fraction of a link's speed that is taken as reached, too.
+matmul_fraction is what the machine's best measured product reaches, attention_fraction what a measured kernel reaches. A
+run keeps only `share` of either, because kernels do not fill the GPU, launches take time and clocks fall under load. share
+is not fitted: it is 0.8, also the fraction of a link's speed that collectives are assumed to reach.
+
+A product of T x h by h x h does 2 T h^2 operations on about 4 T h bytes, so its rate depends on h: reading and writing take
+h_0 / h of the time of its operations, with h_0 about 270 on an A100 and 470 on an H100. A roofline would take the longer of
+the two; published runs lie nearer to their sum, since a kernel's first and last tiles overlap with nothing.
+
+An attention kernel is slower on short blocks, too: FlashAttention-2 on an A100 reaches about half of its best rate with 512
+tokens and nine tenths with 4,096 (arXiv:2307.08691, figure 4), as n / (n + 440) does.
+
+A cp ring computes attention in cp blocks and merges their results: each merge reads two float32 outputs and writes one.
 
 Norms, dropouts, activation functions, rotary embeddings and stored attention scores read and write memory and compute next
-to nothing. Per token, forward, in elements of e bytes; the backward takes twice as long:
+to nothing. These are the elements (of e bytes) that a forward moves per token; the backward takes twice as long:
 
-    GPT     two norms 4 h, two residual sums with bias and dropout 6 h and a mask 2 h/e; over t: 8 h for q, k, v and their
-            transposes, GELU 2 ffn, and, where scores are stored, a keys (5 + 1/e)
-    Llama   two norms 4 h, two residual sums 6 h; over t: rotary 2 (h + h_kv), SwiGLU 3 F
+    GPT     two norms 4 h, two residual sums with bias and dropout 6 h, their masks 2 h/e; divided by t: q, k, v and their
+            transposes 8 h, GELU 2 ffn, stored scores a keys (5 + 1/e)
+    Llama   two norms 4 h, two residual sums 6 h; divided by t: rotary 2 (h + h_kv), SwiGLU 3 F
 
-A parallel block has one norm and one mask, and two sums as before: of its halves, and the residual's.
+A parallel block has one norm and one mask, but still two sums: attention + MLP, and the residual sum.
 """
 
 from __future__ import annotations
@@ -26,9 +35,12 @@ from typing import NamedTuple
 from minipar.cost.layout import Job
 from minipar.cost.models import ModelShape, layer_matmul_elems
 
+# Tokens at which a flash attention kernel reaches half of its rate.
+SLOW_TOKENS = 440
+
 
 class Seconds(NamedTuple):
-    """Of one microbatch: forward, and the backward's input-gradient and weight-gradient halves."""
+    """The seconds of one microbatch: the forward, and the input-gradient and weight-gradient halves of the backward."""
 
     forward: float
     input_gradient: float
@@ -39,45 +51,64 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-def layer_seconds(job: Job, tokens: int, tp: int, experts: bool) -> Seconds:
-    """Return the arithmetic of one layer for `tokens` tokens of a rank, without recomputation and without communication."""
-    shape, flash = (
-        job.shape,
-        job.implementation.attention != "dense",
-    )  # whose backward computes the scores again
+def layer_seconds(job: Job, tokens: float, tp: int, experts: bool) -> Seconds:
+    """Return the seconds of one layer's arithmetic for `tokens` tokens, without recomputation and communication."""
+    shape = job.shape
+    # The backward of flash attention computes the scores again.
+    flash = job.implementation.attention != "dense"
     layer = shape.moe_every - 1 if experts else 0
     elems = layer_matmul_elems(shape, layer) if experts or not shape.num_experts else _dense_elems(shape)
-    matrices = max(
-        2 * elems * tokens / tp / _matmul_rate(job), _operand_bytes(job, elems, tokens, tp) / _hbm_rate(job)
-    )
+    operands = _operand_bytes(job, elems, tokens, tp) / _hbm_rate(job)
+    matrices = 2 * elems * tokens / tp / _matmul_rate(job) + operands
     core = core_seconds(job, tokens, tp)
     memory = _memory_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return Seconds(matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices)
 
 
-def core_seconds(job: Job, tokens: int, tp: int) -> float:
-    """Return the forward of a layer's attention core: two products; a flash kernel skips what the causal mask hides."""
+def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -> float:
+    """Return the forward seconds of a layer's attention core: two products; a flash kernel skips masked scores.
+
+    block  tokens of a block that a flash kernel computes at once; None: a sample's
+    """
     flops = 4 * job.seq_len * job.shape.dim * tokens / tp
     if job.implementation.attention == "dense":
         return flops / _matmul_rate(job)
-    return flops / 2 / (_matmul_rate(job) * job.machine.attention_fraction / job.machine.matmul_fraction)
+    fraction = job.machine.attention_fraction * job.implementation.attention_speed
+    rate = _matmul_rate(job) * fraction / job.machine.matmul_fraction
+    return flops / 2 / rate * (1 + SLOW_TOKENS / (block or job.seq_len))
 
 
-def core_again_seconds(job: Job, tokens: int, tp: int) -> float:
-    """Return what selective recomputation repeats of a layer: the core, and reading and writing its stored scores."""
+def ring_extra_seconds(job: Job, tokens: float, tp: int, cp: int) -> float:
+    """Return the forward seconds that a layer's attention takes longer in cp blocks than in one: small blocks, and merges.
+
+    tokens  of one rank. A backward takes 2.5 times as long: it computes each block anew, and sums three gradients.
+    """
+    whole = core_seconds(job, tokens, tp)
+    merges = (cp - 1) * 3 * 4 * job.shape.dim * tokens / tp / _hbm_rate(job)
+    return core_seconds(job, tokens, tp, job.seq_len / cp) - whole + merges
+
+
+def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
+    """Return the seconds that selective recomputation takes: the core, and reading and writing its stored scores."""
     passes = _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return core_seconds(job, tokens, tp) + passes
 
 
-def head_seconds(job: Job, tokens: int, tp: int) -> Seconds:
-    """Return the head and the loss: its product, and float32 logits written, read and turned into their gradient."""
+def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
+    """Return the seconds of the head and the loss: a product, and three passes over float32 logits.
+
+    The passes write the logits, read them, and turn them into their gradient.
+    """
     product = 2 * job.shape.dim * job.shape.vocab_size * tokens / tp / _matmul_rate(job)
     passes = 12 * job.shape.vocab_size * tokens / tp / _hbm_rate(job)
     return Seconds(product + passes, product + passes, product)
 
 
 def optimizer_seconds(job: Job, elems: float) -> float:
-    """Return the update of `elems` parameters: gradient, master, two moments read, and all but the gradient written."""
+    """Return the seconds of updating `elems` parameters.
+
+    The update reads the gradient, master weights and both moments; it writes the master weights, moments and weights.
+    """
     b = job.bytes_of
     return elems * (b.gradient + 2 * b.state + b.weight) / _hbm_rate(job)
 
@@ -85,17 +116,20 @@ def optimizer_seconds(job: Job, elems: float) -> float:
 def _matmul_rate(job: Job) -> float:
     machine = job.machine
     slower = 1 if job.bytes_of.activation == 2 else machine.float32_slowdown
-    return machine.peak_flops * machine.matmul_fraction * machine.share / slower
+    return (
+        machine.peak_flops * machine.matmul_fraction * machine.share / slower / job.implementation.arithmetic
+    )
 
 
 def _hbm_rate(job: Job) -> float:
-    return job.machine.hbm_bytes_per_s * job.machine.share
+    return job.machine.hbm_bytes_per_s * job.machine.share / job.implementation.arithmetic
 
 
-def _operand_bytes(job: Job, elems: int, tokens: int, tp: int) -> float:
-    """Bytes that a layer's products read and write: with few tokens a rank, weights are more work to read than to use.
+def _operand_bytes(job: Job, elems: int, tokens: float, tp: int) -> float:
+    """Return the bytes that a layer's products read and write. With few tokens per rank, reading weights takes longest.
 
-    Per token, whole on every rank: inputs of q, k, v and of the MLP, outputs of o and of the MLP; over tp: the others.
+    The inputs of q, k, v and of the MLP and the outputs of o and of the MLP are whole on every rank; all other inputs and
+    outputs are split over tp.
     """
     shape = job.shape
     width = (3 if shape.gated else 2) * shape.hidden_dim * (shape.top_k if shape.num_experts else 1)
@@ -104,7 +138,7 @@ def _operand_bytes(job: Job, elems: int, tokens: int, tp: int) -> float:
 
 
 def _dense_elems(shape: ModelShape) -> int:
-    """The matrix elements of a layer without experts, in a model that has some."""
+    """Return the number of matrix elements in a layer without experts, for a model that has experts in other layers."""
     return (
         2 * shape.dim * (shape.dim + shape.kv_dim) + (3 if shape.gated else 2) * shape.dim * shape.hidden_dim
     )

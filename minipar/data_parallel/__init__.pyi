@@ -1,8 +1,5 @@
 # The public names of this package, imported when asked for: read by lazy_loader, and by type checkers.
 from .ddp import DDP as DDP
 from .fsdp import FSDP as FSDP
-from .lamb import Lamb as Lamb
 from .loss_scaler import DynamicLossScaler as DynamicLossScaler
-from .muon import Muon as Muon
-from .whole_parameters import WholeParameterZero as WholeParameterZero
 from .zero import ZeroOptimizer as ZeroOptimizer

@@ -1,20 +1,25 @@
-"""Arguments that DDP, ZeroOptimizer and FSDP have in common, and what they all refuse."""
+"""Checks of the arguments that DDP, ZeroOptimizer and FSDP have in common, and the errors that all of them raise."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.errors import one_of
 from minipar.mesh import Placement, placement_of, set_placement
+from minipar.support.errors import one_of
 
 MIB = 2**20  # bytes
 
+CommOf = Callable[[Tensor], Comm]  # parameter -> its Comm
+ParamGroup = dict[str, Any]  # a torch optimizer's: "params", and options
+MaybeComm = TypeVar("MaybeComm", Comm, Comm | None)
 
-def function_of_parameter(comm: Comm | Callable | None) -> Callable[[Tensor], Comm | None]:
-    """Return a function from parameter to Comm: `comm` itself, or one that returns `comm` for every parameter."""
+
+def function_of_parameter(comm: MaybeComm | Callable[[Tensor], MaybeComm]) -> Callable[[Tensor], MaybeComm]:
+    """Return `comm` if it is a function from parameter to Comm, else a function that returns `comm` for any parameter."""
     return (lambda _: comm) if isinstance(comm, Comm | None) else comm
 
 
@@ -24,14 +29,14 @@ def require_reduce(reduce: str) -> None:
 
 
 def bucket_sizes(bucket_mb: float, first_bucket_mb: float) -> tuple[int, int]:
-    """Return the two limits in bytes. Raises ValueError unless both are above 0."""
+    """Return the size limits of a bucket and of the first bucket, in bytes. Raises ValueError unless both are above 0."""
     if not bucket_mb > 0 or not first_bucket_mb > 0:
         raise ValueError(f"bucket_mb={bucket_mb} and first_bucket_mb={first_bucket_mb} must be above 0")
     return int(bucket_mb * MIB), int(first_bucket_mb * MIB)
 
 
 def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
-    """Raise ValueError where a parameter is already a shard over the ranks: ranks would be given each other's shards."""
+    """Raise ValueError if a parameter already is FSDP's shard: rank 0's shard would overwrite the other ranks' shards."""
     for param in params:
         if placement_of(param).flat is not None:
             raise ValueError(
@@ -40,8 +45,8 @@ def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
             )
 
 
-def place_by_number(groups: list[dict]) -> None:
-    """Give each parameter without a Placement one, under its name in its group or, where it has none, its number."""
+def place_by_number(groups: list[ParamGroup]) -> None:
+    """Give each parameter that has no Placement a whole one, named by its group's `param_names`, else "parameter N"."""
     number = 0
     for group in groups:
         names = group.get("param_names") or [f"parameter {number + i}" for i in range(len(group["params"]))]
@@ -51,5 +56,5 @@ def place_by_number(groups: list[dict]) -> None:
         number += len(group["params"])
 
 
-def refuse_copy(what: str, instead: str):
+def refuse_copy(what: str, instead: str) -> NoReturn:
     raise TypeError(f"{what} cannot be copied or pickled, since its ranks communicate; {instead}")

@@ -1,4 +1,4 @@
-"""Buckets of gradients: an all-reduce per parameter wastes latency, and one all-reduce for all cannot overlap the backward.
+"""Buckets of gradients: one all-reduce per parameter wastes latency, and a single all-reduce cannot overlap the backward.
 
 A bucket is one flat buffer with a view for every parameter in it. The views become the parameters' gradients, so
 reducing the buffer reduces them all. Parameters fill buckets in reverse order of registration, which is roughly the
@@ -8,14 +8,18 @@ Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import Comm
+from minipar.data_parallel.compressors import Compressor
 from minipar.mesh import placement_of
 
-ALIGNMENT_BYTES = 64  # of every view and chunk: a cache line, and enough for vector loads
+ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
+
+Key = tuple[Comm, torch.dtype, torch.device]  # what the parameters of a bucket have in common
 
 
 class Bucket:
@@ -24,11 +28,11 @@ class Bucket:
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
-    flags   for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient. Empty in other buckets.
-            ZeRO has them too, unused, so that its chunks, and the order in which ranks add, are those of DDP
+    flags   one for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient; empty in other buckets.
+            ZeRO does not read the flags, but has them, so that its chunks and order of addition are DDP's
     """
 
-    def __init__(self, params: list[nn.Parameter], comm, flagged: list[nn.Parameter] = ()):
+    def __init__(self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter] = ()):
         self.params, self.comm, self.flagged = params, comm, list(flagged)
         dtype, device = params[0].dtype, params[0].device
         step = ALIGNMENT_BYTES // dtype.itemsize
@@ -36,69 +40,76 @@ class Bucket:
         for param in params:
             starts.append(end)
             end = _round_up(end + param.numel(), step)
-        self.flat = torch.zeros(_round_up(end + len(flagged), step * comm.size), dtype=dtype, device=device)
-        # `.data`: each view counts its own changes, and not those of the other views.
+        self.flat = torch.zeros(
+            _round_up(end + len(self.flagged), step * comm.size), dtype=dtype, device=device
+        )
+        # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
         self.views = {p: self.flat.data[i : i + p.numel()].view(p.shape) for i, p in zip(starts, params)}
-        self.flags = self.flat[end : end + len(flagged)]
-        self._reduced: dict[
-            nn.Parameter, int
-        ] = {}  # parameter -> version of its view when its gradient was reduced
-        self._kept: dict[nn.Parameter, Tensor] = {}  # reduced gradients set aside while others are reduced
+        self.flags = self.flat[end : end + len(self.flagged)]
+        # Parameter -> version of its view when its gradient was last reduced.
+        self._reduced_versions: dict[nn.Parameter, int] = {}
+        # Parameter -> its reduced gradient, set aside while other parameters are reduced.
+        self._kept: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> bool:
-        """Copy the parameter's gradient into its view and make the view its `.grad`. Return whether there is one to reduce.
+        """Copy the parameter's gradient into its view and make the view its `.grad`. Return True if it is to be reduced.
 
-        Without a gradient, zero the view; also where it was reduced before and nothing was added: `write` restores it.
+        If there is no gradient, or nothing was added since it was reduced, zero the view; `write` restores the gradient.
+        Raises RuntimeError if the parameter was cast after it was wrapped.
         """
         view, gradient = self.views[param], param.grad
+        if param.dtype != view.dtype:
+            raise RuntimeError(
+                f"{placement_of(param).name} was cast from {view.dtype} to {param.dtype} after it was wrapped; cast the "
+                "model first, then make DDP or ZeroOptimizer"
+            )
         if gradient is None:
             view.zero_()
         elif require_dense(param, gradient).data_ptr() != view.data_ptr():
             view.copy_(gradient)
             param.grad = view
-        elif self._reduced.get(param) == view._version:
+        elif self._reduced_versions.get(param) == view._version:
             self._kept[param] = view.clone()
             view.zero_()
             return False
         return gradient is not None
 
     @torch.no_grad()
-    def average(self, sent: Tensor, compressor, reduce: str) -> Tensor:
-        """Replace the gradients in `sent`, laid out as `flat`, by the compressor's means, or sums; return it."""
-        parts = {}
+    def average(self, sent: Tensor, compressor: Compressor, reduce: str) -> Tensor:
+        """Replace the gradients in `sent`, laid out like `flat`, by the compressor's means or sums; return `sent`."""
+        parts: dict[Tensor, Tensor] = {}
         for param, view in self.views.items():
             start = view.storage_offset()
             parts[param] = sent[start : start + view.numel()].view(view.shape)
-        for param, mean in compressor.means(parts).items():
-            parts[param].copy_(mean if reduce == "mean" else mean * self.comm.size)
+        for key, mean in compressor.means(parts).items():
+            parts[key].copy_(mean if reduce == "mean" else mean * self.comm.size)
         return sent
 
     @torch.no_grad()
     def write(self, param: nn.Parameter, used: bool) -> None:
-        """After the reduction, make the view the gradient of a parameter that any rank used; restore that of another."""
+        """After the reduction, make the view the gradient if any rank used the parameter, else restore the old gradient."""
         view, kept = self.views[param], self._kept.pop(param, None)
         if kept is not None:
             view.add_(kept) if used else view.copy_(kept)
         if used:
             param.grad = view
-        self._reduced[param] = view._version
+        self._reduced_versions[param] = view._version
 
 
 def make_buckets(
     params: Iterable[nn.Parameter],
-    comm_of: Callable[[nn.Parameter], object],
+    comm_of: Callable[[nn.Parameter], Comm],
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> list[Bucket]:
     """Group parameters into buckets of at most `bucket_bytes`, in the order to reduce them.
 
-    A parameter larger than that has its own bucket. A bucket has one Comm, dtype and device; each combination of these
-    fills buckets of its own.
+    A larger parameter has its own bucket. Parameters share a bucket only if they have the same Comm, dtype and device.
     """
-    filling: dict[tuple, list[nn.Parameter]] = {}  # (comm, dtype) -> the bucket being filled
-    groups: dict[tuple, list[nn.Parameter]] = {}
-    contents: list[tuple[tuple, list[nn.Parameter]]] = []  # full buckets, in order
+    filling: dict[Key, list[nn.Parameter]] = {}  # key -> the bucket being filled
+    groups: dict[Key, list[nn.Parameter]] = {}
+    contents: list[tuple[Key, list[nn.Parameter]]] = []  # full buckets, in order
     for param in reversed(list(params)):
         key = (comm_of(param), param.dtype, param.device)
         groups.setdefault(key, []).append(param)
@@ -117,7 +128,7 @@ def make_buckets(
 
 
 def require_dense(param: nn.Parameter, gradient: Tensor) -> Tensor:
-    """Return the gradient. Raises RuntimeError where it is sparse, since it then has no place in a flat buffer."""
+    """Return the gradient. Raises RuntimeError if it is sparse: a flat buffer holds dense gradients."""
     if gradient.layout != torch.strided:
         raise RuntimeError(
             f"the gradient of {placement_of(param).name} is sparse; use nn.Embedding(..., sparse=False)"
@@ -125,8 +136,8 @@ def require_dense(param: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
-def flat_bytes(params: list[Tensor], comm_size: int, num_flags: int = 0) -> int:
-    """Bytes of the flat buffer of a bucket of these parameters: the formula `Bucket` is tested against."""
+def flat_bytes(params: Sequence[Tensor], comm_size: int, num_flags: int = 0) -> int:
+    """Return the bytes of the flat buffer of a bucket with these parameters. Tests compare `Bucket` with this formula."""
     itemsize = params[0].element_size()
     gradients = sum(_round_up(p.nbytes, ALIGNMENT_BYTES) for p in params)
     return _round_up(gradients + num_flags * itemsize, ALIGNMENT_BYTES * comm_size)
@@ -139,14 +150,14 @@ def _round_up(n: int, multiple: int) -> int:
 def range_in_param(start: int, num_elems: int, chunk: tuple[int, int]) -> tuple[int, int]:
     """Return (start, end) of the elements of a flattened tensor that lie in `chunk`.
 
-    The tensor begins at `start` of a flat buffer; `chunk` is a (start, end) of that buffer.
+    The tensor begins at offset `start` of a flat buffer; `chunk` is a range (start, end) of that buffer.
     """
     low, high = (min(max(edge - start, 0), num_elems) for edge in chunk)
     return low, high
 
 
 def slice_of_chunk(start: int, num_elems: int, chunk: tuple[int, int]) -> slice:
-    """Return the same part as a slice of the chunk; empty where the tensor and the chunk do not overlap."""
+    """Return the slice of the chunk that holds the tensor's elements; empty if the two do not overlap."""
     low, high = range_in_param(start, num_elems, chunk)
     at = start + low - chunk[0] if high > low else 0
     return slice(at, at + high - low)

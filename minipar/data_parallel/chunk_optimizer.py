@@ -1,15 +1,17 @@
-"""The optimizer of one chunk: torch's own, over this rank's part of each parameter of a bucket."""
+"""The optimizer of one chunk: a torch optimizer over this rank's part of each parameter in a bucket."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.data_parallel.offload import Memory
+from minipar.data_parallel.arguments import ParamGroup
+from minipar.data_parallel.memory import Memory
+from minipar.data_parallel.optimizer_interface import State
 from minipar.mesh import placement_of, set_placement
 
 MASTER = "master"  # the key of the optimizer's own copy of a parameter, where it keeps one
@@ -17,43 +19,56 @@ SCALAR_STATES = ("step", "eta", "mu", "mu_product")  # states that torch's optim
 
 
 class Chunk(Protocol):
-    """The owner of a chunk: a `ShardedBucket`, or the flat parameters of FSDP.
+    """What `ChunkOptimizer` needs of a chunk's owner, which is a `ShardedBucket` or the flat parameters of FSDP.
 
     own     [n/p] this rank's part
     shards  parameter -> its part of `own`, with a Placement and, after a backward, a `.grad`
-    slice_of_chunk(param, x)   the parameter's part of a tensor laid out as `own` is
+    slice_of_chunk(param, x)   the parameter's part of a tensor x that is laid out like `own`
     """
 
     own: Tensor
     comm: Comm
     params: list[nn.Parameter]
-    shards: dict[nn.Parameter, Tensor]
+
+    @property
+    def shards(self) -> Mapping[nn.Parameter, Tensor]: ...
 
     def slice_of_chunk(self, param: nn.Parameter, chunk: Tensor) -> Tensor: ...
 
 
-class ChunkOptimizer:
+C = TypeVar("C", bound=Chunk)
+
+
+class ChunkOptimizer(Generic[C]):
     """Master copy and optimizer state of a bucket's own chunk.
 
-    chunk      [n/p] the bucket's own chunk or, where `has_master`, a copy of it in another dtype or memory
+    chunk      [n/p] this rank's chunk of the bucket or, where `has_master`, a copy in another dtype or memory
     masters    parameter -> its part of `chunk`
     optimizer  `optimizer_cls` over `masters`, with the options of the parameters' groups
-    resting    "master" -> `chunk`, and key -> state `key` of the whole chunk: what is in `memory` between two steps
+    offloaded  all that `memory` holds between two steps: "master" -> `chunk`, and key -> state `key` of the whole chunk
 
     step       master = optimizer(master, gradient / scale);   shard = master
 
-    Where a parameter was changed since the last step, its master weight is too: the parameter decides.
+    Where a parameter was changed since the last step, its new value also replaces its master weight.
     """
 
-    def __init__(self, bucket: Chunk, optimizer_cls, groups: list[dict], dtype, memory: Memory):
+    def __init__(
+        self,
+        bucket: C,
+        optimizer_cls: Callable[..., torch.optim.Optimizer],
+        groups: list[ParamGroup],
+        dtype: torch.dtype,
+        memory: Memory,
+    ):
         self.bucket, self.memory = bucket, memory
         self.has_master = dtype != bucket.own.dtype or memory.device not in (None, bucket.own.device)
         self.chunk = memory.copy_of(bucket.own, dtype) if self.has_master else bucket.own
-        self.resting: dict[str, Tensor] = {MASTER: self.chunk.detach()}
+        self.offloaded: dict[str, Tensor] = {MASTER: self.chunk.detach()}
         self.masters = {
             p: bucket.slice_of_chunk(p, self.chunk.detach()).requires_grad_() for p in bucket.params
         }
-        self._groups, inner = [], []  # _groups: for each of the optimizer's groups, the index of the caller's
+        self._groups: list[int] = []  # for each of the optimizer's groups, the index of the caller's group
+        inner: list[ParamGroup] = []
         for i, group in enumerate(groups):
             masters = [self.masters[p] for p in group["params"] if p in self.masters]
             if masters:
@@ -63,7 +78,7 @@ class ChunkOptimizer:
         self.optimizer = optimizer_cls(inner, **comm)
 
     def refresh_masters(self) -> None:
-        """Copy to the master weights what was written to the parameters since the last step: loaded weights, say."""
+        """Copy to the master weights what was written to the parameters since the last step, such as loaded weights."""
         self._refresh(self.chunk)
 
     @torch.no_grad()
@@ -72,25 +87,25 @@ class ChunkOptimizer:
             return
         own = self.bucket.own.to(chunk.device)
         changed = own != chunk.to(own.dtype)
-        if changed.is_cuda or changed.any():  # to ask would be to wait for the GPU
+        if changed.is_cuda or changed.any():  # on a GPU, any() would make the host wait
             chunk.copy_(torch.where(changed, own.to(chunk.dtype), chunk))
 
     @torch.no_grad()
-    def step(self, groups: list[dict], grad_scale: float = 1.0) -> None:
-        """Update. Where the states are on disk, they are read, unless they were prefetched, and begin to be written."""
+    def step(self, groups: list[ParamGroup], grad_scale: float = 1.0) -> None:
+        """Update the chunk. First read states that are on disk, unless prefetched; at the end, start to write them back."""
         for i, inner in zip(self._groups, self.optimizer.param_groups):
             inner.update(_options(groups[i]))
         if not self.memory.moves_optimizer_state:
             self._update(self.chunk, grad_scale)
             return
-        loaded = self.memory.load(self.resting, self.bucket.comm.trace)
+        loaded = self.memory.load(self.offloaded, self.bucket.comm.trace)
         self._use(loaded)
         try:
             self._update(loaded[MASTER], grad_scale)
             self._collect_states(loaded)
         finally:
-            self._use(self.resting)
-        self.memory.store(self.resting, self.bucket.comm.trace)
+            self._use(self.offloaded)
+        self.memory.store(self.offloaded, self.bucket.comm.trace)
 
     def _update(self, chunk: Tensor, grad_scale: float) -> None:
         self._refresh(chunk)
@@ -102,7 +117,7 @@ class ChunkOptimizer:
             self.bucket.own.copy_(chunk)
 
     def _set_gradients(self, chunk: Tensor, grad_scale: float) -> None:
-        """Give the masters their gradients, divided and in their dtype: two operations, however many parameters."""
+        """Give the masters their gradients, divided by `grad_scale` and cast, in two operations for all parameters."""
         shards = {p: self.bucket.shards[p].grad for p in self.masters}
         found = {p: grad.as_subclass(Tensor) for p, grad in shards.items() if grad is not None}
         if not found:
@@ -110,17 +125,20 @@ class ChunkOptimizer:
         if grad_scale != 1 or any((x.dtype, x.device) != (chunk.dtype, chunk.device) for x in found.values()):
             whole = torch.empty_like(chunk)
             parts = {p: self.bucket.slice_of_chunk(p, whole) for p in found}
-            torch._foreach_copy_(*([x.reshape(-1) for x in own.values()] for own in (parts, found)))
-            found, _ = parts, whole.div_(grad_scale) if grad_scale != 1 else None
+            flat_parts = [part.view(-1) for part in parts.values()]
+            torch._foreach_copy_(flat_parts, [x.reshape(-1) for x in found.values()])
+            if grad_scale != 1:
+                whole.div_(grad_scale)
+            found = parts
         for param, gradient in found.items():
             self.masters[param].grad = gradient.view(self.masters[param].shape)
 
     def prefetch(self) -> None:
-        """Begin to read the states that `step` needs, where they are on disk."""
-        self.memory.prefetch(self.resting, self.bucket.comm.trace)
+        """If the states that `step` needs are on disk, begin to read them."""
+        self.memory.prefetch(self.offloaded, self.bucket.comm.trace)
 
-    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
-        """Yield each master weight and its state, to be read or replaced by tensors of its shape."""
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
+        """Yield each master weight and its state. The caller may read the state, or replace it by tensors of that shape."""
         self.refresh_masters()
         for param, master in self.masters.items():
             set_placement(master, placement_of(self.bucket.shards[param]))
@@ -128,13 +146,13 @@ class ChunkOptimizer:
         self.offload_state()
 
     def offload_state(self) -> None:
-        """Move states that are not in `memory`, such as loaded ones, there."""
+        """Move states that are not in `memory`, such as loaded states, to it."""
         if self.memory.moves_optimizer_state:
-            self._collect_states(self.resting)
-            self._use(self.resting)
+            self._collect_states(self.offloaded)
+            self._use(self.offloaded)
 
     def _use(self, tensors: dict[str, Tensor]) -> None:
-        """Make the masters, and those states that there are, parts of these chunks."""
+        """Replace the masters and the existing states by views of these chunks."""
         for key, whole in tensors.items():
             for param, master in self.masters.items():
                 part = self.bucket.slice_of_chunk(param, whole)
@@ -145,24 +163,24 @@ class ChunkOptimizer:
 
     @torch.no_grad()
     def _collect_states(self, chunks: dict[str, Tensor]) -> None:
-        """Copy the states that are not parts of these chunks to them, or to new ones in `memory`."""
+        """Copy the states that are not views of these chunks into them, or into new chunks in `memory`."""
         new: dict[str, Tensor] = {}
         for param, master in self.masters.items():
             for key, value in self.optimizer.state[master].items():
                 if is_per_element(key, value, master):
-                    if key not in self.resting and key not in new:
+                    if key not in self.offloaded and key not in new:
                         new[key] = torch.zeros_like(self.chunk, dtype=value.dtype)
                     place = self.bucket.slice_of_chunk(param, new[key] if key in new else chunks[key])
                     if place.data_ptr() != value.data_ptr():
                         place.copy_(value)
         for key, whole in new.items():
-            self.resting[key] = self.memory.copy_of(whole, whole.dtype)
+            self.offloaded[key] = self.memory.copy_of(whole, whole.dtype)
 
 
 def step_chunks(
-    chunks: list[ChunkOptimizer], groups: list[dict], grad_scale: float
-) -> Iterator[ChunkOptimizer]:
-    """Update one chunk after another, and yield each; meanwhile the next one's states are read, the last one's written."""
+    chunks: list[ChunkOptimizer[C]], groups: list[ParamGroup], grad_scale: float
+) -> Iterator[ChunkOptimizer[C]]:
+    """Update and yield one chunk after another, while the next chunk's states are read and the last chunk's written."""
     memories = dict.fromkeys(chunk.memory for chunk in chunks)
     try:
         for chunk, following in zip(chunks, [*chunks[1:], None]):
@@ -179,10 +197,10 @@ def step_chunks(
         raise
 
 
-def _options(group: dict) -> dict:
+def _options(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def is_per_element(key: str, value, param: Tensor) -> bool:
-    """Return whether a state has an entry per element, unlike one number for all elements, such as the step count."""
+def is_per_element(key: str, value: object, param: Tensor) -> bool:
+    """Return whether a state has one entry per element, unlike the step count, which is one number for the tensor."""
     return isinstance(value, Tensor) and value.shape == param.shape and key not in SCALAR_STATES

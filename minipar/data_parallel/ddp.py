@@ -1,7 +1,7 @@
 """DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running.
 
-`simple/ddp.py`, plus buckets by dtype and Comm, unused, frozen and thawed parameters, buffers that change, no_sync, and
-recovery from exceptions.
+Adds to `simple/ddp.py`: buckets by dtype and Comm, unused, frozen and thawed parameters, buffers that change, no_sync,
+and recovery from exceptions.
 """
 
 from __future__ import annotations
@@ -9,62 +9,69 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 
 from minipar.comm import Comm
 from minipar.data_parallel.arguments import (
+    CommOf,
     bucket_sizes,
     function_of_parameter,
     refuse_copy,
     require_reduce,
     require_whole,
 )
+from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
-from minipar.data_parallel.compress.plain_mean import Compressors
-from minipar.data_parallel.gradient_reducer import GradientReducer, arm_on_backward, in_backward
+from minipar.data_parallel.compressors import Compressor, Compressors
+from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.mesh import place_whole, placement_of, set_placement
-from minipar.staging import to_device
+from minipar.support.staging import to_device
+from minipar.transport.stream import Pending
 
 
 class DDP(nn.Module):
     """A wrapped module whose gradients are the mean (or the sum) over ranks by the time `backward()` returns.
 
-    module      any module; its parameters and buffers become rank 0's
+    module      any module; every rank gets rank 0's parameters and buffers
     comm        the ranks that hold a replica, or a function from parameter to Comm (experts have fewer replicas)
-    bucket_mb   the most megabytes (of 2**20 bytes) in a bucket; in the first one, `first_bucket_mb` if that is less
+    bucket_mb   the largest size of a bucket, in MB of 2**20 bytes; for the first bucket, `first_bucket_mb` if that is less
     reduce      "mean", as torch's DDP: for a loss that is a mean over this rank's samples.
                 "sum": for a loss already divided by the global number of tokens
-    algorithm   of the all-reduce
-    broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
-    reduce_dtype        of the gradient reduction, whose result is rounded to the parameters' dtype; default: that
-    compress    a function from Comm to what averages gradients with fewer bytes, such as `compress.PowerSGD` or
-                `partial(compress.CompressedMean, codec=Sign())`; `compressors` has them, with their residuals. While
-                `compressors.on` is False, gradients are reduced as they are: a warm-up. Over one rank nothing is compressed
+    algorithm   the algorithm of the all-reduce
+    broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
+    reduce_dtype        the dtype in which gradients are summed; default: the parameters' dtype, to which the result is
+                        always rounded
+    compress    a function from Comm to a `Compressor`, which averages gradients with fewer bytes; `minipar.extras.compress`
+                has several. The attribute `compressors` holds them, with their residuals. While `compressors.on` is False,
+                as in a warm-up, gradients are reduced uncompressed, as they always are on one rank
 
-    forward     the module's
-    backward    grad = 1/p * sum over ranks of grad; bucket by bucket, waited for at the very end
+    forward     the module's forward. Keep the wrapper: once it is dropped, backwards reduce nothing
+    backward    grad = 1/p * sum over ranks of grad: bucket by bucket, all waited for at the end
 
-    A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. A parameter that only some ranks used
-    counts as zero on the other ranks. Gradients are views of the buckets. Accumulate under `no_sync()`: a gradient that
-    an earlier backward has already reduced would be reduced again. Parameters thawed or added after wrapping get rank 0's
-    values and buckets of their own at the next forward. Set broadcast_buffers=False where two forwards come before a
-    backward and the model changes buffers that its backward needs.
+    A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. Where only some ranks used a
+    parameter, its gradient counts as zero on the others. Gradients are views of the buckets. Accumulate under `no_sync()`;
+    otherwise a gradient that an earlier backward has reduced is reduced again. Gradients of `torch.autograd.grad` are not
+    reduced. Parameters thawed or added after wrapping get rank 0's values, and buckets of their own, at the next forward.
+    Set broadcast_buffers=False if two forwards come before a backward and the model changes buffers that its backward
+    needs.
 
-    Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, one flag per parameter in the last
-    bucket (the usage bitmap), rounded up to 64p bytes. A forward with gradients and outside `no_sync` broadcasts the
-    buffers: all ranks together send their bytes p-1 times.
-    Raises ValueError for a bad argument; RuntimeError where a gradient changes after its bucket was reduced, is sparse, or
-    where a later DDP or ZeroOptimizer was made for a parameter; TypeError for a copy of the wrapper.
+    Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per
+    parameter (the usage bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync`
+    broadcasts the buffers: all ranks together send the bytes of the buffers p-1 times.
+    Raises ValueError for a bad argument; RuntimeError if a gradient is sparse, or changes after its bucket was reduced,
+    or if a later DDP or ZeroOptimizer was made for a parameter; TypeError for a copy of the wrapper.
     Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        comm: Comm | Callable[[Tensor], Comm],
+        comm: Comm | CommOf,
         bucket_mb: float = 25.0,
         reduce: str = "mean",
         algorithm: str = "auto",
@@ -72,33 +79,37 @@ class DDP(nn.Module):
         axis: str = "dp",
         broadcast_buffers: bool = True,
         reduce_dtype: torch.dtype | None = None,
-        compress: Callable[[Comm], object] | None = None,
+        compress: Callable[[Comm], Compressor] | None = None,
     ):
         super().__init__()
         require_reduce(reduce)
         self._bucket_sizes = bucket_sizes(bucket_mb, first_bucket_mb)
         self.module, self.reduce, self.algorithm, self.axis = module, reduce, algorithm, axis
         self.broadcast_buffers, self.reduce_dtype = broadcast_buffers, reduce_dtype
-        self.compressors = Compressors(compress)
         self._comm_of = function_of_parameter(comm)
-        self._handles: list = []
-        self._sent: list[
-            tuple[Bucket, Tensor]
-        ] = []  # for each handle, what it reduces: `flat`, or that in reduce_dtype
-        self.reducer = GradientReducer([], self._launch, self._finish, "DDP")
-        self.buckets: list[Bucket] = self.reducer.buckets
+        self.compressors = Compressors(compress, self._comm_of)
+        self._handles: list[Pending] = []
+        # (handle, its bucket, the tensor that it reduces), which is `flat` or a copy in reduce_dtype.
+        self._sent: list[tuple[Bucket, Tensor]] = []
+        self.reducer: GradientReducer[Bucket] = GradientReducer(self._launch, self._finish, "DDP")
+        self.buckets = self.reducer.buckets
         self._add(list(module.parameters()))
         copy_buffers_of_rank0(module, [self._comm_of])
 
-    def forward(self, *args, **kwargs):
+    @_disable_dynamo(recursive=False)  # torch.compile(DDP(module)) traces the module alone
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         if not in_backward():  # not a recomputation
             self._before_forward()
         outputs = self.module(*args, **kwargs)
         if self.reducer.synchronised:
-            arm_on_backward(outputs, self.reducer.end)
+            # Hook the method, not `end`, so that a backward after the wrapper was dropped still finds it.
+            arm_on_backward(outputs, self._arm)
         return outputs
+
+    def _arm(self) -> None:
+        self.reducer.end.arm()
 
     def _before_forward(self) -> None:
         self.reducer.reset_after_error()
@@ -109,11 +120,11 @@ class DDP(nn.Module):
             copy_buffers_of_rank0(self.module, [self._comm_of])
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backwards only accumulate; the next backward outside reduces the sum."""
+        """Return a context in which backwards only accumulate gradients; the next backward outside it reduces the sum."""
         return self.reducer.no_sync()
 
     def synchronize(self) -> None:
-        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
+        """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
         self.reducer.synchronize()
 
     def _launch(self, bucket: Bucket) -> None:
@@ -122,16 +133,17 @@ class DDP(nn.Module):
             bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
         sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
         self._sent.append((bucket, sent))
-        if (average := self.compressors.of(bucket.comm)) is not None:
-            reduce = partial(self._reduce_compressed, bucket, sent, average)
-            self._handles.append(bucket.comm.custom("compressed_all_reduce", reduce, async_op=True))
-            return
-        reduce = bucket.comm.all_reduce_
-        self._handles.append(reduce(sent, self.reduce, algorithm=self.algorithm, async_op=True))
+        compressor = self.compressors.of(bucket.comm)
+        if compressor is None:
+            handle = bucket.comm.all_reduce_(sent, self.reduce, algorithm=self.algorithm, async_op=True)
+        else:
+            average = partial(self._reduce_compressed, bucket, sent, compressor)
+            handle = bucket.comm.custom("compressed_all_reduce", average, async_op=True)
+        self._handles.append(handle)
 
-    def _reduce_compressed(self, bucket: Bucket, sent: Tensor, average) -> None:
-        bucket.average(sent, average, self.reduce)
-        if bucket.flagged and not getattr(average, "sends_nothing", False):
+    def _reduce_compressed(self, bucket: Bucket, sent: Tensor, compressor: Compressor) -> None:
+        bucket.average(sent, compressor, self.reduce)
+        if bucket.flagged and not getattr(compressor, "sends_nothing", False):
             bucket.comm.all_reduce_(sent[bucket.flags.storage_offset() :])
 
     def _finish(self) -> None:
@@ -143,11 +155,10 @@ class DDP(nn.Module):
             if sent is not bucket.flat:
                 bucket.flat.copy_(sent)
         for bucket in self.buckets:
-            # Where this rank used every parameter, a GPU need not be waited for.
+            # Where this rank used every parameter, the flags need not be read from the GPU.
             used_all = self.reducer.used.issuperset(bucket.flagged)
-            for param, used in zip(
-                bucket.flagged, [1] * len(bucket.flagged) if used_all else bucket.flags.tolist()
-            ):
+            flags = [1] * len(bucket.flagged) if used_all else bucket.flags.tolist()
+            for param, used in zip(bucket.flagged, flags):
                 self.reducer.bucket_of[param].write(param, bool(used))
 
     @torch.no_grad()
@@ -163,5 +174,5 @@ class DDP(nn.Module):
         trained = [p for p in params if p.requires_grad]
         self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy("DDP", "copy its .module, and wrap the copy if it is to be trained")

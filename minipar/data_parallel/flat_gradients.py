@@ -1,12 +1,15 @@
 """The reduction of one flat buffer's gradients, from the full gradients that autograd computes to this rank's shards.
 
 add       keep a full gradient until its unit's backward ends
-reduce    start one reduce-scatter of all of them
+reduce    start one reduce-scatter of all full gradients
 advance   wait for it, which frees the full gradients, and start the all-reduce of the chunk over replicas, if any
 write     add the result to the `.grad` of the shards
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +18,18 @@ from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.partial_gradients import as_shard_gradient
 from minipar.data_parallel.unused_parameters import used_on_any_rank
+from minipar.transport.stream import Pending
+
+if TYPE_CHECKING:
+    from minipar.comm import Comm
+    from minipar.data_parallel.fsdp_unit import Unit
 
 
 class FlatGradients:
     """The gradients of one `FlatParameters`, and their reduction under way.
 
     flat     the parameters
-    pending  parameter -> its full gradient, not yet reduced; in reduce_dtype where several were added
+    pending  parameter -> its full gradient, not yet reduced; in reduce_dtype if it is a sum of several
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """
@@ -30,12 +38,12 @@ class FlatGradients:
         self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
-        self._reducing = None  # the handle of the collective under way
-        self._replicas_left: list = []  # the Comms to all-reduce over after it
+        self._reducing: Pending | None = None  # the collective under way
+        self._replicas_left: list[Comm] = []  # the Comms over which to all-reduce afterwards
 
     @torch.no_grad()
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
-        """Add a full gradient to the pending ones. Its memory may be kept and changed in place."""
+        """Add a full gradient to the pending gradients. The tensor may be kept, and changed in place."""
         gradient, before = require_dense(param, gradient), self.pending.get(param)
         self.pending[param] = gradient if before is None else before.to(self.reduce_dtype).add_(gradient)
 
@@ -51,7 +59,7 @@ class FlatGradients:
             place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
         self.finish()
         self._replicas_left = list(flat.replicas)
-        if flat.whole:
+        if flat.comm is None:
             self._reducing = self._sum_over_replicas(gradients)
         else:
             scatter = flat.comm.reduce_scatter
@@ -72,9 +80,10 @@ class FlatGradients:
         while self.advance():
             pass
 
-    def _sum_over_replicas(self, chunk: Tensor):
-        replicas = self._replicas_left.pop(0)
-        return replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
+    def _sum_over_replicas(self, chunk: Tensor) -> Pending:
+        replicas, algorithm = self._replicas_left.pop(0), self.flat.algorithm
+        handle: Pending = replicas.all_reduce_(chunk, self.op, algorithm=algorithm, async_op=True)
+        return handle
 
     @torch.no_grad()
     def _keep(self, chunk: Tensor) -> None:
@@ -88,29 +97,31 @@ class FlatGradients:
         assert self._reducing is None
         assert flat.state is not State.UNSHARDED
         chunk, self.reduced = self.reduced, None
-        for param in flat.params if chunk is not None else ():
+        if chunk is None:
+            return
+        for param in flat.params:
             if param in used:
                 part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
-                part = as_shard_gradient(part, 1 if flat.whole else flat.comm.size)
+                part = as_shard_gradient(part, 1 if flat.comm is None else flat.comm.size)
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def discard(self) -> None:
-        """After an error, drop gradients that were not reduced, and reduced ones that were not written."""
+        """After an error, drop gradients that were not reduced, and reduced gradients that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()
         self.flat.discard_shard_grads()
 
 
 class UnitReducer:
-    """The gradient reduction of all units: each unit's after its backward, the rest at the end of the whole backward.
+    """The gradient reduction of all units: each unit after its own backward, the rest at the end of the whole backward.
 
     units         FSDP's units, outer ones first
     gradients_of  parameter -> the FlatGradients it belongs to
     used          parameters with a gradient on this rank since the last reduction
     """
 
-    def __init__(self, units, algorithm: str):
+    def __init__(self, units: Sequence[Unit], algorithm: str):
         self.units, self.algorithm = units, algorithm
         self.gradients = [gradients for unit in units for gradients in unit.gradients]
         self.gradients_of = {p: gradients for gradients in self.gradients for p in gradients.flat.params}
@@ -118,24 +129,25 @@ class UnitReducer:
         self.begin()
 
     def begin(self) -> None:
-        self._reduced, self._reducing = [], None
+        self._reduced_units: list[Unit] = []
+        self._reducing: Unit | None = None
 
-    def take(self, param: nn.Parameter, gradient: Tensor) -> None:
+    def collect_grad(self, param: nn.Parameter, gradient: Tensor) -> None:
         self.used.add(param)
         self.gradients_of[param].add(param, gradient)
 
-    def reduce(self, unit) -> None:
-        """Wait for the previous unit's reduce-scatter, then start this unit's: at most two units have full gradients."""
+    def reduce(self, unit: Unit) -> None:
+        """Wait for the previous unit's reduce-scatter, then start this unit's, so at most two units hold full gradients."""
         if self._reducing is not None:
             self._reducing.advance_reduction()
         unit.reduce()
         self._reducing = unit
-        self._reduced.append(unit)
+        self._reduced_units.append(unit)
 
     def finish(self) -> None:
         """Reduce the remaining gradients, wait for all reductions, and write the shards' `.grad`."""
         for unit in reversed(self.units):
-            if unit not in self._reduced or any(gradients.pending for gradients in unit.gradients):
+            if unit not in self._reduced_units or any(gradients.pending for gradients in unit.gradients):
                 self.reduce(unit)
         used = self._used_anywhere()
         for gradients in self.gradients:
@@ -144,8 +156,9 @@ class UnitReducer:
         self.used.clear()
 
     def _used_anywhere(self) -> set[nn.Parameter]:
-        """Return the parameters used by any rank: of the Comm that shards them, then of the Comms of their replicas."""
-        used, comms = self.used, {}
+        """Return the parameters that any rank used, asking the ranks that shard them, then the ranks with replicas."""
+        used = self.used
+        comms: dict[nn.Parameter, list[Comm]] = {}
         for param, gradients in self.gradients_of.items():
             flat = gradients.flat
             comms[param] = [c for c in (flat.comm, *flat.replicas) if c is not None] if flat.trained else []

@@ -1,6 +1,6 @@
 """A flat buffer of parameters, sharded at rest and all-gathered for use. It has three states and four transitions:
 
-    SHARDED      param.data is this rank's part of the parameter: a range of it, flat, perhaps empty; `full` has no memory
+    SHARDED      param.data is this rank's part of the flattened parameter, perhaps empty; `full` has no memory
     UNSHARDING   the same, but `full` has memory, which an all-gather is filling or has filled
     UNSHARDED    param.data is the full parameter, as a view of `full`: no copy is made
 
@@ -19,15 +19,16 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import Comm
 from minipar.data_parallel.buckets import range_in_param, slice_of_chunk
 from minipar.data_parallel.freed_parameter import allow_use, forbid_use
-from minipar.data_parallel.offload import Memory
+from minipar.data_parallel.memory import Memory
 from minipar.mesh import placement_of, set_placement
 from minipar.model.init import materialise
+from minipar.transport.stream import Pending
 
-ALIGNMENT_ELEMS = (
-    64  # every parameter and every chunk starts at a multiple of 64 elements, so of 64 bytes in any dtype
-)
+# Every parameter and every chunk starts at a multiple of this many elements, which are at least 64 bytes in any dtype.
+ALIGNMENT_ELEMS = 64
 
 
 class State(Enum):
@@ -42,7 +43,8 @@ class FlatParameters:
     state     see the head of this file
     shard     [n/p] in the parameters' dtype: this rank's chunk, the master copy
     full      [n] in the compute dtype; its memory is freed while SHARDED
-    comm      the ranks that have the other chunks. None: not sharded, so `whole` is True, and `full` is `shard`, [n]
+    comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
+              `shard`
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
     """
 
@@ -50,8 +52,8 @@ class FlatParameters:
         self,
         params: list[nn.Parameter],
         unit: str,
-        comm,
-        replicas: tuple,
+        comm: Comm | None,
+        replicas: tuple[Comm, ...],
         compute_dtype: torch.dtype | None,
         memory: Memory,
         algorithm: str,
@@ -70,8 +72,8 @@ class FlatParameters:
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
         self._compute_dtype = compute_dtype if compute_dtype and not self.whole else self.dtype
-        self._gathered_versions: dict[nn.Parameter, int] = {}  # of the shards, when they were last gathered
-        self._pending_gather = None  # the handle of the all-gather under way
+        self._gathered_versions: dict[nn.Parameter, int] = {}  # the shards' versions at the last gather
+        self._pending_gather: Pending | None = None  # the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
 
     # Layout -----------------------------------------------------------------------------------------------------
@@ -85,14 +87,14 @@ class FlatParameters:
         return flat[self.starts[param] : self.starts[param] + self.num_elems[param]]
 
     def slice_of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
-        """Return this rank's part of the parameter in a chunk [n/p]."""
+        """Return the elements of `shard`, this rank's chunk [n/p], that belong to the parameter."""
         return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
 
     # Sharding full parameters ------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def cut(self, axis: str, part_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
-        """Make `shard` this rank's chunk: of rank 0's parameters or, given `part_of`, of this rank's part of each, flat."""
+        """Fill `shard` from rank 0's parameters or, if `part_of` is given, from its flat values of this rank's part."""
         if part_of is None:
             shard = self._chunk_of_rank0()
         else:
@@ -139,7 +141,7 @@ class FlatParameters:
     @torch.no_grad()
     def unshard(self) -> None:
         """SHARDED -> UNSHARDING: allocate `full` and start its all-gather. Sends (p-1)/p n elements."""
-        if self.state is not State.SHARDED or self.whole:
+        if self.state is not State.SHARDED or self.comm is None:
             return
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.full[slice(*self.range)]
@@ -164,7 +166,7 @@ class FlatParameters:
             param.data = view
 
     def use_sharded(self, forbid: bool = False) -> None:
-        """UNSHARDED -> UNSHARDING: make the parameters shards again. `forbid`: computing with them raises."""
+        """UNSHARDED -> UNSHARDING: make the parameters shards again. With `forbid`, computing with them raises."""
         if self.state is State.UNSHARDED:
             self.state = State.SHARDED if self.whole else State.UNSHARDING
             for param, view in self.shard_views.items():
@@ -190,13 +192,13 @@ class FlatParameters:
             self._pending_gather = None
 
     def stale(self) -> bool:
-        """Return whether a shard was written to since it was last gathered: by an optimizer's step, say."""
+        """Return whether a shard was written to since it was last gathered, for example by an optimizer's step."""
         return any(param._version != version for param, version in self._gathered_versions.items())
 
     # Invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise RuntimeError where a parameter's storage was replaced, or a frozen parameter is trained now."""
+        """Raise RuntimeError if a parameter's storage was replaced, or a frozen parameter is trained now."""
         views = self.full_views if self.state is State.UNSHARDED else self.shard_views
         for param, view in views.items():
             if _memory_of(param) != _memory_of(view):
@@ -210,17 +212,17 @@ class FlatParameters:
                 )
 
     def discard_shard_grads(self) -> None:
-        """Drop shard gradients set aside while their parameters are unsharded: `zero_grad` cannot reach them."""
+        """Drop the shard gradients that are set aside while parameters are unsharded, which `zero_grad` cannot reach."""
         self._shard_grads.clear()
 
 
-def _memory_of(x: Tensor) -> tuple:
-    """Return what identifies a tensor's memory; `data_ptr()` does not for an empty tensor."""
+def _memory_of(x: Tensor) -> tuple[object, ...]:
+    """Return a value that identifies a tensor's memory, even for an empty tensor, where `data_ptr()` does not."""
     return x.untyped_storage().data_ptr(), x.storage_offset(), x.dtype
 
 
 def flat_layout(sizes: list[int], num_ranks: int) -> tuple[list[int], int]:
-    """Return the start of each parameter, given their sizes, in a flat buffer for `num_ranks` ranks, and its length."""
+    """Return the start of each parameter in a flat buffer, and the buffer's length, given the parameters' sizes."""
     starts, end = [], 0
     for size in sizes:
         starts.append(end)

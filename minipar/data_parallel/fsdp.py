@@ -1,38 +1,78 @@
-"""FSDP, or ZeRO-3: parameters are sharded too, and each unit's are unsharded only while the unit runs.
+"""FSDP, or ZeRO-3: parameters are sharded too, and a unit's parameters are unsharded only while the unit runs.
 
-`simple/fsdp.py`, plus units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
+Adds to `simple/fsdp.py`: units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
 precision, no_sync, recomputation, buffers that change, and recovery from exceptions.
 """
 
 from __future__ import annotations
 
-# longer than 250 lines because the hooks of a unit's forward and of its backward are read together
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minipar.comm import Comm
 from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
+from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.elementwise_optimizers import refuse_whole_matrix_steps
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
     Unit,
+    UnitChoice,
     UnitOrder,
     find_units,
     group_parameters,
     refuse_compile,
 )
-from minipar.data_parallel.gradient_reducer import BackwardEnd, in_backward, take_over, tensors_in
-from minipar.data_parallel.offload import memory_for
-from minipar.mesh import Placement, place_whole
+from minipar.data_parallel.gradient_reducer import take_over
+from minipar.data_parallel.memory import memory_for
+from minipar.mesh import place_whole
 from minipar.model.overrides import GRADIENT_RECEIVER
+
+Args = tuple[Any, ...]  # the arguments of a unit's forward
+Kwargs = dict[str, Any]
+
+
+class UnitForward:
+    """The forward of a unit's module, between FSDP's two hooks, as long as the FSDP is in use elsewhere.
+
+    It has no reference to the FSDP or the module, so that both are freed as soon as they are dropped.
+    Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
+    """
+
+    def __init__(self, fsdp: FSDP, i: int):
+        unit = fsdp.units[i]
+        forward, self._name = unit.module.forward, unit.name
+        own = getattr(forward, "__self__", None) is unit.module
+        # A forward that was already replaced on the module has no other owner.
+        self._inner: Callable[[], Any] = weakref.WeakMethod(forward) if own else lambda: forward
+        self._fsdp, self._i = weakref.ref(fsdp), i
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fsdp = self._fsdp()
+        if fsdp is None:
+            raise RuntimeError(
+                f"unit {self._name!r} was used after the FSDP around it was dropped, and the other ranks' parts of its "
+                "parameters cannot be gathered; keep what FSDP(...) returns for as long as the module is used"
+            )
+        return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy_of_fsdp()
+
+
+def refuse_copy_of_fsdp() -> NoReturn:
+    arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
 
 
 class FSDP(nn.Module):
@@ -40,44 +80,50 @@ class FSDP(nn.Module):
 
     module        changed in place; every rank gets rank 0's parameters and buffers. May be on the meta device: see `init`
     comm          the ranks to shard over, or a function from parameter to Comm
-    units         a module class, a tuple of them or a predicate: each match is a unit. None: the whole module is one
-    shard_rest    parameters outside units form a unit, the root. False: they are replicated, their gradients all-reduced
-    reshard_after_forward   reshard a unit after its forward, unshard it again for the backward. False: keep it unsharded
-    compute_dtype sharded parameters are cast to it before the all-gather; so are floating point inputs of units
-    reduce_dtype  of the gradient reduction; default: the parameters'
+    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: one unit in all
+    shard_rest    True: parameters outside units form a unit, the root. False: they are replicated, and their gradients
+                  all-reduced
+    reshard_after_forward   reshard a unit after its forward, and unshard it again for the backward. False: keep it
+                            unsharded
+    compute_dtype the dtype to which shards are cast before the all-gather, and floating-point inputs of units
+    reduce_dtype  the dtype in which gradients are summed; default: the parameters' dtype
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes
     replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
-    init          (canonical name, shape) -> value, for a module on the meta device; or init_part, Placement -> the
-                  value of that part, where it need not be made whole
+    init          for a module on the meta device: (canonical name, shape) -> the parameter's value. Or init_part:
+                  Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
-    broadcast_buffers   make the buffers (running means, say) rank 0's before each forward
+    broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
+    per_element   True: allow the step of an optimizer that is not known to update each element from that element alone
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
-    Wrap first, then make the optimizer from `parameters()`: these are now flat shards, and so are their gradients. It must
-    update each element from that element alone (see elementwise_optimizers.py). Clip with `minipar.clip_grad_norm_`:
-    torch's would take the norm of a shard for the whole, and is refused. All ranks must run the same units in the same
-    order. The unit whose forward ends last stays unsharded for its backward, which comes first. torch.compile cannot trace
-    the hooks: what it returns may be a unit, FSDP(torch.compile(module), comm), or be inside one, but not around one.
+    Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
+    optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
+    with `minipar.clip_grad_norm_(shards, max_norm, comm)`; torch's function would take a shard's norm for the parameter's,
+    and raises. All ranks must run the same units in the same order. The unit whose forward ends last stays unsharded,
+    since its backward comes first. torch.compile cannot trace the hooks: a compiled module may be a unit,
+    FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit. torch.compile(FSDP(module,
+    comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's containers.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
-    once in reduce_dtype to reduce-scatter its gradients if it is trained. Each parameter is rounded up to 64 elements and
-    each unit to 64p. Also sends an all-reduce of one byte per parameter. In all 3P elements, where DDP sends 2P. A forward
-    with gradients and outside `no_sync` broadcasts the buffers: all ranks together send their bytes p-1 times.
-    Holds the shards and at most three unsharded units: the root, the running one and the next.
-    Raises ValueError for a bad argument; RuntimeError where a resharded parameter is used, a storage was replaced, a frozen
-    parameter was thawed, a gradient is sparse, or the backward reaches a unit whose output hides its tensors; TypeError
-    for a copy.
+    and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
+    and each unit to 64p. Also sends an all-reduce of one byte per parameter. For P parameters, a step sends 3P elements in
+    all, where DDP sends 2P. A forward
+    with gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
+    Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
+    Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
+    a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
+    backward reaches a unit whose output hides its tensors; TypeError for a copy of the wrapper.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        comm: Comm | Callable[[Tensor], Comm],
-        units=None,
+        comm: Comm | arguments.CommOf,
+        units: UnitChoice = None,
         shard_rest: bool = True,
         reshard_after_forward: bool = True,
         compute_dtype: torch.dtype | None = None,
@@ -86,13 +132,14 @@ class FSDP(nn.Module):
         reduce: str = "mean",
         prefetch: bool = True,
         algorithm: str = "auto",
-        replicas: Comm | Callable[[Tensor], Comm] | None = None,
-        init: Callable[[str, tuple[int, ...]], Tensor] | None = None,
-        init_part: Callable[[Placement], Tensor] | None = None,
+        replicas: Comm | Callable[[Tensor], Comm | None] | None = None,
+        init: full_state.Init | None = None,
+        init_part: full_state.InitPart | None = None,
         offload: str | None = None,
         folder: str | None = None,
         axis: str = "dp",
         broadcast_buffers: bool = True,
+        per_element: bool = False,
     ):
         super().__init__()
         arguments.require_reduce(reduce)
@@ -102,13 +149,14 @@ class FSDP(nn.Module):
         take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
         self.units = [Unit(name, m) for name, m in modules]
-        comm_of, replicas_of = map(arguments.function_of_parameter, (comm, replicas))
+        comm_of = arguments.function_of_parameter(comm)
+        replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
         memory = memory_for(offload, folder)
         groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
-        for (i, cut_over, copies, *_), params in groups.items():
-            unit = self.units[i]
-            flat = FlatParameters(params, unit.name, cut_over, copies, compute_dtype, memory, algorithm)
+        for key, params in groups.items():
+            unit = self.units[key.unit]
+            flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
             full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
             unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
@@ -119,28 +167,32 @@ class FSDP(nn.Module):
         self.reducer = UnitReducer(self.units, algorithm)
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
-        self._depth = 0  # how many nested units are in their forward
+        self._depth = 0  # the number of nested units that are in their forward
         self._end = BackwardEnd(self._finish)
         self._reset_backward_state()
         self._install_hooks()
+        if not per_element:
+            refuse_whole_matrix_steps(self, {p for flat in self.flats if not flat.whole for p in flat.params})
 
-    def forward(self, *args, **kwargs):
+    @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     def _install_hooks(self) -> None:
-        for unit in self.units:
-            unit.module.forward = partial(self._unit_forward, unit, unit.module.forward)
-            unit.module.compile = partial(refuse_compile, unit.name)
+        for i, unit in enumerate(self.units):
+            unit.module.forward = UnitForward(self, i)
+            unit.module.compile = partial(refuse_compile, unit.name)  # type: ignore[method-assign]  # on purpose
             for param in (p for flat in unit.flats if flat.trained for p in flat.params):
-                param.register_post_accumulate_grad_hook(partial(self._on_gradient, unit))
-                setattr(param, GRADIENT_RECEIVER, partial(self._take, param))
+                param.register_post_accumulate_grad_hook(WeakCall(self._on_gradient, i))
+                setattr(param, GRADIENT_RECEIVER, WeakCall(self._receive, weakref.ref(param)))
 
     # A forward --------------------------------------------------------------------------------------------------
     #
-    # before a unit   reshard the previous one; unshard this one; prefetch the next
+    # before a unit   reshard the previous unit; unshard this unit; prefetch the next
     # after a unit    mark it to be resharded when another unit begins
 
-    def _unit_forward(self, unit: Unit, forward, *args, **kwargs):
+    @_disable_dynamo(recursive=False)
+    def unit_forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a unit's module, with a hook before and a hook after it."""
         args, kwargs, has_backward = self._before_forward(unit, args, kwargs)
         try:
@@ -152,7 +204,8 @@ class FSDP(nn.Module):
         self._after_forward(unit, outputs, has_backward)
         return outputs
 
-    def _before_forward(self, unit: Unit, args, kwargs):
+    @_disable_dynamo
+    def _before_forward(self, unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
         if not in_backward():
             if self._end.armed:
                 self._abandon_backward()
@@ -168,12 +221,13 @@ class FSDP(nn.Module):
             args, kwargs = tree_map_only(Tensor, self._cast, (args, kwargs))
         return args, kwargs, has_backward
 
-    def _after_forward(self, unit: Unit, outputs, has_backward: bool) -> None:
+    @_disable_dynamo
+    def _after_forward(self, unit: Unit, outputs: object, has_backward: bool) -> None:
         if has_backward:
             watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-            else:  # perhaps there is a way round the outputs: then the backward must find the parameters unsharded
+            else:  # the backward may reach the unit by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
         if unit.active == 0 and not keep and not unit.output_is_hidden:
@@ -184,25 +238,27 @@ class FSDP(nn.Module):
             if self._depth == 0:
                 self._end_forward()
 
-    def _watch_inputs(self, unit: Unit, args, kwargs):
-        """Call `_after_backward` when all inputs have gradients: the unit then no longer needs its parameters.
+    def _watch_inputs(self, unit: Unit, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs, bool]:
+        """Call `_after_backward` when all inputs have gradients, since the unit then no longer needs its parameters.
 
-        Also return whether the unit has a backward.
+        A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
+        Returns whether the unit has a backward.
         """
-        # Watch views, not the inputs themselves: then this unit is resharded before the unit that computed the input is
-        # unsharded and prefetches another. A leaf's hook, unlike a view's, may also run before a parameter's gradient is
-        # computed.
+        # Watch views, not the inputs themselves, so that this unit is resharded before the unit that computed the input is
+        # unsharded and prefetches another one. Also, a leaf's hook may run before a parameter's gradient is computed; a
+        # view's may not.
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
-        if watched:
-            register_multi_grad_hook(watched, lambda _: self._after_backward(unit), mode="all")
+        hook = LastOf(len(watched), partial(self._after_backward, unit))
+        for x in watched:
+            x.register_hook(hook)
         return args, kwargs, bool(watched) or any(flat.trained for flat in unit.flats)
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _begin_forward(self) -> None:
-        """Reshard what is still unsharded: an optimizer may have stepped since. See `no_sync` for the exception."""
+        """Reshard units left unsharded, since an optimizer may have stepped; `no_sync` may keep them unsharded."""
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
@@ -216,7 +272,7 @@ class FSDP(nn.Module):
             copy_buffers_of_rank0(self.module, self._comms_of)
 
     def _end_forward(self) -> None:
-        """Make all parameters shards until the backward; with gradients enabled, gathered buffers keep their memory."""
+        """Make all parameters shards until the backward. With gradients enabled, unsharded buffers keep their memory."""
         self.order.end()
         for unit in self.units:
             if torch.is_grad_enabled():
@@ -226,7 +282,7 @@ class FSDP(nn.Module):
 
     # A backward -------------------------------------------------------------------------------------------------
     #
-    # when any output of a unit has its gradient     as before its forward, with the units in reverse order
+    # when any output of a unit has its gradient     the same as before its forward, with the units in reverse order
     # when a parameter has its gradient              keep it until its unit's backward ends
     # when all inputs of a unit have their gradients reshard the unit; start to reduce its gradients
     # when the backward ends                         reduce the remaining gradients; write the shards' `.grad`
@@ -260,18 +316,21 @@ class FSDP(nn.Module):
         if self._synchronised:
             self.reducer.reduce(unit)
 
-    def _on_gradient(self, unit: Unit, param: nn.Parameter) -> None:
+    def _on_gradient(self, i: int, param: nn.Parameter) -> None:
+        unit = self.units[i]
         gradient, param.grad = param.grad, None
+        assert gradient is not None
         if unit.output_is_hidden:
             name = self.reducer.gradients_of[param].flat.names[param]
             raise RuntimeError(
                 f"the backward reached {name}, but not through the output of its unit, {unit.name!r}, in which there is "
                 "no tensor to be seen; return the tensors, in containers, dataclasses or attributes of an object"
             )
-        self._take(param, gradient)
+        self.reducer.collect_grad(param, gradient)
 
-    def _take(self, param: nn.Parameter, gradient: Tensor) -> None:
-        self.reducer.take(param, gradient)
+    def _receive(self, param_ref: weakref.ref[nn.Parameter], gradient: Tensor) -> None:
+        if (param := param_ref()) is not None:
+            self.reducer.collect_grad(param, gradient)
 
     def _finish(self) -> None:
         """At the end of a backward, reshard every unit, reduce the remaining gradients, and write the shards' `.grad`."""
@@ -300,17 +359,16 @@ class FSDP(nn.Module):
 
     # For the caller ---------------------------------------------------------------------------------------------
 
-    @contextmanager
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backwards accumulate full gradients; the next one outside, or `synchronize`, reduces the sum.
+        """Return a context in which backwards accumulate full gradients.
 
-        With `reshard_after_forward=False`, units also stay unsharded inside: one all-gather, not one per backward.
+        The next backward outside it, or `synchronize`, reduces the sum. With `reshard_after_forward=False`, units also stay
+        unsharded inside the context, so there is one all-gather instead of one per backward.
         """
-        with self._reducing(False):
-            yield
+        return self._reducing(False)
 
     @contextmanager
-    def _reducing(self, synchronised: bool):
+    def _reducing(self, synchronised: bool) -> Iterator[None]:
         before, self._synchronised = self._synchronised, synchronised
         try:
             yield
@@ -318,7 +376,7 @@ class FSDP(nn.Module):
             self._synchronised = before
 
     def synchronize(self) -> None:
-        """Reduce the accumulated gradients now, for when no backward outside `no_sync()` follows to do so."""
+        """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
         with self._reducing(True):
             self._reset_backward_state()
             self._finish()
@@ -327,13 +385,23 @@ class FSDP(nn.Module):
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load this rank's shards, as torch does. Raises ValueError for `assign`, which would replace the flat shards."""
+        if assign:
+            raise ValueError(
+                "assign=True would replace FSDP's shards, which lie in flat buffers; use assign=False"
+            )
+        return super().load_state_dict(state_dict, strict)
+
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
         full_state.load_full_state_dict(self, state)
 
-    def summon_full_parameters(self, writeback: bool = True):
-        """A context in which parameters are unsharded, in their own dtype; with `writeback`, changes to them are kept."""
+    def summon_full_parameters(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """Return a context in which parameters are unsharded, in their own dtype; `writeback` keeps changes to them."""
         return full_state.full_parameters(self, writeback)
 
-    def __reduce_ex__(self, protocol):
-        arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy_of_fsdp()

@@ -1,19 +1,26 @@
-"""From full parameters to shards and back: FSDP's first shards, its full state dict, and all its parameters unsharded."""
+"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.flat_parameters import FlatParameters
-from minipar.mesh import placement_of
+from minipar.mesh import Placement, placement_of
+
+if TYPE_CHECKING:
+    from minipar.data_parallel.fsdp import FSDP
+
+Init = Callable[[str, tuple[int, ...]], Tensor]  # (canonical name, shape) -> the parameter's value
+InitPart = Callable[[Placement], Tensor]  # Placement -> the value of the part that it describes
 
 
-def init_shards(flat: FlatParameters, init: Callable | None, init_part: Callable | None, axis: str) -> None:
-    """Shard rank 0's parameters or, where they are on the meta device, the values that are made for them one by one."""
+def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | None, axis: str) -> None:
+    """Shard rank 0's parameters. For parameters on the meta device, shard values that `init` or `init_part` makes."""
     if not any(p.is_meta for p in flat.params):
         flat.cut(axis)
         return
@@ -29,6 +36,7 @@ def init_shards(flat: FlatParameters, init: Callable | None, init_part: Callable
         placement = placements[param]
         if init_part is not None:
             return init_part(placement)
+        assert init is not None
         return placement.slice_of(init(placement.name, placement.global_shape))
 
     flat.cut(axis, part_of)
@@ -43,15 +51,15 @@ def require_values_of_buffers(module: nn.Module) -> None:
 
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
-    """Return the full parameters, in their own dtype. Those that are sharded are new tensors. Sends (p-1)/p n elements."""
+    """Return the full parameters, in their own dtype; those of sharded ones are new tensors. Sends (p-1)/p n elements."""
     full = flat.shard.to(flat.device)
-    if not flat.whole:
+    if flat.comm is not None:
         full = flat.comm.all_gather(full)
     return {p: full[i : i + flat.num_elems[p]].view(flat.shapes[p]) for p, i in flat.starts.items()}
 
 
 @torch.no_grad()
-def full_state_dict(fsdp) -> dict[str, Tensor]:
+def full_state_dict(fsdp: FSDP) -> dict[str, Tensor]:
     """Return the full state dict on the CPU, all-gathering one flat buffer at a time. Tied names share memory."""
     values = {}
     for flat in fsdp.flats:
@@ -64,7 +72,7 @@ def full_state_dict(fsdp) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_full_state_dict(fsdp, state: dict[str, Tensor]) -> None:
+def load_full_state_dict(fsdp: FSDP, state: dict[str, Tensor]) -> None:
     own = fsdp.module.state_dict(keep_vars=True)
     shape_of = {
         name: fsdp.reducer.gradients_of[x].flat.shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
@@ -72,7 +80,7 @@ def load_full_state_dict(fsdp, state: dict[str, Tensor]) -> None:
     }
     _check(state, shape_of)
     for flat in fsdp.flats:
-        flat.reshard()  # what is unsharded has the old values
+        flat.reshard()  # an unsharded copy would still have the old values
     for name, x in own.items():
         if isinstance(x, nn.Parameter):
             flat = fsdp.reducer.gradients_of[x].flat
@@ -98,8 +106,8 @@ def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> No
 
 
 @contextmanager
-def full_parameters(fsdp, writeback: bool) -> Iterator[None]:
-    """Unshard all parameters at once, in memory for the whole model. On exit, copy this rank's part back if `writeback`."""
+def full_parameters(fsdp: FSDP, writeback: bool) -> Iterator[None]:
+    """Unshard all parameters at once, which takes a whole model's memory. On exit, copy this rank's part if `writeback`."""
     with torch.no_grad():
         full = {
             p: value for flat in fsdp.flats for p, value in gather_parameters(flat).items() if not flat.whole
@@ -119,4 +127,4 @@ def full_parameters(fsdp, writeback: bool) -> Iterator[None]:
             param.data = flat.shard_views[param]
             param.grad = gradients[param]
         for flat in fsdp.flats if writeback else ():
-            flat.reshard()  # what is unsharded has the old values
+            flat.reshard()  # an unsharded copy would still have the old values

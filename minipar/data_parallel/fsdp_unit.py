@@ -1,11 +1,16 @@
-"""FSDP's units, the modules whose parameters are unsharded together: their order, and which parameters each has."""
+"""FSDP's units, modules whose parameters are unsharded together: which parameters a unit has, and the order of units."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from minipar.comm import Comm
 from minipar.data_parallel.flat_gradients import FlatGradients
 from minipar.data_parallel.flat_parameters import FlatParameters
 
@@ -13,9 +18,9 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 class Unit:
     """The flat parameters of one module, without those of units inside it, and their gradients.
 
-    active            how many calls of the module are in their backward
-    output_is_hidden  whether the last forward's output had no tensor that requires a gradient, though the unit has a
-                      backward; the unit then stays unsharded
+    active            the number of calls of the module that are in their backward
+    output_is_hidden  True if the unit has a backward, but no tensor found in its last output requires a gradient; the unit
+                      then stays unsharded
     """
 
     def __init__(self, name: str, module: nn.Module):
@@ -29,10 +34,10 @@ class Unit:
         for flat in self.flats:
             flat.unshard()
 
-    def announce(self) -> None:
-        """Tell the operating system that the shards will be read, where they are on disk."""
+    def advise_read(self) -> None:
+        """Tell the operating system that the shards will be read, if they are on disk."""
         for flat in self.flats:
-            flat.memory.announce(flat.shard)
+            flat.memory.advise_read(flat.shard)
 
     def use_unsharded(self) -> None:
         for flat in self.flats:
@@ -56,10 +61,10 @@ class Unit:
 
 
 class UnitOrder:
-    """The order of units, recorded in the last forward, by which to prefetch the next unit and delay resharding.
+    """The order of units, recorded in the last forward. It decides which unit to prefetch, and which to reshard later.
 
     reshard_after_forward, prefetch   as in FSDP
-    delayed                           the unit that ran last: resharded when another unit begins
+    pending_reshard                   the unit that ran last: resharded when another unit begins
     """
 
     def __init__(self, reshard_after_forward: bool, prefetch: bool):
@@ -83,11 +88,11 @@ class UnitOrder:
         self._ended = [*(u for u in self._ended if u is not unit), unit]
 
     def end(self) -> None:
-        """End that forward: the backward will run the units in the reverse of the order in which their forwards ended."""
+        """End the forward: the backward will run the units in the reverse of the order in which their forwards ended."""
         self.forward_order, self.backward_order = tuple(self._begun), tuple(reversed(self._ended))
 
     def unshard(self, unit: Unit, backward: bool) -> None:
-        """Reshard the delayed unit, unshard this one, and prefetch the next."""
+        """Reshard the unit whose resharding was delayed, unshard this unit, and prefetch the next."""
         if self.pending_reshard is not None and self.pending_reshard is not unit:
             self.pending_reshard.reshard(forbid=True)
         self.pending_reshard = None
@@ -97,11 +102,11 @@ class UnitOrder:
         if self.prefetch and following is not None:
             following.unshard()
             if (after := self._following(following, order)) is not None:
-                after.announce()
+                after.advise_read()
         unit.use_unsharded()
 
     def delay_reshard(self, unit: Unit) -> None:
-        """Delay resharding until another unit runs: the forward's last unit is the backward's first."""
+        """Delay the unit's resharding until another unit runs, since the forward's last unit is the backward's first."""
         if self.pending_reshard is not None and self.pending_reshard is not unit:
             self.pending_reshard.reshard(forbid=True)
         self.pending_reshard = unit
@@ -112,17 +117,20 @@ class UnitOrder:
         return next(iter(order[order.index(unit) + 1 :]), None)
 
 
-def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], bool]:
-    """Return (name, module) of the root and of every match of `units`, outer ones first; and whether the root matches."""
+NamedModule = tuple[str, nn.Module]
+# A module class, a tuple of them, or a predicate; None: the whole module is one unit.
+UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+
+
+def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule], bool]:
+    """Return (name, module) of the root and every match of `units`, outer modules first; and whether the root matches."""
     if units is None:
         _refuse_old_norms([("root", module)])
         refuse_compiled(module, [("root", module)])
         return [("root", module)], True
-    matches = units
-    if isinstance(units, type | tuple):
 
-        def matches(m):
-            return isinstance(m, units)
+    def matches(m: nn.Module) -> bool:
+        return isinstance(m, units) if isinstance(units, type | tuple) else units(m)
 
     found = [(name, m) for name, m in module.named_modules() if m is not module and matches(m)]
     if not found and not matches(module):
@@ -135,8 +143,8 @@ def find_units(module: nn.Module, units) -> tuple[list[tuple[str, nn.Module]], b
     return [("root", module), *found], matches(module)
 
 
-def _refuse_old_norms(modules: list[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError where a hook computes a unit's weight before its forward, so before it is unsharded."""
+def _refuse_old_norms(modules: list[NamedModule]) -> None:
+    """Raise ValueError if a hook computes a unit's weight before the unit's forward, when it is still sharded."""
     for name, module in modules:
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm | SpectralNorm):
@@ -146,8 +154,8 @@ def _refuse_old_norms(modules: list[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def refuse_compiled(root: nn.Module, modules: list[tuple[str, nn.Module]]) -> None:
-    """Raise ValueError where torch.compile would trace the forward of a unit, and with it FSDP's hooks."""
+def refuse_compiled(root: nn.Module, modules: list[NamedModule]) -> None:
+    """Raise ValueError if torch.compile would trace the forward of a unit, and with it FSDP's hooks."""
     for around in root.modules():
         in_place = getattr(around, "_compiled_call_impl", None) is not None
         if not in_place and type(around).__name__ != "OptimizedModule":
@@ -160,19 +168,19 @@ def refuse_compiled(root: nn.Module, modules: list[tuple[str, nn.Module]]) -> No
             )
 
 
-def refuse_compile(name: str, *_, **__) -> None:
-    """Refuse to compile a module that is wrapped: this is its `compile`."""
+def refuse_compile(name: str, *_: object, **__: object) -> None:
+    """Raise RuntimeError. This function replaces the `compile` method of a wrapped module."""
     raise RuntimeError(
         f"unit {name!r} is wrapped in FSDP, whose hooks torch.compile cannot trace; compile first, and make what "
         "torch.compile(module) returns the unit, or compile modules inside it"
     )
 
 
-def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter, int]:
-    """Map each parameter to the number of its unit: the innermost unit that contains it.
+def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]:
+    """Map each parameter to the index of its unit: the innermost unit that contains it.
 
-    A parameter tied between units belongs to the innermost unit that contains all its uses, so that it is unsharded
-    while any of them runs.
+    A parameter tied between units belongs to the innermost unit that contains all modules that use it, so that it is
+    unsharded while any of them runs.
     """
     inside = [set(map(id, m.modules())) for _, m in modules]
     chains: dict[nn.Parameter, list[int]] = {}  # the units that contain all its uses, outer first
@@ -184,16 +192,31 @@ def unit_of_parameter(modules: list[tuple[str, nn.Module]]) -> dict[nn.Parameter
     return {param: chain[-1] for param, chain in chains.items()}
 
 
+class FlatKey(NamedTuple):
+    """The properties that the parameters of one flat buffer share. Where comm is None, they are not sharded."""
+
+    unit: int
+    comm: Comm | None
+    replicas: tuple[Comm, ...]
+    dtype: torch.dtype
+    trained: bool
+
+
 def group_parameters(
-    module, modules, comm_of, replicas_of, rest_is_replicated
-) -> dict[tuple, list[nn.Parameter]]:
-    """Group parameters that can share a flat buffer by (unit, comm or None if not sharded, Comms of replicas, ...)."""
-    owner, groups = unit_of_parameter(modules), {}
+    module: nn.Module,
+    modules: Sequence[NamedModule],
+    comm_of: Callable[[Tensor], Comm],
+    replicas_of: Callable[[Tensor], Comm | None],
+    rest_is_replicated: bool,
+) -> dict[FlatKey, list[nn.Parameter]]:
+    """Group the parameters that can share a flat buffer."""
+    owner = unit_of_parameter(modules)
+    groups: dict[FlatKey, list[nn.Parameter]] = {}
     for param in module.parameters():
         comm, replicas = comm_of(param), replicas_of(param)
         copies = () if replicas is None else (replicas,)
-        if rest_is_replicated and owner[param] == 0:
-            comm, copies = None, (comm, *copies)
-        key = (owner[param], comm, copies, param.dtype, param.requires_grad)
+        key = FlatKey(owner[param], comm, copies, param.dtype, param.requires_grad)
+        if rest_is_replicated and key.unit == 0:
+            key = key._replace(comm=None, replicas=(comm, *copies))
         groups.setdefault(key, []).append(param)
     return groups

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16 gradients: many are below 6e-5, the smallest normal number of fp16."""
+"""Dynamic loss scaling for fp16: without it, many gradients are below 6e-5, the smallest normal number of fp16."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ from minipar.data_parallel.optimizer_interface import OptimizerInterface, as_opt
 class DynamicLossScaler:
     """A scale that multiplies the loss and divides the gradients, kept about as large as it can be without overflow.
 
-    comm       all ranks that hold a part of any parameter: each sees only its own gradients, and all must skip together
+    comm       all ranks that hold a part of any parameter, because each sees only its own gradients, and all must skip
+               together. None: the caller tells `update` whether a step was taken
     current_scale  starts at `initial`
-    interval   after so many steps in a row without overflow, the scale is multiplied by `growth`
-    hysteresis at the `hysteresis`-th overflow since the scale last grew, and at later ones, it is multiplied by `backoff`
+    interval   after `interval` steps in a row without overflow, the scale is multiplied by `growth`
+    hysteresis after the scale has grown, the first `hysteresis` - 1 overflows leave it unchanged; each later one multiplies
+               it by `backoff`
 
     backward   scaler.scale(loss).backward()
     step       grad = grad / scale, then the optimizer's step, if all gradients are finite on every rank; else no step
 
-    Scaling by a power of two changes no digit of a number that stays normal. Sends an all-reduce of 4 bytes per step.
+    Scaling by a power of two is exact for numbers that stay normal. Sends an all-reduce of 4 bytes per step.
     Source: Mixed Precision Training, arXiv:1710.03740, section 3.2.
     """
 
     def __init__(
         self,
-        comm: Comm,
+        comm: Comm | None,
         initial: float = 2.0**16,
         growth: float = 2.0,
         backoff: float = 0.5,
@@ -41,7 +43,7 @@ class DynamicLossScaler:
         self.current_scale, self._comm = float(initial), comm
         self._growth, self._backoff, self._interval = growth, backoff, interval
         self._hysteresis = hysteresis
-        self._good_steps, self._overflows = 0, 0  # in a row; since the scale last grew
+        self._good_steps, self._overflows = 0, 0  # good steps in a row; overflows since the scale last grew
 
     def scale(self, loss: Tensor) -> Tensor:
         return loss * self.current_scale
@@ -56,11 +58,12 @@ class DynamicLossScaler:
         return stepped
 
     def _overflowed(self, interface: OptimizerInterface) -> bool:
+        assert self._comm is not None
         interface.reduce_pending()
         gradients = [x.grad for x in interface.tensors if x.grad is not None]
         finite = [torch.isfinite(grad).all().to(self._comm.device) for grad in gradients]
         found = ~torch.stack(finite).all() if finite else torch.zeros((), device=self._comm.device)
-        return bool(self._comm.all_reduce(found.float().view(1), "max").item())  # the one wait for a GPU
+        return bool(self._comm.all_reduce(found.float().view(1), "max").item())  # the only wait for the GPU
 
     def update(self, stepped: bool) -> None:
         """Change the scale after a step that was taken or, because a gradient overflowed, skipped."""
@@ -75,7 +78,7 @@ class DynamicLossScaler:
             self.current_scale *= self._backoff
 
     def state_dict(self) -> dict[str, float]:
-        """Return what changes while training: equal on every rank."""
+        """Return the state that training changes, which is equal on every rank."""
         return {"scale": self.current_scale, "good_steps": self._good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -1,29 +1,35 @@
-"""A sharded optimizer's state in torch's form, {"state": {number: {key: value}}, "param_groups": [...]}, out and in.
+"""Saving and loading a sharded optimizer's state: {"state": {number: {key: value}}, "param_groups": [...]}, as in torch.
 
     full    gathered: the state that torch's own optimizer would have, which any number of ranks can load
-    own     this rank's part of each value, and under "parts" which part that is: only such a rank can load it
+    own     this rank's part of each value, and under "parts" its range; only a rank with the same part can load it
 
-Where the optimizer keeps master weights, they are in the state too, under "master".
+Where the optimizer keeps master weights, the state also has them, under "master".
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minipar.data_parallel.arguments import ParamGroup
 from minipar.data_parallel.chunk_optimizer import MASTER, ChunkOptimizer, is_per_element
+from minipar.data_parallel.sharded_bucket import ShardedBucket
 from minipar.mesh import placement_of
 
+Chunks = list[ChunkOptimizer[ShardedBucket]]
+StateDict = dict[str, Any]
 
-def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
+
+def full_state_dict(chunks: Chunks, groups: list[ParamGroup]) -> StateDict:
     """Return the full state, on every rank, on the CPU.
 
     Sends one all-gather per bucket and key: K (p-1)/p P elements for K keys.
     """
     numbers = _param_indices(groups)
-    state: dict[int, dict] = {}
+    state: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         chunk.refresh_masters()
         for key in _per_element_keys(chunk):
@@ -36,9 +42,11 @@ def full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
     return {"state": dict(sorted(state.items())), "param_groups": _packed(groups)}
 
 
-def own_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
+def own_state_dict(chunks: Chunks, groups: list[ParamGroup]) -> StateDict:
     """Return this rank's part of the state. As in torch, its tensors are the optimizer's own, and change with it."""
-    numbers, state, parts = _param_indices(groups), {}, {}
+    numbers = _param_indices(groups)
+    state: dict[int, dict[str, Any]] = {}
+    parts: dict[int, dict[str, int]] = {}
     for chunk in chunks:
         chunk.refresh_masters()
         for param, master in chunk.masters.items():
@@ -51,22 +59,22 @@ def own_state_dict(chunks: list[ChunkOptimizer], groups: list[dict]) -> dict:
     return {"state": dict(sorted(state.items())), "param_groups": _packed(groups), "parts": parts}
 
 
-def _part(chunk: ChunkOptimizer, param: nn.Parameter) -> dict[str, int]:
+def _part(chunk: ChunkOptimizer[ShardedBucket], param: nn.Parameter) -> dict[str, int]:
     start, end = chunk.bucket.part(param)
     return {"rank": chunk.bucket.comm.rank, "size": chunk.bucket.comm.size, "start": start, "end": end}
 
 
-def _packed(groups: list[dict]) -> list[dict]:
+def _packed(groups: list[ParamGroup]) -> list[ParamGroup]:
     """Return the groups with the parameters' numbers in place of the parameters."""
     numbers = _param_indices(groups)
+    packed = [{key: _copy(value) for key, value in group.items() if key != "params"} for group in groups]
     return [
-        {**{k: _copy(v) for k, v in group.items() if k != "params"}, "params": [numbers[p] for p in group["params"]]}
-        for group in groups
-    ]  # fmt: skip
+        {**options, "params": [numbers[p] for p in group["params"]]} for options, group in zip(packed, groups)
+    ]
 
 
-def _per_element_keys(chunk: ChunkOptimizer) -> list[str]:
-    """Return the keys of states with an entry per element: the same on all ranks, since empty shards are updated too."""
+def _per_element_keys(chunk: ChunkOptimizer[ShardedBucket]) -> list[str]:
+    """Return the keys of the states with one entry per element. All ranks have these keys: empty shards are updated too."""
     keys = [MASTER] if chunk.has_master else []
     for master in chunk.masters.values():
         for key, value in chunk.optimizer.state.get(master, {}).items():
@@ -75,7 +83,7 @@ def _per_element_keys(chunk: ChunkOptimizer) -> list[str]:
     return keys
 
 
-def _gather_state(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def _gather_state(chunk: ChunkOptimizer[ShardedBucket], key: str) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield (parameter, its full state `key`)."""
     bucket = chunk.bucket
     values = {
@@ -92,10 +100,10 @@ def _gather_state(chunk: ChunkOptimizer, key: str) -> Iterator[tuple[nn.Paramete
         yield param, flat[start : start + param.numel()].view(param.shape).clone()
 
 
-def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full: dict) -> None:
+def load_full_state_dict(chunks: Chunks, groups: list[ParamGroup], full: StateDict) -> None:
     """Load this rank's part of a full state, made on any number of ranks, or by torch's own optimizer. Sends nothing.
 
-    Raises ValueError where groups or parameters differ, or a shape does (naming the parameter).
+    Raises ValueError if groups, parameters or shapes differ; for a shape, the error names the parameter.
     """
     _require_same_groups(groups, full)
     if "parts" in full:
@@ -103,10 +111,10 @@ def load_full_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], full:
     _load(chunks, groups, full, whole=True)
 
 
-def load_own_state_dict(chunks: list[ChunkOptimizer], groups: list[dict], own: dict) -> None:
+def load_own_state_dict(chunks: Chunks, groups: list[ParamGroup], own: StateDict) -> None:
     """Load a state that the same rank of the same number of ranks made, with the same buckets. Sends nothing.
 
-    Raises ValueError where that is not so, or groups or shapes differ.
+    Raises ValueError if rank, buckets, groups or shapes differ.
     """
     if "parts" not in own:
         raise ValueError(
@@ -135,7 +143,7 @@ def _in_words(part: dict[str, int] | None) -> str:
 
 
 @torch.no_grad()
-def _load(chunks: list[ChunkOptimizer], groups: list[dict], given: dict, whole: bool) -> None:
+def _load(chunks: Chunks, groups: list[ParamGroup], given: StateDict, whole: bool) -> None:
     numbers = _param_indices(groups)
     for chunk in chunks:
         for param, master in chunk.masters.items():
@@ -162,11 +170,11 @@ def _load(chunks: list[ChunkOptimizer], groups: list[dict], given: dict, whole: 
 
 
 def _as_state_of(master: Tensor, value: Tensor) -> Tensor:
-    """Return a copy where the master weight is, in its dtype."""
+    """Return a copy of `value` on the master weight's device and in its dtype."""
     return value.detach().to(master.device, master.dtype if value.is_floating_point() else None, copy=True)
 
 
-def _require_same_groups(groups: list[dict], given: dict) -> None:
+def _require_same_groups(groups: list[ParamGroup], given: StateDict) -> None:
     sizes, given_sizes = ([len(g["params"]) for g in gs] for gs in (groups, given["param_groups"]))
     if sizes != given_sizes:
         raise ValueError(
@@ -177,7 +185,7 @@ def _require_same_groups(groups: list[dict], given: dict) -> None:
         raise ValueError(f"the state is of parameters {unexpected}, this optimizer has {sum(sizes)}")
 
 
-def _require_shape(key: str, value, param: nn.Parameter, like: Tensor) -> None:
+def _require_shape(key: str, value: object, param: nn.Parameter, like: Tensor) -> None:
     if isinstance(value, Tensor) and value.dim() and value.shape != like.shape:
         raise ValueError(
             f"{key} of {placement_of(param).name} has shape {tuple(value.shape)}, "
@@ -185,10 +193,10 @@ def _require_shape(key: str, value, param: nn.Parameter, like: Tensor) -> None:
         )
 
 
-def _param_indices(groups: list[dict]) -> dict[nn.Parameter, int]:
+def _param_indices(groups: list[ParamGroup]) -> dict[nn.Parameter, int]:
     params = [p for group in groups for p in group["params"]]
     return {param: i for i, param in enumerate(params)}
 
 
-def _copy(value):
+def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value

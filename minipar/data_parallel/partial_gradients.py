@@ -1,12 +1,15 @@
-"""`.grad` where this rank has only a part of a gradient: torch functions that would take it for the whole raise.
+"""`.grad` where this rank has only a part of a gradient: torch functions that need the whole gradient raise.
 
-    ReducedGradient   the `.grad` of a parameter under ZeRO, once reduced: no memory and no values, these are in the shards
+    ReducedGradient   the `.grad` of a parameter under ZeRO, once reduced. It has no memory; the values are in the shards
     ShardGradient     the `.grad` of a shard, under ZeRO or FSDP: a tensor like any other, but it has no norm
 
-Without them, torch.nn.utils.clip_grad_norm_ would clip by the norm of this rank's part, or by 0, and say nothing.
+Without these classes, torch.nn.utils.clip_grad_norm_ would silently clip by the norm of this rank's part, or by 0.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +23,25 @@ INSTEAD = (
 
 
 class ReducedGradient(Tensor):
-    """Stands in `param.grad` for a gradient that is reduced, so that dropping or zeroing it drops or zeroes the shard's.
+    """A stand-in in `param.grad` for a reduced gradient. Dropping or zeroing it drops or zeroes the shard's gradient.
 
-    added   what a backward has added to it since, not reduced yet, or None
+    added   what later backwards have added and nobody has reduced yet, or None
     """
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, name: str, shard: Tensor):
-        like = dict(dtype=param.dtype, device=param.device, storage_size=0)
-        return Tensor._make_wrapper_subclass(cls, param.shape, strides=param.stride(), **like)
+    def __new__(cls, param: nn.Parameter, name: str, shard: Tensor) -> ReducedGradient:
+        return Tensor._make_wrapper_subclass(
+            cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, storage_size=0
+        )
 
     def __init__(self, param: nn.Parameter, name: str, shard: Tensor):
         self.of, self.shard = name, shard
         self.added: Tensor | None = None
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes private arguments
         return f"ReducedGradient({self.of})"
 
-    def _add(self, gradient: Tensor, alpha=1) -> ReducedGradient:
+    def _add(self, gradient: Tensor, alpha: float = 1) -> ReducedGradient:
         gradient = gradient.detach() * alpha
         self.added = gradient if self.added is None else self.added.add_(gradient)
         return self
@@ -53,7 +57,13 @@ class ReducedGradient(Tensor):
             x.zero_()
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without `func`
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func in ALLOWED:
             return ALLOWED[func](*args, **(kwargs or {}))
         name = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, cls)).of
@@ -63,7 +73,7 @@ class ReducedGradient(Tensor):
         )
 
 
-ALLOWED = {  # by autograd, which adds to a gradient, and by zero_grad
+ALLOWED: dict[Any, Callable[..., Any]] = {  # called by autograd, which adds, and by zero_grad
     aten.add_.Tensor: ReducedGradient._add,
     aten.add.Tensor: ReducedGradient._add,
     aten.zero_.default: ReducedGradient._zero,
@@ -73,10 +83,16 @@ ALLOWED = {  # by autograd, which adds to a gradient, and by zero_grad
 
 
 class ShardGradient(Tensor):
-    """A gradient of a shard."""
+    """A gradient of a shard: computing its norm raises."""
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if func in NORMS:
             raise RuntimeError(
                 f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}"
@@ -96,5 +112,5 @@ NORMS = {
 
 
 def as_shard_gradient(gradient: Tensor, num_ranks: int) -> Tensor:
-    """Return the gradient as one that has no norm, unless this rank has the whole."""
+    """Return the gradient as a `ShardGradient`, or unchanged where this rank has the whole gradient."""
     return gradient if num_ranks == 1 else gradient.as_subclass(ShardGradient)

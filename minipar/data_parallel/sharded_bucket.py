@@ -1,11 +1,11 @@
-"""A bucket whose parameters are sharded as its gradients are: rank r owns chunk r of p.
+"""A bucket whose parameters and gradients are sharded alike: rank r owns chunk r of p.
 
     flat        | w1 ............ | w2 ... | w3 ........ | padding |        the same layout for parameters and gradients
     chunks      | rank 0        | rank 1        | rank 2           |
     shards of rank 1            | w1| w2 ... | w3 |                 a parameter is cut wherever a chunk ends
 
-The chunks are those of a ring all-reduce, whose first half is a reduce-scatter: after it, rank r has the sum of chunk r.
-So each chunk is summed in the order in which DDP's all-reduce would sum it: the results are bitwise equal.
+The chunks are those of a ring all-reduce. Its first half is a reduce-scatter, after which rank r has the sum of chunk r.
+So each chunk is summed in the same order as in DDP's all-reduce, and the results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
+from minipar.data_parallel.compressors import Compressor, ScatteringCompressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
 from minipar.mesh import Placement, placement_of, set_placement
+from minipar.transport.stream import Pending
 
 
 class ShardedBucket:
     """The parameters of a bucket in one flat buffer, of which this rank updates its own chunk.
 
     bucket      the gradients; see buckets.py
-    flat        [n] the parameters, laid out as the gradients are; `param.data` are views of it
-    own         this rank's chunk of `flat`, [n/p]; every rank's has its number of elements in `sizes`
+    flat        [n] the parameters, laid out like the gradients; each `param.data` is a view of it
+    own         [n/p] this rank's chunk of `flat`; `sizes` has the number of elements of each rank's chunk
     shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
     gradient    [n/p] the reduced gradient of `own`, or None
-    keep_full_grads   stage 1: the flat gradients are kept, `gradient` is a chunk of them. Stage 2: freed once reduced
+    keep_full_grads   True (stage 1): the flat gradients are kept, and `gradient` is a chunk of them. False (stage 2):
+                they are freed once reduced
     """
 
     def __init__(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype, axis: str):
         self.bucket, self.comm, self.params = bucket, bucket.comm, bucket.params
         self.keep_full_grads, self.reduce_dtype = keep_full_grads, reduce_dtype
-        self.starts = {p: view.storage_offset() for p, view in bucket.views.items()}
+        self.starts = {p: int(view.storage_offset()) for p, view in bucket.views.items()}
         self.flat = torch.zeros_like(bucket.flat)
         self.views = {p: self.flat[i : i + p.numel()].view(p.shape) for p, i in self.starts.items()}
         self.sizes = self._chunk_sizes()
@@ -46,14 +49,15 @@ class ShardedBucket:
         self.shards = {p: self._shard(p, axis) for p in self.params}
         self.gradient: Tensor | None = None
         self._accumulated: Tensor | None = None
-        self._reduced = {
+        # Parameter -> its `param.grad` once the gradient is reduced.
+        self._reduced_gradients = {
             p: ReducedGradient(p, placement_of(p).name, shard) for p, shard in self.shards.items()
         }
         if not keep_full_grads:
             self._free()
 
     def _chunk_sizes(self) -> list[int]:
-        """Return the elements of every rank's chunk: equal."""
+        """Return the number of elements of each rank's chunk; here all are equal."""
         return [len(self.flat) // self.comm.size] * self.comm.size
 
     @torch.no_grad()
@@ -82,7 +86,7 @@ class ShardedBucket:
         return placement_of(param).flatten_range(*self.part(param))
 
     def check(self) -> None:
-        """Raise RuntimeError where a parameter is no longer a view of `flat`: a step would not update it."""
+        """Raise RuntimeError if a parameter is no longer a view of `flat`: a step would not update it."""
         for param, view in self.views.items():
             if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype:
                 raise RuntimeError(
@@ -92,15 +96,15 @@ class ShardedBucket:
 
     # Gradients ------------------------------------------------------------------------------------------------
 
-    # Once reduced, a gradient is in `shard.grad`, and `param.grad` is a ReducedGradient. Whoever sets `param.grad` to None,
-    # `model.zero_grad()` say, thereby drops the reduced gradient; what a later backward adds is reduced and added.
+    # Once reduced, a gradient is in `shard.grad`, and `param.grad` is a ReducedGradient. Setting `param.grad` to None, as
+    # `model.zero_grad()` does, drops the reduced gradient; what a later backward adds is reduced and added to it.
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> bool:
-        """Copy the parameter's gradient into the flat gradients; without one, copy zeros. Return whether it has one."""
+        """Copy the parameter's gradient, or zeros if it has none, into the flat gradients. Return whether it has one."""
         self._allocate()
         if self.gradient is not None:
-            self._accumulate()
+            self._accumulate(self.gradient)
         reduced = param.grad
         if not isinstance(reduced, ReducedGradient):
             self._drop(param)
@@ -110,13 +114,13 @@ class ShardedBucket:
         reduced.added, param.grad = param.grad, reduced
         return True
 
-    def _accumulate(self) -> None:
-        """Set aside what earlier backwards reduced: the next reduction is to be added to it."""
-        self._accumulated = self.gradient.clone() if self.keep_full_grads else self.gradient
+    def _accumulate(self, gradient: Tensor) -> None:
+        """Set aside the gradient that earlier backwards reduced; the result of the next reduction is added to it."""
+        self._accumulated = accumulated = gradient.clone() if self.keep_full_grads else gradient
         self.gradient = None
         for param, shard in self.shards.items():
             if shard.grad is not None:
-                shard.grad = self._gradient_of_shard(param, self._accumulated)
+                shard.grad = self._gradient_of_shard(param, accumulated)
 
     def _gradient_of_shard(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
         return as_shard_gradient(self.slice_of_chunk(param, chunk), self.comm.size)
@@ -134,10 +138,11 @@ class ShardedBucket:
             if param.grad is None:
                 self._drop(param)
 
-    def reduce(self, op: str, algorithm: str, compressor=None) -> Callable[[], None]:
+    def reduce(self, op: str, algorithm: str, compressor: Compressor | None = None) -> Callable[[], None]:
         """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result.
 
-        compressor  reduces the whole bucket as DDP would, with its bits, and this rank keeps its own chunk
+        compressor  takes the place of the reduce-scatter if it can, and full gradients are not kept. Otherwise it reduces
+                    the whole bucket as in DDP, bit for bit, and this rank keeps its own chunk
         """
         flat = self.bucket.flat
         if compressor is not None:
@@ -152,16 +157,45 @@ class ShardedBucket:
             out=flat[slice(*self.range)] if in_place else None,
         )
         for param in self.params:
-            param.grad = self._reduced[param].added = None
+            param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait())
 
-    def _reduce_compressed(self, op: str, compressor) -> Callable[[], None]:
+    def _reduce_compressed(self, op: str, compressor: Compressor) -> Callable[[], None]:
         sent = self.bucket.flat.to(self.reduce_dtype)
+        if not self.keep_full_grads and can_scatter(compressor):
+            own = partial(self._scattered, sent, compressor, op)
+            scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True)
+            for param in self.params:
+                param.grad = self._reduced_gradients[param].added = None
+            return lambda: self._store_reduced(scatter.wait())
         average = partial(self.bucket.average, sent, compressor, op)
         handle = self.comm.custom("compressed_all_reduce", average, async_op=True)
         for param in self.params:
-            param.grad = self._reduced[param].added = None
+            param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait()[slice(*self.range)])
+
+    @torch.no_grad()
+    def _scattered(self, sent: Tensor, compressor: ScatteringCompressor, op: str) -> Tensor:
+        """Return this rank's chunk of the compressor's means or sums of the gradients `sent`, laid out like `flat`."""
+        means = compressor.scattered_means(self._parts_by_rank(sent))
+        chunk = sent.new_zeros(self.sizes[self.comm.rank])
+        for param, mean in means.items():
+            place = self.slice_of_chunk(param, chunk)  # type: ignore[arg-type]
+            place.copy_((mean if op == "mean" else mean * self.comm.size).view(place.shape))
+        return chunk
+
+    def _parts_by_rank(self, flat: Tensor) -> list[dict[Tensor, Tensor]]:
+        """Return, for each rank, the pieces of the parameters in its chunk of `flat`, without empty ones."""
+        parts, start = [], 0
+        for size in self.sizes:
+            found: dict[Tensor, Tensor] = {}
+            for param, first in self.starts.items():
+                low, high = range_in_param(first, param.numel(), (start, start + size))
+                if high > low:
+                    found[param] = flat[first + low : first + high]
+            parts.append(found)
+            start += size
+        return parts
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:
@@ -176,17 +210,19 @@ class ShardedBucket:
             if self.gradient.data_ptr() != reduced.data_ptr():
                 self.gradient.copy_(reduced)
 
-    def gather(self, algorithm: str):
+    def gather(self, algorithm: str) -> Pending:
         """Start the all-gather of the updated chunks; return its handle."""
-        return self.comm.all_gather(self.own, self.sizes, algorithm, async_op=True, out=self.flat)
+        handle: Pending = self.comm.all_gather(self.own, self.sizes, algorithm, async_op=True, out=self.flat)
+        return handle
 
     def write(self, used: set[nn.Parameter]) -> None:
         """Set the `.grad` of the shards of `used` parameters."""
         for param, shard in self.shards.items():
             shard.grad = param.grad = None
             if param in used:
+                assert self.gradient is not None
                 shard.grad = self._gradient_of_shard(param, self.gradient)
-                param.grad = self._reduced[param]
+                param.grad = self._reduced_gradients[param]
 
     def discard_grads(self) -> None:
         """Drop the gradients."""

@@ -1,4 +1,4 @@
-"""The parameters that any rank used: only these get gradients, to which ranks that did not use them contribute zeros."""
+"""Parameters that no rank used get no gradient; if only some ranks used one, the others contribute zeros."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from minipar.staging import to_device
+from minipar.comm import Comm
+from minipar.support.staging import to_device
 
 
 def used_on_any_rank(
-    comm_of: Mapping[nn.Parameter, object], used_here: Iterable[nn.Parameter], algorithm: str
+    comm_of: Mapping[nn.Parameter, Comm], used_here: Iterable[nn.Parameter], algorithm: str
 ) -> set[nn.Parameter]:
     """Return, on every rank, the parameters used on any rank of their Comm.
 
-    Sends, per Comm, an all-reduce of one byte per parameter, rounded up to a multiple of p: 2(p-1)/p of that by ring.
+    All-reduces one byte per parameter over each Comm, rounded up to a multiple of p; a ring sends 2(p-1)/p of that.
     """
-    used_here, groups = set(used_here), {}
+    used_here = set(used_here)
+    groups: dict[Comm, list[nn.Parameter]] = {}
     for param, comm in comm_of.items():
         groups.setdefault(comm, []).append(param)
-    used = set()
+    used: set[nn.Parameter] = set()
     for comm, params in groups.items():
         flags = torch.zeros(-(-len(params) // comm.size) * comm.size, dtype=torch.uint8)
         flags[: len(params)] = torch.tensor([p in used_here for p in params])
         flags = comm.all_reduce(to_device(flags, comm.device), "max", algorithm=algorithm)
-        if used_here.issuperset(params):  # a GPU need not be waited for
+        if used_here.issuperset(params):  # if this rank used all parameters, it need not wait for the GPU
             used.update(params)
         else:
             used |= {p for p, flag in zip(params, flags.tolist()) if flag}

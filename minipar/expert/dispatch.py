@@ -1,15 +1,34 @@
 """Dispatch of rows to the ranks of their experts by all-to-all, and the way back: combine.
 
-`simple/moe.py`, plus overlap with a shared expert or with other rows' experts, and a two-level all-to-all.
+Adds to `simple/moe.py`: overlap with a shared expert, and a two-level all-to-all. `minipar.extras.experts` has other ways.
 """
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 from torch import Tensor
 
-from minipar.errors import require_positive
-from minipar.expert.dispatched_rows import ChunkedRows, DispatchedRows
+from minipar.comm import Comm
+from minipar.expert.dispatched_rows import DispatchedRows, RowCounts
 from minipar.expert.overlapped_all_to_all import AllToAllRoute
+from minipar.model.moe import MoE
+
+
+class Installer(Protocol):
+    """A function that installs a dispatch, named by `--dispatch`, in a mixture sharded over `ep`.
+
+    overlap  send rows while the shared expert computes
+    options  the choice's options, such as NodeOptions
+    """
+
+    def __call__(self, moe: MoE, ep: Comm, overlap: bool, options: Any) -> None: ...
+
+
+def install(moe: MoE, ep: Comm, overlap: bool, options: Any) -> None:
+    """Install `AllToAll` in a mixture: an `Installer`."""
+    moe.overrides.dispatch = AllToAll(ep, overlap, options.node_size)
+    moe.overrides.pad_to_capacity = True
 
 
 class AllToAll:
@@ -19,24 +38,24 @@ class AllToAll:
     counts     [E]      rows per expert
     overlap    send rows while the caller computes the shared expert, and their gradients while its backward runs
     node_size  None, or the ranks per node of a two-level all-to-all: see `overlapped_all_to_all.py`
-    chunks     parts of the rows; one is computed while the others travel: see `dispatched_rows.py`. With more than one,
-               everything overlaps, whatever `overlap` says
 
-    Sends, for R rows spread evenly, (ep-1)/ep * R * D elements to dispatch and as many to combine, forward, and the same
-    backward. Padded to capacity, R = E * groups * capacity, k * capacity_factor rows per token; without capacity, R is k
-    rows per token. Besides, 8 E bytes of counts to each other rank, forward. The rows are chunks * (ep-1) messages
-    each way.
+    For R rows spread evenly, the forward sends (ep-1)/ep * R * D elements to dispatch and as many to combine; so does the
+    backward. With rows padded to capacity, R = E * groups * capacity, which is k * capacity_factor rows per token; without
+    capacity, R is k rows per token. The forward also sends 8 E bytes of counts to each other rank.
     """
 
-    def __init__(self, comm, overlap: bool = False, node_size: int | None = None, chunks: int = 1):
-        require_positive(chunks=chunks)
-        self.comm, self.overlap, self.chunks = comm, overlap, chunks
+    def __init__(self, comm: Comm, overlap: bool = False, node_size: int | None = None):
+        self.comm, self.overlap = comm, overlap
         self.route = AllToAllRoute(comm, node_size)
 
-    def __call__(self, rows: Tensor, counts: Tensor) -> DispatchedRows | ChunkedRows:
+    def row_counts(self, counts: Tensor) -> RowCounts:
+        """Return the numbers of rows [source rank][target rank][target's expert].
+
+        The host waits for them, because they are the sizes of the messages.
+        """
         p = self.comm.size
-        # The host waits: messages have the sizes that the routers chose. [source rank, target rank, its expert]
-        sizes = self.comm.all_gather(counts).view(p, p, -1).tolist()
-        if self.chunks > 1:
-            return ChunkedRows(self.route, rows, sizes, self.chunks)
-        return DispatchedRows(self.route, rows, sizes, self.overlap)
+        rows: RowCounts = self.comm.all_gather(counts).view(p, p, -1).tolist()
+        return rows
+
+    def __call__(self, rows: Tensor, counts: Tensor) -> DispatchedRows:
+        return DispatchedRows(self.route, rows, self.row_counts(counts), self.overlap)

@@ -7,5 +7,6 @@ from .nodes import mesh_without_comm as mesh_without_comm
 from .placement import Placement as Placement
 from .placement import overlap as overlap
 from .placement import place_whole as place_whole
+from .placement import require_no_part as require_no_part
 from .placement import placement_of as placement_of
 from .placement import set_placement as set_placement

@@ -21,9 +21,11 @@ def gather(parts: Iterable[tuple[Placement, torch.Tensor]], check_replicas: bool
     parts = list(parts)
     if not parts:
         raise ValueError("no parts to gather")
-    name, shape, like = parts[0][0].name, parts[0][0].global_shape, parts[0][1]
-    full, written = like.new_empty(shape), like.new_zeros(shape, dtype=torch.bool)
-    copies = {}
+    first, like = parts[0]
+    name, shape = first.name, first.global_shape
+    full = like.new_empty(shape)
+    written = like.new_zeros(shape, dtype=torch.bool)
+    copies: dict[object, torch.Tensor] = {}
     for placement, local in parts:
         if (placement.name, placement.global_shape, local.dtype) != (name, shape, like.dtype):
             raise ValueError(

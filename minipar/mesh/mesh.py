@@ -1,6 +1,6 @@
 """Mesh: the coordinates of every rank, and its group along each axis.
 
-`simple/mesh.py`, plus expert parallelism inside dp x cp, and any size without a table of ranks.
+Adds to `simple/mesh.py`: expert parallelism inside dp x cp, and a mesh of any size without a table of ranks.
 
     rank = ((pp * DP + dp) * CP + cp) * TP + tp          pp slowest, tp fastest
 
@@ -19,10 +19,13 @@ table of ranks is built, so arithmetic on a mesh of any size is cheap.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from minipar.errors import one_of, require_divides, require_positive
+from minipar.config.mesh_rules import check_mesh
+from minipar.support.errors import one_of
+
+if TYPE_CHECKING:  # a mesh without a Comm needs no torch
+    from minipar.comm import Comm
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "tp")
@@ -37,12 +40,12 @@ _GROUPS = (
     ("edp",),
     ("dp", "cp"),  # ranks with the same dense parameters: their gradients are summed
     ("pp", "tp"),  # ranks that together hold one replica of the dense parameters
-    ("pp", "dp", "cp", "tp"),  # all
+    ("pp", "dp", "cp", "tp"),  # all ranks
 )
 
 
 class Coordinates(NamedTuple):
-    """The coordinates of a rank in both grids."""
+    """The coordinates of a rank in both grids, (pp, dp, cp, tp) and (pp, edp, ep, tp)."""
 
     pp: int
     dp: int
@@ -56,30 +59,32 @@ class Mesh:
     """The world's ranks arranged along pp, dp, cp and tp, with ep inside dp x cp.
 
     world        a Comm, or the number of ranks, for arithmetic without communication
-    mirrored     whether rank p-1-r of a pipeline has the parameters of rank r, as where it runs in two directions
+    mirrored     whether rank p-1-r of a pipeline has the parameters of rank r, as in a schedule in two directions
     sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
-    coordinates  of this rank (needs a Comm)
+    coordinates  the coordinates of this rank (needs a Comm)
 
-    Raises ValueError where a size is not a positive int, pp*dp*cp*tp is not the world's size, ep does not
+    Raises ValueError if a size is not a positive int, pp*dp*cp*tp is not the world's size, ep does not
     divide dp*cp, or pp is odd in a mirrored mesh.
     """
 
     def __init__(
-        self, world, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, mirrored: bool = False
+        self,
+        world: Comm | int,
+        pp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+        mirrored: bool = False,
     ):
         self.mirrored = mirrored
-        self.world = world if hasattr(world, "subgroup") else None
-        self.world_size = world if self.world is None else world.size
-        require_positive(world=self.world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
-        _require_product(self.world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
-        require_divides("ep", ep, "dp*cp", dp * cp)
-        if mirrored and pp % 2:
-            raise ValueError(
-                f"pp={pp} of a mirrored mesh: each rank mirrors another; use an even number, such as {pp + 1}"
-            )
+        # A caller without a type checker may give anything; check_mesh checks whatever is not a Comm as a number.
+        self.world: Comm | None = cast("Comm", world) if hasattr(world, "subgroup") else None
+        self.world_size = cast(int, world) if self.world is None else self.world.size
+        check_mesh(self.world_size, pp, dp, cp, tp, ep, mirrored)
         self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
         self._strides = dict(pp=dp * cp * tp, dp=cp * tp, cp=tp, tp=1, ep=tp, edp=ep * tp)
-        self._comms = {}
+        self._comms: dict[tuple[str, ...], Comm] = {}
         if self.world is not None:
             for axes in _GROUPS:
                 self.comm(*axes)
@@ -103,9 +108,9 @@ class Mesh:
         return Coordinates(*(rank // self._strides[a] % self.sizes[a] for a in Coordinates._fields))
 
     def rank_of(self, **coordinates: int) -> int:
-        """Return the rank at the given coordinates; those not given are 0. Inverse of coordinates_of.
+        """Return the rank at the given coordinates; missing coordinates are 0. Inverse of coordinates_of.
 
-        Give dp and cp, or edp and ep, or all four if they agree. Raises ValueError where they disagree.
+        Give dp and cp, or edp and ep, or all four if they agree. Raises ValueError if they disagree.
         """
         _require_known(coordinates)
         for axis, at in coordinates.items():
@@ -120,7 +125,7 @@ class Mesh:
         return rank
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """Return, ascending, the ranks with `rank`'s coordinates on all axes of the grid but these (in any order)."""
+        """Return, ascending, the ranks that differ from `rank` only along these axes (given in any order)."""
         coordinates = self.coordinates_of(rank)
         ranks = [rank]
         for axis in _in_grid_order(axes):  # slowest first, so that the ranks stay ascending
@@ -129,21 +134,22 @@ class Mesh:
             ranks = [r - first + i * stride for r in ranks for i in range(size)]
         return tuple(ranks)
 
-    def comm(self, *axes: str):
+    def comm(self, *axes: str) -> Comm:
         """Return the Comm of this rank's group along these axes (in any order); the same object each time.
 
-        The groups of _GROUPS are created with the mesh. Any other group is created on first use. On gloo this is
-        free; on NCCL creating a group is a collective, which all its ranks must enter in the same order.
+        The groups of _GROUPS are created with the mesh, any other group on first use. On gloo creating a group is free; on
+        NCCL it is a collective, which all its ranks must enter in the same order.
         """
-        world, axes = self._require_comm(), _in_grid_order(axes)
+        world = self._require_comm()
+        axes = _in_grid_order(axes)
         if axes not in self._comms:
             self._comms[axes] = world.subgroup(self.group(world.rank, *axes), ".".join(axes) or "self")
         return self._comms[axes]
 
-    def sharing(self, *axes: str):
-        """Return the Comm of the ranks with this rank's parameters, where those along `axes` have them.
+    def sharing(self, *axes: str) -> Comm:
+        """Return the Comm of the ranks with this rank's parameters, if ranks along `axes` have the same parameters.
 
-        It is comm(*axes), and if the mesh is mirrored, those at p-1-pp besides. The same object each time.
+        That is comm(*axes); in a mirrored mesh it also has the ranks at p-1-pp. Every call returns the same object.
         """
         world = self._require_comm()
         if not self.mirrored:
@@ -156,7 +162,7 @@ class Mesh:
             self._comms[key] = world.subgroup(ranks, ".".join(key))
         return self._comms[key]
 
-    def _require_comm(self):
+    def _require_comm(self) -> Comm:
         if self.world is None:
             raise ValueError(
                 f"{self!r} was built from a number of ranks, {self.world_size}; build it from a Comm"
@@ -177,18 +183,3 @@ def _require_known(axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in Coordinates._fields:
             raise ValueError(f"axis={axis!r} is not of a mesh; use {one_of(Coordinates._fields)}")
-
-
-def _require_product(world_size: int, sizes: dict[str, int]) -> None:
-    product = prod(sizes.values())
-    if product == world_size:
-        return
-    # Suggest each axis whose size alone could be changed to fill the world.
-    others = {axis: product // size for axis, size in sizes.items()}
-    fits = [f"{axis}={world_size // n}" for axis, n in others.items() if world_size % n == 0]
-    raise ValueError(
-        " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-        + f" = {product} ranks, but the world has {world_size}; "
-        + (f"use {one_of(fits)}, or " if fits else "no single axis would mend it: change two, or ")
-        + f"start {product} ranks"
-    )

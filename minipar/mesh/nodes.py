@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
-from minipar.errors import require_positive
 from minipar.mesh.mesh import DENSE, Mesh
+from minipar.support.errors import require_positive
 
 
 def axes_across_nodes(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[str, bool]:
@@ -14,7 +15,7 @@ def axes_across_nodes(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[s
     mesh_sizes      arguments of a Mesh: dict(dp=2, tp=4)
     ranks_per_node  consecutive ranks on a node; the last node may have fewer
 
-    Raises ValueError where the sizes are invalid, or ranks_per_node is below 1.
+    Raises ValueError if the sizes are invalid, or ranks_per_node is below 1.
     """
     mesh = mesh_without_comm(mesh_sizes)
     require_positive(ranks_per_node=ranks_per_node)
@@ -26,6 +27,15 @@ def axes_across_nodes(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[s
     }
 
 
+def members_per_node(group: Sequence[int], ranks_per_node: int) -> int | None:
+    """Return how many consecutive members each node has; None if nodes differ or have one each, or if one node has all."""
+    nodes = [rank // ranks_per_node for rank in group]
+    g = nodes.count(nodes[0])
+    whole = len(nodes) % g == 0 and all(len(set(nodes[i : i + g])) == 1 for i in range(0, len(nodes), g))
+    return g if whole and len(set(nodes)) == len(nodes) // g and 1 < g < len(nodes) else None
+
+
 def mesh_without_comm(sizes: dict[str, int]) -> Mesh:
-    """Make a Mesh without a Comm, for arithmetic, of as many ranks as the sizes multiply to."""
-    return Mesh(prod(sizes.get(axis, 1) for axis in DENSE), **sizes)
+    """Make a Mesh without a Comm, for arithmetic; its number of ranks is the product of the sizes."""
+    world_size = prod(sizes.get(axis, 1) for axis in DENSE)
+    return Mesh(world_size, mirrored=False, **sizes)

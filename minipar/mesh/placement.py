@@ -1,9 +1,10 @@
-"""Placement: the part of a global tensor that a local tensor holds. It is recorded here and nowhere else.
+"""Placement: the part of a global tensor that a local tensor holds; nothing else records it.
+
 
     global tensor   split, shard ->   block         flatten_range ->   range of the flattened block
     [F, D]                            [F/tp, D]                        [F/tp * D / dp]
 
-A tensor-parallel weight is a block; a ZeRO shard of it is a range of that flattened block. Each transformation
+A tensor-parallel weight is a block; its ZeRO shard is a range of that flattened block. Each transformation
 (tensor parallelism, ZeRO, ...) adds its own cut to the existing placement, so initialisation, gradient norm,
 checkpoints and verification work for any combination of transformations.
 
@@ -19,8 +20,8 @@ from math import prod
 
 import torch
 
-from minipar.chunks import chunk_sizes
 from minipar.mesh.regions import Box, Piece, boxes_of_range
+from minipar.support.chunks import chunk_sizes
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class Placement:
     global_shape   shape of the tensor in the one-process model
     start, length  the block held, per dim
     flat           None, or (start, stop): the range of the flattened block held; the local tensor has one dim
-    replicated     mesh axes along which all or some other ranks hold the same part (a key/value head may be
-                   shared by only 2 of 4 ranks): ranks with equal `part` are replicas
+    replicated     mesh axes along which all or some other ranks hold the same part. Ranks with equal `part` are replicas:
+                   of 4 tp ranks, 2 may share a key/value head
     tied_to        None, or the canonical name of the parameter that this one is a copy of
     expert         whether it is a weight of experts, which are sharded over ep
 
-    Raises ValueError, with the name, where a block or range is outside its tensor.
+    Raises ValueError, with the name, if a block or range is outside its tensor.
     """
 
     name: str
@@ -48,7 +49,7 @@ class Placement:
     tied_to: str | None = None
     expert: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in ("global_shape", "start", "length"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         if not len(self.global_shape) == len(self.start) == len(self.length):
@@ -76,7 +77,7 @@ class Placement:
 
     @property
     def part(self) -> tuple[str, tuple[Box, ...]]:
-        """The elements held, independent of how they were cut: local tensors with equal parts are replicas."""
+        """The elements held, however they were cut; local tensors with equal parts are replicas."""
         return self.name, tuple(piece.box for piece in self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
@@ -101,7 +102,7 @@ class Placement:
         )
 
     def shard(self, dim: int, index: int, count: int) -> Placement:
-        """Keep chunk `index` of `count` along `dim`, cut as every collective cuts: 5 by 4 is 2, 2, 1, 0."""
+        """Keep chunk `index` of `count` along `dim`, with the chunk sizes of every collective: 5 by 4 is 2, 2, 1, 0."""
         if not 0 <= index < count:
             raise ValueError(f"{self.name}: index={index} is not one of {count} shards; use 0 to {count - 1}")
         sizes = chunk_sizes(self.length[self._require_dim(dim)], count)
@@ -177,18 +178,18 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 def set_placement(param: torch.Tensor, placement: Placement) -> None:
     """Store the placement on the parameter, as `param.placement`.
 
-    It survives assignment to `param.data`, `module.to(...)` and pickling. It is lost where the Parameter is
-    replaced by another one, which copy.deepcopy does too; then it must be set again.
+    It survives assignment to `param.data`, `module.to(...)` and pickling. It is lost if another Parameter replaces this
+    one, as with copy.deepcopy; then it must be set again.
 
-    Raises ValueError where the parameter's shape is not the placement's local shape.
+    Raises ValueError if the parameter's shape is not the placement's local shape.
     """
     placement._require_shape("local", param, placement.local_shape)
-    param.placement = placement
+    param.placement = placement  # type: ignore[attr-defined]
 
 
 def placement_of(param: torch.Tensor) -> Placement:
-    """Return the parameter's placement. Raises ValueError where it has none."""
-    placement = getattr(param, "placement", None)
+    """Return the parameter's placement. Raises ValueError if it has none."""
+    placement: Placement | None = getattr(param, "placement", None)
     if placement is None:
         raise ValueError(
             f"a parameter of shape {tuple(param.shape)} has no placement; place_whole(module) sets one"
@@ -196,8 +197,20 @@ def placement_of(param: torch.Tensor) -> Placement:
     return placement
 
 
+def require_no_part(params: Iterable[torch.Tensor], instead: str) -> None:
+    """Raise ValueError if a placement says that other ranks hold the rest of a parameter; the error suggests `instead`."""
+    for placement in (getattr(p, "placement", None) for p in params):
+        if placement is not None and placement.numel != prod(placement.global_shape):
+            raise ValueError(
+                f"comm=None says that this process holds all of the model, but of {placement.name} "
+                f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "
+                f"{instead}"
+            )
+
+
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
-    """Give every parameter without a placement that of a whole tensor, under its name in the module.
+    """Give every parameter without a placement the placement of a whole tensor, named as in the module.
+
 
     Parameters of submodules with `has_expert_parameters` are marked as experts. `module.tied_copies`, {own name: canonical
     name}, lists the tied copies.

@@ -22,7 +22,7 @@ class Box(NamedTuple):
     def shifted(self, by: tuple[int, ...]) -> Box:
         return Box(tuple(s + b for s, b in zip(self.start, by)), self.length)
 
-    def index(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
         """Return the slices that select this box from a tensor whose first element is at `origin`."""
         return tuple(slice(s - o, s - o + n) for s, o, n in zip(self.start, origin, self.length))
 
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     """One box of the global tensor, and its location in the local tensor.
 
     box     in the global tensor
-    offset  None where the local tensor is the box, else the index at which the box begins in the flat local tensor
+    offset  None if the local tensor is the box, else the index at which the box begins in the flat local tensor
     """
 
     box: Box
@@ -45,13 +45,13 @@ class Piece(NamedTuple):
 
     def of_full(self, full: torch.Tensor) -> torch.Tensor:
         """Return the box as a view of the global tensor."""
-        return full[self.box.index((0,) * full.dim())]
+        return full[self.box.slices((0,) * full.dim())]
 
     def of_local(self, local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """Return the piece, or the part of it inside `box`, as a view of the local tensor."""
         if self.offset is not None:
             local = local[self.offset : self.offset + self.box.numel].view(self.box.length)
-        return local if box is None else local[box.index(self.box.start)]
+        return local if box is None else local[box.slices(self.box.start)]
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -14,14 +14,13 @@ from .flash import flash_attention as flash_attention
 from .huggingface import from_huggingface as from_huggingface
 from .init import initial_weight as initial_weight
 from .init import initialize as initialize
+from .latent_attention import LatentAttention as LatentAttention
 from .mlp import SwiGLU as SwiGLU
-from .model_config import ModelConfig as ModelConfig
 from .moe import MoE as MoE
 from .moe import moe_layers as moe_layers
 from .moe import set_num_groups as set_num_groups
 from .moe import take_metrics as take_metrics
 from .moe import update_balance_bias as update_balance_bias
-from .moe_config import MoEConfig as MoEConfig
 from .norm import RMSNorm as RMSNorm
 from .rope import rotate as rotate
 from .rope import rotation as rotation

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
+from minipar.config.model_config import ModelConfig
 from minipar.model.deferrable_linear import Linear
 from minipar.model.flash import flash_attention
 from minipar.model.mask import single_process_mask
-from minipar.model.model_config import ModelConfig
-from minipar.model.overrides import AttentionOverrides
+from minipar.model.overrides import AttentionCore, AttentionOverrides
 from minipar.model.rope import rotate, rotation
 
 
@@ -25,7 +28,7 @@ def plain_attention(
     causal     the queries are the last T of the S tokens: query i sees keys 0 ... S - T + i
     positions  None, or [T] or [B, T]   each token's position in its document; a token sees only its own document
 
-    Keeps B*H*T*S probabilities for the backward. Raises ValueError for positions without causal, as the other cores do.
+    Keeps B*H*T*S probabilities for the backward. Like the other cores, raises ValueError for positions without causal.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -41,8 +44,9 @@ def fused_attention(
 ) -> Tensor:
     """Compute `plain_attention` by torch's fused kernels, which keep one number per query instead of the probabilities.
 
-    The kernels need a dense mask of T*S bytes in two cases: for documents, where `flash_attention` needs none, and for
-    causal with 1 < T < S, since the kernels' own causal mask lets query i see keys 0 ... i. One query sees all keys.
+    The kernels need a dense mask of T*S bytes in two cases: for documents, where `flash_attention` needs no mask, and for
+    causal attention with 1 < T < S, since the kernels' own causal mask lets query i see keys 0 ... i. With T = 1, the
+    query sees all keys, so no mask is needed.
     """
     grouped, (T, S) = q.shape[1] != k.shape[1], (q.shape[2], k.shape[2])
     if positions is None and (not causal or T == S or T == 1):
@@ -51,7 +55,11 @@ def fused_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped)
 
 
-CORES = {"plain": plain_attention, "fused": fused_attention, "flash": flash_attention}
+CORES: dict[str, AttentionCore] = {
+    "plain": plain_attention,
+    "fused": fused_attention,
+    "flash": flash_attention,
+}
 
 
 class Attention(nn.Module):
@@ -61,29 +69,35 @@ class Attention(nn.Module):
     q     [B, T, num_heads, head_dim]        k, v  [B, T, num_kv_heads, head_dim]
 
     `num_heads` and `num_kv_heads` count the heads that *this module* computes. `core` computes attention on
-    [B, heads, T, head_dim], and is given `positions` where samples hold documents. With a key/value cache, the k and v that
-    `core` gets include the earlier tokens'. Override points: `AttentionOverrides`.
+    [B, heads, T, head_dim], and gets `positions` where samples hold documents. With a key/value cache, `core` also gets
+    the keys and values of earlier tokens. Override points: `AttentionOverrides`.
     """
 
-    def __init__(self, config: ModelConfig, device=None, dtype=None):
+    def __init__(self, config: ModelConfig, device: Device = None, dtype: torch.dtype | None = None):
         super().__init__()
+        assert config.num_kv_heads is not None
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
         self.documents, self.default_core = config.documents, CORES[config.attention]
         self.overrides = AttentionOverrides()
-        factory = {"device": device, "dtype": dtype}
-        kv_dim = config.num_kv_heads * config.head_dim
-        self.q = Linear(config.dim, config.dim, **factory)
-        self.k = Linear(config.dim, kv_dim, **factory)
-        self.v = Linear(config.dim, kv_dim, **factory)
-        self.o = Linear(config.dim, config.dim, **factory)
+        self._make_matrices(config, device, dtype)
+
+    def _make_matrices(self, config: ModelConfig, device: Device, dtype: torch.dtype | None) -> None:
+        linear = partial(Linear, device=device, dtype=dtype)
+        kv_dim = self.num_kv_heads * config.head_dim
+        self.q = linear(config.dim, config.dim)
+        self.k = linear(config.dim, kv_dim)
+        self.v = linear(config.dim, kv_dim)
+        self.o = linear(config.dim, config.dim)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        q, k, v = (self.overrides.project_qkv or self.project_qkv)(x)
-        return self.o(self.attend(q, k, v, positions))
+        projected = (self.overrides.project_qkv or self.project_qkv)(x)
+        y: Tensor = self.o(self.attend(projected, positions))
+        return y
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
-        """Return what o multiplies: the heads' outputs side by side, [B, T, num_heads * head_dim]."""
+    def attend(self, projected: tuple[Tensor, ...], positions: Tensor) -> Tensor:
+        """Return the input of `o`, the heads' outputs side by side, [B, T, num_heads * head_dim], given q, k and v."""
+        q, k, v = projected
         if self.overrides.positions is not None:
             positions = self.overrides.positions(positions)
         cos, sin = rotation(positions, self.head_dim, self.rope_theta, q.dtype)
@@ -98,11 +112,11 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
     @property
-    def core(self):
+    def core(self) -> AttentionCore:
         return self.overrides.core or self.default_core
 
-    def project_qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.q(x), self.k(x), self.v(x)
 
     def _heads(self, x: Tensor, num_heads: int) -> Tensor:
-        return x.unflatten(-1, (num_heads, self.head_dim))
+        return torch.unflatten(x, -1, (num_heads, self.head_dim))

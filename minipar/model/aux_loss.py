@@ -1,8 +1,9 @@
-"""Auxiliary losses that balance the experts' load, how they reach the gradients, and a layer's routing metrics."""
+"""Auxiliary losses that balance the experts' load, a function that adds them to the gradients, and routing metrics."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,26 +44,27 @@ def attach_aux_loss(y: Tensor, auxiliary: Tensor, scale: float = 1.0) -> Tensor:
     A layer in the middle of a pipeline thus trains on its own auxiliary loss, although the loss is on another rank.
     Source: Megatron-LM's MoEAuxLossAutoScaler.
     """
-    return _AttachAuxLoss.apply(y, auxiliary, scale)
+    same: Tensor = _AttachAuxLoss.apply(y, auxiliary, scale)  # type: ignore[no-untyped-call]
+    return same
 
 
 class _AttachAuxLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, auxiliary, scale):
+    def forward(ctx: Any, y: Tensor, auxiliary: Tensor, scale: float) -> Tensor:
         ctx.like, ctx.scale = auxiliary.detach(), scale
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         return dy, torch.full_like(ctx.like, ctx.scale), None
 
 
 @dataclass(frozen=True, eq=False)
 class MoEMetrics:
-    """Routing metrics of a mixture of experts. Metrics of a batch's parts add up to the whole batch's.
+    """Routing metrics of a mixture of experts. The metrics of a batch's parts add up to the metrics of the whole batch.
 
     balance_loss, z_loss  sums over these tokens' routing groups, divided by the number of groups in the whole batch
-    load                  [E] choices per expert; kept_load [E] those within its capacity
+    load                  [E] choices per expert; kept_load [E] choices within the expert's capacity
     tokens                number of tokens; unserved: number of tokens without a kept choice
     entropy_sum           entropy of the router's distribution, in nats, summed over tokens
     """

@@ -2,55 +2,72 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Iterable
+from functools import partial
 
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+from minipar.config.model_config import ModelConfig
 from minipar.model.attention import Attention
 from minipar.model.aux_loss import attach_aux_loss
 from minipar.model.counter_dropout import dropout as counter_dropout
+from minipar.model.latent_attention import LatentAttention
 from minipar.model.mlp import SwiGLU
-from minipar.model.model_config import ModelConfig
 from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import BlockOverrides
 
-ATTENTION_SITE, MLP_SITE = 0, 1  # which of a layer's two dropout masks
+ATTENTION_SITE, MLP_SITE = 0, 1  # numbers that tell a layer's two dropout masks apart
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: add attention over the tokens so far, then the MLP of each token.
+    """Pre-norm residual block: add attention over the tokens so far, then an MLP applied to each token.
 
     x, y        [B, T, D]
     positions   [T] or [B, T]  for rotary embeddings and attention's mask: each token's position in its document
-    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None: the
-                positions, which are the same where a sample is one document
-    sample_ids  [B]            each row's number in the step's batch, which keys them too
+    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None:
+                `positions`, which a sample of one document has
+    sample_ids  [B]            each row's number in the step's batch; also keys dropout and the router's noise
 
     h = x + dropout(attention(norm(x)))
     y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses are attached to y
 
-    With `parallel_block`, attention and MLP read one norm's output, and their sum is added once, after one dropout:
+    With `parallel_block`, attention and MLP read the output of one norm, and their sum is added once, after one dropout:
 
     y = x + dropout(attention(norm(x)) + mlp(norm(x)))
 
-    So tensor parallelism sums over ranks once forward and once backward, where the block above needs two of each.
+    Tensor parallelism then sums over ranks once in the forward and once in the backward, not twice in each.
     Source of the parallel block: PaLM, arXiv:2204.02311, section 2, after GPT-J.
 
     `layer` is the block's number in the whole model; with `seed` it keys the dropout masks.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, seed: int, device=None, dtype=None):
+    mlp: MoE | SwiGLU
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        seed: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
+        assert config.hidden_dim is not None
         self.layer, self.seed, self.dropout_rate = layer, seed, config.dropout
         self.overrides = BlockOverrides()
-        factory = {"device": device, "dtype": dtype}
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps, **factory)
-        self.attention = Attention(config, **factory)
-        self.mlp_norm = None if config.parallel_block else RMSNorm(config.dim, config.norm_eps, **factory)
+        norm = partial(RMSNorm, config.dim, config.norm_eps, device, dtype)
+        self.attention_norm = norm()
+        make = LatentAttention if config.kv_latent_dim else Attention
+        self.attention = make(config, device, dtype)
+        self.mlp_norm = None if config.parallel_block else norm()
         if config.has_experts(layer):
-            options = config.moe_options
-            self.mlp = MoE(config.dim, config.hidden_dim, layer=layer, seed=seed, **options, **factory)
+            moe = partial(MoE, layer=layer, seed=seed, device=device, dtype=dtype)
+            self.mlp = moe(config.dim, config.hidden_dim, **config.moe_options)
         else:
-            self.mlp = SwiGLU(config.dim, config.hidden_dim, **factory)
+            self.mlp = SwiGLU(config.dim, config.hidden_dim, device, dtype)
 
     def forward(
         self, x: Tensor, positions: Tensor, sample_ids: Tensor, step: int = 0, indices: Tensor | None = None
@@ -65,21 +82,22 @@ class Block(nn.Module):
     ) -> Tensor:
         dropout = self.overrides.dropout or self.dropout
         if self.mlp_norm is None:
-            both = self._attention_and_mlp(self.attention_norm(x), positions, indices, sample_ids, step)
+            normed = self.attention_norm(x)
+            if self.overrides.attention_and_mlp is not None:
+                both = self.overrides.attention_and_mlp(normed, positions)
+            else:
+                attention_out = self.attention(normed, positions)
+                both = attention_out + self._feed_forward(normed, indices, sample_ids, step)
             return x + dropout(both, ATTENTION_SITE, indices, sample_ids, step)
         attention_out = self.attention(self.attention_norm(x), positions)
         x = x + dropout(attention_out, ATTENTION_SITE, indices, sample_ids, step)
         mlp_out = self._feed_forward(self.mlp_norm(x), indices, sample_ids, step)
         return x + dropout(mlp_out, MLP_SITE, indices, sample_ids, step)
 
-    def _attention_and_mlp(self, x: Tensor, positions: Tensor, *tokens_and_step) -> Tensor:
-        if self.overrides.attention_and_mlp is not None:
-            return self.overrides.attention_and_mlp(x, positions)
-        return self.attention(x, positions) + self._feed_forward(x, *tokens_and_step)
-
     def _feed_forward(self, x: Tensor, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
-        if not isinstance(self.mlp, MoE):
-            return self.mlp(x)
+        if isinstance(self.mlp, SwiGLU):
+            y: Tensor = self.mlp(x)
+            return y
         y, metrics = self.mlp(x, indices, sample_ids, step)
         return attach_aux_loss(y, metrics.balance_loss + metrics.z_loss, self.mlp.loss_scale)
 
@@ -92,8 +110,8 @@ class Block(nn.Module):
         return counter_dropout(x, self.dropout_rate, *key, sample_ids, indices, feature_offset)
 
 
-def run_blocks(blocks: list[Block], x: Tensor, *args) -> Tensor:
-    """Run blocks one after another, each with `args` besides its input."""
+def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *args: object) -> Tensor:
+    """Run blocks one after another; each gets the output of the one before, and `args`."""
     for block in blocks:
         x = block(x, *args)
     return x

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -49,7 +52,10 @@ def keep_mask(
 
 
 def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor) -> Tensor:
-    """Return numbers uniform in (0, 1), float64 [B, T, num_features], by the same hash; key = (seed, step, layer, site)."""
+    """Return numbers uniform in (0, 1), float64 [B, T, num_features], by the hash that makes `dropout`'s mask.
+
+    key  (seed, step, layer, site)
+    """
     return (_hash(num_features, key, sample_ids, indices) + 0.5) / 2**32
 
 
@@ -57,21 +63,27 @@ def _hash(
     num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor, feature_offset: int = 0
 ) -> Tensor:
     """Return a 32-bit hash for each element of [B, T, num_features]."""
-    state = 0
+    words: Iterable[int | Tensor] = key
     if torch.compiler.is_compiling():
-        # A step that has changed would be a symbol, and its hash a formula that takes hours to simplify.
-        key = tuple(torch.full((), word, dtype=torch.int64, device=indices.device) for word in key)
-    for word in key:
+        # An int step would be traced as a symbol once it changes, and the compiler would simplify its hash for hours.
+        words = [torch.full((), word, dtype=torch.int64, device=indices.device) for word in key]
+    state: int | Tensor = 0
+    for word in words:
         state = mix(mix(state, word & _LOW_32), word >> 32)
-    tokens = mix(mix(state, sample_ids)[:, None], indices)
+    samples = mix(state, sample_ids)
+    tokens = mix(samples[:, None], indices)
     features = torch.arange(feature_offset, feature_offset + num_features, device=indices.device)
     return mix(tokens[..., None], features)
 
 
-def mix(state, word):
+@overload
+def mix(state: int | Tensor, word: Tensor) -> Tensor: ...
+@overload
+def mix(state: int | Tensor, word: int | Tensor) -> int | Tensor: ...
+def mix(state: int | Tensor, word: int | Tensor) -> int | Tensor:
     """Mix one more word into a 32-bit state; both are ints or int64 tensors.
 
-    Products may wrap in int64, which leaves the low 32 bits right; shifts are logical, since no value is negative. The word
+    Products may overflow int64, but their low 32 bits stay right; shifts are logical, since no value is negative. The word
     is spread over all 32 bits before the XOR with the state, so that consecutive counters differ in high bits too.
     """
     h = state ^ ((word + 1) * 0x9E3779B9 & _LOW_32)

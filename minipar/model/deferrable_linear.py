@@ -2,25 +2,28 @@
 
 The backward of y = x w^T is two independent products: dx = dy w, which the backward of the layer below needs, and
 dw = dy^T x, which nothing needs until the optimizer steps. A pipeline can compute dw later, to fill its idle time. One
-autograd function serves both cases, so a backward in two halves (I, W) runs the same products as a whole one (B) and
-gives the same bits.
+autograd function serves both cases, so a backward split in two halves (I, W) runs the same products as a whole backward
+(B), and gives the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from minipar.model.overrides import GRADIENT_RECEIVER
+from minipar.model.products import PLAIN, Products, rows
+
+Product = Callable[[], None]  # computes a weight gradient, and adds it to `weight.grad`
 
 
 class WeightGradients:
-    """A queue of the weight-gradient products that the backward has deferred, in the order of that backward.
+    """A queue of the weight-gradient products that the backward has deferred, in the order in which it reached them.
 
         queue = WeightGradients()
         defer_weight_gradients(model, queue)
@@ -28,24 +31,24 @@ class WeightGradients:
         later = queue.pop_all()                    # this microbatch's products
         for product in later: product()            # adds the weights' gradients
 
-    An entry is a function without arguments. It keeps the layer's x and dy in memory until the entry is deleted.
+    A product keeps the layer's x and dy in memory until it is deleted.
     """
 
-    def __init__(self):
-        self._products: list[Callable[[], None]] = []
+    def __init__(self) -> None:
+        self._products: list[Product] = []
         self.anchor = torch.empty(0, requires_grad=True)  # makes an output require a gradient; see `linear`
 
-    def put(self, product: Callable[[], None]) -> None:
-        # backward may run on a thread of its own (CUDA); appending to a list is atomic
+    def put(self, product: Product) -> None:
+        # The backward may run on a thread of its own (CUDA); appending to a list is atomic.
         self._products.append(product)
 
-    def pop_all(self) -> list[Callable[[], None]]:
-        """Return all entries and empty the queue."""
+    def pop_all(self) -> list[Product]:
+        """Return all products, and empty the queue."""
         products, self._products = self._products, []
         return products
 
     def run(self) -> None:
-        """Compute every entry and add it to its weight's gradient."""
+        """Run every product."""
         products = self.pop_all()
         while products:
             products.pop(0)()  # removed from the list, so that its tensors are freed
@@ -55,8 +58,8 @@ class WeightGradients:
 
 
 @torch.no_grad()
-def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to `parameter.grad` as autograd does, but run none of the parameter's hooks.
+def accumulate_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add `gradient` to `parameter.grad` as autograd does, but run none of the parameter's hooks.
 
     A parameter with a gradient receiver (see `overrides.py`) gets the gradient through the receiver instead.
     """
@@ -74,95 +77,117 @@ class _DeferredParameter(NamedTuple):
     Otherwise autograd would run the parameter's hooks right after dx, before the gradient exists.
     """
 
-    parameter: nn.Parameter
+    parameter: Tensor
     queue: WeightGradients
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, anchor):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | _DeferredParameter,
+        bias: Tensor | _DeferredParameter | None,
+        anchor: Tensor | None,
+        products: Products,
+    ) -> Tensor:
+        ctx.products = products
         ctx.deferred = [p if isinstance(p, _DeferredParameter) else None for p in (weight, bias)]
         trains_weight = ctx.deferred[0] is not None or ctx.needs_input_grad[1]
-        weight, bias = (p.parameter if isinstance(p, _DeferredParameter) else p for p in (weight, bias))
-        ctx.save_for_backward(x if trains_weight else None, weight if ctx.needs_input_grad[0] else None)
-        return F.linear(x, weight, bias)
+        w = weight.parameter if isinstance(weight, _DeferredParameter) else weight
+        b = bias.parameter if isinstance(bias, _DeferredParameter) else bias
+        ctx.save_for_backward(x if trains_weight else None, w if ctx.needs_input_grad[0] else None)
+        return products.output(x, w, b)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         later_weight, later_bias = ctx.deferred
-        rows = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
+            dx = ctx.products.input_gradient(dy, weight).view(*dy.shape[:-1], weight.shape[1])
         if later_weight is not None:
             later_weight.queue.put(
-                partial(_accumulate_deferred, later_weight.parameter, _weight_gradient, rows, x)
+                partial(_accumulate_deferred, later_weight.parameter, ctx.products.weight_gradient, dy, x)
             )
         elif ctx.needs_input_grad[1]:
-            dw = _weight_gradient(rows, x)
+            dw = ctx.products.weight_gradient(dy, x)
         if later_bias is not None:
-            later_bias.queue.put(partial(_accumulate_deferred, later_bias.parameter, _bias_gradient, rows))
+            later_bias.queue.put(partial(_accumulate_deferred, later_bias.parameter, _bias_gradient, dy))
         elif ctx.needs_input_grad[2]:
-            db = _bias_gradient(rows)
-        return dx, dw, db, None
+            db = _bias_gradient(dy)
+        return dx, dw, db, None, None
 
 
-def _weight_gradient(rows: Tensor, x: Tensor) -> Tensor:
-    return rows.t() @ x.reshape(-1, x.shape[-1])
-
-
-def _bias_gradient(rows: Tensor) -> Tensor:
-    return rows.sum(0)
+def _bias_gradient(dy: Tensor) -> Tensor:
+    return rows(dy).sum(0)
 
 
 @torch.no_grad()
-def _accumulate_deferred(parameter: nn.Parameter, gradient: Callable[..., Tensor], *inputs: Tensor) -> None:
+def _accumulate_deferred(parameter: Tensor, gradient: Callable[..., Tensor], *inputs: Tensor) -> None:
     accumulate_gradient(parameter, gradient(*inputs))
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, deferred: WeightGradients | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    deferred: WeightGradients | None = None,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Multiply by a weight, y = x w^T + b; the gradients of w and b go to the queue `deferred` if it is given.
 
-    x  [..., D]    w  [F, D]    b  [F]    y  [..., F]
+    x  [..., D]    w  [F, D]    b  [F]    y  [..., F]    products  how matrices are multiplied
 
     backward   dx = dy w          [..., D]   at once; skipped where x needs no gradient
-               dw = dy^T x        [F, D]     at once, or as an entry of `deferred`
+               dw = dy^T x        [F, D]     at once, or as a product in `deferred`
                db = sum of dy     [F]        likewise
 
-    Costs 2 N D F flops forward and twice that backward for N rows of x, deferred or not. Keeps x only where w is
-    trained, and w only where x needs a gradient. A frozen weight makes no entry; neither does a weight that is not
-    a leaf, since autograd has to pass its gradient on. A deferred gradient runs none of the parameter's hooks.
+    Costs 2 N D F flops forward and 4 N D F backward for N rows of x, deferred or not. Keeps x only where w is trained, and
+    w only where x needs a gradient. Only gradients of trained leaf weights are deferred: a frozen weight has none, and
+    for a weight that is not a leaf autograd must pass the gradient on. A deferred gradient runs none of the parameter's
+    hooks.
     """
-    if deferred is None:
-        return _Linear.apply(x, weight, bias, None)
-    weight, bias = (
-        _DeferredParameter(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p
-        for p in (weight, bias)
-    )
-    # The anchor makes y require a gradient where x does not, since autograd sees no parameter.
-    return _Linear.apply(x, weight, bias, None if x.requires_grad else deferred.anchor)
+    parameters: list[Tensor | _DeferredParameter | None] = [weight, bias]
+    anchor = None
+    if deferred is not None:
+        parameters = [
+            _DeferredParameter(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p
+            for p in (weight, bias)
+        ]
+        # The anchor makes y require a gradient where x does not, since autograd sees no parameter.
+        anchor = None if x.requires_grad else deferred.anchor
+    y: Tensor = _Linear.apply(x, *parameters, anchor, products)  # type: ignore[no-untyped-call]
+    return y
 
 
 class Linear(nn.Module):
-    """A module around `linear`, with a weight [out_features, in_features] and an optional bias, filled by `initialize`.
+    """A module around `linear`, with a weight [out_features, in_features] and an optional bias; `initialize` fills them.
 
-    The forward reads `deferred`; its backward puts the weight gradient into that queue (None: computes it at once).
+    The backward puts the weight gradient into the queue that was in `deferred` during the forward; without one, it computes
+    it at once.
     """
 
     deferred: WeightGradients | None = None
+    products: Products = PLAIN
+    bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False, device=None, dtype=None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
+        empty = partial(torch.empty, device=device, dtype=dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        bias_value = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", bias_value)
+        self.weight = nn.Parameter(empty(out_features, in_features))
+        self.register_parameter("bias", nn.Parameter(empty(out_features)) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, self.deferred)
+        return linear(x, self.weight, self.bias, self.deferred, self.products)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -177,11 +202,15 @@ class TiedHead(nn.Module):
         return linear(x, weight, None, self.deferred)
 
 
-def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
-    """Make every layer of `module` that can defer its weight gradients defer them to `queue`; None ends it.
+@runtime_checkable
+class Deferrable(Protocol):
+    """A layer that can defer its weight gradients to the queue `deferred`; None: it computes them at once."""
 
-    A layer that can defer them is one with an attribute `deferred`.
-    """
+    deferred: WeightGradients | None
+
+
+def defer_weight_gradients(module: nn.Module, queue: WeightGradients | None) -> None:
+    """Make every layer of `module` that can defer its weight gradients defer them to `queue`; None: stop deferring."""
     for layer in module.modules():
-        if hasattr(layer, "deferred"):
+        if isinstance(layer, Deferrable):
             layer.deferred = queue

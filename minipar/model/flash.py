@@ -11,8 +11,8 @@ In the backward, the scores are recomputed, and one number per query, lse, turns
     P = exp(S - lse)     dv = P^T dout     dP = dout v^T     dS = P * (dP - delta)     dq = dS k     dk = dS^T q
     delta = sum over features of dout * out, which equals the sum over keys of P dP; minus dlse where lse has a gradient
 
-Keeps q, k, v, out and lse: linear in the length, where the score matrix is quadratic. Costs 2 matrix products forward and
-5 backward, against 2 and 4 for plain attention; fully hidden tiles are skipped, so causal costs about half.
+Keeps q, k, v, out and lse, which are linear in the length; the score matrix is quadratic. Costs 2 matrix products forward
+and 5 backward; plain attention costs 2 and 4. Fully hidden tiles are skipped, so causal attention costs about half.
 
 Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; arXiv:2205.14135.
 """
@@ -20,24 +20,34 @@ Source: FlashAttention-2, arXiv:2307.08691, algorithms 1 and 2; arXiv:2205.14135
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from minipar.errors import one_of, require_divides
 from minipar.model import fused
 from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, single_process_mask
-from minipar.staging import to_device
+from minipar.support.errors import one_of, require_divides
+from minipar.support.staging import to_device
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
 TILE_ELEMS = 1 << 18  # scores per tile: few enough for a core's cache, enough to outweigh a call's overhead
-MIN_TILE_SIDE = 32  # of a tile, however many heads there are
+MIN_TILE_SIDE = 32  # least number of queries and keys in a tile, however many heads there are
 
 
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, return_lse: Literal[False] = False,
+    impl: str = "tiled", positions: Tensor | None = None, mask: Mask | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, return_lse: Literal[True],
+    impl: str = "tiled", positions: Tensor | None = None, mask: Mask | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -55,26 +65,31 @@ def flash_attention(
     lse        [B, H, T]                of the scaled scores, in float32 or wider; gradients flow through it too
     positions  None, or [T] or [B, T]   each token's position in its document; a token sees only its own document
     mask       replaces `causal` and `positions` where q and k are parts of a sequence
-    impl       "tiled": this file. "fused": the same by torch's kernels. "auto": fused where a kernel supports it
+    impl       "tiled": this file's loops. "fused": torch's kernels. "auto": fused where a kernel supports the inputs
 
     A query that sees no key gets out = 0 and lse = -inf, and passes no gradient on.
-    Raises ValueError where shapes do not fit, or where "fused" has no kernel for these inputs.
+    Raises ValueError if shapes do not fit, or if "fused" has no kernel for these inputs.
     """
     check_shapes(q, k, v)
     mask = mask or single_process_mask(q.shape[2], k.shape[2], causal, positions)
-    out, lse = _Flash.apply(q, k, v, mask, choose(impl, q, mask))
+    kernel = choose(impl, q, mask)
+    out, lse = _Flash.apply(q, k, v, mask, kernel)  # type: ignore[no-untyped-call]
     return (out, lse) if return_lse else out
 
 
 class AttentionKernel(NamedTuple):
-    """An implementation of attention over a block of keys: its forward and its backward."""
+    """An implementation of attention over a block of keys: its forward and its backward.
 
-    forward_: Callable
-    backward_: Callable
+    forward_   (out, lse, q, k, v, mask)
+    backward_  (dq, dk, dv, q, k, v, out, lse, dout, mask)
+    """
+
+    forward_: Callable[..., None]
+    backward_: Callable[..., None]
 
 
 def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKernel:
-    """Return the kernel named `impl`, or `impl` itself if it is one; raise ValueError where no kernel fits these inputs."""
+    """Return the kernel named `impl`, or `impl` itself if it is one; raise ValueError if no kernel fits these inputs."""
     if isinstance(impl, AttentionKernel):
         return impl
     if impl not in IMPLEMENTATIONS:
@@ -89,28 +104,30 @@ def choose(impl: str | AttentionKernel, q: Tensor, mask: Mask) -> AttentionKerne
 
 class _Flash(Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, block):
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: AttentionKernel
+    ) -> tuple[Tensor, Tensor]:
         out, lse = empty_attention(q)
-        block.forward_(out, lse, q, k, v, mask)
+        kernel.forward_(out, lse, q, k, v, mask)
         out = out.to(q.dtype)
-        ctx.mask, ctx.kernel = mask, block
+        ctx.mask, ctx.kernel = mask, kernel
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dlse):
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        grads = [
+        dq, dk, dv = (
             torch.zeros_like(x, dtype=lse.dtype, memory_format=torch.contiguous_format) for x in (q, k, v)
-        ]
+        )
         if dlse is None:
-            ctx.kernel.backward_(*grads, q, k, v, out, lse, dout, ctx.mask)
+            ctx.kernel.backward_(dq, dk, dv, q, k, v, out, lse, dout, ctx.mask)
         else:  # fused kernels take no gradient of lse
-            backward_(*grads, q, k, v, out, lse, dout, ctx.mask, dlse)
-        return *(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v))), None, None
+            backward_(dq, dk, dv, q, k, v, out, lse, dout, ctx.mask, dlse)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
 def forward_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
@@ -124,7 +141,9 @@ def forward_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Ma
             merge_(place, numbers, part_out.view(place.shape), part_lse.view(numbers.shape))
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tuple[Tensor, Tensor]:
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Iterable[tuple[slice, Tensor | None]], tile: _Tiling
+) -> tuple[Tensor, Tensor]:
     """Run the online softmax of one tile of queries [G, g*R, head_dim] over its tiles of keys."""
     running_max = q.new_full((*q.shape[:2], 1), -torch.inf)
     total, out = torch.zeros_like(running_max), torch.zeros_like(q)
@@ -139,31 +158,33 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, blocks, tile: _Tiling) -> tupl
     return out.div_(total.masked_fill(total == 0, 1.0)), running_max + total.log()
 
 
-def backward_(dq, dk, dv, q, k, v, out, lse, dout, mask: Mask, dlse: Tensor | None = None) -> None:
-    """Add the gradients from this block of keys to dq, dk and dv; out and lse are those over all keys."""
+def backward_(
+    dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, dlse: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Add the gradients from this block of keys to dq, dk and dv; `out` and `lse` are the results over all keys."""
     tile = _Tiling(q, k)
-    all_q, all_dout, all_k, all_v = (
-        tile.queries(q) * tile.scale,
-        tile.queries(dout),
-        tile.keys(k),
-        tile.keys(v),
-    )
+    all_q, all_k, all_v = tile.queries(q) * tile.scale, tile.keys(k), tile.keys(v)
+    all_dout = tile.queries(dout)
     all_dk, all_dv = dk.view(all_k.shape), dv.view(all_v.shape)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    delta = tile.queries((delta if dlse is None else delta - dlse)[..., None])
-    # a query that sees nothing: exp(s - inf) = 0
-    numbers = tile.queries(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
+    all_delta = tile.queries((delta if dlse is None else delta - dlse)[..., None])
+    # For a query that sees nothing, exp(s - inf) = 0.
+    all_lse = tile.queries(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
     for rows, blocks in mask.tiles(tile.side):
-        of_rows = [x[:, :, rows].flatten(1, 2) for x in (all_q, all_dout, numbers, delta)]
+        q, dout, lse, delta = (x[:, :, rows].flatten(1, 2) for x in (all_q, all_dout, all_lse, all_delta))
         for cols, hidden in blocks:
-            into = all_dk[:, cols], all_dv[:, cols]
-            tile_dq = _backward_tile(*into, *of_rows, all_k[:, cols], all_v[:, cols], hidden, tile)
+            dk, dv, k, v = (x[:, cols] for x in (all_dk, all_dv, all_k, all_v))
+            tile_dq = _backward_tile(dk, dv, q, dout, lse, delta, k, v, hidden, tile)
             place = dq[:, :, rows]
             place.add_(tile_dq.view(place.shape), alpha=tile.scale)
 
 
-def _backward_tile(dk, dv, q, dout, lse, delta, k, v, hidden, tile: _Tiling) -> Tensor:
-    """Return dq of one tile, before the factor tile.scale; add the tile's dk and dv to those given."""
+def _backward_tile(
+    dk: Tensor, dv: Tensor, q: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    k: Tensor, v: Tensor, hidden: Tensor | None, tile: _Tiling,
+) -> Tensor:  # fmt: skip
+    """Return one tile's dq, not yet multiplied by tile.scale; add the tile's dk and dv to `dk` and `dv`."""
     scores = tile.hide(torch.bmm(q, k.transpose(1, 2)), hidden)
     weights = scores.sub_(lse).exp_()
     dv.baddbmm_(weights.transpose(1, 2), dout)
@@ -187,11 +208,11 @@ class _Tiling:
         self.side = max(MIN_TILE_SIDE, math.isqrt(TILE_ELEMS // max(1, self.batch * num_heads)))
 
     def queries(self, x: Tensor) -> Tensor:
-        """[B, H, T, f] -> [G, g, T, f]"""
+        """Reshape [B, H, T, f] -> [G, g, T, f]."""
         return x.to(self.dtype).reshape(self.batch * self.num_kv_heads, self.group, *x.shape[2:])
 
     def keys(self, x: Tensor) -> Tensor:
-        """[B, H/g, S, f] -> [G, S, f]"""
+        """Reshape [B, H/g, S, f] -> [G, S, f]."""
         return x.to(self.dtype).reshape(self.batch * self.num_kv_heads, *x.shape[2:])
 
     def hide(self, scores: Tensor, hidden: Tensor | None) -> Tensor:

@@ -1,26 +1,31 @@
-"""`grouped_swiglu` by torch's grouped matrix product: one kernel for all experts, where a loop launches one for each.
+"""`grouped_swiglu` by torch's grouped matrix product: one kernel launch for all experts, where a loop needs one for each.
 
     product   [R, K] x [E, K, N] -> [R, N]    row r times the matrix of its expert
-    outer     [R, M] x [R, N] -> [E, M, N]    sum over an expert's rows of a_r b_r^T
+    outer     [R, M] x [R, N] -> [E, M, N]    for each expert, the sum over its rows of a_r b_r^T
 
 The number of rows per expert stays on the GPU, so that the host does not wait for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.model.deferrable_linear import accumulate_gradient
+from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 
-ALIGNMENT_BYTES = 16  # of the kernel's rows
+ALIGNMENT_BYTES = 16  # the size of a row must be a multiple of this
+
+# The queue, and the weights gate, up and down.
+DeferredTo = tuple[WeightGradients, tuple[Tensor, Tensor, Tensor]]
 
 
 def kernel_takes(x: Tensor, gate: Tensor) -> bool:
-    """Return whether torch has a grouped kernel for these: bfloat16 on a GPU, in rows of multiples of 16 bytes.
+    """Return whether torch's grouped kernel takes these tensors: bfloat16 on a GPU, with rows of a multiple of 16 bytes.
 
     x  [R, D]    gate  [E, F, D]
     """
@@ -30,18 +35,22 @@ def kernel_takes(x: Tensor, gate: Tensor) -> bool:
 
 
 class KernelExperts(torch.autograd.Function):
-    """As `grouped_mlp._Experts`, with `ends` [E] int32, where each expert's rows end, in place of their numbers."""
+    """`_Experts` of grouped_mlp.py, computed by torch's grouped kernel. `ends` [E] int32: where each expert's rows end."""
 
     @staticmethod
-    def forward(ctx, x, ends, deferred_to, anchor, gate, up, down):
+    def forward(
+        ctx: Any, x: Tensor, ends: Tensor, deferred_to: DeferredTo | None, anchor: Tensor | None,
+        gate: Tensor, up: Tensor, down: Tensor,
+    ) -> Tensor:  # fmt: skip
         product = partial(F.grouped_mm, offs=ends)
         g, u = product(x, gate.transpose(1, 2)), product(x, up.transpose(1, 2))
         ctx.deferred_to = deferred_to
         ctx.save_for_backward(x, g, u, ends, gate, up, down)
-        return product(F.silu(g).mul_(u), down.transpose(1, 2))
+        y: Tensor = product(F.silu(g).mul_(u), down.transpose(1, 2))
+        return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, g, u, ends, gate, up, down = ctx.saved_tensors
         product, dy = partial(F.grouped_mm, offs=ends), dy.contiguous()
         dh = product(dy, down)
@@ -56,13 +65,15 @@ class KernelExperts(torch.autograd.Function):
         return dx, None, None, None, *(dw if n else None for dw, n in zip(dweights, needed))
 
 
-def _outer_products(x, g, u, dg, du, dy, ends) -> tuple[Tensor, Tensor, Tensor]:
+def _outer_products(
+    x: Tensor, g: Tensor, u: Tensor, dg: Tensor, du: Tensor, dy: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of gate and up [E, F, D] and of down [E, D, F]."""
     outer = partial(F.grouped_mm, offs=ends)
     return outer(dg.t(), x), outer(du.t(), x), outer(dy.t(), F.silu(g).mul_(u))
 
 
 @torch.no_grad()
-def _add_later(weights, saved) -> None:
+def _add_later(weights: Sequence[Tensor], saved: Sequence[Tensor]) -> None:
     for weight, dw in zip(weights, _outer_products(*saved)):
         accumulate_gradient(weight, dw)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
-from minipar.model.grouped_kernel import KernelExperts, kernel_takes
-from minipar.staging import to_device
+from minipar.model.grouped_kernel import DeferredTo, KernelExperts, kernel_takes
+from minipar.support.staging import to_device
 
 
 def grouped_swiglu(
@@ -22,11 +24,11 @@ def grouped_swiglu(
     counts: Sequence[int] | Tensor,
     deferred: WeightGradients | None = None,
 ) -> Tensor:
-    """Apply to each run of rows its expert's SwiGLU: y_r = down_e (silu(gate_e x_r) * up_e x_r), for the expert e of row r.
+    """Apply each expert's SwiGLU to its run of rows: y_r = down_e (silu(gate_e x_r) * up_e x_r), where e is row r's expert.
 
     x         [R, D]      rows sorted by expert
     gate, up  [E, F, D]   down  [E, D, F]
-    counts    E numbers, or [E] on x's device: how many rows each expert has; their sum is R, and any may be 0
+    counts    E numbers, or [E] on x's device: the rows of each expert; their sum is R, and any may be 0
     y         [R, D]
 
     With g = gate_e x_r, u = up_e x_r:
@@ -34,29 +36,33 @@ def grouped_swiglu(
                dx    = gate_e^T dg + up_e^T du              [R, D]      at once
                dgate = sum over e's rows of dg x^T, and so on           at once, or as one entry of `deferred`
 
-    Costs 6 R D F flops forward and twice that backward: nothing is padded, and an expert without rows has a gradient of
-    0. Keeps x, g and u, 2 R F elements besides x, where autograd would keep silu(g) and the product too.
-    Source: MegaBlocks, arXiv:2211.15841, with a loop of dense products in place of its block-sparse kernel, or torch's
-    grouped product (`grouped_kernel.py`) where there is one.
+    Costs 6 R D F flops forward and 12 R D F backward: nothing is padded. An expert without rows has a gradient of 0.
+    Keeps x, g and u, which are 2 R F elements besides x; autograd would also keep silu(g) and silu(g) * u.
+    Source: MegaBlocks, arXiv:2211.15841. Here, a loop of dense products, or torch's grouped product
+    (`grouped_kernel.py`) where it takes these tensors, replaces the paper's block-sparse kernel.
     """
     weights = gate, up, down
+    inputs: tuple[object, ...] = None, None, *weights
+    if deferred is not None and all(w.requires_grad and w.is_leaf for w in weights):
+        # Autograd must not see a parameter whose gradient is deferred, or it would run the parameter's hooks too early.
+        anchor = None if x.requires_grad else deferred.anchor
+        inputs = (deferred, weights), anchor, *(w.detach() for w in weights)
+    y: Tensor
     if kernel_takes(x, gate):
-        function, counts = (
-            KernelExperts,
-            to_device(torch.as_tensor(counts), x.device).cumsum(0, dtype=torch.int32),
-        )
+        ends = to_device(torch.as_tensor(counts), x.device).cumsum(0, dtype=torch.int32)
+        y = KernelExperts.apply(x, ends, *inputs)  # type: ignore[no-untyped-call]
     else:
-        function, counts = _Experts, counts.tolist() if isinstance(counts, Tensor) else counts
-    if deferred is None or not all(w.requires_grad and w.is_leaf for w in weights):
-        return function.apply(x, counts, None, None, *weights)
-    # Autograd must not see a parameter whose gradient comes later, or it would run the parameter's hooks now.
-    anchor = None if x.requires_grad else deferred.anchor
-    return function.apply(x, counts, (deferred, weights), anchor, *(w.detach() for w in weights))
+        rows = counts.tolist() if isinstance(counts, Tensor) else counts
+        y = _Experts.apply(x, rows, *inputs)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, counts, deferred_to, anchor, gate, up, down):
+    def forward(
+        ctx: Any, x: Tensor, counts: Sequence[int], deferred_to: DeferredTo | None, anchor: Tensor | None,
+        gate: Tensor, up: Tensor, down: Tensor,
+    ) -> Tensor:  # fmt: skip
         g, u = (x.new_empty(x.shape[0], gate.shape[1]) for _ in range(2))
         y = torch.empty_like(x)
         for e, rows in _expert_slices(counts):
@@ -68,11 +74,11 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, g, u, gate, up, down = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         needed = ctx.needs_input_grad[4:]
-        dweights = [torch.empty_like(w) for w in (gate, up, down)] if any(needed) else None
+        dweights = [torch.empty_like(w) for w in (gate, up, down)] if any(needed) else []
         saved_per_expert = []
         # Finish one expert before the next: its rows are still in the cache.
         for e, rows in _expert_slices(ctx.counts):
@@ -84,7 +90,7 @@ class _Experts(torch.autograd.Function):
             piece = x[rows], g[rows], u[rows], dg, du, dy[rows]
             if ctx.deferred_to is not None:
                 saved_per_expert.append(piece)
-            elif dweights is not None:
+            elif dweights:
                 _weight_products(*piece, *(dw[e] for dw in dweights))
         if ctx.deferred_to is not None:
             queue, weights = ctx.deferred_to
@@ -92,7 +98,17 @@ class _Experts(torch.autograd.Function):
         return dx, None, None, None, *(dweights[i] if n else None for i, n in enumerate(needed))
 
 
-def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
+def _weight_products(
+    x: Tensor,
+    g: Tensor,
+    u: Tensor,
+    dg: Tensor,
+    du: Tensor,
+    dy: Tensor,
+    dgate: Tensor,
+    dup: Tensor,
+    ddown: Tensor,
+) -> None:
     """Write one expert's weight gradients into dgate, dup and ddown."""
     torch.mm(dg.t(), x, out=dgate)
     torch.mm(du.t(), x, out=dup)
@@ -100,10 +116,13 @@ def _weight_products(x, g, u, dg, du, dy, dgate, dup, ddown) -> None:
 
 
 @torch.no_grad()
-def _add_later(weights, shapes, saved_per_expert) -> None:
+def _add_later(
+    weights: Sequence[Tensor], shapes: Sequence[torch.Size], saved_per_expert: Sequence[tuple[Tensor, ...]]
+) -> None:
     """Add the deferred gradients, in the dtype of the rows.
 
-    FSDP may have resharded the weights by now, and holds their shards in a wider dtype: `shapes` are those that were used.
+    FSDP may have resharded the weights by now, and holds their shards in a wider dtype. So `shapes` are the weights' shapes
+    in the forward.
     """
     x = saved_per_expert[0][0]
     dweights = [x.new_empty(shape) for shape in shapes]
@@ -122,12 +141,19 @@ def _expert_slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
 
 
 class Experts(nn.Module):
-    """A module around `grouped_swiglu`, with weights gate, up [E, F, D] and down [E, D, F], filled by `initialize`."""
+    """A module around `grouped_swiglu`, with weights gate, up [E, F, D] and down [E, D, F]; `initialize` fills them."""
 
     deferred: WeightGradients | None = None
-    has_expert_parameters = True  # read by `place_whole`, which marks these as expert parameters
+    has_expert_parameters = True  # `place_whole` then marks these parameters as expert parameters
 
-    def __init__(self, num_experts: int, dim: int, hidden_dim: int, device=None, dtype=None):
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        hidden_dim: int,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
         empty = partial(torch.empty, device=device, dtype=dtype)
         self.gate = nn.Parameter(empty(num_experts, hidden_dim, dim))

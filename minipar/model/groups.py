@@ -1,7 +1,7 @@
 """Routing groups: consecutive positions of one sequence that share the experts' capacity.
 
-A group is a property of the model, never of the rank that computes it. If a group were "the tokens on this rank", as in
-many implementations, another number of ranks would drop other tokens, and the model would be another one.
+Which tokens form a group depends on the model, never on the ranks. If a group were "the tokens on this rank", as in many
+implementations, a different number of ranks would drop different tokens, and so be a different model.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.model.moe_config import cut_group
-from minipar.model.value_check import holds
+from minipar.config.moe_config import cut_group
+from minipar.model.value_check import assert_async
 
 
 class RoutingGroups(NamedTuple):
@@ -43,23 +43,24 @@ class RoutingGroups(NamedTuple):
         x = x.reshape(self.batch, self.per_sequence * self.size, *x.shape[2:])
         return x[:, : self.tokens].flatten(0, 1)
 
-    def real(self, device=None) -> Tensor:
+    def real(self, device: torch.device | None = None) -> Tensor:
         """Return the mask of tokens, [number, size]: False for padding."""
         return self.split(torch.ones(self.batch, self.tokens, 1, dtype=torch.bool, device=device))[..., 0]
 
-    def of_tokens(self, device=None) -> Tensor:
-        """Return the number of each token's group, [batch * tokens]."""
+    def of_tokens(self, device: torch.device | None = None) -> Tensor:
+        """Return the index of each token's group, [batch * tokens]."""
         numbers = torch.arange(self.number, device=device)
         return self.join(numbers[:, None, None].expand(-1, self.size, 1))[:, 0]
 
 
 def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
-    """Raise ValueError unless the tokens at these positions form whole groups, none of them cut by a layout.
+    """Raise ValueError unless the tokens at these positions form whole groups: the layout must not cut a group.
 
-    positions  [T] or [B, T]    group_tokens  None for a whole sequence
+    positions     [T] or [B, T]
+    group_tokens  the size of a group; None: a group is a whole sequence
 
-    A group must begin at a multiple of its size and continue with consecutive positions. For a group cut in two, the
-    rank that has its second part raises.
+    A group must begin at a multiple of its size and continue with consecutive positions. Where a group is cut in two, the
+    rank that has the second part raises.
     """
     length = positions.shape[-1]
     size = group_tokens or max(1, length)
@@ -67,7 +68,7 @@ def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
     starts = positions[..., place // size * size]
     is_aligned = starts % size == 0 if group_tokens is not None else starts == 0
     whole = ((positions - starts == place % size) & is_aligned).all()
-    if holds(whole, f"these positions cut a routing group of group_tokens={group_tokens} in two"):
+    if assert_async(whole, f"these positions cut a routing group of group_tokens={group_tokens} in two"):
         return
     row = positions.reshape(-1, positions.shape[-1])[0].tolist()
     raise ValueError(cut_group(row, group_tokens))

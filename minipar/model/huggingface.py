@@ -1,7 +1,7 @@
-"""Hugging Face's Llama: its configuration and its weights, by this model's names.
+"""Hugging Face's Llama: its configuration, and its weights under this model's parameter names.
 
-The model and each of its parameters are Llama's, so weights are only renamed. What the model cannot represent is refused:
-another activation, other head sizes, scaled rotary embeddings, biases, quantised weights.
+This model has Llama's architecture, parameter for parameter, so loading only renames the weights. Checkpoints that it
+cannot represent are refused: another activation, other head sizes, scaled rotary embeddings, biases, quantised weights.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
 
-from minipar.errors import one_of
-from minipar.model.llama_config import read_config, read_json
-from minipar.model.model_config import ModelConfig
+from minipar.config.llama_config import read_config, read_json
+from minipar.config.model_config import ModelConfig
 from minipar.model.transformer import Transformer
+from minipar.support.errors import one_of
 
 NAMES = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -32,35 +33,36 @@ NAMES = {
     "layers.{}.mlp.up.weight": "model.layers.{}.mlp.up_proj.weight",
     "layers.{}.mlp.down.weight": "model.layers.{}.mlp.down_proj.weight",
 }
-INDEX = "model.safetensors.index.json"  # of weights in several files
-NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: the wavelengths, which the configuration determines
+INDEX = "model.safetensors.index.json"  # maps weights to files, where there are several
+NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: rotary wavelengths, which the configuration determines
 
 
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
-    """Return the configuration of the Llama in `folder`, and its weights by this model's parameter names.
+    """Return the configuration of the Llama in `folder`, and its weights under this model's parameter names.
 
         config, weights = from_huggingface("Llama-3.2-1B")
         model = Transformer(config, dtype=torch.bfloat16)
         model.load_state_dict(weights)
 
-    Reads config.json, and the names in model.safetensors or in the files of its index; a weight is read when asked for.
-    Raises ValueError, naming file and field, where a file is missing or holds what this model cannot represent.
+    Reads config.json, and the weights' names in model.safetensors or in the files that the index lists. A weight itself
+    is read when it is asked for.
+    Raises ValueError, naming file and field, where a file is missing or holds something that this model cannot represent.
     """
     folder = Path(folder)
     config = read_config(folder / "config.json")
     return config, LlamaWeights(folder, config)
 
 
-class LlamaWeights(Mapping):
-    """The weights in a folder, whole, by this model's parameter names; each is read from its file when asked for.
+class LlamaWeights(Mapping[str, Tensor]):
+    """The unsharded weights in a folder, under this model's parameter names; each is read from its file when asked for.
 
     `weights[name]` reads one tensor, `weights.slice(name)[rows, columns]` a part of it.
-    Raises ValueError where names or shapes are not those of a Llama of this configuration.
+    Raises ValueError if names or shapes are not those of a Llama of this configuration.
     """
 
     def __init__(self, folder: Path, config: ModelConfig):
         files = _open_files(folder)
-        self._slices = {}
+        self._slices: dict[str, Any] = {}  # safetensors has no public name for their type
         for path, file in files.items():
             for theirs in file.keys():  # noqa: SIM118 (a file is not a dict)
                 if not theirs.endswith(NOT_WEIGHTS):
@@ -69,12 +71,13 @@ class LlamaWeights(Mapping):
             self._slices.pop("head.weight", None)  # some files repeat the embedding
         _check_shapes(folder, config, {name: tuple(s.get_shape()) for name, s in self._slices.items()})
 
-    def slice(self, name: str):
-        """Return the weight unread: indexing it reads that part."""
+    def slice(self, name: str) -> Any:
+        """Return the weight without reading it: indexing the result reads the part asked for."""
         return self._slices[name]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._slices[name][:]
+        weight: Tensor = self._slices[name][:]
+        return weight
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._slices)
@@ -84,12 +87,12 @@ class LlamaWeights(Mapping):
 
 
 def huggingface_name(name: str) -> str:
-    """Return Hugging Face's name of a parameter. Raises ValueError for one that a Llama does not have."""
+    """Return Hugging Face's name of a parameter. Raises ValueError for a parameter that a Llama does not have."""
     return _renamed(name, NAMES, "a Llama")
 
 
 def canonical_name(theirs: str, path: Path) -> str:
-    """Return our name of a weight of theirs. Raises ValueError for one that this model does not have."""
+    """Return our name for Hugging Face's weight `theirs`. Raises ValueError for a weight that this model does not have."""
     return _renamed(theirs, {theirs: ours for ours, theirs in NAMES.items()}, f"the model for {path}")
 
 
@@ -101,7 +104,7 @@ def _renamed(name: str, names: dict[str, str], whose: str) -> str:
     return names[pattern].format(layer.group(1)) if layer else names[pattern]
 
 
-def _open_files(folder: Path) -> dict[Path, safe_open]:
+def _open_files(folder: Path) -> dict[Path, Any]:  # safe_open's methods are untyped
     names = ["model.safetensors"]
     if (folder / INDEX).exists():
         names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))

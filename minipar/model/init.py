@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minipar.model.model_config import ModelConfig
+from minipar.config.model_config import ModelConfig
 
 
 def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
@@ -16,11 +16,11 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
 
     norm weights           1
     biases                 0
-    o and down             normal, deviation 0.02 / sqrt(2 num_layers): 2 num_layers of them add up in the
-                           residual stream (GPT-2, section 2.3)
-    everything else        normal, deviation 0.02
+    o and down             normal, standard deviation 0.02 / sqrt(2 num_layers), because the outputs of 2 num_layers such
+                           matrices add up in the residual stream (GPT-2, section 2.3)
+    everything else        normal, standard deviation 0.02
 
-    A rank that owns a shard makes the full weight and cuts its shard out. Other dtypes are cast from these numbers.
+    A rank that owns a shard makes the full weight and cuts its shard out. Weights of other dtypes are cast from float32.
     """
     if name.endswith("norm.weight"):
         return torch.ones(shape)
@@ -30,7 +30,7 @@ def initial_weight(name: str, shape: tuple[int, ...], config: ModelConfig, seed:
     if name.endswith((".o.weight", ".down.weight", ".experts.down")):
         deviation /= math.sqrt(2 * config.num_layers)
     generator = torch.Generator().manual_seed(_seed_of_name(seed, name))
-    return torch.randn(shape, generator=generator) * deviation
+    return torch.randn(shape, generator=generator).mul_(deviation)  # in place: no second whole weight
 
 
 def _seed_of_name(seed: int, name: str) -> int:
@@ -41,7 +41,7 @@ def _seed_of_name(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = "") -> None:
-    """Fill the parameters of a model, of a stage or, given its canonical prefix, of a submodule.
+    """Fill the parameters of a model, of a stage, or of a submodule whose canonical names begin with `prefix`.
 
         for i, block in model.layers.items():
             initialize(block.to_empty(device="cpu"), config, seed, prefix=f"layers.{i}.")
@@ -59,7 +59,7 @@ def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = 
 
 
 def materialise(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter on the meta device a value, keeping its attributes: assigning `.data` would be refused."""
+    """Give a parameter on the meta device a value, and keep its attributes; torch refuses an assignment to its `.data`."""
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)

@@ -1,7 +1,7 @@
 """Merge attention computed over separate parts of the keys, by the log-sum-exps of their scores.
 
-Let s be the scores of one query. A softmax over a part of the keys differs from the full one by a factor only, which the
-log-sum-exp of that part's scores determines:
+Let s be the scores of one query. A softmax over a part of the keys differs from the softmax over all keys only by a
+factor, which the log-sum-exp of the part's scores determines:
 
     part p      lse_p = log sum_{j in p} exp s_j        out_p = sum_{j in p} exp(s_j - lse_p) v_j
     together    lse = log(exp lse_a + exp lse_b)        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
@@ -25,7 +25,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
     The part's weight, exp(part_lse) / (exp(lse) + exp(part_lse)), is sigmoid(part_lse - lse).
     """
-    weight = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # -inf - (-inf) is nan: no key in either part
+    weight = torch.sigmoid(part_lse - lse)
+    weight.masked_fill_(part_lse == -torch.inf, 0.0)  # no key in the part; -inf - (-inf) would be nan
     out.lerp_(part_out.to(out.dtype), weight[..., None])
     lse.copy_(torch.logaddexp(lse, part_lse))
 

@@ -5,8 +5,8 @@ Every mask used here follows one rule: a query sees the keys whose index in the 
     low <= index of the key < high       low   0, or the start of the query's document
                                          high  the query's index + 1 if causal; never beyond the sequence's end
 
-so a mask costs two numbers per query, and their minimum and maximum over a block of queries tell whether a tile is entirely
-hidden or entirely visible.
+so a mask costs two numbers per query. The minimum and maximum of low and high over a block of queries tell whether a tile
+is wholly hidden or wholly visible.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TokenRun(NamedTuple):
     step: int = 1
 
     def before(self, end: int) -> TokenRun:
-        """Return the run of those tokens whose index is below `end`."""
+        """Return the run of this run's tokens that have an index below `end`."""
         return self._replace(length=max(0, min(self.length, -(-(end - self.start) // self.step))))
 
 
 class ScoreRegion(NamedTuple):
-    """A region of the score matrix: a fully visible rectangle, or a square whose lower triangle alone is visible."""
+    """A region of the score matrix: a fully visible rectangle, or a square of which only the lower triangle is visible."""
 
     rows: slice
     cols: slice
@@ -44,8 +44,8 @@ class Mask:
     """The keys that each query sees, where `queries` and `keys` are runs of one sequence.
 
     causal     a query sees no later token
-    positions  None, or each query's position in its document, [T] or [B, T]: the query sees only its own document,
-               which starts at the query's index minus its position
+    positions  None, or each query's position in its document, [T] or [B, T]. A query sees only its own document, which
+               starts at the query's index minus its position
     end        None, or the sequence's length: tokens from there on are padding, which no query sees
 
     Raises ValueError for positions without causal: positions do not tell where a document ends.
@@ -57,7 +57,7 @@ class Mask:
     positions: Tensor | None = None
     end: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.positions is not None and not self.causal:
             raise ValueError("positions of documents are given with causal=False; use causal=True")
 
@@ -82,9 +82,9 @@ class Mask:
         return _hidden(low, high, indices(self.keys))
 
     def tiles(self, side: int) -> Iterator[tuple[slice, list[tuple[slice, Tensor | None]]]]:
-        """Yield, for each tile of `side` queries, those tiles of `side` keys in which something is visible.
+        """Yield each tile of `side` queries with the tiles of `side` keys in which at least one score is visible.
 
-        Each tile of keys comes with its dense mask, [rows, cols] or [B, 1, rows, cols], or None where nothing is hidden.
+        Each tile of keys comes with its dense mask, [rows, cols] or [B, 1, rows, cols], or None if nothing is hidden.
         """
         (low, high), keys = self.bounds(), indices(self.keys)
         cols = [(part, int(keys[part].min()), int(keys[part].max())) for part in _slices(len(keys), side)]
@@ -101,7 +101,7 @@ class Mask:
             yield rows, found
 
     def regions(self) -> Iterator[ScoreRegion]:
-        """Yield everything visible as rectangles and triangles, which a kernel can compute without a mask.
+        """Yield the visible scores as rectangles and triangles, which a kernel can compute without a dense mask.
 
         Raises ValueError for documents, and for causal runs of different steps.
         """
@@ -149,7 +149,7 @@ def _shift(part: slice, by: int) -> slice:
 
 
 def _regions(query: TokenRun, key: TokenRun, causal: bool) -> Iterator[ScoreRegion]:
-    """Split a pair of runs, in which query i sees key j where j <= i + offset, into at most three regions."""
+    """Split a pair of runs into at most three regions; with `causal`, query i sees key j where j <= i + offset."""
     n, m = query.length, key.length
     if causal and query.step != key.step:
         raise ValueError(
@@ -157,7 +157,7 @@ def _regions(query: TokenRun, key: TokenRun, causal: bool) -> Iterator[ScoreRegi
         )
     offset = (query.start - key.start) // query.step if causal else m
     first = max(0, -offset)  # queries before this one see nothing
-    full = min(m, max(0, offset))  # keys that every other query sees
+    full = min(m, max(0, offset))  # keys that every query from `first` on sees
     corner = max(0, min(n - first, m - full))
     if first < n and full:
         yield ScoreRegion(slice(first, n), slice(0, full), False)

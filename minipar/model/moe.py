@@ -1,36 +1,38 @@
 """A mixture of experts: many MLPs, of which each token uses a few.
 
-`simple/moe.py`, plus top-k, other routers, shared experts, padded buffers, metrics; all experts on one rank, unless
-`expert_parallel` shards them.
+Adds top-k, other routers, shared experts, padded buffers and metrics to `simple/moe.py`. All experts are on one rank,
+unless `expert_parallel` shards them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
-from minipar.errors import require_positive
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.config.moe_config import MoEConfig
 from minipar.model.aux_loss import MoEMetrics, balance_losses, z_losses
 from minipar.model.grouped_mlp import Experts
 from minipar.model.groups import RoutingGroups
 from minipar.model.init import initialize
 from minipar.model.mlp import SwiGLU
-from minipar.model.model_config import ModelConfig
-from minipar.model.moe_config import MoEConfig
-from minipar.model.overrides import MoEOverrides
+from minipar.model.overrides import Dispatched, MoEOverrides
 from minipar.model.permute import LocalDispatch, PermutePlan, RowPerChoice, plan_kept_rows, plan_padded_rows
 from minipar.model.router import Router, choose_experts, expert_choice, position_in_expert
+from minipar.support.errors import require_positive
 
 
 class Routing(NamedTuple):
     """The routing of M tokens, k choices each, in N groups.
 
-    expert, place, kept, weight  [M, k]   where `kept` is False, the others have no meaning
-    load, kept_load              [N, E]   choices per group and expert, and those within the capacity
+    expert, place, kept, weight  [M, k]   where `kept` is False, the other three have no meaning
+    load, kept_load              [N, E]   choices per group and expert: all of them, and only those within the capacity
     """
 
     expert: Tensor
@@ -42,25 +44,28 @@ class Routing(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Experts in place of an MLP: y_t = sum over token t's kept choices of weight * expert(x_t), + shared(x_t).
+    """Experts in place of an MLP: y_t = shared(x_t) + sum over token t's kept choices of weight * expert(x_t).
 
     x, y        [B, T, D] or [T, D]
-    indices     [T] or [B, T]  each token's index in its sample; with sample_ids [B] and step, as in `Transformer`, they
-                key the jitter and the noise
-    hidden_dim  each expert's width; options are `MoEConfig`'s
-    num_groups  None or, where calls get parts of a batch, the whole batch's number of routing groups: auxiliary losses are
-                means over these, so that the parts' losses sum to the whole batch's
+    indices     [T] or [B, T]  each token's index in its sample; with sample_ids [B] and step, as in `Transformer`, it
+                keys the jitter and the noise
+    hidden_dim  each expert's width; `options` are fields of `MoEConfig`
+    num_groups  None or, if each call gets only a part of a batch, the number of routing groups in the whole batch.
+                Auxiliary losses are means over that number, so that the losses of the parts sum to the whole batch's loss
 
     A choice beyond its expert's capacity is dropped. For a token whose choices are all dropped, y is 0 (or the shared
     expert's output), and only the residual stream passes it on. With capacity_factor=None nothing is dropped.
 
-    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Block` does it by `attach_aux_loss`.
-    Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and the shared expert's.
+    Returns (y, metrics). The losses in `metrics` can be added to the loss; `Block` does that by `attach_aux_loss`.
+    Parameters are router.weight [E, D], experts.{gate,up} [E, F, D], experts.down [E, D, F], and those of the shared
+    expert.
 
     Costs 6 k D F flops per token forward, whatever E is; only used rows are computed, unless `pad_to_capacity` is set.
-    Raises ValueError for invalid options, or where a router's logit is not finite.
+    Raises ValueError for invalid options, or if a router's logit is not finite.
     Source: Switch Transformers, arXiv:2101.03961; GShard, arXiv:2006.16668; ST-MoE, arXiv:2202.08906.
     """
+
+    balance_bias: Tensor | None
 
     def __init__(
         self,
@@ -72,9 +77,9 @@ class MoE(nn.Module):
         *,
         layer: int = 0,
         seed: int = 0,
-        device=None,
-        dtype=None,
-        **options,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ):
         super().__init__()
         require_positive(num_experts=num_experts)
@@ -85,15 +90,14 @@ class MoE(nn.Module):
         self.num_groups: int | None = None
         self.loss_scale = 1.0
         self.metrics: MoEMetrics | None = None
-        factory = {"device": device, "dtype": dtype}
-        noisy = self.options.router == "noisy_top_k"
-        self.router = Router(dim, num_experts, self.options.jitter, noisy, layer, seed, **factory)
-        self.experts = Experts(num_experts, dim, hidden_dim, **factory)
-        self.shared = SwiGLU(dim, self.options.shared_dim, **factory) if self.options.shared_dim else None
+        noisy, shared_dim = self.options.router == "noisy_top_k", self.options.shared_dim
+        self.router = Router(dim, num_experts, self.options.jitter, noisy, layer, seed, device, dtype)
+        self.experts = Experts(num_experts, dim, hidden_dim, device, dtype)
+        self.shared = SwiGLU(dim, shared_dim, device, dtype) if shared_dim else None
         self.register_buffer(
             "balance_bias", torch.zeros(num_experts, device=device) if self.options.balance_bias else None
         )
-        self.load_since_update: Tensor | int = 0  # since the last `update_balance_bias`
+        self.load_since_update: Tensor | int = 0  # choices per expert since the last `update_balance_bias`
         if not self.router.weight.is_meta:
             initialize(self, ModelConfig(num_layers=1), seed)
 
@@ -123,7 +127,7 @@ class MoE(nn.Module):
         return y, self._make_metrics(logits, routing, groups)
 
     def _copy_input(self, x: Tensor) -> Tensor:
-        """Hook on the experts' input and on their outputs' weights: tensor parallelism puts the copy operator here."""
+        """Apply the override `copy_input`, by which tensor parallelism inserts its copy operator."""
         return x if self.overrides.copy_input is None else self.overrides.copy_input(x)
 
     def route(self, logits: Tensor, groups: RoutingGroups, draw: Tensor | None = None) -> Routing:
@@ -142,16 +146,18 @@ class MoE(nn.Module):
         load, kept_load = (
             F.one_hot(e.flatten(1), E + 1).sum(1)[:, :E] for e in (expert, expert.masked_fill(~kept, E))
         )
-        return Routing(*(groups.join(t) for t in (expert, place, kept, weight)), load, kept_load)
+        expert, place, kept, weight = (groups.join(t) for t in (expert, place, kept, weight))
+        return Routing(expert, place, kept, weight, load, kept_load)
 
     def _apply_experts(self, x: Tensor, routing: Routing, groups: RoutingGroups) -> Tensor:
-        """[M, D] -> [M, D]"""
+        """Apply the kept experts to the tokens, and sum their outputs: [M, D] -> [M, D]."""
         plan, weight = self._plan(routing, groups), self._copy_input(routing.weight)
+        dispatched: Dispatched
         if self.overrides.dispatch_tokens is not None:
             dispatched = self.overrides.dispatch_tokens(x, weight, plan)
         else:
             dispatched = RowPerChoice(x, weight, plan, self.overrides.dispatch or LocalDispatch)
-        shared = None if self.shared is None else self.shared(x)  # while the rows are being sent
+        shared = None if self.shared is None else self.shared(x)  # computed while the rows are being sent
         y = dispatched.through(self.experts)
         return y if shared is None else y + shared
 
@@ -168,7 +174,7 @@ class MoE(nn.Module):
         probs = logits.softmax(-1)
         num_groups = max(1, groups.number if self.num_groups is None else self.num_groups)
         balance = logits.new_zeros(())
-        if options.router != "expert_choice":  # there, loads are even by construction
+        if options.router != "expert_choice":  # under expert choice, loads are even by construction
             sums = groups.split(probs).sum(1)
             balance = balance_losses(routing.load, sums, real.sum(1), options.balance_coef).sum() / num_groups
         z = z_losses(groups.split(logits), real, options.z_coef).sum() / num_groups
@@ -196,7 +202,7 @@ def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
 
 
 def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float = 1.0) -> None:
-    """Set every mixture's number of routing groups in the whole batch (`config.num_groups(batch, seq_len)`).
+    """Tell every mixture the number of routing groups in the whole batch (`config.num_groups(batch, seq_len)`).
 
     Required where the model is called on parts of a batch (microbatches, or this rank's samples): an auxiliary loss is
     the mean over all groups of the batch. `loss_scale` is the factor that multiplies the loss before its backward, if any.
@@ -214,8 +220,8 @@ def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
 
 
 @torch.no_grad()
-def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm=None) -> None:
-    """Raise the bias of experts with less than the mean load since the last update, and lower that of the others.
+def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm: Comm | None = None) -> None:
+    """Raise the bias of each expert whose load since the last update is below the mean, and lower it for the others.
 
     bias_e += rate * sign(mean load - load_e), over the tokens of all ranks of `comm`. Loads are integers, so every
     layout gives the same biases. Call it after each optimizer step.

@@ -1,17 +1,19 @@
-"""Copy tokens to their experts' rows and combine the results: two index maps, by which every step is a gather.
+"""Copy tokens to their experts' rows and combine the results: two index maps make every step a gather.
 
-A choice is one (token, expert) pair; token t's j-th choice is number t * k + j. A plan maps each row to its choice,
-and each choice to its row. With both maps, forward and backward read rows in any order but write them in sequence, so no
-two writes go to the same row.
+A choice is one (token, expert) pair; token t's j-th choice has the number t * k + j. A plan maps each row to its choice,
+and each choice to its row. With both maps, forward and backward may read rows in any order but write them in sequence, so
+no two writes go to the same row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from minipar.model.overrides import Dispatched, ExpertFunction
 
 
 class PermutePlan(NamedTuple):
@@ -57,7 +59,8 @@ def plan_padded_rows(
     row = ((expert * num_groups + group[:, None]) * capacity + place).masked_fill(~kept, -1)
     rows_each = num_groups * capacity
     choice = torch.full((num_experts * rows_each + 1,), -1, device=row.device)
-    choice[row.flatten()] = torch.arange(row.numel(), device=row.device)  # row -1, the last one, is nobody's
+    # Row -1 is the extra last row, which is cut off below.
+    choice[row.flatten()] = torch.arange(row.numel(), device=row.device)
     return PermutePlan(choice[:-1], row, torch.full((num_experts,), rows_each, device=row.device))
 
 
@@ -66,9 +69,10 @@ def permute_rows(x: Tensor, plan: PermutePlan) -> Tensor:
 
     x  [M, D]    rows  [R, D]
 
-    backward   dx_t = sum over its choices of drows     [M, D]
+    backward   dx_t = sum of drows over the rows of t's choices     [M, D]
     """
-    return _PermuteRows.apply(x, plan)
+    rows: Tensor = _PermuteRows.apply(x, plan)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def combine(out: Tensor, weight: Tensor, plan: PermutePlan) -> Tensor:
@@ -79,37 +83,41 @@ def combine(out: Tensor, weight: Tensor, plan: PermutePlan) -> Tensor:
     backward   dout_r = weight_tj dy_t           [R, D]
                dweight_tj = <dy_t, out_row>      [M, k]
     """
-    return _Combine.apply(out, weight.to(out.dtype), plan)
+    y: Tensor = _Combine.apply(out, weight.to(out.dtype), plan)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _PermuteRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, plan):
+    def forward(ctx: Any, x: Tensor, plan: PermutePlan) -> Tensor:
         ctx.plan = plan
         return _gather_or_zero(x, _token_of_row(plan))
 
     @staticmethod
-    def backward(ctx, drows):
-        return sum(_gather_or_zero(drows, row) for row in ctx.plan.row.unbind(1)), None
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None]:
+        return _sum([_gather_or_zero(drows, row) for row in ctx.plan.row.unbind(1)]), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, weight, plan):
+    def forward(ctx: Any, out: Tensor, weight: Tensor, plan: PermutePlan) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(out, weight)
-        return sum(
-            _gather_or_zero(out, row) * w[:, None] for row, w in zip(plan.row.unbind(1), weight.unbind(1))
-        )
+        of_choices = zip(plan.row.unbind(1), weight.unbind(1))
+        return _sum([_gather_or_zero(out, row) * w[:, None] for row, w in of_choices])
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (out, weight), plan = ctx.saved_tensors, ctx.plan
         dout = _gather_or_zero(dy, _token_of_row(plan)) * _gather_or_zero(weight.reshape(-1, 1), plan.choice)
         if not ctx.needs_input_grad[1]:
             return dout, None, None
         dweight = [(dy * _gather_or_zero(out, row)).sum(1) for row in plan.row.unbind(1)]
         return dout, torch.stack(dweight, 1), None
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return sum(terms[1:], terms[0])
 
 
 def _token_of_row(plan: PermutePlan) -> Tensor:
@@ -120,13 +128,13 @@ def _token_of_row(plan: PermutePlan) -> Tensor:
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], 0 where the index is -1."""
     missing = index < 0
-    if not missing.is_cuda and not missing.any():  # on a GPU, to know would take longer than to mask
+    if not missing.is_cuda and not missing.any():  # on a GPU, waiting for any() takes longer than masking
         return x.index_select(0, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)
 
 
 class LocalDispatch(NamedTuple):
-    """The dispatch of rows where all experts are on this rank: no communication.
+    """Rows dispatched to experts that are all on this rank: no communication.
 
     rows    [R, D], sorted by expert
     counts  [E] rows per expert
@@ -135,21 +143,29 @@ class LocalDispatch(NamedTuple):
     rows: Tensor
     counts: Tensor
 
-    def through(self, experts: Callable) -> Tensor:
-        """Return what `experts` make of the rows, [R, D]."""
+    def through(self, experts: ExpertFunction) -> Tensor:
+        """Return the experts' outputs, [R, D]."""
         return experts(self.rows, self.counts)
 
 
 class RowPerChoice:
-    """The dispatch of tokens as one row for each kept choice, which `dispatch` brings to its expert.
+    """Tokens sent to their experts, one row for each choice that was kept.
 
-    x  [M, D]    weight  [M, k]    dispatch  (rows, counts) -> an object like `LocalDispatch`
+    x         [M, D]  the tokens
+    weight    [M, k]  the weight of each choice
+    dispatch  sends rows to their experts: (rows, counts per expert) -> the dispatched rows, such as a `LocalDispatch`
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, plan: PermutePlan, dispatch: Callable = LocalDispatch):
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        plan: PermutePlan,
+        dispatch: Callable[[Tensor, Tensor], Dispatched] = LocalDispatch,
+    ):
         self.weight, self.plan = weight, plan
         self.dispatched = dispatch(permute_rows(x, plan), plan.counts)
 
-    def through(self, experts: Callable) -> Tensor:
-        """Return the weighted sum of what `experts` make of each token, [M, D]."""
+    def through(self, experts: ExpertFunction) -> Tensor:
+        """Return the weighted sum of each token's expert outputs, [M, D]."""
         return combine(self.dispatched.through(experts), self.weight, self.plan)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from torch import Tensor
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines by which `rotate` rotates the tokens at `positions`.
 
-    positions  [T] or [B, T]             global, in any order: each entry's angles depend on that entry alone
+    positions  [T] or [B, T]             global, in any order: a token's angles depend only on its own position
     cos, sin   [T, 1, head_dim/2] or [B, T, 1, head_dim/2], in `dtype`
 
     angle of pair i at position t = t * theta^(-2i / head_dim), in float32 whatever `dtype` is, as in Hugging
@@ -21,15 +23,15 @@ def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype)
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation whose backward is the inverse rotation; autograd would save and traverse six intermediates."""
+    """A rotation. Its backward is the inverse rotation and saves no intermediates, where autograd would save six."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return _rotate(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return _rotate(dy, cos, -sin), None, None
 
@@ -40,7 +42,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate feature pairs (i, i + head_dim/2) of every head by their token's angles.
+    """Rotate feature pairs (i, i + head_dim/2) of every head by the token's angles.
 
     x, y  [B, T, heads, head_dim]    cos, sin from `rotation`
 
@@ -50,4 +52,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Source: RoFormer, arXiv:2104.09864, section 3.4.2, in the half-split order of Hugging Face's Llama.
     """
-    return _Rotate.apply(x, cos, sin)
+    y: Tensor = _Rotate.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+    return y

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from minipar.config.model_config import ModelConfig
 from minipar.model.cache import caching
-from minipar.model.model_config import ModelConfig
+from minipar.model.transformer import Transformer
 from minipar.model.vocabulary import check_vocabulary
+
+Prompt = Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt_tokens, num_tokens: int, temperature: float = 0.0, seed: int = 0
+    model: Transformer, prompt_tokens: Prompt, num_tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> Tensor:
-    """Continue a prompt by `num_tokens` tokens, each chosen from the model's logits for the tokens before it.
+    """Continue a prompt by `num_tokens` tokens, each chosen by the model's logits given the tokens before it.
 
     prompt_tokens  [T] or [B, T] int64, T >= 1
     returns        [T + num_tokens] or [B, T + num_tokens]
 
-    temperature 0 takes the likeliest token; above it, tokens are drawn from softmax(logits / temperature) by a
+    temperature 0 takes the most likely token; above 0, tokens are drawn from softmax(logits / temperature) by a
     generator seeded with `seed`. The model sees the last max_seq_len tokens. It reads the prompt once and then one
-    token at a time, with cached keys and values; see `cache.py` for the cases in which it reads the text anew.
+    token at a time, with cached keys and values; see `cache.py` for the cases in which it reads the whole text again.
     Raises ValueError on an empty prompt, a token outside the vocabulary, or a negative num_tokens or temperature.
     """
     batch = checked_prompt(model.config, prompt_tokens, num_tokens, temperature)
     generator = torch.Generator().manual_seed(seed)
-    next_token = lambda tokens: choose(model(tokens)[:, -1], temperature, generator)  # noqa: E731
-    text = continue_text(model, torch.atleast_2d(batch), num_tokens, next_token)
-    return text[0] if batch.dim() == 1 else text
+
+    def next_token(tokens: Tensor) -> Tensor:
+        return choose(model(tokens)[:, -1], temperature, generator)
+
+    if batch.dim() == 1:
+        return continue_text(model, batch[None], num_tokens, next_token)[0]
+    return continue_text(model, batch, num_tokens, next_token)
 
 
 def continue_text(
@@ -38,7 +45,7 @@ def continue_text(
 ) -> Tensor:
     """Append `num_tokens` tokens to [B, T], each by calling `next_token` on the tokens that `model` has not read yet.
 
-    next_token  [B, new] -> [B, 1]    runs the model, or this stage of it, on them
+    next_token  [B, new] -> [B, 1]    runs the model, or this stage of it, on the new tokens
     """
     batch = batch.to(next(model.parameters()).device)
     was_training = model.training
@@ -60,8 +67,8 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     return torch.multinomial(odds, 1, generator=generator).to(logits.device)
 
 
-def checked_prompt(config: ModelConfig, prompt_tokens, num_tokens: int, temperature: float) -> Tensor:
-    """Return the prompt as int64 tokens. Raises ValueError where a model of this config cannot continue it."""
+def checked_prompt(config: ModelConfig, prompt_tokens: Prompt, num_tokens: int, temperature: float) -> Tensor:
+    """Return the prompt as int64 tokens. Raises ValueError if a model of this config cannot continue it."""
     tokens = torch.as_tensor(prompt_tokens, dtype=torch.int64)
     if tokens.dim() not in (1, 2) or tokens.numel() == 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The whole model, or a pipeline stage of it: some of the layers, with or without the embedding and the head."""
+"""The whole model, or a pipeline stage: some of the layers, with or without the embedding and the head."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
-from minipar.errors import one_of
+from minipar.config.model_config import ModelConfig
 from minipar.model.block import Block, run_blocks
 from minipar.model.deferrable_linear import Linear, TiedHead
 from minipar.model.groups import check_whole_groups
 from minipar.model.init import initialize
-from minipar.model.model_config import ModelConfig
 from minipar.model.norm import RMSNorm
 from minipar.model.overrides import TransformerOverrides
 from minipar.model.vocabulary import check_vocabulary
+from minipar.support.errors import one_of
 
 IGNORE_INDEX = -100  # a target with this value does not count in the loss
 
 
 class Transformer(nn.Module):
-    """A Llama-style language model; with `layers`, `first` and `last`, one stage of it under the same names.
+    """A Llama-style language model or, by `layers`, `first` and `last`, one stage of it with the same parameter names.
 
     first       the stage has the embedding: its input is tokens [B, T] int64; else hidden [B, T, D]
     layers      layer numbers in the whole model, ascending; None: all
@@ -38,11 +39,12 @@ class Transformer(nn.Module):
     Parameters are named `embedding.weight`, `layers.{i}.attention_norm.weight`,
     `layers.{i}.attention.{q,k,v,o}.weight`, `layers.{i}.mlp_norm.weight`, `layers.{i}.mlp.{gate,up,down}.weight`,
     `norm.weight` and `head.weight`; a layer with experts has `mlp.router.weight` and `mlp.experts.{gate,up,down}`
-    [E, ...]. A tied model has no head.weight: its head multiplies by embedding.weight. A tied last stage
-    that is not the first holds a copy of the embedding under the name head.weight, listed in `tied_copies`.
+    [E, ...]. With `kv_latent_dim`, attention has the parameters of `LatentAttention`. A tied model has no head.weight: its
+    head multiplies by embedding.weight. A tied last stage that is not the first holds a copy of the embedding under the
+    name head.weight, listed in `tied_copies`.
 
-    Every stage starts from the same weights as the whole model. On device="meta" no weights are filled.
-    Raises ValueError where shapes do not fit, or tokens or targets are not in the vocabulary.
+    A stage's initial weights are those of the whole model. On device="meta" no weights are filled.
+    Raises ValueError if shapes do not fit, or tokens or targets are not in the vocabulary.
     """
 
     def __init__(
@@ -52,34 +54,34 @@ class Transformer(nn.Module):
         layers: Iterable[int] | None = None,
         first: bool = True,
         last: bool = True,
-        device=None,
-        dtype=None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.config, self.seed, self.first, self.last = config, seed, first, last
         self.overrides = TransformerOverrides()
-        factory = {"device": device, "dtype": dtype}
         if first:
-            self.embedding = nn.utils.skip_init(
-                nn.Embedding,
-                config.vocab_size,
-                config.dim,
-                device=device or torch.get_default_device(),
-                dtype=dtype,
-            )
+            shape, where = (config.vocab_size, config.dim), device or torch.get_default_device()
+            self.embedding = nn.utils.skip_init(nn.Embedding, *shape, device=where, dtype=dtype)
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, i, seed, **factory) for i in _checked_layers(layers, config.num_layers)}
+            {
+                str(i): Block(config, i, seed, device, dtype)
+                for i in _checked_layers(layers, config.num_layers)
+            }
         )
         if last:
-            self.norm = RMSNorm(config.dim, config.norm_eps, **factory)
-            shares = config.tie_embeddings and first
-            self.head = TiedHead() if shares else Linear(config.dim, config.vocab_size, **factory)
+            self.norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
+            self.head: TiedHead | Linear
+            if config.tie_embeddings and first:
+                self.head = TiedHead()
+            else:
+                self.head = Linear(config.dim, config.vocab_size, device=device, dtype=dtype)
         if not any(p.is_meta for p in self.parameters()):
             initialize(self, config, seed)
 
     @property
     def tied_copies(self) -> dict[str, str]:
-        """Parameters held here that are copies of another stage's: own name -> canonical name."""
+        """This stage's copies of another stage's parameters: name here -> canonical name."""
         is_copy = self.last and not self.first and self.config.tie_embeddings
         return {"head.weight": "embedding.weight"} if is_copy else {}
 
@@ -113,12 +115,12 @@ class Transformer(nn.Module):
         """Return the logits or, given targets, the sum of their cross-entropies."""
         return logits if targets is None else cross_entropy_sum(logits, targets)
 
-    def default_positions(self, T: int, device) -> Tensor:
+    def default_positions(self, T: int, device: torch.device) -> Tensor:
         """Return each token's index in its sample."""
         return torch.arange(T, device=device)
 
-    def _indices(self, T: int, device, positions: Tensor | None) -> Tensor:
-        """Return each token's index in its sample: its given position, unless positions start anew with each document."""
+    def _indices(self, T: int, device: torch.device, positions: Tensor | None) -> Tensor:
+        """Return each token's index in its sample: the given position, unless positions start at 0 in each document."""
         if positions is None or self.config.documents:
             return (self.overrides.default_positions or self.default_positions)(T, device)
         if self.config.num_experts:
@@ -126,7 +128,7 @@ class Transformer(nn.Module):
         return positions
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of this stage's input in one process."""
+        """Return the shape that this stage's input would have in one process."""
         own = None if self.first else self.overrides.whole_shape
         return tuple(x.shape) if own is None else own(x)
 
@@ -149,26 +151,27 @@ class Transformer(nn.Module):
         x        tokens [B, T], or hidden [B, T, D] where this is not the first stage
         targets  [B, T] int64
         count    divides the sum; default: the number of targets in `targets` that are not -100. For a part of a batch,
-                 pass the whole batch's count: the parts' losses and gradients then sum to the whole batch's.
+                 pass the whole batch's count; losses and gradients of the parts then sum to those of the whole batch.
 
-        If all targets are -100, the loss is 0, and so is every gradient but those of auxiliary losses.
+        If all targets are -100, the loss is 0, and so is every gradient that does not come from an auxiliary loss.
 
-        A model with experts also trains on their auxiliary losses: these are in the gradients of this loss, but not in its
-        value, since the last stage of a pipeline does not run the other stages' layers. `take_metrics` returns them. For
-        a part of a batch, call `set_num_groups` besides passing `count`.
+        A model with experts also trains on their auxiliary losses. They are in this loss's gradients but not in its value,
+        since the last stage of a pipeline does not run the other stages' layers. `take_metrics` returns their values.
+        For a part of a batch, also call `set_num_groups`.
         """
         if not self.last:
             raise ValueError("last=False: this stage has no head and computes no loss; ask the last stage")
         _check_shape("targets", targets, [(self.whole_shape(x)[0], self.sequence_length(x))])
         if count is None:
             count = (targets != IGNORE_INDEX).sum()
-        return self(x, positions, sample_ids, step, targets) / torch.as_tensor(count).clamp(min=1)
+        total: Tensor = self(x, positions, sample_ids, step, targets)
+        return total / torch.as_tensor(count).clamp(min=1)
 
     def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
         """Return a stage of this model with *copies* of its present values; this model is unchanged.
 
-        Cut stages before applying other strategies: parameters are copied without what a strategy has attached to them.
-        Raises ValueError where this model lacks a requested layer, or the requested embedding or head.
+        Cut stages before applying other strategies: the copies lose whatever a strategy has attached to the parameters.
+        Raises ValueError if this model lacks a requested layer, or the requested embedding or head.
         """
         layers = _checked_layers(layers, self.config.num_layers)
         lacking = [str(i) for i in layers if str(i) not in self.layers]
@@ -208,11 +211,11 @@ class Transformer(nn.Module):
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum logsumexp(logits) - logits[target] over the targets that are not -100, in float32 or wider.
+    """Return the sum of logsumexp(logits) - logits[target] over targets that are not -100, in float32 or wider.
 
     logits [..., V]    targets [...] int64
 
-    Raises ValueError where a target is not in the vocabulary.
+    Raises ValueError if a target is not in the vocabulary.
     """
     check_vocabulary("targets", targets, logits.shape[-1], IGNORE_INDEX)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""A check of a tensor's values that no GPU is waited for."""
+"""An assertion about a tensor's values that does not wait for the GPU."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 
-def holds(condition: Tensor, sentence: str) -> bool:
-    """Return whether a condition, one boolean, is true; on a GPU, let the GPU assert it, and return True at once.
+def assert_async(condition: Tensor, sentence: str) -> bool:
+    """Return the value of `condition`, a single boolean. On a GPU, return True at once and let the GPU assert it.
 
-    Where it is false on a GPU, the process ends at the next value that it reads, with the sentence on stderr, as after an
-    index out of range in torch's own embedding. Without values (on the meta device) everything holds.
+    Where the GPU's assertion fails, the process ends when it next reads a value from the GPU, with `sentence` on stderr,
+    as torch's embedding does for a bad index. On the meta device, return True.
     """
     if condition.is_cuda:
         torch._assert_async(condition, sentence)

@@ -1,15 +1,14 @@
 """Pipeline parallelism: one executor for the schedules of `minipar.schedules`. In reading order:
 
-partition.py  cut a model into stages
-batch.py      split a batch into microbatches
-slices.py     what a stage keeps between the slices of a sample
-stage.py      one stage: forward, backward, and the backward's two halves
-mailbox.py    messages between stages: activations and gradients
-tied.py       sum the gradient of a weight that the first and the last stage share
-execute.py    Pipeline: one executor for any schedule
-measure.py    the timeline and the costs of a real run, in the form of a simulated one
-emulate.py    stages that sleep, to run a schedule on fewer cores than ranks
-pipedream.py  asynchronous PipeDream: stale, stashed, delayed and predicted weights
+partition.py    cut a model into stages
+batch.py        split a batch into microbatches
+stage.py        one stage: forward, backward, and the backward's two halves
+mailbox.py      messages between stages: activations and gradients
+tied.py         sum the gradient of a weight that the first and the last stage share
+execute.py      Pipeline: one executor for any schedule
+measure.py      the timeline and the costs of a real run, in the same form as a simulated run's
+emulate.py      stages that sleep, to run a schedule on fewer cores than ranks
+stage_state.py  the state that a stage keeps between the slices of a sample, where a schedule has slices
 
 Also exports the names of `minipar.schedules`.
 """

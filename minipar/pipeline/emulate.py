@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,12 @@ from minipar.comm import Comm
 from minipar.model import WeightGradients
 from minipar.pipeline.execute import Pipeline
 from minipar.schedules.costs import Costs
-from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.schedule import HALVES, Action, Schedule
 from minipar.schedules.timeline import Span
 
 
 class EmulatedStage(nn.Module):
-    """The identity, which sleeps F seconds in the forward, and I + W seconds in the backward; W can be deferred.
+    """The identity function. It sleeps F seconds in the forward and I + W seconds in the backward; W can be deferred.
 
     Sleeping ranks don't compete for cores, so a laptop with two cores runs a pipeline of eight as eight GPUs would.
     """
@@ -30,18 +31,19 @@ class EmulatedStage(nn.Module):
         self.weight = nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self.weight, self)
+        y: Tensor = _Sleep.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return y
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, stage):
+    def forward(ctx: Any, x: Tensor, weight: Tensor, stage: EmulatedStage) -> Tensor:
         ctx.stage, ctx.deferred = stage, stage.deferred
         time.sleep(stage.forward_s)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         time.sleep(ctx.stage.input_s)
         if ctx.deferred is None:
             time.sleep(ctx.stage.weight_s)
@@ -53,14 +55,14 @@ class _Sleep(torch.autograd.Function):
 def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dict[Action, Span]:
     """Run `steps` steps with stages that sleep as long as `costs` says; return this rank's spans of the last step.
 
-    Call it on every rank of `comm`; `measured` makes a timeline of the returned spans. The first step, in which the
+    Call it on every rank of `comm`; `measured` turns the returned spans into a timeline. The first step, in which the
     ranks agree on shapes, is a little slower.
     """
-    # A stage that sleeps keeps nothing from slice to slice, so slices are microbatches to it.
+    # A sleeping stage keeps nothing from slice to slice, so it can treat slices as microbatches.
     schedule = replace(schedule, num_microbatches=schedule.num_units, slices=1)
     table = costs.table(schedule.num_stages)
     own = schedule.stages_of(comm.rank)
-    stages = [EmulatedStage(*(table[op][s] for op in "FIW")) for s in own]
+    stages = [EmulatedStage(*(table[op][s] for op in HALVES)) for s in own]
     pipeline = Pipeline(stages, comm, schedule, loss_fn=lambda output, target: output.mean())
     batch = torch.ones(schedule.num_microbatches, 1)
     for _ in range(steps):

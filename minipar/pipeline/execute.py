@@ -1,6 +1,11 @@
 """Pipeline: one executor for any schedule.
 
-`simple/pipeline.py`, plus any schedule, receives posted early, deferred weight gradients, data parallelism, tied weights.
+Adds to `simple/pipeline.py`: any schedule, receives posted early, deferred weight gradients, data parallelism and tied
+weights.
+
+A schedule fixes the order of each rank's work. `lower` adds the sends and receives in the order of a simulated run, so that
+no rank hangs; `_Step` executes the program. Results are stored under `output_key`, which is the same for a B's input
+gradient and an I's.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from minipar.schedules.lower import Compute, Instruction, Receive, Send, Wait, l
 from minipar.schedules.schedule import Action, Schedule, output_key
 from minipar.schedules.timeline import Span
 from minipar.schedules.validate import validate
-from minipar.trace import span
+from minipar.support.trace import span
 
 
 class Pipeline:
@@ -33,23 +38,23 @@ class Pipeline:
     schedule    the actions of each rank, in order; anything `validate` accepts
     loss_fn     (output, targets) -> the mean over a microbatch's samples. None: the last stage, called with
                 `targets=`, returns a sum over tokens, as Transformer does
-    checkpoint  activation checkpointing: True for all stages, or the numbers of those that save only each
+    checkpoint  activation checkpointing: True for all stages, or the numbers of the stages that save only each
                 microbatch's input and recompute its forward in the backward
-    slice_sizes  tokens of each slice of a sample, where the schedule has slices; None: as equal as can be
+    slice_sizes  tokens of each slice of a sample, where the schedule has slices; None: as equal as possible
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
     its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
     a model with tied embeddings sum their gradients. An optimizer that shards gradients (ZeRO) must reduce them after
-    the step: run the step under its `no_sync()`. Each of two copies of the model computes a part of the gradients: wrap
-    its stages in data parallelism over the ranks with the same parts, too.
+    the step: run the step under its `no_sync()`. Where a schedule has two copies of the model, each copy computes a part of
+    the gradients: wrap the stages in data parallelism over the ranks that hold the same stage, too.
 
-    Gradients are those of accumulating over the microbatches in one process, bit for bit wherever each stage
-    runs its B (or its I and its W) in ascending order of microbatches, as every generated schedule does. A tied
-    weight's gradient is equal to rounding, because its two parts are accumulated separately; so are all gradients where
-    samples are cut into slices.
+    Gradients equal those accumulated over the microbatches in one process, bit for bit wherever each stage runs its B
+    (or its I and its W) in ascending order of microbatches, as in every generated schedule. A tied weight's gradient is
+    equal up to rounding, because its two parts are accumulated separately; so are all gradients where samples are cut
+    into slices.
 
     Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
-    80 bytes once for the shape of each slice; with tied embeddings, V * D elements per step each way.
+    80 bytes once for the shape of each slice; with tied embeddings, also V * D elements per step each way.
     Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
     """
 
@@ -63,13 +68,14 @@ class Pipeline:
         slice_sizes: Sequence[int] | None = None,
     ):
         validate(schedule)
-        own = _require_fit(stages, comm, schedule, loss_fn)
-        self.comm, self.schedule, self.loss_fn, self.slice_sizes = comm, schedule, loss_fn, slice_sizes
-        self._reads_inputs, self._has_loss = any(map(schedule.is_first, own)), any(map(schedule.is_last, own))
-        split = {s: {a.microbatch for a in schedule.actions[comm.rank] if a[:2] == ("W", s)} for s in own}
-        remat = {s for s in own if (checkpoint if isinstance(checkpoint, bool) else s in checkpoint)}
-        parts = {s: (x, schedule.part(s), split[s], s in remat, schedule.slices) for s, x in zip(own, stages)}
-        self.stages = {s: Stage(*part) for s, part in parts.items()}
+        numbers = _require_fit(stages, comm, schedule, loss_fn)
+        self.comm, self.schedule = comm, schedule
+        self.loss_fn, self.slice_sizes = loss_fn, slice_sizes
+        self.stages: dict[int, Stage] = {}
+        for number, module in zip(numbers, stages):
+            recompute = checkpoint if isinstance(checkpoint, bool) else number in checkpoint
+            split = {k for op, stage, k in schedule.actions[comm.rank] if op == "W" and stage == number}
+            self.stages[number] = Stage(module, schedule.part(number), split, recompute, schedule.slices)
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
         self._program = lower(schedule)[comm.rank]
         self._mailbox = Mailbox(comm, schedule)
@@ -90,33 +96,30 @@ class Pipeline:
         inputs        [B, ...] on the rank of stage 0; m divides B, and the batch is cut along dim 0
         targets       [B, ...] on the rank of the last stage
         count         the divisor of the sum of the microbatches' losses. Default: m with a `loss_fn`, which returns
-                      means; without one, the number of targets that are not -100. Where several pipelines share a
-                      batch, give each the whole batch's count: their losses and gradients then sum to the whole's
+                      means; without `loss_fn`, the number of targets that are not -100. Where several pipelines share a
+                      batch, give each the whole batch's count: their losses and gradients then sum to the whole batch's
         per_sample    keyword arguments of this rank's stages that are cut like the batch, such as `sample_ids`
         stage_kwargs  keyword arguments passed whole, such as `positions` and `step`
         loss_scale    multiplies the gradients, not the loss that is returned
 
-        A Transformer without `sample_ids` gets 0 ... B-1. Of two copies of the model, both last stages return a part.
+        A Transformer without `sample_ids` gets 0 ... B-1. With two copies of the model, each last stage returns a part of
+        the loss.
         """
-        step = self._prepared(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
+        step = self._prepare(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
-        try:
-            loss = step.run(self._program)
-        finally:
-            for stage in self.stages.values():
-                stage.end()
+        loss = step.run(self._program)
         self._tied.finish()
         return loss
 
     @torch.no_grad()
     def evaluate(
-        self, inputs: Tensor | None = None, targets: Tensor | None = None, **options
+        self, inputs: Tensor | None = None, targets: Tensor | None = None, **options: Any
     ) -> Tensor | None:
-        """Return the loss of a batch as `step` with the same arguments would, but without dropout and gradients.
+        """Return the loss of a batch, like `step` with the same arguments, but without dropout and gradients.
 
-        Runs only the schedule's forwards. Sends m * elements of a stage's output for each boundary between ranks.
+        Runs only the schedule's forwards. Each boundary between ranks sends m times the elements of a stage's output.
         """
-        step = self._prepared(inputs, targets, **options)
+        step = self._prepare(inputs, targets, **options)
         modules = [stage.module for stage in self.stages.values() if stage.module.training]
         for module in modules:
             module.eval()
@@ -125,67 +128,91 @@ class Pipeline:
         finally:
             for module in modules:
                 module.train()
-            for stage in self.stages.values():
-                stage.end()
-
-    def _prepared(self, inputs, targets, count=None, per_sample=None, stage_kwargs=None, scale=1.0) -> _Step:
-        batch = self._cut(inputs, targets, per_sample or {}, stage_kwargs or {})
-        return _Step(self, batch, self._divisor(targets, count), scale)
 
     def forget_shapes(self) -> None:
-        """Allow the next step's outputs to have other shapes than the last step's. Call it on every rank."""
+        """Allow outputs to change their shapes in the next step. Call it on every rank."""
         self._mailbox.forget()
 
-    def _cut(self, inputs, targets, per_sample: dict, whole: dict) -> Batch:
-        m, slices, holds = self.schedule.num_microbatches, self.schedule.slices, self.stages
-        ends = {"inputs": (inputs, self._reads_inputs), "targets": (targets, self._has_loss)}
-        for name, (value, needed) in ends.items():
-            if needed and value is None:
-                rank = self.comm.rank
-                raise ValueError(f"{name}=None on rank {rank}, which holds stages {[*holds]}; give the batch")
-        given = {name: value for name, (value, needed) in ends.items() if needed}
-        units = {name: split_units(name, x, m, slices, self.slice_sizes) for name, x in given.items()}
-        pieces = {name: split_batch(name, x, m) for name, x in per_sample.items()}
-        return Batch(units.get("inputs"), units.get("targets"), pieces, whole, slices)
+    def _prepare(
+        self,
+        inputs: Tensor | None,
+        targets: Tensor | None,
+        count: int | Tensor | None = None,
+        per_sample: dict[str, Tensor] | None = None,
+        stage_kwargs: dict[str, Any] | None = None,
+        loss_scale: float = 1.0,
+    ) -> _Step:
+        m = self.schedule.num_microbatches
+        reads_inputs = any(map(self.schedule.is_first, self.stages))
+        has_loss = any(map(self.schedule.is_last, self.stages))
+        batch = Batch(
+            self._cut("inputs", inputs) if reads_inputs else (),
+            self._cut("targets", targets) if has_loss else (),
+            {name: split_batch(name, x, m) for name, x in (per_sample or {}).items()},
+            stage_kwargs or {},
+            self.schedule.slices,
+        )
+        return _Step(self, batch, self._divisor(targets if has_loss else None, count), loss_scale)
 
-    def _divisor(self, targets: Tensor | None, count):
-        if not self._has_loss:
-            return None
-        if count is None:
-            count = self.schedule.num_microbatches if self.loss_fn else (targets != IGNORE_INDEX).sum()
+    def _cut(self, name: str, x: Tensor | None) -> tuple[Tensor, ...]:
+        """Cut the inputs (which the first stage's rank needs) or the targets (the last stage's rank) into units."""
+        if x is None:
+            raise ValueError(
+                f"{name}=None on rank {self.comm.rank}, which holds stages {[*self.stages]}; give the batch"
+            )
+        return split_units(name, x, self.schedule.num_microbatches, self.schedule.slices, self.slice_sizes)
+
+    def _divisor(self, targets: Tensor | None, count: int | Tensor | None) -> Tensor:
+        """Return the divisor of the sum of the microbatches' losses; 1 on a rank without targets, which has no loss."""
+        if targets is None:
+            return torch.ones(())
+        if count is None and self.loss_fn is not None:
+            count = self.schedule.num_microbatches
+        elif count is None:
+            count = targets.ne(IGNORE_INDEX).sum()
         return torch.as_tensor(count).clamp(min=1)
 
 
 class _Step:
-    """One run of the program, with the results not consumed yet: each is consumed once."""
+    """One run of the program. Holds the results that are not consumed yet; each is consumed once."""
 
-    def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor | None, loss_scale: float):
-        self._pipeline, self._batch, self._divisor, self._loss_scale = pipeline, batch, divisor, loss_scale
+    def __init__(self, pipeline: Pipeline, batch: Batch, divisor: Tensor, loss_scale: float):
+        self._pipeline, self._schedule, self._mailbox = pipeline, pipeline.schedule, pipeline._mailbox
+        self._batch, self._divisor, self._loss_scale = batch, divisor, loss_scale
         self._results: dict[Action, Tensor] = {}
         self._loss: Tensor | None = None
 
     def run(self, program: Iterable[Instruction]) -> Tensor | None:
-        pipeline, mailbox = self._pipeline, self._pipeline._mailbox
-        pipeline.spans = {}
-        mailbox.begin()
-        for stage in pipeline.stages.values():
-            stage.begin(pipeline.schedule.num_units // pipeline.schedule.copies)
-        for instruction in program:
-            match instruction:
-                case Receive(action, source):
-                    mailbox.receive(action, source)
-                case Wait(action):
-                    with span(pipeline.comm.trace, "wait", f"for {action}"):
-                        self._results[output_key(action)] = mailbox.wait(action)
-                case Compute(action):
-                    self._compute(action)
-                case Send(action, to):
-                    mailbox.send(action, self._results.pop(output_key(action)), to)
-        mailbox.finish()
+        """Run the instructions in order; return the loss, None on a rank without the last stage."""
+        stages = self._pipeline.stages.values()
+        self._pipeline.spans = {}
+        self._mailbox.begin()
+        for stage in stages:
+            stage.begin(self._schedule.num_units // self._schedule.copies)
+        try:
+            for instruction in program:
+                self._run(instruction)
+            self._mailbox.finish()
+        finally:
+            for stage in stages:
+                stage.end()
         return self._loss
 
+    def _run(self, instruction: Instruction) -> None:
+        match instruction:
+            case Receive(action, source):
+                self._mailbox.receive(action, source)
+            case Wait(action):
+                with span(self._pipeline.comm.trace, "wait", f"for {action}"):
+                    self._results[output_key(action)] = self._mailbox.wait(action)
+            case Compute(action):
+                self._compute(action)
+            case Send(action, to):
+                self._mailbox.send(action, self._results.pop(output_key(action)), to)
+
     def _compute(self, action: Action) -> None:
-        stage, start_s = self._pipeline.stages[action.stage], time.perf_counter()
+        stage = self._pipeline.stages[action.stage]
+        start_s = time.perf_counter()
         with span(self._pipeline.comm.trace, "compute", str(action)):
             if action.op == "F":
                 self._forward(stage, action)
@@ -198,23 +225,27 @@ class _Step:
             stage.synchronize()
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        _, number, k = action
-        x = self._results.pop(Action("F", number - 1, k)) if stage.number else self._batch.inputs[k]
-        kwargs = self._batch.kwargs(k)
-        if not self._pipeline.schedule.is_last(number):
-            out = stage.forward(k, x, kwargs)
-            self._pipeline._mailbox.agree(action, out)
-            self._results[action] = out
-            return
-        loss_fn, target = self._pipeline.loss_fn, self._batch.targets[k]
-        if loss_fn is None:
-            loss = stage.forward(k, x, {**kwargs, "targets": target}, self._shared)
+        _, number, unit = action
+        if self._schedule.is_first(number):
+            x = self._batch.inputs[unit]
         else:
-            loss = stage.forward(k, x, kwargs, lambda out: self._shared(loss_fn(out, target)))
-        self._loss = loss if self._loss is None else self._loss + loss
+            x = self._results.pop(Action("F", number - 1, unit))
+        if self._schedule.is_last(number):
+            loss = self._forward_to_loss(stage, unit, x)
+            self._loss = loss if self._loss is None else self._loss + loss
+        else:
+            out = stage.forward(unit, x, self._batch.kwargs(unit))
+            self._mailbox.agree(action, out)
+            self._results[action] = out
 
-    def _shared(self, loss: Tensor) -> Tensor:
-        """Return the microbatch's share of the batch's loss."""
+    def _forward_to_loss(self, stage: Stage, unit: int, x: Tensor) -> Tensor:
+        """Run the last stage; return the unit's share of the batch's loss."""
+        loss_fn, target, kwargs = self._pipeline.loss_fn, self._batch.targets[unit], self._batch.kwargs(unit)
+        if loss_fn is None:
+            return stage.forward(unit, x, {**kwargs, "targets": target}, self._share)
+        return stage.forward(unit, x, kwargs, lambda out: self._share(loss_fn(out, target)))
+
+    def _share(self, loss: Tensor) -> Tensor:
         if loss.dim():
             raise ValueError(
                 f"a microbatch's loss has shape {tuple(loss.shape)}; use a loss_fn that returns one number"
@@ -222,18 +253,21 @@ class _Step:
         return loss / self._divisor
 
     def _backward(self, stage: Stage, action: Action) -> None:
-        _, number, k = action
-        if self._pipeline.schedule.is_last(number):
+        _, number, unit = action
+        if self._schedule.is_last(number):
+            assert self._loss is not None, "the forward came before"
             gradient = torch.full_like(self._loss, self._loss_scale)
         else:
-            gradient = self._results.pop(Action("I", number + 1, k))
-        gradient = stage.backward(k, gradient)
-        if stage.number:
-            self._results[Action("I", number, k)] = gradient
+            gradient = self._results.pop(Action("I", number + 1, unit))
+        of_input = stage.backward(unit, gradient)
+        if of_input is not None:
+            self._results[Action("I", number, unit)] = of_input
 
 
-def _require_fit(stages: Sequence[nn.Module], comm: Comm, schedule: Schedule, loss_fn) -> tuple[int, ...]:
-    """Return the numbers of this rank's stages. Raises ValueError where schedule, ranks and modules do not fit."""
+def _require_fit(
+    stages: Sequence[nn.Module], comm: Comm, schedule: Schedule, loss_fn: object
+) -> tuple[int, ...]:
+    """Return the numbers of this rank's stages. Raises ValueError if schedule, ranks and modules do not match."""
     if schedule.slices > 1 and loss_fn is not None:
         raise ValueError(f"slices={schedule.slices} with a loss_fn: means do not add up; use loss_fn=None")
     if comm.size != schedule.num_ranks:

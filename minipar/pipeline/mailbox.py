@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from minipar.comm import Comm
-from minipar.comm.cuda_stream import CudaHandle
-from minipar.comm.stream import Handle, StreamThread
-from minipar.comm.transport import PendingMessages
 from minipar.schedules.schedule import Action, Schedule, output_key
+from minipar.transport.stream import Handle, StreamThread
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_DIMS = 8
 HEADER_BYTES = 8 * (2 + MAX_DIMS)
-HELD_BYTES = 2**23  # at most this much of what has been sent is kept until the end of the step
+HELD_BYTES = 2**23  # keep at most this many bytes of sent messages until the end of the step
 
 Pair = tuple[int, int]  # (source, to)
 Boundary = tuple[int, int]  # (stage before it, slice)
+
+
+class Sending(Protocol):
+    """A message that has been posted, as `Comm.send` returns it."""
+
+    def wait(self) -> object: ...
 
 
 class Mailbox:
@@ -29,12 +35,12 @@ class Mailbox:
 
     Each pair of ranks has one Comm per direction, so that a receive posted early delays no other message. All
     messages across boundary s, between stages s and s+1, have the shape and dtype of stage s's output, in both
-    directions; where samples are cut into slices, those of the same slice have. The sender knows them from its first
-    forward. The receiver gets them in a header, sent once before the first message: until then it posts the receives of
-    a pair in order, and only when it waits for one of them; from then on ahead of time.
+    directions; where samples are cut into slices, each slice has its own shape. The sender knows shape and dtype from its
+    first forward. The receiver gets them in a header, sent once before the first message. Until then, the receiver posts
+    the receives of a pair in order, and only when it waits for one of them; afterwards it posts them ahead of time.
 
-    Sends m * elements of a stage's output per direction for every boundary between ranks, and HEADER_BYTES once
-    for each, and for each slice.
+    Sends m * elements of a stage's output per direction for every boundary between ranks, and HEADER_BYTES once for each
+    boundary and slice.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule):
@@ -47,12 +53,12 @@ class Mailbox:
             for pair in sorted(pairs)  # one order on every rank, as NCCL needs
             if comm.rank in pair
         }
-        self._outbox = Outbox() if comm.device.type == "cpu" else StreamOutbox()
+        self._outbox = Outbox(HELD_BYTES if comm.device.type == "cpu" else math.inf)
         self.forget()
         self.begin()
 
     def forget(self) -> None:
-        """Forget the shapes: the next step agrees on new ones."""
+        """Forget the shapes; the next step agrees on new shapes."""
         self._boundaries: dict[Boundary, tuple[torch.Size, torch.dtype]] = {}
         self._announced: set[Boundary] = set()
 
@@ -62,7 +68,7 @@ class Mailbox:
         self._late: dict[Pair, deque[Action]] = {pair: deque() for pair in self._comms}
 
     def agree(self, action: Action, x: Tensor) -> None:
-        """Require an output to have the shape of the first. Raises ValueError where it differs or cannot be sent."""
+        """Require an output to have the first output's shape. Raises ValueError if it differs or cannot be sent."""
         if x.dtype not in DTYPES or x.dim() > MAX_DIMS:
             raise ValueError(
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)}; the next stage takes a tensor of "
@@ -100,7 +106,8 @@ class Mailbox:
             pair = next(pair for pair, late in self._late.items() if action in late)
             while key not in self._arriving:
                 self._post(self._late[pair].popleft(), pair)
-        return self._arriving.pop(key).wait()
+        arrived: Tensor = self._arriving.pop(key).wait()
+        return arrived
 
     def finish(self) -> None:
         """End a step: wait until every message has been sent."""
@@ -119,61 +126,47 @@ class Mailbox:
 
 
 class Outbox:
-    """Messages being sent, on a CPU. Their tensors are freed once they have been sent.
+    """Messages being sent, whose tensors are freed once they have been sent.
 
-    gloo reports that a message has been sent only to a thread that waits for it. So as soon as more than HELD_BYTES
-    have been put in, a thread waits for them; fewer do not justify waking a thread, and are kept until the end of
-    the step.
+    gloo reports that a message has been sent only to a thread that waits for it. So as soon as more than `held_bytes`
+    have been put in, a thread waits for these messages; fewer bytes do not justify waking a thread, and are kept until
+    the end of the step. CUDA needs no thread: its allocator keeps a tensor's memory until the streams that use it are done.
     """
 
-    def __init__(self, held_bytes: int = HELD_BYTES):
+    def __init__(self, held_bytes: float):
         self._limit, self._bytes = held_bytes, 0
-        self._held: list[PendingMessages] = []
+        self._held: list[Sending] = []
         self._handles: list[Handle] = []
         self._thread: StreamThread | None = None
 
-    def put(self, message: PendingMessages, num_bytes: int) -> None:
+    def put(self, message: Sending, num_bytes: int) -> None:
         self._held.append(message)
         self._bytes += num_bytes
         if self._bytes > self._limit:
-            self._hand_over()
+            self._wait_on_thread()
 
     def drain(self) -> None:
-        """Wait until every message has been sent."""
+        """Wait until every message has been sent; on CUDA, make the current stream wait."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        self._bytes = 0
         _wait_for_all(self._held)
+        self._bytes = 0
 
-    def _hand_over(self) -> None:
+    def _wait_on_thread(self) -> None:
         if self._thread is None:
             self._thread = StreamThread("pipeline outbox")
             self._thread.start()
             weakref.finalize(self, self._thread.operations.put, None)
-        messages, self._held, self._bytes = self._held, [], 0
         handle = Handle()
         self._handles.append(handle)
-        self._thread.operations.put((handle, partial(_wait_for_all, messages)))
+        self._thread.operations.put((handle, partial(_wait_for_all, self._held)))
+        self._held, self._bytes = [], 0
 
 
-def _wait_for_all(messages: list[PendingMessages]) -> None:
+def _wait_for_all(messages: list[Sending]) -> None:
     while messages:
         messages.pop(0).wait()
-
-
-class StreamOutbox:
-    """Messages being sent, on CUDA, whose allocator keeps a tensor's memory until the streams that use it are done."""
-
-    def __init__(self):
-        self._messages: list[CudaHandle] = []
-
-    def put(self, message: CudaHandle, num_bytes: int) -> None:
-        self._messages.append(message)
-
-    def drain(self) -> None:
-        """Make the current stream wait until every message has been sent."""
-        _wait_for_all(self._messages)
 
 
 def _header(x: Tensor) -> Tensor:
@@ -186,5 +179,5 @@ def _parse(header: Tensor) -> tuple[torch.Size, torch.dtype]:
     return torch.Size(sizes[:dims]), DTYPES[dtype]
 
 
-def _describe(shape, dtype: torch.dtype) -> str:
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"

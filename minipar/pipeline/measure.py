@@ -1,4 +1,4 @@
-"""Measured timelines and costs of a run, in the form of simulated ones, to compare the two."""
+"""Measured timelines and costs of a run, in the same form as simulated ones, so that the two can be compared."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from minipar.schedules.timeline import Span, Timeline
 def measured(schedule: Schedule, spans: Sequence[Mapping[Action, Span]]) -> Timeline:
     """Return the timeline of one step from every rank's `Pipeline.spans`, with time 0 at the first start.
 
-    The ranks must share one clock, so must be on one machine. On CUDA the times are the host's, which runs ahead.
-    Raises ValueError where an action of the schedule has no span.
+    The ranks must share one clock, so they must be on one machine. On CUDA the times are the host's, which runs ahead of
+    the GPU.
+    Raises ValueError if an action of the schedule has no span.
     """
     merged = {action: own for rank in spans for action, own in rank.items()}
     if lacking := [action for actions in schedule.actions for action in actions if action not in merged]:
@@ -26,13 +27,13 @@ def measured(schedule: Schedule, spans: Sequence[Mapping[Action, Span]]) -> Time
 
 
 def measured_costs(schedule: Schedule, spans: Mapping[Action, Span], comm: float = 0.0) -> Costs:
-    """Return the mean seconds of each op on each stage, to simulate with; on a stage without I, all of B counts as I."""
+    """Return the mean seconds of each op on each stage, for a simulation. If a stage runs B, not I and W, B counts as I."""
     sums: dict[tuple[str, int], list[float]] = {}
     for action, (start, end) in spans.items():
         sums.setdefault((action.op, action.stage), []).append(end - start)
 
     def mean(*ops: str) -> list[float]:
-        """Return the mean per stage, of the first of these ops that the stage runs."""
+        """Return, for each stage, the mean duration of the first of these ops that the stage runs."""
         runs = ([sums[op, s] for op in ops if (op, s) in sums] for s in range(schedule.num_stages))
         return [sum(found[0]) / len(found[0]) if found else 0.0 for found in runs]
 

@@ -2,60 +2,99 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import overload
 
-from minipar.errors import require_positive
-from minipar.model import Block, MoE, Transformer
+from torch import nn
+
+from minipar.model import MoE, Transformer
+from minipar.support.errors import require_positive
+
+
+@overload
+def partition(
+    model: Transformer,
+    num_stages: int,
+    costs: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[Transformer]: ...
+
+
+@overload
+def partition(
+    model: nn.Sequential,
+    num_stages: int,
+    costs: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> list[nn.Sequential]: ...
 
 
 def partition(
-    model: Transformer, num_stages: int, costs: Sequence[float] | None = None, speeds: Sequence[float] | None = None
-) -> list[Transformer]:  # fmt: skip
+    model: Transformer | nn.Sequential,
+    num_stages: int,
+    costs: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+) -> Sequence[nn.Module]:
     """Return the stages of `model` in order, each a copy of its layers; the first has the embedding, the last the head.
 
-    costs   one per layer, the first including the embedding and the last the head; None: `layer_costs(model)`
+    model   a Transformer, or any layers in a Sequential, each from one tensor to one tensor
+    costs   one per layer; a Transformer's first includes the embedding, its last the head. None: `layer_costs(model)`
     speeds  one per stage, as in `balance`
 
-    Raises ValueError where there are fewer layers than stages, or where costs and layers differ in number.
+    Raises ValueError if there are fewer layers than stages, or if costs and layers differ in number.
     """
-    num_layers = len(model.layers)
+    num_layers = len(model if isinstance(model, nn.Sequential) else model.layers)
     costs = layer_costs(model) if costs is None else costs
     if len(costs) != num_layers:
         raise ValueError(f"costs has {len(costs)} entries for {num_layers} layers; give one per layer")
     cuts = balance(costs, num_stages, speeds)
+    if isinstance(model, nn.Sequential):
+        return [copy.deepcopy(model[layers.start : layers.stop]) for layers in cuts]
     return [
         model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
         for stage, layers in enumerate(cuts)
     ]
 
 
-def layer_costs(model: Transformer) -> list[float]:
-    """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix it meets.
+def layer_costs(model: Transformer | nn.Sequential) -> list[float]:
+    """Return the multiply-adds per token of each layer's forward: one per element of each weight matrix that it uses.
 
-    Of E experts, a token meets top_k; under expert choice, E * capacity / group on average. Attention adds
-    dim * max_seq_len per layer: two products, each over max_seq_len / 2 keys on average. The embedding, which copies a
-    row, adds dim to the first layer; the head adds its matrix to the last.
+    A token uses top_k of E experts; under expert choice, E * capacity / group on average. Attention adds dim * max_seq_len
+    per layer, for two products, each over max_seq_len / 2 keys on average; latent attention also multiplies rotary
+    features. The embedding, which copies a row, adds dim to the first layer; the head adds its matrix to the last.
+    For a Sequential, only the matrices are counted.
     """
+    if isinstance(model, nn.Sequential):
+        return [float(sum(_matrix_elems(module) for module in layer.modules())) for layer in model]
     config = model.config
-    attention = config.dim * config.max_seq_len
+    attention = config.core_width * config.max_seq_len / 2
     costs = [attention + _active_elems(layer, config.max_seq_len) for layer in model.layers.values()]
     costs[0] += config.dim
     costs[-1] += config.dim * config.vocab_size
     return costs
 
 
-def _active_elems(layer: Block, seq_len: int) -> float:
-    """The elements of the layer's weight matrices that multiply a token."""
-    elems = float(sum(w.numel() for w in layer.parameters() if w.dim() > 1))
-    if not isinstance(layer.mlp, MoE):
+def _active_elems(layer: nn.Module, seq_len: int) -> float:
+    """Return the number of elements of the layer's weight matrices that multiply a token."""
+    elems = float(sum(_matrix_elems(module) for module in layer.modules()))
+    mlp = layer.mlp
+    if not isinstance(mlp, MoE):
         return elems
-    options, experts = layer.mlp.options, sum(w.numel() for w in layer.mlp.experts.parameters())
+    options, experts = mlp.options, sum(w.numel() for w in mlp.experts.parameters())
     share = options.top_k / options.num_experts
     if options.router == "expert_choice":
         group = options.group_tokens or seq_len
         share = options.capacity(group) / group
     return elems - experts * (1 - share)
+
+
+def _matrix_elems(module: nn.Module) -> int:
+    """Return the elements of the module's own matrices, none for an embedding, which copies rows."""
+    if isinstance(module, nn.Embedding):
+        return 0
+    return sum(w.numel() for w in module.parameters(recurse=False) if w.dim() > 1)
 
 
 def balance(costs: Sequence[float], num_stages: int, speeds: Sequence[float] | None = None) -> list[range]:
@@ -64,11 +103,11 @@ def balance(costs: Sequence[float], num_stages: int, speeds: Sequence[float] | N
     best(s, n) = min over k of max(best(s-1, k), sum of costs[k:n] / speeds[s])        by dynamic programming: exact
 
     costs   work per layer, such as measured seconds
-    speeds  work per time of each stage's rank, for unequal machines; None: all alike. A rank at half the speed of the
-            others gets about half as many layers
+    speeds  work per unit of time of each stage's rank, for unequal machines; None: all equal. A rank at half the speed of
+            the others gets about half as many layers
 
-    O(num_stages n^2) time. Of several optimal cuts, returns the one with the longest last stages.
-    Raises ValueError where there are fewer layers than stages, a cost is negative, or a speed is not above 0.
+    Takes O(num_stages n^2) time. Of several optimal cuts, returns the one with the longest last stages.
+    Raises ValueError if there are fewer layers than stages, a cost is negative, or a speed is not above 0.
     Source: PipeDream, SOSP 2019, section 3.1, for one kind of link.
     """
     require_positive(num_stages=num_stages)
@@ -85,7 +124,7 @@ def balance(costs: Sequence[float], num_stages: int, speeds: Sequence[float] | N
             f"speeds={list(speeds)} for num_stages={num_stages}; give a number above 0 per stage"
         )
     before = [0.0, *accumulate(costs)]
-    # best[n], for the first n layers: (time of the slowest stage, first layer of the last stage). Here, for one stage.
+    # best[n] is (time of the slowest stage, first layer of the last stage) for the first n layers; at first with one stage.
     best = [(before[n] / speeds[0], 0) for n in range(num_layers + 1)]
     table = [best]
     for stages in range(2, num_stages + 1):

@@ -5,36 +5,56 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import connection
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
 
-from minipar.comm.diagnosis import deadlock, last_waited_for
-from minipar.comm.watch import Stuck, ranks_behind
-from minipar.errors import RankError
 from minipar.runtime import stacks
-from minipar.runtime.protocol import STACK_SIGNAL, Failure, Status
+from minipar.runtime.output import Output
+from minipar.runtime.protocol import STACK_SIGNAL, Answer, Failure, Status
+from minipar.runtime.rank_process import RankProcess
 from minipar.runtime.serialization import dumps, loads
+from minipar.support.errors import RankError
+from minipar.transport.diagnosis import deadlock, last_waited_for
+from minipar.transport.messages import Message
+from minipar.transport.watch import Stuck, ranks_behind
 
+OnReport = Callable[[int, Any], object]  # called with a rank and what it reports
+OnAsk = Callable[[int, Any], object]  # called with a rank and what it asks; returns the answer
 GRACE_S = 0.5  # after a failure, time for the other ranks to report its cause and what they wait for
 PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
-ANSWER_S = 5.0  # how long they may take to answer, on an overloaded machine
+ANSWER_S = 5.0  # how long they may take to answer; a machine may be overloaded
+
+
+class Keeper(Protocol):
+    """The pool as a call needs it: its connection to the fork server, the pipe for stacks, the ranks that have ended."""
+
+    keeper: Connection
+    stacks: Connection
+
+    def hear(self) -> list[RankProcess]: ...
 
 
 class Call:
     """One request to some ranks. `wait` returns when all have answered, and raises RankError when one has failed."""
 
-    def __init__(self, pool, ranks, answer: str, on_report=None):
+    def __init__(
+        self, pool: Keeper, ranks: Iterable[RankProcess], answer: str, on_report: OnReport | None = None,
+        on_ask: OnAsk | None = None,
+    ):  # fmt: skip
         self._pool = pool
         self._ranks = {rank.rank: rank for rank in ranks}
-        self._answer = answer  # the kind of message that ends a rank's part
-        self._on_report = on_report
-        self._answers: dict[int, object] = {}
+        self._answer = answer  # the kind of message with which a rank answers the request
+        self._on_report, self._on_ask = on_report, on_ask
+        self._answers: dict[int, Any] = {}
         self._failures: dict[int, Failure | str] = {}
         self._statuses: dict[int, Status] = {}
         self._closed: set[int] = set()  # ranks whose pipe has no more messages
         self._stuck: dict[int, str] | None = None
 
-    def wait(self) -> dict[int, object]:
+    def wait(self) -> dict[int, Any]:
         try:
             while len(self._answers) < len(self._ranks):
                 if not self._listen(PATIENCE_S):
@@ -51,18 +71,19 @@ class Call:
         """Wait for messages of ranks, at most `timeout_s`, and process them; return False if there were none."""
         pipes = {rank.pipe: rank for r, rank in self._ranks.items() if r not in self._closed}
         outputs = [output for rank in self._ranks.values() for output in rank.outputs if output.open]
-        ready = connection.wait([self._pool.keeper, *pipes, *outputs], timeout_s)
+        sources: list[Any] = [self._pool.keeper, *pipes, *outputs]
+        ready = connection.wait(sources, timeout_s)
         for source in ready:
             if source in pipes:
                 self._take(pipes[source])
-            elif source in outputs:
+            elif isinstance(source, Output):
                 source.forward()
         if self._pool.keeper in ready:
             self._note_ended()
         return bool(ready)
 
-    def _take(self, rank) -> None:
-        """Process one message of a rank, after what it had printed before."""
+    def _take(self, rank: RankProcess) -> None:
+        """Process one message of a rank, after printing what the rank printed before it."""
         for output in rank.outputs:
             if output.open:
                 output.forward()
@@ -73,6 +94,10 @@ class Call:
             return
         if what == "report" and self._on_report is not None:
             self._on_report(rank.rank, value)
+        elif what == "ask":
+            answer = None if self._on_ask is None else self._on_ask(rank.rank, value)
+            with suppress(OSError):  # the process has ended; the keeper reports that
+                rank.pipe.send_bytes(dumps(Answer(answer)))
         elif what == "status":
             self._statuses[rank.rank] = value
         elif what == "failed":
@@ -84,11 +109,11 @@ class Call:
         for rank in self._pool.hear():
             if rank.rank in self._ranks:
                 while rank.rank not in self._closed and rank.pipe.poll():
-                    self._take(rank)  # its last words may say why
+                    self._take(rank)  # its last message may say why
                 self._closed.add(rank.rank)
                 self._failures.setdefault(rank.rank, f"its process {rank.ended}")
 
-    def _open(self) -> dict[int, object]:
+    def _open(self) -> dict[int, RankProcess]:
         """Return the ranks whose answer is still to come."""
         done = {*self._answers, *self._failures}
         return {r: rank for r, rank in self._ranks.items() if r not in done}
@@ -99,14 +124,15 @@ class Call:
         for rank in self._open().values():
             with suppress(OSError):
                 rank.pipe.send_bytes(dumps("status"))
-        failed, deadline = bool(self._failures), time.monotonic() + timeout_s
+        failed = bool(self._failures)
+        deadline = time.monotonic() + timeout_s
         while bool(self._failures) == failed and (left := deadline - time.monotonic()) > 0:
             if all(r in self._statuses or rank.stopped for r, rank in self._open().items()):
                 break
             self._listen(left)
 
     def _look_for_deadlock(self) -> None:
-        """Raise RankError if the silent ranks are in a deadlock: if two checks in a row find the same one."""
+        """Raise RankError if the silent ranks are in a deadlock; two successive checks must find the same one."""
         self._ask(ANSWER_S)
         counts = {rank: status.counts for rank, status in self._statuses.items()}
         counts |= {rank: answer[1] for rank, answer in self._answers.items() if answer}
@@ -127,64 +153,72 @@ class Call:
             self._listen(left)
         self._ask(GRACE_S)
         while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
-            self._listen(GRACE_S / 20)  # a running rank may soon block: what it then waits for explains more
+            # A running rank may soon block, and then report what it waits for, which explains more.
+            self._listen(GRACE_S / 20)
             self._ask(GRACE_S)
-        rank = min(
-            self._failures, key=lambda r: (_is_secondary(self._failures[r]), list(self._failures).index(r))
-        )
+        # Raise the first failure that is not a consequence of another rank's failure; without one, the first failure.
+        primary = [r for r, failure in self._failures.items() if not _is_secondary(failure)]
+        rank = (primary or list(self._failures))[0]
         failure = self._failures[rank]
         if not isinstance(failure, str) and failure.stuck is not None:
             self._name_who_is_behind(rank, failure.stuck)
         elif not isinstance(failure, str) and failure.timed_out:
-            self._name_who_is_late(rank)
+            self._name_who_is_late(rank, failure)
         traceback = failure if isinstance(failure, str) else failure.traceback
         raise RankError(rank, traceback, self._others(rank), results(self._answers))
 
-    def _name_who_is_late(self, rank: int) -> None:
-        """Raise RankError for the running rank that this one waited for past its deadline, directly or through others."""
+    def _name_who_is_late(self, rank: int, failure: Failure) -> None:
+        """Raise RankError for the running rank for which this rank waited past its deadline, directly or through others."""
         self._ask(2 * GRACE_S)
         stack = {r: status.stack for r, status in self._statuses.items()}
         silent = {r: process for r, process in self._open().items() if r not in stack}
         stopped = {r for r, process in silent.items() if process.stopped}
-        stack |= {r: self._stack_of(process) for r, process in silent.items()}  # which wakes it
+        # The signal for the stack wakes the rank.
+        stack |= {r: self._stack_of(process) for r, process in silent.items()}
         running = {r for r, status in self._statuses.items() if status.running}
         running |= stopped | {r for r in silent if not stacks.inside_comm(stack[r])}
         waits_for = self._waits_for()
-        known = rank in waits_for  # not in a native collective
+        known = rank in waits_for  # in a native collective it is not known
         late = last_waited_for(rank, waits_for) if known else min(running, default=rank)
         if late in running:
-            why = self._failures[rank].summary.removeprefix("failed too: ")
-            where = (
-                f"{'stopped by a signal' if late in stopped else 'running'} ({stacks.own_line(stack[late])})"
-            )
-            where = where if late in silent else self._statuses[late].where
+            why = failure.summary.removeprefix("failed too: ")
+            if late in silent:
+                state = "stopped by a signal" if late in stopped else "running"
+                where = f"{state} ({stacks.own_line(stack[late])})"
+            else:
+                where = self._statuses[late].where
             said = f"rank {late} is late: {why}\nit is {where}:\n{stacks.as_text(stack[late])}"
             raise RankError(late, said, self._others(late), results(self._answers))
 
     def _name_who_is_behind(self, rank: int, stuck: Stuck) -> None:
-        """Raise RankError for the first rank that has not called what this one waits in on its GPU."""
-        counts = {r: status.operations for r, status in self._statuses.items()} | dict.fromkeys(
-            self._answers, {}
-        )
-        if not (behind := ranks_behind(stuck, counts)):
+        """Raise RankError for the first rank that has not called the operation in which this rank's GPU waits."""
+        counts = {r: status.operations for r, status in self._statuses.items()}
+        counts |= dict.fromkeys(self._answers, {})
+        behind = ranks_behind(stuck, counts)
+        if not behind:
             return
-        late, also = behind[0], f" (nor have ranks {behind[1:]})" if behind[1:] else ""
+        late = behind[0]
+        also = f" (nor have ranks {behind[1:]})" if behind[1:] else ""
         where = self._statuses[late].where if late in self._statuses else "done: its function has returned"
         said = f"rank {late} is late: rank {rank} waits: {stuck}, which rank {late} has not called{also}; it is {where}"
         raise RankError(late, said, self._others(late), results(self._answers))
 
     def _waits_for(self) -> dict[int, int]:
         """Return, for each rank that waits or has waited for a message, the rank at its other end."""
-        waiting = {
-            r: s.counts.waiting[0].peer for r, s in self._statuses.items() if s.blocked and s.counts.waiting
-        }
-        late = {r: f.waited_for for r, f in self._failures.items() if isinstance(f, Failure)}
-        return waiting | {r: peer for r, peer in late.items() if peer is not None}
+        found = {}
+        for r, status in self._statuses.items():
+            message = next(iter(status.counts.waiting), None)
+            if status.blocked and isinstance(message, Message):
+                found[r] = message.peer
+        for r, failure in self._failures.items():
+            if isinstance(failure, Failure) and failure.waited_for is not None:
+                found[r] = failure.waited_for
+        return found
 
-    def _stack_of(self, rank) -> list[stacks.Frame]:
-        """Return where a rank is that does not answer: its process is stopped, or in a loop outside Python."""
+    def _stack_of(self, rank: RankProcess) -> list[stacks.Frame]:
+        """Return the stack of a rank that does not answer, because it is stopped or in a loop outside Python."""
+        stacks.signal_main_thread(rank.pid, STACK_SIGNAL)
         with suppress(OSError):
-            os.kill(rank.pid, STACK_SIGNAL)
             os.kill(rank.pid, signal.SIGCONT)
         return stacks.read_dump(self._pool.stacks, ANSWER_S)
 
@@ -196,10 +230,10 @@ class Call:
         return {r: what for r, what in others.items() if r != rank}
 
 
-def results(answers: dict[int, object]) -> dict[int, object]:
+def results(answers: dict[int, Any]) -> dict[int, Any]:
     """Return the ranks' results from their answers to a run; answers to other requests carry none."""
     return {rank: loads(answer[0]) for rank, answer in answers.items() if answer}
 
 
-def _is_secondary(failure) -> bool:
+def _is_secondary(failure: Failure | str) -> bool:
     return not isinstance(failure, str) and failure.secondary

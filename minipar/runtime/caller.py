@@ -1,4 +1,4 @@
-"""State taken over from the caller: import path, folder, environment, argv; and the caller's modules, as edited."""
+"""What a rank takes over from the caller: import path, folder, environment, argv, and the latest source of its modules."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import importlib
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from typing import NamedTuple
+from types import CodeType
+from typing import Any, NamedTuple
 
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen", "<string>")
@@ -27,16 +29,18 @@ class CallerEnvironment(NamedTuple):
 
 
 class CallerModules:
-    """The caller's own modules that this process has imported; stale ones are removed, to be imported again.
+    """The caller's own modules that this process has imported. Modules edited since are removed, to be imported again.
 
     They are compiled from their sources each time: after an edit of the same length within the same second, an old
     byte-code file still looks valid. No byte code is written or removed in the caller's folders.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         sys.meta_path.insert(0, _FromSource())
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (mtime, size) of its file when imported
-        self._place: tuple | None = None  # the last caller's import path and working directory
+        self._place: tuple[list[str], str] | None = (
+            None  # the last caller's import path and working directory
+        )
 
     def remember(self) -> None:
         for name, file in _own_modules():
@@ -44,8 +48,9 @@ class CallerModules:
                 self._seen[name] = _stamp(file)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """Remove all of them if one was edited or may now be another file: the others may have imported names from it."""
-        own, place = dict(_own_modules()), (caller.path, caller.directory)
+        """Remove all these modules if one was edited or may be another file: the others may have imported its names."""
+        own = dict(_own_modules())
+        place = (caller.path, caller.directory)
         edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
         if edited or place != self._place:
             for name in own:
@@ -56,22 +61,23 @@ class CallerModules:
 
 
 class _FromSource:
-    """An import hook: finds what the others find, and reads the caller's own modules without byte code."""
+    """An import hook that finds what Python's own hooks find, and reads the caller's modules without byte code."""
 
-    def find_spec(self, name: str, path=None, target=None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         others = (finder.find_spec for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
-        if spec is not None and type(spec.loader) is SourceFileLoader and is_own(spec.origin):
-            spec.loader, spec.cached = _SourceLoader(name, spec.origin), None
+        if spec is not None and type(spec.loader) is SourceFileLoader and spec.origin and is_own(spec.origin):
+            spec.loader = _SourceLoader(name, spec.origin)
+            spec.cached = None
         return spec
 
 
 class _SourceLoader(SourceFileLoader):
-    def get_code(self, name: str):
+    def get_code(self, name: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _own_modules():
+def _own_modules() -> Iterator[tuple[str, str]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if file and file.endswith(".py") and os.path.isabs(file) and is_own(file):

@@ -3,24 +3,24 @@
     NCCL   local rank r has GPU r; with more ranks than GPUs, where NCCL can do it, GPU r modulo their number
     gloo   every rank is on the CPU
 
-Nothing is tried: what cannot work is refused in the caller's process, before a rank waits for another.
+A choice that cannot work is refused in the caller's process, before any rank waits for another.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from minipar.errors import one_of
-from minipar.runtime.environment import MULTI_RANK_GPU, shares_gpus
+from minipar.support.environment import MULTI_RANK_GPU, shares_gpus
+from minipar.support.errors import one_of
 
 BACKENDS = ("gloo", "nccl", "auto")
 SHARING_NCCL = (2, 30)  # the first NCCL that can put several ranks of one communicator on one GPU
 
 
 class Machine(NamedTuple):
-    """The facts that decide: the number of GPUs, NCCL's version (None: there is no NCCL), whether ranks may share a GPU."""
+    """What decides backend and device: number of GPUs, NCCL's version (or None), and whether ranks may share a GPU."""
 
     num_gpus: int
     nccl: tuple[int, ...] | None
@@ -32,17 +32,18 @@ class Machine(NamedTuple):
 
 
 def _nccl_version() -> tuple[int, ...] | None:
-    """The version of the NCCL that this process has loaded; a newer one may lie beside the one that torch came with."""
+    """Return the version of the NCCL that this process has loaded, which may be newer than the one shipped with torch."""
     try:
-        return torch.cuda.nccl.version()[:3]
+        version: tuple[int, ...] = torch.cuda.nccl.version()
+        return version[:3]
     except AttributeError:  # torch was built without it
         return None
 
 
 def choose_backend(backend: str, local_size: int, machine: Machine) -> str:
-    """Return "nccl" or "gloo"; for "auto", nccl where it can serve every local rank.
+    """Return "nccl" or "gloo"; for "auto", nccl if it can serve every local rank.
 
-    Raises ValueError for an unknown name, and where nccl is asked for and cannot serve so many local ranks.
+    Raises ValueError for an unknown name, or for "nccl" if NCCL cannot serve `local_size` ranks.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is not known; use {one_of(BACKENDS)}")
@@ -54,7 +55,7 @@ def choose_backend(backend: str, local_size: int, machine: Machine) -> str:
 
 
 def why_not_nccl(local_size: int, machine: Machine) -> str | None:
-    """Return why NCCL cannot serve so many ranks on this machine, and what would work; None where it can."""
+    """Return why NCCL cannot serve `local_size` ranks on this machine, and what would work; None if NCCL can."""
     gpus, version = machine.num_gpus, ".".join(map(str, machine.nccl or ()))
     if gpus == 0:
         return "needs a GPU, and torch finds none; use gloo"
@@ -80,11 +81,11 @@ def device_of(backend: str, local_rank: int, machine: Machine) -> torch.device:
     return device
 
 
-def group_options(backend: str, device: torch.device) -> dict:
+def group_options(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the options of `init_process_group`.
 
-    With NCCL, gloo carries what the host reads (`comm/host.py`). By the device_id, NCCL connects all ranks at once, in one
-    place, not at the first message, when another rank may be elsewhere; and no rank takes GPU 0 for its own.
+    With NCCL, gloo carries the values that the host reads (`comm/host.py`). With a device_id, NCCL connects all ranks here;
+    at the first message, other ranks might be busy elsewhere. It also keeps the other ranks off GPU 0.
     """
     if backend != "nccl":
         return {"backend": backend}

@@ -1,17 +1,21 @@
 """The fork server: a process that starts the ranks, and ends every one of them when the caller ends.
 
 It imports torch once and then forks a rank in milliseconds. Where forking is unsafe (macOS), it starts a new interpreter
-for each rank. A pool is one connection between the caller and the server, its keeper: on it the server says what becomes
-of the ranks, and anything it receives, the end too, is the order to end them.
+for each rank. A pool has one connection between the caller and the server, its keeper. Through the keeper, the server
+reports which ranks have ended or stopped. When anything arrives there, or when the keeper closes, the server ends the
+ranks.
 
-What multiprocessing's fork server does not give: a rank ends with its caller, however that one ended and whatever the rank
-is doing (a loop in C, stopped by a signal), and so do its children, such as a DataLoader's workers, as each rank leads a
-process group; nothing depends on `__main__`, on the calling thread, or on the length of TMPDIR.
+Unlike with multiprocessing's fork server, a rank ends with its caller, however the caller ended and whatever the rank is
+doing: it may be in a loop in C, or stopped by a signal. Its children, such as a DataLoader's workers, end too, because each
+rank leads a process group. On Linux even children in a session of their own end: they become the server's children when
+their rank has ended, and the server ends them. On other systems, or if the server itself was killed, such children live on.
+Nothing depends on `__main__`, on the calling thread, or on the length of TMPDIR.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
@@ -22,14 +26,16 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import NamedTuple
 
-LOOK_S = 0.5  # how often the server looks whether its caller lives, where nothing tells it
+LOOK_S = 0.5  # seconds between checks whether the caller lives, where the system does not report it
 # The first optimizer of a process imports torch._dynamo; here one import serves all ranks.
 _PRELOADED = ("torch", "torch._dynamo", "numpy", "minipar.runtime.worker")
-_MAX_FDS = 250  # in one message, by Linux; a pool of 64 ranks takes 194
+PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
+_MAX_FDS = 250  # Linux's limit for one message; a pool of 64 ranks takes 194
 
 
 class ForkServer:
@@ -39,7 +45,7 @@ class ForkServer:
         self._caller = os.getpid()
         self._control, theirs = socket.socketpair()
         with theirs:
-            # In a session of its own: what a terminal does to the caller (Ctrl-C, Ctrl-Z) does not reach the ranks.
+            # The server has its own session, so that a terminal's Ctrl-C and Ctrl-Z reach the caller but not the ranks.
             self._process = subprocess.Popen(
                 _interpreter(f"{__name__}.serve", theirs.fileno(), self._caller, method),
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
@@ -49,12 +55,13 @@ class ForkServer:
     def start(self, size: int, backend: str, ends: Sequence[int]) -> None:
         """Start ranks 0 ... size-1 of a pool.
 
-        The answer comes from the keeper: ("started", (folder, process ids)) or ("failed", why).
+        The keeper brings the answer: ("started", (folder, process ids)) or ("failed", why).
 
         ends  the file descriptors to pass on: the keeper, the pipe for stacks, and for each rank its message pipe, stdout
               and stderr
         """
-        if not self._control.recv(1, socket.MSG_PEEK):  # the server writes it when it has imported everything
+        # The server writes this once it has imported everything.
+        if not self._control.recv(1, socket.MSG_PEEK):
             raise RuntimeError(f"the fork server has ended with exit code {self._process.wait()}")
         socket.send_fds(self._control, [json.dumps([size, backend, tempfile.gettempdir()]).encode()], ends)
 
@@ -62,26 +69,27 @@ class ForkServer:
         return self._process.poll() is None
 
     def wait_until_gone(self) -> None:
-        """Wait, a second at most, until a server whose connections have ended is not alive: they end a little earlier."""
+        """Wait, at most a second, for the server's process to end; its connections close slightly earlier."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
 
     def close(self) -> None:
-        """End the server, and with it every rank; in a forked child, only let go of it."""
+        """End the server, and with it every rank; in a forked child, only close the connection."""
         if os.getpid() == self._caller:
             with contextlib.suppress(OSError):  # it has ended
                 self._control.shutdown(socket.SHUT_RDWR)  # a forked child may hold this end, too
             self._process.wait()
         else:
-            self._process.returncode = 0  # it is not this process's child
+            self._process.returncode = 0  # the server is not this process's child
         self._control.close()
 
 
-def _interpreter(function: str, *args) -> list[str]:
+def _interpreter(function: str, *args: object) -> list[str]:
     """Return the command of a new interpreter that imports what this one can, and calls a function of a module."""
     module, _, name = function.rpartition(".")
     program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}{args!r}"
-    return [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", program]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", program]
 
 
 def serve(control_fd: int, caller: int, method: str) -> None:
@@ -91,6 +99,7 @@ def serve(control_fd: int, caller: int, method: str) -> None:
     with _ending_with(caller, control):
         for name in _PRELOADED if method == "fork" else ():
             importlib.import_module(name)
+    adopt_orphans()
     server = _Server(control, caller, method)
     try:
         with contextlib.suppress(OSError):  # the caller has ended
@@ -104,11 +113,12 @@ def serve(control_fd: int, caller: int, method: str) -> None:
 
 
 @contextlib.contextmanager
-def _ending_with(caller: int, control: socket.socket):
-    """End this process as soon as the caller ends or lets go of it, in the middle of an import too."""
+def _ending_with(caller: int, control: socket.socket) -> Iterator[None]:
+    """End this process as soon as the caller ends or closes its connection, even during an import."""
 
-    def look(*_):
-        if os.getppid() != caller or wait([control], 0):  # readable: at its end, as nothing is sent yet
+    def look(*_: object) -> None:
+        # The connection is readable only once it is closed: nothing has been sent yet.
+        if os.getppid() != caller or wait([control], 0):
             os._exit(0)
 
     signal.signal(signal.SIGALRM, look)
@@ -125,10 +135,12 @@ class _Pool(NamedTuple):
 
 class _Server:
     def __init__(self, control: socket.socket, caller: int, method: str):
-        self._control, self._caller = control, caller
+        self._control = control
+        self._caller = caller
         self._begin = self._fork if method == "fork" else self._exec
         self._pools: dict[Connection, _Pool] = {}
-        self._interpreters: list = []  # a Popen that is garbage-collected waits for its process
+        # Kept, because garbage collection of a Popen waits for its process.
+        self._interpreters: list[subprocess.Popen[bytes]] = []
         self._woken, self._wake = socket.socketpair()  # readable when a rank has ended or was stopped
         self._wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -140,7 +152,7 @@ class _Server:
             if self._woken in ready:
                 self._woken.recv(1 << 12)
             self._report()
-            for keeper in set(ready) & set(self._pools):
+            for keeper in [keeper for keeper in self._pools if keeper in ready]:
                 self._end(keeper)
             if self._control in ready and not self._start():
                 return
@@ -150,7 +162,7 @@ class _Server:
             self._end(keeper)
 
     def _start(self) -> bool:
-        """Start a pool's ranks; return False where there is no request, as the caller has let go of the server."""
+        """Start a pool's ranks; return False if no request comes, because the caller has closed its connection."""
         request, fds, *_ = socket.recv_fds(self._control, 1 << 12, _MAX_FDS)
         if not request:
             return False
@@ -163,7 +175,7 @@ class _Server:
             pool = self._pools[keeper] = _Pool(folder, {})
             for rank in range(size):
                 pool.ranks[self._begin(fds, rank, size, backend, folder)] = rank
-            answer = "started", (folder, list(pool.ranks))
+            answer: tuple[str, object] = "started", (folder, list(pool.ranks))
         except OSError as error:
             answer = "failed", str(error)
         for fd in fds:
@@ -177,7 +189,8 @@ class _Server:
         stacks, pipe, out, err = fds[0], *fds[1 + 3 * rank : 4 + 3 * rank]
         pid = os.fork()
         if pid:
-            with contextlib.suppress(OSError):  # both do it, so that it is done when either goes on
+            # Parent and child both do this, so that it is done before either continues.
+            with contextlib.suppress(OSError):
                 os.setpgid(pid, pid)
             return pid
         try:
@@ -186,8 +199,10 @@ class _Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.dup2(out, 1)
             os.dup2(err, 2)
-            for end in (self._control, self._woken, self._wake, *self._pools):
-                end.close()
+            for own in (self._control, self._woken, self._wake):
+                own.close()
+            for keeper in self._pools:
+                keeper.close()
             for fd in set(fds) - {stacks, pipe}:
                 os.close(fd)
             worker.main(pipe, stacks, rank, size, backend, folder)
@@ -206,7 +221,7 @@ class _Server:
         return process.pid
 
     def _report(self) -> None:
-        """Tell the callers which ranks have ended or were stopped. With a rank its children end."""
+        """Tell the callers which ranks have ended or were stopped. When a rank ends, its children are ended, too."""
         while any(pool.ranks for pool in self._pools.values()):
             pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if not pid:
@@ -218,21 +233,54 @@ class _Server:
                     self._tell(keeper, "stopped", (pool.ranks[pid], os.WIFSTOPPED(status)))
                 else:
                     _kill_group(pid)
+                    self._end_orphans()
                     self._tell(keeper, "ended", (pool.ranks.pop(pid), os.waitstatus_to_exitcode(status)))
 
     def _end(self, keeper: Connection) -> None:
-        """Kill a pool's ranks, delete its folder, and close the keeper, from which the caller knows that it is done."""
+        """Kill a pool's ranks, delete its folder, and close the keeper, which tells the caller that this is done."""
         pool = self._pools.pop(keeper)
         for pid in pool.ranks:
             _kill_group(pid)
         for pid in pool.ranks:
             os.waitpid(pid, 0)
+        self._end_orphans()
         shutil.rmtree(pool.folder, ignore_errors=True)
         keeper.close()
 
-    def _tell(self, keeper: Connection, what: str, value) -> None:
+    def _end_orphans(self) -> None:
+        """Kill processes that ended ranks left behind in other sessions: all children of this process but ranks.
+
+        A daemon detached by a living rank of another pool ends too, because nothing tells which rank started it.
+        """
+        spared = {pid for pool in self._pools.values() for pid in pool.ranks}
+        while orphans := children_of(os.getpid()) - spared:
+            for pid in orphans:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                except OSError:  # another user's process
+                    spared.add(pid)
+
+    def _tell(self, keeper: Connection, what: str, value: object) -> None:
         with contextlib.suppress(OSError):  # the caller has ended
             keeper.send((what, value))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose own parent ends. Does nothing but on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children_of(parent: int) -> set[int]:
+    """Return the process ids of a process's children, from /proc; none where there is no /proc."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            # pid (name) state parent ...; the name may have spaces and parentheses
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == parent:
+                found.add(int(stat.parent.name))
+    return found
 
 
 def _kill_group(pid: int) -> None:

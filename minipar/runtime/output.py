@@ -1,5 +1,5 @@
-"""Output of ranks. A rank's stdout and stderr are pipes, so that all output arrives: that of C code, of its children, of a
-crash. The caller prints it line by line, with the rank."""
+"""Output of ranks. A rank's stdout and stderr are pipes, so that all output arrives, even from C code, from child processes
+and from a crash. The caller prints it line by line, each line with its rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Output:
         return self._source.fileno()
 
     def forward(self) -> None:
-        """Print the whole lines of what has arrived. A carriage return ends a line, too: progress bars use it."""
+        """Print the complete lines that have arrived. A carriage return ends a line, too, because progress bars use it."""
         try:
-            data = os.read(self.fileno(), 1 << 20)  # more than a pipe holds
+            data = os.read(self.fileno(), 1 << 20)  # at most 1 MiB, which is more than a pipe holds
         except BlockingIOError:
             return
         self.open = bool(data)
@@ -32,7 +32,7 @@ class Output:
         self._print(lines + [overwritten] * bool(overwritten))
 
     def finish(self) -> None:
-        """Print what has arrived, the last line also where it has no end."""
+        """Print all output that has arrived, including a last line without an end."""
         if self.open:
             self.forward()
         if self._rest:

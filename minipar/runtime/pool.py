@@ -1,4 +1,4 @@
-"""The caller's side of a local pool: its processes, and the call of a function on them."""
+"""The caller's side of a local pool: its processes, and how a function is called on them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,26 @@ import shutil
 from contextlib import suppress
 from multiprocessing import Pipe
 from signal import Signals
+from typing import Any
 
-from minipar.comm.diagnosis import unmatched_messages
-from minipar.errors import RankError
-from minipar.runtime.call import Call, results
+from minipar.runtime.call import Call, OnAsk, OnReport, results
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.forkserver import ForkServer
-from minipar.runtime.output import Output
 from minipar.runtime.protocol import Job
+from minipar.runtime.rank_process import RankProcess
 from minipar.runtime.serialization import dumps
-
-
-class RankProcess:
-    """The caller's ends of a rank's message pipe and output streams, and what is known of the process.
-
-    theirs  the other ends, which the process gets
-    ended   None, or how the process ended
-    """
-
-    def __init__(self, rank: int):
-        self.rank, self.pid = rank, 0
-        self.ended: str | None = None
-        self.stopped = False
-        self.pipe, pipe = Pipe()
-        (out, far_out), (err, far_err) = Pipe(duplex=False), Pipe(duplex=False)
-        self.outputs = Output(out, rank, "stdout"), Output(err, rank, "stderr")
-        self.theirs = [pipe, far_out, far_err]
-
-    def close(self) -> None:
-        for end in (self.pipe, *self.outputs, *self.theirs):
-            end.close()
+from minipar.support.errors import RankError
+from minipar.transport.diagnosis import unmatched_messages
 
 
 class Pool:
-    """Ranks 0 ... size-1, joined in one process group. The keeper is the connection to the fork server: see there."""
+    """Ranks 0 ... size-1, joined in one process group. `keeper` is the connection to the fork server: see forkserver.py."""
 
     def __init__(self, server: ForkServer, size: int, backend: str):
-        self.size, self._server = size, server
-        self._owner, self._runs = os.getpid(), 0
+        self.size = size
+        self._server = server
+        self._owner = os.getpid()
+        self._runs = 0
         self._folder: str | None = None  # where the ranks find each other
         self.keeper, keeper = Pipe()
         self.stacks, stacks = Pipe(duplex=False)
@@ -61,7 +43,7 @@ class Pool:
             self.close()
             raise
 
-    def _note_start(self, what: str, value) -> None:
+    def _note_start(self, what: str, value: Any) -> None:
         if what == "failed":
             raise RuntimeError(f"the {self.size} processes of the pool cannot be started: {value}")
         self._folder, pids = value
@@ -72,14 +54,17 @@ class Pool:
     def pids(self) -> list[int]:
         return [rank.pid for rank in self.ranks]
 
-    def run(self, payload: bytes, world_size: int, timeout_s: float, on_report) -> list:
+    def run(
+        self, payload: bytes, world_size: int, timeout_s: float, on_report: OnReport | None = None,
+        on_ask: OnAsk | None = None,
+    ) -> list[Any]:  # fmt: skip
         self._runs += 1
         job = dumps(Job(payload, world_size, self._runs, timeout_s, CallerEnvironment.here()))
         ranks = self.ranks[:world_size]
         for rank in ranks:
             with suppress(OSError):  # the process has ended; the keeper reports that
                 rank.pipe.send_bytes(job)
-        answers = Call(self, ranks, "done", on_report).wait()
+        answers = Call(self, ranks, "done", on_report, on_ask).wait()
         counts = {rank: own for rank, (_, own) in answers.items()}
         if found := unmatched_messages(counts):
             sentences = "\n".join(pair.sentence for pair in found)
@@ -88,7 +73,7 @@ class Pool:
         return [by_rank[rank] for rank in range(world_size)]
 
     def hear(self) -> list[RankProcess]:
-        """Take note of what the fork server says; return the ranks that have ended. All have if the server has."""
+        """Read the fork server's reports; return the ranks that have ended: all of them if the server has ended."""
         before = {rank.rank for rank in self.ranks if rank.ended}
         try:
             while self.keeper.poll():
@@ -99,7 +84,7 @@ class Pool:
                 rank.ended = rank.ended or "ended with the fork server, which something has killed"
         return [rank for rank in self.ranks if rank.ended and rank.rank not in before]
 
-    def _note(self, what: str, value) -> None:
+    def _note(self, what: str, value: Any) -> None:
         if what == "stopped":
             rank, stopped = value
             self.ranks[rank].stopped = stopped
@@ -120,8 +105,9 @@ class Pool:
                 while True:
                     self.keeper.recv_bytes()  # until the server has closed its end: all have ended
             if self._folder is not None:
-                shutil.rmtree(
-                    self._folder, ignore_errors=True
-                )  # already gone, unless something has killed the server
-        for end in (self.keeper, self.stacks, *self.ranks):
-            end.close()
+                # The server has removed it, unless something has killed the server.
+                shutil.rmtree(self._folder, ignore_errors=True)
+        self.keeper.close()
+        self.stacks.close()
+        for rank in self.ranks:
+            rank.close()

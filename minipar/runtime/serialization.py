@@ -1,19 +1,20 @@
-"""Functions, arguments and results as bytes: functions by cloudpickle, tensors compact."""
+"""Functions, arguments and results as bytes: functions by cloudpickle, tensors without unused storage."""
 
 from __future__ import annotations
 
 import io
 import types
 from importlib import import_module
+from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import torch
 
 
-class _CompactPickler(cloudpickle.Pickler):
-    """A pickler that writes a tensor's own elements, not the whole storage that it is a view of; one of a GPU for a CPU."""
+class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A pickler that writes only a tensor's own elements, not the storage it views; GPU tensors become CPU tensors."""
 
-    def reducer_override(self, obj):
+    def reducer_override(self, obj: Any) -> Any:
         if (
             isinstance(obj, torch.Tensor)
             and not obj.is_sparse
@@ -30,7 +31,7 @@ class _CompactPickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def dumps(value) -> bytes:
+def dumps(value: object) -> bytes:
     buffer = io.BytesIO()
     _CompactPickler(buffer, protocol=5).dump(value)
     return buffer.getvalue()

@@ -1,26 +1,41 @@
 """The place in the caller's script where a rank is: its main thread's stack, most recent call last.
 
-A rank gives it itself, from another thread; or, where its main thread keeps the interpreter to itself (a loop in C) or
-the process is stopped, a signal handler writes it. Both are faulthandler's work, which leaves out what is beyond 100 calls.
+A rank normally sends the stack itself, from another thread. If its main thread holds the interpreter (a loop in C) or the
+process is stopped, a signal handler writes the stack. Both use faulthandler, which leaves out calls beyond the 100th.
+
+faulthandler walks memory that running Python code changes, so a walk is safe only while no thread walked over runs Python:
+
+    from a thread   The caller holds the interpreter for the whole walk. CPython 3.11 adds and removes Python's threads only
+                    with it held, and a thread that has not begun, or is ending, has no frame. The exception is a thread
+                    made in C that calls Python for the first time: it is added before it is filled in. A rank on CPU has
+                    no such thread, because there autograd runs in the thread that called it.
+    from a signal   Whichever thread has the interpreter runs on. Frames of another thread, such as the one that answers the
+                    caller, could be freed under the walk, and the rank would crash. So the signal is for the main thread,
+                    and its handler walks over no other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import faulthandler
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
 import traceback
+from multiprocessing.connection import Connection
 
-import minipar.comm
 from minipar.runtime.caller import is_own
 
 Frame = tuple[str, int, str]  # file, line number, function
 
-_COMM = os.path.dirname(minipar.comm.__file__) + os.sep
-_OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")  # it calls the caller's function
+_ROOMS = os.path.dirname(os.path.dirname(__file__))
+_COMM = tuple(os.path.join(_ROOMS, room, "") for room in ("comm", "transport"))
+# The frame that calls the caller's function.
+_OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")
 _HEADER = "(most recent call first):\n"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):\n")
 _DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -29,8 +44,8 @@ _DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 def all_stacks() -> dict[int, list[Frame]]:
     """Return the stack of every thread, by ident.
 
-    By faulthandler, which lets no thread run while it looks. Between two steps of a walk in Python the thread would run on,
-    its frames be gone, and CPython 3.11 take what lies there now for a frame, or crash.
+    It uses faulthandler, because that lets no other thread run meanwhile. If the walk were in Python, the other thread
+    could run between two steps and free its frames; CPython 3.11 would then read other memory as a frame, or crash.
     """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -39,18 +54,37 @@ def all_stacks() -> dict[int, list[Frame]]:
     return {int(ident, 16): _frames(text) for ident, text in zip(parts[::2], parts[1::2])}
 
 
+def write_on_signal(signum: int, file: int) -> None:
+    """Let a signal write the stack of the thread that it interrupts, and of no other, into a file descriptor."""
+    faulthandler.register(signum, file=file, all_threads=False)
+
+
+def signal_main_thread(pid: int, signum: int) -> None:
+    """Send a signal to the main thread of a process, if it has not ended.
+
+    The kernel gives a signal for a whole process that is stopped to any of its threads. On Linux the main thread's
+    id is the process's; elsewhere the signal is sent to the process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).tgkill(pid, pid, signum)
+    else:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signum)
+
+
 def main_stack() -> list[Frame]:
     """Return the main thread's stack, from the caller's function on."""
-    return _of_caller(all_stacks().get(threading.main_thread().ident, []))
+    return _of_caller(all_stacks().get(threading.main_thread().ident or 0, []))
 
 
-def read_dump(pipe, timeout_s: float) -> list[Frame]:
-    """Read the main thread's stack, from the caller's function on, from the stacks that faulthandler writes into `pipe`.
+def read_dump(pipe: Connection, timeout_s: float) -> list[Frame]:
+    """Read the main thread's stack, from the caller's function on, from what `write_on_signal` writes into `pipe`.
 
-    It writes the last call first, and every thread's; in the main thread's, this package calls the caller's function. What
-    has come by the deadline counts, as faulthandler leaves out what is beyond 100 calls.
+    faulthandler writes the last call first. The stack is complete where this package calls the caller's function, or where
+    faulthandler leaves out calls beyond the 100th. The end of another rank's stack may precede it in the pipe.
     """
-    text, deadline = "", time.monotonic() + timeout_s
+    text = ""
+    deadline = time.monotonic() + timeout_s
     while pipe.poll(max(0.0, deadline - time.monotonic())):
         text += os.read(pipe.fileno(), 1 << 16).decode(errors="replace")
         for thread in text.split(_HEADER):
@@ -86,6 +120,6 @@ def inside_comm(stack: list[Frame]) -> bool:
 
 
 def as_text(stack: list[Frame]) -> str:
-    """Return the stack as a traceback has it."""
+    """Return the stack as text, formatted like a traceback."""
     frames = [(file, line, name, None) for file, line, name in stack]
     return "".join(traceback.StackSummary.from_list(frames).format()).rstrip()

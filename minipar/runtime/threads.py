@@ -8,26 +8,29 @@ import threading
 from collections.abc import Collection
 from types import FrameType
 
-from minipar.comm.stream import StreamThread
 from minipar.runtime.stacks import Frame, all_stacks, own_line, place
+from minipar.transport.stream import StreamThread
 
-# What a thread is in while it waits for another one of its process: these functions, and these if they have no timeout.
+# A thread that waits for another thread of its process is inside one of these functions. The second set counts only where
+# no timeout was given.
 _IDLE_IN = {StreamThread.run.__code__, concurrent.futures.thread._worker.__code__}
 _IDLE_WITHOUT_TIMEOUT = {"wait", "join", "_wait_for_tstate_lock"}
 
 
 def busy_threads(waiting: Collection[int]) -> list[str]:
-    """Say which threads run and where, but for the main thread, the calling one, and those whose idents are `waiting`.
+    """Say which threads run and where, except the main thread, the calling thread, and threads with idents in `waiting`.
 
-    A thread that waits for another thread's lock, queue or end, without a timeout, does not run. One that sleeps or waits
-    with a timeout does: it may go on by itself, and send what another rank waits for.
+    A thread that waits, without a timeout, for another thread's lock, queue or end does not count as running. A thread that
+    sleeps or waits with a timeout does: it may continue by itself, and send a message that another rank waits for.
     """
     without = {threading.get_ident(), threading.main_thread().ident, *waiting}
     frames = sys._current_frames()
-    others = [t for t in threading.enumerate() if t.ident in frames.keys() - without]
-    busy = [(t, frames[t.ident]) for t in others if not _idle(frames[t.ident])]
+    # This function's own frame would make a cycle that keeps every thread's variables until the garbage collector runs.
+    del frames[threading.get_ident()]
+    names = {t.ident: t.name for t in threading.enumerate() if t.ident is not None}
+    busy = [i for i in names if i in frames and i not in without and not _idle(frames[i])]
     stacks = all_stacks() if busy else {}
-    return [f"thread {t.name!r} runs ({_place(stacks.get(t.ident), frame)})" for t, frame in busy]
+    return [f"thread {names[i]!r} runs ({_place(stacks.get(i), frames[i])})" for i in busy]
 
 
 def _idle(frame: FrameType) -> bool:

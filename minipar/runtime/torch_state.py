@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
-_ATTRIBUTES = [
+_ATTRIBUTES: list[tuple[Any, tuple[str, ...]]] = [
     (cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
     (cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")),
     (mkldnn, ("enabled", "deterministic", "allow_tf32")),
     (torch.utils.deterministic, ("fill_uninitialized_memory",)),
 ]
-_FUNCTIONS = [  # (getter, setter)
+# (getter, setter)
+_FUNCTIONS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),  # imports a compiler: a second
+    # Its setter imports a compiler, which takes a second.
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.is_warn_always_enabled, torch.set_warn_always),
     (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -32,9 +33,9 @@ _FUNCTIONS = [  # (getter, setter)
 
 
 class TorchState:
-    """The settings of a fresh process. `reset` sets what differs from them, and seeds the random generators with 0."""
+    """The settings of a fresh process. `reset` restores those that differ, and seeds the random generators with 0."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._attributes = [(of, name, getattr(of, name)) for of, names in _ATTRIBUTES for name in names]
         self._values = [(get, set_to, get()) for get, set_to in _FUNCTIONS]
 
@@ -45,8 +46,8 @@ class TorchState:
         for get, set_to, value in self._values:
             if get() != value:
                 set_to(value)
-        torch.set_default_device(None)  # any device, "cpu" too, would slow every factory function down
-        torch.set_flush_denormal(False)  # cannot be asked for
+        torch.set_default_device(None)  # any other value, even "cpu", would slow every factory function down
+        torch.set_flush_denormal(False)  # torch has no getter for it
         torch.set_num_threads(1)  # ranks share the cores
         for name, hooks in vars(torch.nn.modules.module).items():
             if name.startswith("_global_") and isinstance(hooks, dict):

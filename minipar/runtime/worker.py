@@ -11,29 +11,59 @@ import faulthandler
 import io
 import os
 import queue
+import re
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from minipar.comm import Comm, PeerLost, native
-from minipar.comm.messages import MessageCounts, PeerLate
-from minipar.comm.transport import Transport
-from minipar.comm.transports import choose_transport
-from minipar.comm.watch import Stuck, Watch
+from minipar.comm import Comm
 from minipar.runtime.caller import CallerEnvironment, CallerModules
 from minipar.runtime.devices import Machine, device_of, group_options
-from minipar.runtime.environment import name_process
-from minipar.runtime.protocol import STACK_SIGNAL, Failure, Job, Status
+from minipar.runtime.protocol import STACK_SIGNAL, Answer, Failure, Job, Status
 from minipar.runtime.serialization import dumps, loads
-from minipar.runtime.stacks import inside_comm, main_stack, own_line
+from minipar.runtime.stacks import inside_comm, main_stack, own_line, write_on_signal
 from minipar.runtime.threads import busy_threads
 from minipar.runtime.torch_state import TorchState
+from minipar.support.environment import name_process
+from minipar.transport import native_calls, process_groups
+from minipar.transport.diagnosis import MessageCounts, message_counts
+from minipar.transport.errors import PeerLate, PeerLost
+from minipar.transport.messages import ChannelId
+from minipar.transport.process_groups import set_timeout
+from minipar.transport.transport import Transport
+from minipar.transport.transports import choose_transport
+from minipar.transport.watch import Stuck, Watch
+
+MAX_CHARACTERS = 1 << 16  # the most that the caller gets of an exception and its traceback
+
+
+@contextlib.contextmanager
+def _main_script_of(fn: Any) -> Iterator[None]:
+    """Replace `__main__` by a module with the names that `fn` uses, if fn comes from the caller's script or notebook.
+
+    torch.compile looks up the globals of the functions that it traces in the module named by them.
+    """
+    while isinstance(fn, partial):
+        fn = fn.func
+    names, mine = getattr(fn, "__globals__", {}), sys.modules["__main__"]
+    if names.get("__name__") == "__main__":
+        sys.modules["__main__"] = ModuleType("__main__")
+        vars(sys.modules["__main__"]).update(names)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = mine
 
 
 def main(pipe: int, stacks: int, rank: int, size: int, backend: str, folder: str) -> None:
@@ -47,8 +77,8 @@ def main(pipe: int, stacks: int, rank: int, size: int, backend: str, folder: str
     name_process(rank)
     _take_over_output()
     faulthandler.enable()  # a crash writes its stack to stderr
-    faulthandler.register(STACK_SIGNAL, file=stacks)
-    jobs: queue.SimpleQueue = queue.SimpleQueue()
+    write_on_signal(STACK_SIGNAL, stacks)
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     worker = Worker(Connection(pipe), rank, size)
     threading.Thread(target=worker.listen, args=(jobs,), daemon=True).start()
     try:
@@ -62,28 +92,40 @@ def main(pipe: int, stacks: int, rank: int, size: int, backend: str, folder: str
 
 
 class Worker:
-    def __init__(self, pipe, rank: int, size: int):
-        self.rank, self.size = rank, size
+    def __init__(self, pipe: Connection, rank: int, size: int):
+        self.rank = rank
+        self.size = size
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._modules, self._torch = CallerModules(), TorchState()
-        self._groups: dict = {}  # process groups, kept as long as the process runs
-        self._transport: Transport | None = None
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._modules = CallerModules()
+        self._torch = TorchState()
+        self._groups: dict[
+            ChannelId, dist.ProcessGroup
+        ] = {}  # the process groups, which last as long as the process
+        self._transport: Transport | None = None  # the transport of the call under way, or of the last call
 
-    def tell(self, what: str, value) -> None:
+    def tell(self, what: str, value: object) -> None:
         with self._sending, contextlib.suppress(OSError):  # the caller has ended
             self._pipe.send_bytes(dumps((what, value)))
 
-    def listen(self, jobs: queue.SimpleQueue) -> None:
+    def ask(self, value: object) -> Any:
+        """Return the caller's answer to a value; the caller's other messages are read meanwhile."""
+        self.tell("ask", value)
+        return self._answers.get()
+
+    def listen(self, jobs: queue.SimpleQueue[Job]) -> None:
         """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes.
 
-        The fork server ends the process then, too; here it ends even where that server was killed.
+        The fork server would end the process, too; but this works even if the server was killed.
         """
         try:
             while True:
                 message = loads(self._pipe.recv_bytes())
                 if isinstance(message, Job):
                     jobs.put(message)
+                elif isinstance(message, Answer):
+                    self._answers.put(message.value)
                 else:
                     self.tell("status", self.status())
         except (EOFError, OSError):
@@ -94,49 +136,54 @@ class Worker:
         os.environ["GLOO_SOCKET_IFNAME"] = _loopback()
         self._backend = backend
         self.device = device_of(backend, self.rank, Machine.here())
-        store = dist.FileStore(os.path.join(folder, "store"), self.size)
+        store = FileStore(os.path.join(folder, "store"), self.size)
         options = group_options(backend, self.device)
         dist.init_process_group(
             store=store, rank=self.rank, world_size=self.size, timeout=timedelta(minutes=10), **options
         )
-        self.group = dist.group.WORLD
+        self.group: Any = dist.group.WORLD
 
     def work(self, job: Job) -> None:
+        answer: tuple[str, object]
         try:
-            answer = "done", (dumps(self._call(job)), self._transport.counts())
+            result = dumps(self._call(job))
+            answer = "done", (result, self._counts())
         except BaseException as error:
             answer = "failed", _failure(error)
         sys.stdout.flush()
         sys.stderr.flush()
         self.tell(*answer)
 
-    def _call(self, job: Job):
+    def _call(self, job: Job) -> Any:
         self._take_over(job.environment)
         self._torch.reset()
-        self._transport = choose_transport(self._backend)(
+        transport = choose_transport(self._backend)(
             self.group, tuple(range(self.size)), self.rank, self.device, job.timeout_s, run=job.run,
-            report=lambda value: self.tell("report", value), groups=self._groups,
+            report=lambda value: self.tell("report", value), ask=self.ask, groups=self._groups,
         )  # fmt: skip
+        self._transport = transport
         if self.device.type == "cuda":
-            self._watch_gpu(job.timeout_s)
+            transport.watch = self._watch_gpu(job.timeout_s)
         fn, args = loads(job.payload)
-        world = Comm(self._transport, tuple(range(job.world_size)), "world")
+        world = Comm(transport, tuple(range(job.world_size)), "world")
         try:
-            result = fn(world, *args)
-            self._transport.drain()
+            with _main_script_of(fn):
+                result = fn(world, *args)
+            transport.drain()
             if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # what it has only enqueued may still fail
+                torch.cuda.synchronize(self.device)  # work that is only enqueued may still fail
             return result
         finally:
             self._modules.remember()
-            if self._transport.watch is not None:
-                self._transport.watch.stop()
+            if transport.watch is not None:
+                transport.watch.stop()
 
-    def _watch_gpu(self, timeout_s: float) -> None:
-        """Have a thread tell the caller of an operation that does not end on the GPU: this rank may never come back."""
-        native.set_timeout([self.group, *self._groups.values()], timeout_s, self.device)
-        self._transport.watch = Watch(timeout_s, lambda stuck: self.tell("failed", _stuck(self.rank, stuck)))
-        self._transport.watch.start(self.device)
+    def _watch_gpu(self, timeout_s: float) -> Watch:
+        """Start a thread that tells the caller if an operation on the GPU does not end: this rank may hang forever."""
+        set_timeout([self.group, *self._groups.values()], timeout_s, self.device)
+        watch = Watch(timeout_s, lambda stuck: self.tell("failed", _stuck(self.rank, stuck)))
+        watch.start(self.device)
+        return watch
 
     def _take_over(self, caller: CallerEnvironment) -> None:
         _take_over_output()
@@ -147,20 +194,27 @@ class Worker:
         with contextlib.suppress(OSError):
             os.chdir(caller.directory)
 
-    def status(self) -> Status:
+    def _counts(self) -> MessageCounts:
         if self._transport is None:
-            return Status(False, "starting", MessageCounts([], {}, {}))
-        stack, waits = main_stack(), self._transport.waits
-        line, busy = own_line(stack), busy_threads(waits)
-        counts = self._transport.counts()
+            return MessageCounts([], {}, {})
+        return message_counts(self._transport.waits, self._transport.channels.values())
+
+    def status(self) -> Status:
+        counts = self._counts()
+        if self._transport is None:
+            return Status(False, "starting", counts)
+        waits, watch = self._transport.waits, self._transport.watch
+        stack = main_stack()
+        line = own_line(stack)
+        busy = busy_threads(waits)
         messages = [what for what in counts.waiting if not isinstance(what, str)]
         waiting = [f"waiting to {m}" for m in messages] or [f"waiting for {what}" for what in counts.waiting]
         where = "; ".join(waiting) or "running"
         where = "; ".join([f"{where} ({line})" if line else where, *busy])
         blocked = threading.main_thread().ident in waits and not busy
-        counts = counts._replace(waiting=messages)
-        operations = {} if self._transport.watch is None else dict(self._transport.watch.counts)
-        return Status(blocked, where, counts, line, stack, bool(busy) or not inside_comm(stack), operations)
+        operations = {} if watch is None else dict(watch.counts)
+        running = bool(busy) or not inside_comm(stack)
+        return Status(blocked, where, counts._replace(waiting=messages), line, stack, running, operations)
 
 
 def _take_over_output() -> None:
@@ -178,10 +232,26 @@ def _failure(error: BaseException) -> Failure:
     late = isinstance(error, PeerLate)
     said = str(error) if late else "".join(traceback.format_exception_only(error)).strip()
     files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
-    timed_out = late or (native.__file__ in files and "imed out" in str(error))  # gloo's words, and torch's
-    waited_for = error.peer if late else None
-    secondary = isinstance(error, PeerLost)
-    return Failure(_trimmed_traceback(error), secondary, f"failed too: {said}", timed_out, waited_for)
+    of_torch = not files.isdisjoint((native_calls.__file__, process_groups.__file__))
+    timed_out = late or (of_torch and _says("timed out|timeout", error))
+    waited_for = error.peer if isinstance(error, PeerLate) else None
+    # gloo closes a rank's connections when one of the rank's operations has passed its deadline.
+    lost = of_torch and _says("connection (closed|reset) by peer", error)
+    secondary = lost or isinstance(error, PeerLost)
+    summary = f"failed too: {shortened(said)}"
+    return Failure(shortened(_trimmed_traceback(error)), secondary, summary, timed_out, waited_for)
+
+
+def _says(pattern: str, error: BaseException) -> bool:
+    return re.search(pattern, str(error), re.IGNORECASE) is not None
+
+
+def shortened(text: str, most: int = MAX_CHARACTERS) -> str:
+    """Return a text of at most about `most` characters: its beginning and its end, and how much is left out between."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half:,} characters are left out ...\n{text[-half:]}"
 
 
 def _stuck(rank: int, stuck: Stuck) -> Failure:
@@ -190,15 +260,15 @@ def _stuck(rank: int, stuck: Stuck) -> Failure:
 
 
 def _trimmed_traceback(error: BaseException) -> str:
-    """The traceback from the caller's function on, without this file's frames."""
+    """Return the traceback from the caller's function on, without this file's frames."""
     frames = error.__traceback__
-    while frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames and frames.tb_next and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def _wake_without_preempting() -> None:
-    """Use batch scheduling for this process; the threads it starts inherit it.
+    """Use batch scheduling for this process and the threads that it starts.
 
     gloo's thread polls without sleeping while another thread is inside a send on the same pair. If the rank that the
     message wakes preempts the sending thread, the poll lasts a whole time slice, and a step of 50 microseconds 3 ms.

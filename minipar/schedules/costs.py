@@ -1,4 +1,4 @@
-"""Durations of actions: the only thing that a timeline needs besides a schedule."""
+"""Durations of actions: a timeline follows from them and a schedule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Costs:
     """Seconds for one action on one microbatch; each field is a number, or one number per stage.
 
     F, I, W   forward, input gradient, weight gradient; a whole backward B takes I + W
-    comm      latency of a message between different ranks; comm[s] is that between stages s and s+1, in both
-              directions. Both ranks go on computing meanwhile
+    comm      latency of a message between different ranks; comm[s] is the latency between stages s and s+1, in both
+              directions. Both ranks continue computing meanwhile
     """
 
     F: Cost = 1.0
-    I: Cost = 1.0  # noqa: E741, the papers' letter
+    I: Cost = 1.0  # noqa: E741, the letter that the papers use
     W: Cost = 1.0
     comm: Cost = 0.0
 
@@ -31,7 +31,7 @@ class Costs:
         return {"F": f, "B": tuple(map(sum, zip(i, w))), "I": i, "W": w}
 
     def hops(self, stage_rank: Sequence[int]) -> list[float]:
-        """Return hops[s], the latency between stages s and s+1: 0 where one rank holds both, and for the last stage."""
+        """Return hops[s], the latency between stages s and s+1: 0 if one rank holds both, and for the last stage."""
         comm = _per_stage("comm", self.comm, len(stage_rank))
         apart = [a != b for a, b in zip(stage_rank, stage_rank[1:])] + [False]
         return [latency if far else 0.0 for latency, far in zip(comm, apart)]

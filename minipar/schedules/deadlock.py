@@ -8,11 +8,11 @@ from minipar.schedules.schedule import Action, Schedule, needs, output_key
 
 
 class Deadlock(ValueError):
-    """Raised where no rank can run its next action.
+    """Raised if no rank can run its next action.
 
     blocked   rank -> the action that it cannot start
-    cycle     ranks, each of which waits for the next, and the last for the first; empty where a needed action is
-              missing from the schedule
+    cycle     ranks that each wait for the next, and the last for the first; empty if a needed action is missing from the
+              schedule
     """
 
     def __init__(self, schedule: Schedule, position: Sequence[int]):
@@ -37,7 +37,8 @@ class Deadlock(ValueError):
 
 def _cycle(waits: dict[int, int | None]) -> tuple[int, ...]:
     """Return a cycle in `waits`, which maps each rank to the rank it waits for; empty if there is none."""
-    for rank in waits:
+    for first in waits:
+        rank: int | None = first
         seen: list[int] = []
         while rank is not None and rank not in seen:
             seen.append(rank)

@@ -1,27 +1,29 @@
 """Lower a schedule to the program of each rank: its computations, with sends and receives inserted.
 
-The programs must not hang even on a transport that promises the least: a send completes only when it meets its
-receive (rendezvous), and between two ranks, messages of both directions pass in one order, that in which they
-were posted. Posting never blocks; only `Wait` does.
+The programs must not hang even on a transport that guarantees very little: a send completes only when it meets its receive
+(rendezvous), and the messages between two ranks, of both directions together, pass in the order in which they were posted.
+Posting never blocks; only `Wait` does.
 
 Both ranks of each pair post their transfers in the order in which a simulated run produces them. Suppose that
 the programs hang, and consider the unfinished action that the simulation started first. The results it needs
 have been computed, because the simulation started their actions earlier. Every transfer that the simulation had
 produced by then is posted by both ranks, because each rank posts it after actions that all started earlier; and
-no other transfer between the same ranks is posted before them. So they complete, and the action can run.
+no other transfer between the same ranks is posted before them. So these transfers complete, and the action can run.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from minipar.schedules.schedule import Action, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 
-ACTIONS_AHEAD = 2  # post a receive before the action during which it arrives, and one action earlier to spare
+# Post a receive before the action during which its message arrives, and one action earlier than that.
+ACTIONS_AHEAD = 2
 
 
 class Compute(NamedTuple):
@@ -66,8 +68,8 @@ class Transfer(NamedTuple):
 def lower(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program per rank: its actions in the schedule's order, each after a `Wait` for every remote result.
 
-    A result is sent once, and only between different ranks: 2m(p-1) messages for p stages on p ranks,
-    with s slices 2ms(p-1), in two directions as many, half of them each way.
+    A result is sent once, and only between different ranks. p stages on p ranks send 2m(p-1) messages or, with s slices,
+    2ms(p-1). A schedule in two directions sends as many, half of them for each direction.
     Raises Deadlock for a schedule that cannot run to its end.
     """
     timeline = simulate(schedule)
@@ -75,7 +77,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     arriving = {output_key(transfer.action): transfer.action for transfer in crossings}
     posts = _posts(timeline, crossings)
 
-    def program(rank: int):
+    def program(rank: int) -> Iterator[Instruction]:
         for position, action in enumerate(schedule.actions[rank]):
             yield from posts[rank, position]
             for need in map(output_key, needs(action, schedule.model_stages, schedule.slices)):
@@ -102,7 +104,7 @@ def transfers(timeline: Timeline) -> list[Transfer]:
 
 
 def _posts(timeline: Timeline, crossings: list[Transfer]) -> dict[tuple[int, int], list[Instruction]]:
-    """Return posts[rank, i], which `rank` posts just before its i-th action; both ranks of a pair use one order."""
+    """Return posts[rank, i], posted by `rank` just before its i-th action. Both ranks of a pair post in one order."""
     actions = timeline.schedule.actions
     starts = [[timeline.spans[action][0] for action in own] for own in actions]
     index = {action: i for own in actions for i, action in enumerate(own)}

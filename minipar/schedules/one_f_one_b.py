@@ -1,12 +1,12 @@
 """1F1B, plain and interleaved: a warm-up of forwards, then one forward and one backward in turn.
 
-`simple/pipeline.py`, plus schedules as data and several chunks per rank.
+Adds to `simple/pipeline.py`: schedules as data, and several chunks per rank.
 """
 
 from __future__ import annotations
 
-from minipar.errors import require_positive
 from minipar.schedules.schedule import Action, Schedule, first_microbatches
+from minipar.support.errors import require_positive
 
 
 def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
@@ -18,10 +18,11 @@ def alternate(num_warmup: int, forwards: list[Action], backwards: list[Action]) 
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """1F1B with a flush: rank r starts with p-1-r forwards, to cover the time until its first gradient arrives.
+    """Return 1F1B with a flush: rank r starts with p-1-r forwards, to cover the time until its first gradient arrives.
 
-    bubble over ideal (p-1)/m, the same as GPipe; rank r keeps min(p-r, m) microbatches alive, where GPipe keeps m.
-    Raises ValueError where p or m is below 1.
+    The bubble is (p-1)/m of the ideal time, the same as GPipe's; rank r keeps min(p-r, m) microbatches alive, where GPipe
+    keeps m.
+    Raises ValueError if p or m is below 1.
     Source: PipeDream-Flush, as in arXiv:2104.04473, section 2.2.1.
     """
     require_positive(p=p, m=m)
@@ -37,13 +38,13 @@ def one_f_one_b(p: int, m: int) -> Schedule:
 
 
 def interleaved(p: int, m: int, v: int) -> Schedule:
-    """1F1B with v chunks per rank: rank r holds stages r, r+p, ... and runs microbatches in groups of p.
+    """Return 1F1B with v chunks per rank: rank r holds stages r, r+p, ... and runs microbatches in groups of p.
 
-    bubble over ideal (p-1)/(vm) where p divides m, on stages of equal cost, without latency. Where v >= 2, rank r keeps
-    min(2(p-r-1) + (v-1)p + 1, mv) chunks alive if p divides m, and at most that many for any other m.
-    Where p does not divide m, the order is that of the next multiple of p, leaving out microbatches m and later:
-    correct for every m, and at most as long as with that multiple. v=1 is 1F1B.
-    Raises ValueError where p, m or v is below 1.
+    If p divides m, the bubble is (p-1)/(vm) of the ideal time, for stages of equal cost and without latency. If v >= 2,
+    rank r keeps min(2(p-r-1) + (v-1)p + 1, mv) chunks alive if p divides m, and at most that many for any other m.
+    If p does not divide m, take the order for the next multiple of p, without its microbatches from m on. This is correct
+    for every m, and takes at most as long as that multiple of microbatches would. v=1 is 1F1B.
+    Raises ValueError if p, m or v is below 1.
     Source: arXiv:2104.04473, section 2.2.2.
     """
     require_positive(p=p, m=m, v=v)

@@ -1,120 +1,128 @@
-"""Every schedule, by its name on the command line."""
+"""Every schedule, by its name on the command line: the core's own here, others from extras."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import MappingProxyType
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from minipar.errors import one_of
-from minipar.schedules.building_block import v_half, v_min
 from minipar.schedules.costs import Costs
 from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
-from minipar.schedules.sequence_slices import seq1f1b, terapipe
-from minipar.schedules.two_directions import chimera, dualpipe
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
-from minipar.schedules.waves import hanayo
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
+from minipar.support.errors import one_of
+from minipar.support.registry import Choice, Kind
 
-ScheduleName = Literal[
-    "gpipe",
-    "breadth-first",
-    "1f1b",
-    "interleaved",
-    "hanayo",
-    "terapipe",
-    "seq1f1b",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "dualpipe-v",
-    "chimera",
-    "dualpipe",
-    "zb-auto",
-]
 
-# The looped schedules take (p, m, v), zb-auto takes (p, m, costs, memory_limit), the sliced ones (p, m, slices), all
-# others (p, m).
-SCHEDULES: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
+class ScheduleChoice(Choice):
+    """A schedule that a run can choose.
+
+    build         build(p, m), or build(p, m, v) if `chunks` is None, returns the Schedule; `takes` names build's other
+                  arguments, which have defaults
+    chunks        stages per rank; None: any number, 2 if not given
+    v_shaped      each rank has two chunks, one on the way down and one on the way back up
+    sliced        samples are cut into slices
+    copies        number of copies of the model, each spread over all ranks
+    closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it is not planned
+    instead       if it is not planned: the reason, and the schedule to plan in its place
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., Schedule],
+        chunks: int | None = 1,
+        *,
+        v_shaped: bool = False,
+        sliced: bool = False,
+        copies: int = 1,
+        takes: Sequence[str] = (),
+        closed_forms: str = "",
+        instead: str = "",
+        help: str = "",
+        options: type | None = None,
+    ):
+        super().__init__(help=help, options=options)
+        self.build, self.chunks, self.v_shaped, self.sliced = build, chunks, v_shaped, sliced
+        self.copies, self.takes = copies, tuple(takes)
+        self.closed_forms, self.instead = closed_forms, instead
+
+    def priced_as(self, config: Any) -> str:
+        """Return the name of the schedule, with one copy of the model, whose closed forms price this run."""
+        return str(config.schedule)
+
+    def unit_sizes(self, config: Any) -> tuple[int, ...] | None:
+        """Return the number of tokens of each slice of a run's samples; None if samples are whole."""
+        return None
+
+
+def _search(p: int, m: int, costs: Costs | None = None, memory_limit: float | None = None) -> Schedule:
+    return zb_auto(p, m, costs or Costs(), 2 * p if memory_limit is None else memory_limit)
+
+
+OWN_FORMS = "minipar.cost.stages:OWN_FORMS"
+SCHEDULES: Kind[ScheduleChoice] = Kind(
+    "schedule",
     {
-        "gpipe": gpipe,
-        "breadth-first": breadth_first,
-        "1f1b": one_f_one_b,
-        "interleaved": interleaved,
-        "hanayo": hanayo,
-        "terapipe": terapipe,
-        "seq1f1b": seq1f1b,
-        "zb-h1": zb_h1,
-        "zb-h2": zb_h2,
-        "zb-v": zb_v,
-        "v-half": v_half,
-        "v-min": v_min,
-        "dualpipe-v": dualpipe_v,
-        "chimera": chimera,
-        "dualpipe": dualpipe,
-        "zb-auto": zb_auto,
-    }
+        "gpipe": ScheduleChoice(gpipe, closed_forms=OWN_FORMS, help="all forwards, then all backwards"),
+        "breadth-first": ScheduleChoice(
+            breadth_first,
+            None,
+            closed_forms=OWN_FORMS,
+            help="gpipe with several chunks per rank, one chunk after another",
+        ),
+        "1f1b": ScheduleChoice(one_f_one_b, closed_forms=OWN_FORMS, help="one forward, one backward"),
+        "interleaved": ScheduleChoice(
+            interleaved, None, closed_forms=OWN_FORMS, help="1f1b with several chunks per rank"
+        ),
+        "zb-h1": ScheduleChoice(zb_h1, closed_forms=OWN_FORMS, help="zero bubble, with 1f1b's memory"),
+        "zb-h2": ScheduleChoice(zb_h2, closed_forms=OWN_FORMS, help="zero bubble, with twice the memory"),
+        "zb-v": ScheduleChoice(
+            zb_v, 2, v_shaped=True, closed_forms=OWN_FORMS, help="zero bubble, stages placed in a V"
+        ),
+        "dualpipe-v": ScheduleChoice(
+            dualpipe_v, 2, v_shaped=True, closed_forms=OWN_FORMS, help="DualPipe folded into a V"
+        ),
+        "zb-auto": ScheduleChoice(
+            _search,
+            takes=("costs", "memory_limit"),
+            closed_forms=OWN_FORMS,
+            help="a zero-bubble schedule found by search",
+        ),
+    },
 )
-LOOPED = ("breadth-first", "interleaved", "hanayo")
-SLICED = ("terapipe", "seq1f1b")
-V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
-TWO_DIRECTIONS = (
-    "chimera",
-    "dualpipe",
-)  # ranks and microbatches must be even, and every rank holds twice the parameters
 
 
 def chunks_per_rank(name: str, v: int | None = None) -> int:
-    """Return into how many stages per rank the model is cut: v for breadth-first, interleaved and hanayo (default 2).
+    """Return the number of stages per rank: the schedule's fixed number or, if it has none, v (2 if v is None).
 
-    Fixed for all others: two for the V-shaped, else one. In two directions a rank has one of each copy of the model.
 
     Raises ValueError for an unknown name, or a v other than the fixed number.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule={name!r} is unknown; use {one_of(SCHEDULES, near=name)}")
-    if name in LOOPED:
+    fixed = SCHEDULES[name].chunks
+    if fixed is None:
         return 2 if v is None else v
-    fixed = 2 if name in V_SHAPED else 1
     if v not in (None, fixed):
+        free = [other for other, choice in SCHEDULES.own.items() if choice.chunks is None]
         raise ValueError(
-            f"v={v} chunks a rank with schedule={name!r}, which has {fixed}; use {one_of(LOOPED)}"
+            f"chunks={v} stages a rank with schedule={name!r}, which has {fixed}; use {one_of(free)}, or leave it out"
         )
     return fixed
 
 
-def make_schedule(
-    name: str,
-    p: int,
-    m: int,
-    v: int | None = None,
-    costs: Costs | None = None,
-    memory_limit: float | None = None,
-    slices: int = 1,
-) -> Schedule:
+def make_schedule(name: str, p: int, m: int, v: int | None = None, **arguments: Any) -> Schedule:
     """Return the schedule `name` for m microbatches on p ranks.
 
-    v                    chunks per rank, for breadth-first, interleaved and hanayo; default: 2
-    costs, memory_limit  arguments of zb-auto's search; default: equal costs and 2p activations
-    slices               of every sample's tokens, for terapipe and seq1f1b
+    v          chunks per rank, if the schedule leaves this number open; default: 2
+    arguments  the schedule's own arguments, such as `slices`, or zb-auto's `costs` and `memory_limit`
 
-    Raises ValueError for an unknown name, a v or slices that the schedule does not have, a size below 1, or an odd one in
-    two directions.
+    Raises ValueError for an unknown name, a v or an argument that the schedule does not have, or a size below 1.
     """
+    choice = SCHEDULES[name]
     chunks = chunks_per_rank(name, v)
-    if name in SLICED:
-        return SCHEDULES[name](p, m, slices)
-    if slices != 1:
-        raise ValueError(
-            f"slices={slices} of a sample with schedule={name!r}, which runs samples whole; use {one_of(SLICED)}"
-        )
-    if name in LOOPED:
-        return SCHEDULES[name](p, m, chunks)
-    if name == "zb-auto":
-        return zb_auto(p, m, costs or Costs(), 2 * p if memory_limit is None else memory_limit)
-    return SCHEDULES[name](p, m)
+    for argument, value in arguments.items():
+        if argument not in choice.takes:
+            raise ValueError(f"{argument}={value!r} is no argument of schedule={name!r}; leave it out")
+    sizes = (p, m) if choice.chunks is not None else (p, m, chunks)
+    return choice.build(*sizes, **arguments)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W"]
+OPS: tuple[Op, ...] = ("F", "B", "I", "W")
+HALVES: tuple[Op, ...] = ("F", "I", "W")  # the parts of a stage's work if the backward is split
 
 
 class Action(NamedTuple):
@@ -16,8 +19,9 @@ class Action(NamedTuple):
     I   the input-gradient half: the gradient of the stage's input, for which the previous stage waits
     W   the weight-gradient half: the gradients of the stage's weights, for which no other rank waits
 
-    In a schedule that cuts samples into slices, `microbatch` numbers units: unit k = microbatch * slices + slice.
-    In one with several copies of the model, stage s of S stages each is part s % S of copy s // S.
+    `microbatch` is a microbatch's number. In a schedule that cuts samples into slices it is a unit's number: unit k is
+    slice k % slices of microbatch k // slices.
+    In a schedule with several copies of the model, of S stages each, stage s is part s % S of copy s // S.
     """
 
     op: Op
@@ -31,7 +35,8 @@ class Action(NamedTuple):
 def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...]:
     """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
 
-    num_stages   of one copy of the model: the first stage of each copy needs no earlier one, the last no later one
+    num_stages   stages of one copy of the model; a copy's first and last stages need no other copy's
+
 
     F(s, k)   the activation from stage s-1        F(s-1, k)
     B(s, k)   what the stage's own forward saved   F(s, k)
@@ -39,10 +44,10 @@ def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...
     I(s, k)   the same two                         F(s, k), I(s+1, k)
     W(s, k)   what the stage's own I saved         I(s, k)
 
-    Where samples are cut into slices, on the same stage also
+    If samples are cut into slices, an action also needs, on the same stage,
 
     F(s, k)   keys and values of earlier slices    F(s, k-1), unless k is a sample's first slice
-    B(s, k)   their gradients from later slices    B(s, k+1), unless k is a sample's last slice; I likewise
+    B(s, k)   their gradients from later slices    B(s, k+1), unless k is a sample's last slice; the same for I
 
     A schedule may split the backward of stage s but not that of stage s+1. B(s+1, k) and I(s+1, k) both produce
     the gradient; `needs` returns the one with the op of `action`, and `output_key` is the same for both.
@@ -50,13 +55,19 @@ def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...
     op, stage, k = action
     if op == "W":
         return (Action("I", stage, k),)
+    before: tuple[Action, ...] = ()
     if op == "F":
-        before = (Action("F", stage - 1, k),) if stage % num_stages else ()
-        return (*before, Action("F", stage, k - 1)) if k % slices else before
-    before = (Action("F", stage, k),)
+        if stage % num_stages:
+            before += (Action("F", stage - 1, k),)
+        if k % slices:
+            before += (Action("F", stage, k - 1),)
+        return before
+    before += (Action("F", stage, k),)
     if (stage + 1) % num_stages:
         before += (Action(op, stage + 1, k),)
-    return (*before, Action(op, stage, k + 1)) if (k + 1) % slices else before
+    if (k + 1) % slices:
+        before += (Action(op, stage, k + 1),)
+    return before
 
 
 def output_key(action: Action) -> Action:
@@ -66,15 +77,16 @@ def output_key(action: Action) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Each rank's actions in order, without durations or idle time: those belong to a timeline.
+    """Each rank's actions in order, without durations or idle time, which belong to a timeline.
+
 
     actions            actions[rank] are the actions of that rank, in the order in which it runs them
     stage_rank         stage_rank[stage] is the rank that holds the stage
     num_microbatches   m; microbatches are numbered 0 ... m-1
     name               used in error messages and plots
-    slices             s, into how many slices the tokens of every sample are cut; an action then works on one slice
-    copies             of the model, among whose stages the numbers of stages are divided, copy after copy; a microbatch
-                       passes through one of them. With two, ranks r and p-1-r hold the same parts of the model
+    slices             s, the number of slices into which the tokens of every sample are cut; an action works on one slice
+    copies             number of copies of the model; stages are numbered copy after copy, and a microbatch passes through
+                       one copy. With two copies, ranks r and p-1-r hold the same parts of the model
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -100,32 +112,32 @@ class Schedule:
 
     @property
     def num_units(self) -> int:
-        """The number of units of work, m s: F on a stage runs once for each."""
+        """The number of units of work, m * slices: each stage runs F once per unit."""
         return self.num_microbatches * self.slices
 
     def unit_label(self, k: int) -> str:
-        """Name unit k: its microbatch's number, and its slice's after a dot where there are several."""
+        """Return the name of unit k: its microbatch's number and, if there are slices, a dot and its slice's number."""
         return str(k) if self.slices == 1 else f"{k // self.slices}.{k % self.slices}"
 
     def part(self, stage: int) -> int:
-        """Return which of the model's `model_stages` parts the stage is: its own number where there is one copy."""
+        """Return the stage's number within its copy of the model; with one copy, its own number."""
         return stage % self.model_stages
 
     def is_first(self, stage: int) -> bool:
-        """Whether the stage has the embedding."""
+        """Return whether the stage has the embedding."""
         return self.part(stage) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether the stage has the head and the loss."""
+        """Return whether the stage has the head and the loss."""
         return self.part(stage) == self.model_stages - 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` holds, in the order of the model's parts."""
+        """Return the stages that `rank` holds, in the order of the model's parts."""
         own = (stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
         return tuple(sorted(own, key=self.part))
 
 
-def first_microbatches(m: int, actions) -> tuple[Action, ...]:
+def first_microbatches(m: int, actions: Iterable[Action]) -> tuple[Action, ...]:
     """Return `actions` without those on microbatch m or later.
 
     What remains of a valid schedule is valid, because no action needs an action on another microbatch. So an

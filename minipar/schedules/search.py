@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from itertools import product
 
-from minipar.errors import require_positive
 from minipar.schedules.costs import Costs
-from minipar.schedules.schedule import Action, Op, Schedule, needs, output_key
+from minipar.schedules.schedule import HALVES, Action, Op, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import hop
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
+from minipar.support.errors import require_positive
 
 
 def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float = 1.0) -> Schedule:
-    """Return the best of eight greedy schedules, and of ZB-H1 and ZB-H2 where they fit the memory limit.
+    """Return the best of eight greedy schedules and, if they fit the memory limit, ZB-H1 and ZB-H2.
+
 
     memory_limit      the most a rank may hold, in activations of one microbatch; p is 1F1B's memory and gives the
                       paper's ZB-1p, 2p gives ZB-2p
     kept_for_weights  the fraction of an activation that is kept between its I and its W. With 1, memory_limit
                       bounds `Timeline.peak_live`; a transformer layer keeps 32sbh of sb(34h + 5as)
 
-    The best has the smallest `Timeline.longest_own_span`. Takes a few microseconds per action and candidate.
-    Raises ValueError where p, m or memory_limit is below 1, or kept_for_weights outside [0, 1].
+    The best schedule has the smallest `Timeline.longest_own_span`. Takes a few microseconds per action and candidate.
+    Raises ValueError if p, m or memory_limit is below 1, or kept_for_weights is outside [0, 1].
     Source: arXiv:2401.10241, section 3.1.
     """
     require_positive(p=p, m=m)
@@ -45,7 +46,7 @@ def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights:
 
 
 def peak_memory(schedule: Schedule, kept_for_weights: float = 1.0) -> float:
-    """Return the most that any rank holds, in activations, if I frees all but `kept_for_weights` of one."""
+    """Return the most activations that any rank holds; after I, a fraction `kept_for_weights` of an activation remains."""
     change = {"F": 1.0, "B": -1.0, "I": kept_for_weights - 1, "W": -kept_for_weights}
     peak = 0.0
     for actions in schedule.actions:
@@ -72,15 +73,15 @@ class _Draft:
         self.count: list[dict[Op, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
         self.free = [0.0] * p
         self.ends: dict[Action, float] = {}
-        # Each rank's own span at the end, if it is never idle again.
+        # Each rank's final own span if it is never idle again.
         self.own_span = [m * (self.seconds["F"][rank] + self.seconds["B"][rank]) for rank in range(p)]
 
     def complete(self, eager: bool, patience: float | None) -> tuple[tuple[Action, ...], ...]:
-        """Warm up; then add rounds of one I and one F per rank, with W in the gaps and where memory is short.
+        """Warm up; then add rounds of one I and one F per rank, and a W in each gap and whenever memory is short.
 
         eager      let the last warm-up forward end after the first gradient arrives
-        patience   put a W into a gap that is shorter than it if the gap exceeds this fraction of the W; None: if
-                   waiting would give this rank the longest own span
+        patience   put a W into a gap shorter than the W if the gap exceeds this fraction of it; None: if waiting would give
+                   this rank the longest own span
         """
         self._warm_up(eager)
         for _ in range(self.m):
@@ -97,7 +98,7 @@ class _Draft:
         return tuple(map(tuple, self.actions))
 
     def _warm_up(self, eager: bool) -> None:
-        """Add the forwards that fit before the first gradient: more than on the next rank, at least as many as 1F1B."""
+        """Add the forwards that fit before the first gradient arrives, at least as many as in 1F1B."""
         most = min(self.m, int(self.memory_limit))
         for rank, gradient in enumerate(self._first_gradients()):
             least = min(most, self.p - rank)
@@ -145,7 +146,7 @@ class _Draft:
             self._append("W", rank)
 
     def _make_room(self, rank: int) -> bool:
-        """Return whether a forward remains to be run, after running as many W as its memory requires."""
+        """Run weight gradients until another forward fits in memory. Return False if no forward remains."""
         if self.count[rank]["F"] == self.m:
             return False
         while self._has_deferred_weights(rank) and self._held(rank) + 1 > self.memory_limit:
@@ -156,5 +157,5 @@ class _Draft:
         return self.count[rank]["W"] < self.count[rank]["I"]
 
     def _held(self, rank: int) -> float:
-        f, i, w = (self.count[rank][op] for op in "FIW")
+        f, i, w = (self.count[rank][op] for op in HALVES)
         return (f - i) + self.kept * (i - w)

@@ -14,7 +14,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     start(a) = max(end of the rank's action before a, end(n) + comm for n in needs(a))
     end(a)   = start(a) + cost(a)
 
-    comm is added between different ranks only. Takes a microsecond or two per action: each is visited once, and
+    comm is added only between different ranks. Takes a microsecond or two per action: an action is visited once, and
     once more for every result that its rank had to wait for.
     Raises ValueError for costs that do not fit the schedule, Deadlock if the schedule cannot run to its end.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,9 +16,9 @@ Span = tuple[float, float]
 class Timeline:
     """A schedule with the (start, end) of each action, in seconds.
 
-    A rank's own span runs from its first start to its last end. Bubbles are computed from the longest
-    own span, not from the makespan: a rank that starts late can also start the next step late. The two differ
-    where the ranks that start earlier also end earlier.
+    A rank's own span runs from its first start to its last end. Bubbles are computed from the longest own span, not from
+    the makespan, because a rank that starts late can also start the next step late. The two differ if the ranks that start
+    earlier also end earlier.
     Source: arXiv:2401.10241, section 5.2.
     """
 
@@ -35,7 +35,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds each rank computes."""
+        """The seconds that each rank computes."""
         return tuple(sum(e - s for s, e in self._rank_spans(rank)) for rank in range(self.schedule.num_ranks))
 
     @cached_property
@@ -46,7 +46,7 @@ class Timeline:
 
     @property
     def ideal(self) -> float:
-        """The time without any bubble: the work of all ranks, shared evenly."""
+        """The time that a step would take without any bubble: the work of all ranks, shared evenly."""
         return sum(self.busy) / len(self.busy)
 
     @property
@@ -61,13 +61,13 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """For each rank, the most activations (one per stage and microbatch, or slice of one) that it holds at once."""
+        """The most activations that each rank holds at once, counting one per stage and microbatch (or its slice)."""
         return tuple(
             max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
         )
 
     def live(self, rank: int) -> list[tuple[float, int]]:
-        """Return (time, number live from then on) at each change; live means from F's start to B's or W's end."""
+        """Return (time, number live from then on) at each change; a unit is live from F's start to B's or W's end."""
         changes, count = [], 0
         for action in self.schedule.actions[rank]:
             start, end = self.spans[action]
@@ -106,6 +106,6 @@ class Timeline:
         return [self.spans[action] for action in self.schedule.actions[rank]]
 
 
-def hop(hops: list[float], need: Action, action: Action) -> float:
+def hop(hops: Sequence[float], need: Action, action: Action) -> float:
     """Return the latency of `need`'s result on its way to `action`: 0 within a stage."""
     return 0.0 if need.stage == action.stage else hops[min(need.stage, action.stage)]

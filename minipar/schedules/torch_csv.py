@@ -6,16 +6,17 @@ from minipar.schedules.schedule import Schedule
 
 
 def to_torch(schedule: Schedule) -> str:
-    """Return a CSV with one row per rank. 2F0: stage 2, forward, microbatch 0; I and W are a backward's halves.
+    """Return a CSV with one row per rank. 2F0 means stage 2, forward, microbatch 0; I and W are a backward's halves.
 
-    torch adds the communication by itself. To run it on stages that are torch.distributed.pipelining's:
+    torch inserts the communication. To run the schedule on stages of torch.distributed.pipelining:
+
 
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn)
         runtime._load_csv(path)                                   the file with this text
         runtime.step(inputs)                                      or runtime.step(target=targets) on the last stage's rank
 
-    Raises ValueError for slices of a sample and for two copies of the model, which torch's runtime does not have.
+    Raises ValueError for a schedule with slices or with two copies of the model, which torch's runtime does not support.
     """
     if schedule.slices > 1:
         raise ValueError(

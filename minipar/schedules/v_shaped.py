@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import cast
 
-from minipar.errors import require_positive
-from minipar.schedules.schedule import Action, Schedule, first_microbatches
+from minipar.schedules.schedule import Action, Op, Schedule, first_microbatches
+from minipar.support.errors import require_positive
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Zero bubble with the memory of 1F1B.
+    """Return ZB-V: zero bubble with the memory of 1F1B.
 
-    no idle time where F=I=W and m >= 2p-1; every rank then keeps 2p chunks alive, which take the
-    memory of p stages of 1F1B. Fewer microbatches use the order for 2p-1, leaving out microbatches m and later.
-    Raises ValueError where p or m is below 1.
+    If F=I=W and m >= 2p-1, there is no idle time, and every rank keeps 2p chunks alive, the memory of p stages of 1F1B.
+    Fewer microbatches use the order for 2p-1, without its microbatches from m on.
+    Raises ValueError if p or m is below 1.
     Source: arXiv:2401.10241, section 6, and arXiv:2405.15362.
     """
     require_positive(p=p, m=m)
@@ -40,14 +41,14 @@ def _zb_v_steps(p: int, m: int, rank: int) -> list[str]:
 
 
 def dualpipe_v(p: int, m: int) -> Schedule:
-    """DualPipe cut in half: forwards of one chunk paired with backwards of the other.
+    """Return DualPipe-V, DualPipe cut in half: forwards of one chunk are paired with backwards of the other.
 
-    idle per rank p-1 where F=I=W=1 and m >= 2p, with at most 2p+1 chunks alive. In the paper the two actions of
-    a pair overlap, so that the communication of one hides behind the compute of the other, and its idle time
-    (p-1)(F&B + B - 3W) counts a pair as one action. Here they run one after the other, and the first sends its
-    result before the second has run. Only backwards that would leave a gap are split. Fewer than 2p microbatches
-    use the order for 2p, leaving out microbatches m and later.
-    Raises ValueError where p or m is below 1.
+    If F=I=W=1 and m >= 2p, each rank idles p-1 and keeps at most 2p+1 chunks alive. In the paper the two actions of a pair
+    overlap, so that one communicates while the other computes; the paper's idle time, (p-1)(F&B + B - 3W), counts a pair as
+    one action. Here the two run in turn, and the first sends its result before the second runs. Only backwards that would
+    leave a gap are split. Fewer than 2p microbatches use the order for
+    2p, without its microbatches from m on.
+    Raises ValueError if p or m is below 1.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and its DualPipeV.
     """
     require_positive(p=p, m=m)
@@ -79,9 +80,10 @@ def _v_schedule(p: int, m: int, steps: list[list[str]], name: str) -> Schedule:
 
 
 def _number(steps: list[str], *stages: int) -> Iterable[Action]:
-    """Turn each step into an action: "F1" is the forward of the next microbatch on stages[1]. B counts as I and W."""
+    """Turn each step into an action: "F1" is the forward of the next microbatch on stages[1]. A B counts as its I and W."""
     done: Counter[str] = Counter()
-    for op, chunk in steps:
-        halves = ("I", "W") if op == "B" else (op,)
-        yield Action(op, stages[int(chunk)], done[halves[0] + chunk])
+    for step in steps:
+        op, chunk = step[0], step[1]
+        halves = "IW" if op == "B" else op
+        yield Action(cast(Op, op), stages[int(chunk)], done[halves[0] + chunk])
         done.update(half + chunk for half in halves)

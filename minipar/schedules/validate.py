@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
-from minipar.errors import require_positive
 from minipar.schedules.lower import Program, Receive, Send, lower
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import OPS, Action, Schedule, needs, output_key
+from minipar.support.errors import require_positive
 
 
 def validate(schedule: Schedule) -> None:
     """Raise ValueError unless every rank can run `schedule` to its end and all work is done exactly once.
 
-    complete   on its stage's rank, each (stage, unit) has one F, and either one B or one I and one W; a unit is a
-               microbatch, or one slice of it. Of several copies of the model, it passes through one
-    copied     of a model in two copies, ranks r and p-1-r hold the same parts and run them in the same order, in step, so
-               that they can sum their gradients, and gather their weights, as data parallel ranks do
-    runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, which
+    complete   each (stage, unit) has one F, and either one B or one I and one W, on its stage's rank; a unit is a
+               microbatch, or one slice of it. If there are several copies of the model, a unit passes through one copy
+    copied     with two copies of the model, ranks r and p-1-r hold the same parts and run them in the same order at the
+               same time, so that they can sum gradients and gather weights like data-parallel ranks
+    runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, is raised, which
                names each blocked rank's next action and the cycle
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
 
-    A schedule in which a rank consumes messages in another order than that of their sends is accepted: `lower`
-    posts receives in the order of the sends, and each action waits for its own messages.
+    A rank may consume messages in another order than they are sent: `lower` posts receives in the order of the sends, and
+    each action waits for its own messages.
     """
     require_complete(schedule)
     require_copied(schedule)
@@ -32,14 +32,14 @@ def validate(schedule: Schedule) -> None:
 
 
 def require_complete(schedule: Schedule) -> None:
-    """Raise ValueError unless every action is on its stage's rank, and each forward and backward is there once."""
+    """Raise ValueError unless every action is on its stage's rank and each forward and backward occurs exactly once."""
     _require_placement(schedule)
     count = Counter(action for rank in schedule.actions for action in rank)
     copy_of = {action.microbatch: action.stage // schedule.model_stages for action in count}
     for k in range(schedule.num_units):
         first = copy_of.get(k, 0) * schedule.model_stages
         for stage in range(schedule.num_stages):
-            f, b, i, w = (count[Action(op, stage, k)] for op in "FBIW")
+            f, b, i, w = (count[Action(op, stage, k)] for op in OPS)
             if not first <= stage < first + schedule.model_stages:
                 if f + b + i + w:
                     raise ValueError(
@@ -59,7 +59,7 @@ def require_complete(schedule: Schedule) -> None:
 
 
 def require_copied(schedule: Schedule) -> None:
-    """Raise ValueError where two copies of the model are not placed, and run, as each other's mirror image."""
+    """Raise ValueError unless two copies of the model are placed and run as mirror images of each other."""
     if schedule.copies == 1:
         return
     last = schedule.num_ranks - 1
@@ -86,14 +86,15 @@ def require_copied(schedule: Schedule) -> None:
 
 
 def require_in_step(schedule: Schedule) -> None:
-    """Raise ValueError where, of two copies, ranks r and p-1-r cannot run their n-th actions at the same time, for all n.
+    """Raise ValueError unless, with two copies, ranks r and p-1-r can always run their n-th actions at the same time.
 
-    A rank whose weights are cut over both gathers them for an action, which the other must have come to.
+    If weights are sharded over both ranks, each gathers them for an action, which the other must reach, too.
     """
     if schedule.copies == 1:
         return
-    left = [deque(zip(*pair)) for pair in zip(schedule.actions, reversed(schedule.actions))]
-    left, done = left[: schedule.num_ranks // 2], set()
+    mirrored = zip(schedule.actions, reversed(schedule.actions))
+    left = [deque(zip(own, mirror)) for own, mirror in mirrored][: schedule.num_ranks // 2]
+    done: set[Action] = set()
 
     def ready(action: Action) -> bool:
         wanted = needs(action, schedule.model_stages, schedule.slices)
@@ -121,7 +122,7 @@ def _require_placement(schedule: Schedule) -> None:
             raise ValueError(f"stage {stage} is placed on rank {rank} of {schedule.num_ranks} ranks")
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            if action.op not in "FBIW":
+            if action.op not in OPS:
                 raise ValueError(f"op={action.op!r} on rank {rank}; use F, B, I or W")
             if not 0 <= action.stage < schedule.num_stages:
                 raise ValueError(f"{action} on rank {rank}: there are {schedule.num_stages} stages")

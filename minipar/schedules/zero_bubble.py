@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from minipar.errors import require_positive
 from minipar.schedules.one_f_one_b import alternate
 from minipar.schedules.schedule import Action, Schedule
+from minipar.support.errors import require_positive
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B in which rank r defers its weight gradients by r microbatches, and runs them where 1F1B would wait.
+    """Return ZB-H1: 1F1B in which rank r defers its weight gradients by r microbatches, and runs them where 1F1B waits.
 
-    idle per rank (p-1)(F + I) - (min(p, m) - 1) min(F, W), on stages of equal cost, without latency: so (p-1)(F + I - W)
-    where m >= p and W <= F, a third of 1F1B's where F=I=W. Every rank keeps min(p, m) microbatches alive, as many as rank 0
-    does under 1F1B.
-    Raises ValueError where p or m is below 1.
+    For stages of equal cost and without latency, a rank idles (p-1)(F + I) - (min(p, m) - 1) min(F, W). That is
+    (p-1)(F + I - W) if m >= p and W <= F, a third of 1F1B's idle time if F=I=W. Every rank keeps min(p, m) microbatches
+    alive, as many as rank 0 in 1F1B.
+    Raises ValueError if p or m is below 1.
     Source: Zero Bubble Pipeline Parallelism, arXiv:2401.10241, section 2.1.
     """
     require_positive(p=p, m=m)
@@ -21,11 +21,12 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_h2(p: int, m: int) -> Schedule:
-    """ZB-H1 with twice the warm-up and twice the deferral: more forwards fill the bubble at the start as well.
+    """Return ZB-H2: ZB-H1 with twice the warm-up and twice the deferral, so forwards also fill the bubble at the start.
 
-    idle per rank (p-1)(F + I) - (min(2p-1, m) - 1) W, on stages of equal cost, without latency, where W <= F and
-    2W <= F + I: so (p-1)(F + I - 2W) where m >= 2p-1, none where F=I=W. Every rank keeps min(2p-1, m) microbatches alive.
-    Raises ValueError where p or m is below 1.
+    For stages of equal cost and without latency, a rank idles (p-1)(F + I) - (min(2p-1, m) - 1) W if W <= F and
+    2W <= F + I. That is (p-1)(F + I - 2W) if m >= 2p-1, and then zero if F=I=W. Every rank keeps min(2p-1, m) microbatches
+    alive.
+    Raises ValueError if p or m is below 1.
     Source: arXiv:2401.10241, section 2.2.
     """
     require_positive(p=p, m=m)
@@ -44,7 +45,7 @@ def _split_1f1b(p: int, m: int, num_warmup: list[int], lag: list[int], name: str
 
 
 def _with_weights(actions: list[Action], lag: int) -> tuple[Action, ...]:
-    """Insert after each I the W of `lag` microbatches earlier; the last `lag` W come at the end."""
+    """Insert after each I the W of the microbatch `lag` places earlier; the last `lag` W come at the end."""
     deferred: list[Action] = []
     out: list[Action] = []
     for action in actions:

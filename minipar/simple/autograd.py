@@ -1,8 +1,6 @@
-"""Communication that autograd differentiates: operators y = A x between ranks, whose backward is the adjoint, dx = A^T dy.
-x and y are the tensors of all ranks together. A tensor that is equal on all ranks counts once where each rank's gradient of
-it is complete (x of copy, y of all_reduce), p times where each rank's is a part (y of copy, y of gather_tokens).
+"""Communication that autograd differentiates: each operator here is linear, and its backward is the transposed operator.
 
-                      y                                                dx
+                      forward: y                                       backward: dx
     copy (f)          x                                                sum of dy over ranks
     all_reduce (g)    sum of x over ranks                              dy
     gather_tokens     all ranks' tokens of x                           this rank's tokens of the sum of dy over ranks
@@ -68,5 +66,5 @@ def _same(x):
 
 
 def _along_tokens(collective):
-    """Return `collective`, which acts on dim 0, acting on the tokens, dim 1."""
+    """Make `collective`, which acts on dim 0, act on the tokens, dim 1."""
     return lambda x: collective(x.transpose(0, 1).contiguous()).transpose(0, 1)

@@ -7,9 +7,11 @@ A unit is a submodule whose parameters w are all-gathered together, and are whol
     before its backward        w = all_gather(shard)                        sends (p-1)/p
     after its backward         shard.grad = 1/p * reduce_scatter(w.grad)    sends (p-1)/p; then free w and w.grad
 
+    forward   [1 whole] [2 whole] [3 whole]     backward   [3 whole] [2 whole] [1 whole]     never two units at once
+
 A rank sends 3 (p-1)/p of the parameters per step; DDP sends 2 (p-1)/p. Between steps it holds, with Adam in float32, 16/p
 bytes per parameter; DDP holds 16. Autograd saves views of w for the backward, so w stays the same tensor: only its storage
-is freed and allocated again. Every parameter of a unit must get a gradient: a unit of which one gets none is never reduced.
+is freed and allocated again. Every parameter of a unit must get a gradient: if one gets none, its unit is never reduced.
 
 In the library: minipar.FSDP adds prefetch, parameters outside units, nested units, unused, frozen, tied parameters, mixed
 precision, hybrid sharding, recomputation. Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277.
@@ -55,7 +57,7 @@ class Unit:
     @torch.no_grad()
     def gradient_is_ready(self, param):
         if any(p.grad is None for p in self.params):
-            return  # not the unit's last gradient
+            return  # this was not the unit's last gradient
         flat = torch.cat([p.grad.flatten() for p in self.params])
         part = self.comm.reduce_scatter(F.pad(flat, (0, len(self.whole) - len(flat))), "mean")
         self.shard.grad = part if self.shard.grad is None else self.shard.grad + part
@@ -70,10 +72,15 @@ class FSDP(nn.Module):
     def __init__(self, module, comm, unit_class):
         super().__init__()
         units = [m for m in module.modules() if isinstance(m, unit_class)]
-        counts = [p for m in units for p in m.parameters()]
-        if set(counts) != set(module.parameters()) or len(set(counts)) < len(counts):
+        params = [p for m in units for p in m.parameters()]
+        if set(params) != set(module.parameters()) or len(set(params)) < len(params):
             raise ValueError(f"each parameter must be in exactly one {unit_class.__name__}; use minipar.FSDP")
+        self.module = module
         self.units = [Unit(m, comm) for m in units]
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
-        # Not `self.module = module`: a registered child's whole parameters would join the shards in `parameters()`.
-        self.forward = lambda *args, **kwargs: module.train(self.training)(*args, **kwargs)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def parameters(self, recurse=True):
+        """Yield this rank's shards. The module's own parameters are empty between units: no optimizer may have them."""
+        return iter([unit.shard for unit in self.units])

@@ -1,10 +1,10 @@
-"""The loss of a batch cut over ranks: the sum over the tokens that count, divided by their number on all ranks.
+"""The loss of a batch split over ranks: the sum over all counted tokens, divided by their number on all ranks.
 
     loss = 1/n * sum over ranks and counted tokens of -log softmax(logits)[target]        n = sum over ranks of n_r
 
-The mean of the ranks' means is another number where ranks count different numbers of tokens: a token of a rank with few
-would weigh more. Each rank returns its own term of the loss; loss and gradients are the sums of the terms, so data
-parallelism must sum gradients here, not average them. One number is sent, the count.
+The ranks' mean losses must not be averaged: if a rank counts fewer tokens, each of its tokens would weigh more. Each rank
+returns its own term of the loss; loss and gradients are the sums of the terms, so data parallelism must sum gradients here,
+not average them. One number is sent, the count.
 
 In the library: minipar.train, where every rank knows the count of a step from its seed, and nothing is sent.
 """

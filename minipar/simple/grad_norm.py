@@ -4,9 +4,9 @@
 
 Under tensor parallelism the shards of a matrix are counted where they are, and an RMSNorm's weight, equal on all tp ranks,
 is counted 1/tp on each. Squares are added before the root is taken, in float64: in float32 they can overflow. One number is
-sent. Every rank gets the same norm, so all ranks clip alike.
+sent. Every rank gets the same norm, so all ranks clip by the same factor.
 
-In the library: minipar.clip_grad_norm_, which finds the copies by itself, from each parameter's placement.
+In the library: minipar.clip_grad_norm_, which finds the numbers of copies from each parameter's placement.
 """
 
 import torch

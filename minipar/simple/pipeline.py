@@ -1,10 +1,17 @@
 """Pipelines: rank s of p has stage s; for each of m microbatches it sends activations to s+1 and gradients to s-1.
 
-    GPipe   all forwards, then all backwards                 keeps m microbatches alive
-    1F1B    p-1-s forwards, then one forward and one         keeps min(p-s, m): the forwards before the first backward
-            backward in turn, then the remaining backwards
+Time runs to the right; 0 is microbatch 0's forward, AA its backward, twice as long; 1 and BB are those of microbatch 1, ...
 
-Both idle for (p-1)/m of the compute time (the bubble): 1F1B saves memory, not time. Adjacent stages exchange 2m messages.
+    GPipe    stage 0    0123......AABBCCDD        all forwards, then all backwards
+             stage 1    .0123...AABBCCDD..
+             stage 2    ..0123AABBCCDD....        p = 3, m = 4; the dots are the bubble
+
+    1F1B     stage 0    012....AA3BB.CC.DD        p-1-s forwards, then one forward and one backward in turn,
+             stage 1    .01..AA2BB3CC.DD..        then the remaining backwards
+             stage 2    ..0AA1BB2CC3DD....
+
+Both idle for (p-1)/m of the compute time. GPipe keeps m microbatches alive from forward to backward, 1F1B min(p-s, m): it
+saves memory, not time. Adjacent stages exchange 2m messages.
 
 In the library: minipar.Pipeline, which executes any schedule given as data, and adds interleaved and zero-bubble schedules,
 receives posted early, shapes sent between ranks, tied weights, recomputation.
@@ -14,31 +21,33 @@ Sources: GPipe, arXiv:1811.06965; PipeDream-Flush (1F1B), arXiv:2104.04473, sect
 import torch
 
 
+def microbatches(batch, m):
+    """Cut a batch into m equal parts. A rank between the ends has no batch: it passes None, and gets None m times."""
+    if m < 1 or (batch is not None and len(batch) % m):
+        raise ValueError(f"{m} microbatches do not divide the batch; minipar.Pipeline says what does")
+    return [None] * m if batch is None else batch.chunk(m)
+
+
 class Stage:
     """A rank's stage during one step. `kept[k]`: microbatch k's input and output, from its forward to its backward."""
 
-    def __init__(self, comm, module, loss_fn, inputs, targets, m, shape, dtype):
-        own = inputs if comm.rank == 0 else targets if comm.rank == comm.size - 1 else range(m)
-        if m < 1 or len(own) % m:
-            raise ValueError(f"{m} microbatches do not divide the batch; minipar.Pipeline says what does")
-        self.comm, self.module, self.loss_fn, self.m = comm, module, loss_fn, m
+    def __init__(self, comm, module, loss_fn, shape, dtype):
+        self.comm, self.module, self.loss_fn = comm, module, loss_fn
+        self.shape, self.dtype = shape, dtype  # those of one microbatch's activation between stages
+        self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         # One Comm per direction: a send that waits for its receiver must not block messages in the other direction.
         self.activations = comm.subgroup(range(comm.size), "activations")
         self.gradients = comm.subgroup(range(comm.size), "gradients")
-        self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
-        self.inputs, self.targets = (x.chunk(m) if x is not None else None for x in (inputs, targets))
-        self.shape, self.dtype = shape, dtype  # of one microbatch's activation between stages
-        self.kept, self.loss, self.sent = {}, 0.0, []
+        self.kept, self.losses, self.sent = {}, [], []
 
-    def forward(self, k):
-        if self.first:
-            x = self.inputs[k]
-        else:
+    def forward(self, k, x, target):
+        """Run microbatch k. The first stage reads x, the last target; the others ignore both."""
+        if not self.first:
             x = self.activations.recv(self.shape, self.dtype, self.comm.rank - 1).requires_grad_()
         y = self.module(x)
         if self.last:
-            y = self.loss_fn(y, self.targets[k]) / self.m  # the batch's loss is the mean over microbatches
-            self.loss = self.loss + y.detach()
+            y = self.loss_fn(y, target)
+            self.losses.append(y.detach())
         else:  # not waited for: the next stage may be sending to this one at the same time
             self.sent.append(self.activations.send(y.detach(), self.comm.rank + 1, async_op=True))
         self.kept[k] = x, y
@@ -53,14 +62,15 @@ class Stage:
     def end(self):
         for handle in self.sent:
             handle.wait()
-        return self.loss if self.last else None
+        return sum(self.losses) if self.last else None
 
 
 def gpipe(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.float32):
     """Add the batch's gradients to `.grad`; return the loss on the last rank. Rank 0 needs `inputs`, the last `targets`."""
-    stage = Stage(comm, module, loss_fn, inputs, targets, m, shape, dtype)
+    stage = Stage(comm, module, mean_of(loss_fn, m), shape, dtype)
+    xs, ts = microbatches(inputs, m), microbatches(targets, m)
     for k in range(m):
-        stage.forward(k)
+        stage.forward(k, xs[k], ts[k])
     for k in range(m):
         stage.backward(k)
     return stage.end()
@@ -68,13 +78,19 @@ def gpipe(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.flo
 
 def one_f_one_b(comm, module, loss_fn, inputs, targets, m, shape=None, dtype=torch.float32):
     """Compute the same gradients as `gpipe`, bit for bit, with fewer microbatches alive."""
-    stage = Stage(comm, module, loss_fn, inputs, targets, m, shape, dtype)
+    stage = Stage(comm, module, mean_of(loss_fn, m), shape, dtype)
+    xs, ts = microbatches(inputs, m), microbatches(targets, m)
     warmup = min(comm.size - 1 - comm.rank, m)
     for k in range(warmup):
-        stage.forward(k)
+        stage.forward(k, xs[k], ts[k])
     for k in range(m - warmup):
-        stage.forward(warmup + k)
+        stage.forward(warmup + k, xs[warmup + k], ts[warmup + k])
         stage.backward(k)
     for k in range(m - warmup, m):
         stage.backward(k)
     return stage.end()
+
+
+def mean_of(loss_fn, m):
+    """Return a microbatch's part of the batch's loss, which is the mean over the m microbatches."""
+    return lambda y, target: loss_fn(y, target) / m

@@ -6,10 +6,11 @@
     sent = P Q^T         residual = M - sent
 
 The mean of a product with a common matrix is the product of the mean, so ordinary all-reduces sum P and Q: r (n + m)
-elements instead of n m. One step of power iteration finds the largest directions of the mean better each time, as Q is
-kept; what it misses is in the residual, and comes later.
+elements instead of n m. One step of power iteration finds the largest directions of the mean better each time, because Q is
+kept; what a step misses is in the residual, and is sent later.
 
-In the library: minipar.data_parallel.compress.PowerSGD, which adds vectors, tensors, matrices too small to gain, state.
+In the library: minipar.extras.compress.PowerSGD, which adds vectors, tensors, matrices that are too small to save anything,
+and a state that can be saved.
 Source: arXiv:1905.13727, algorithms 1 and 2.
 """
 
@@ -21,13 +22,13 @@ class PowerSGD:
 
     def __init__(self, comm, rank):
         if rank < 1:
-            raise ValueError(f"rank={rank}; use 1 or more, as minipar.data_parallel.compress.PowerSGD does")
+            raise ValueError(f"rank={rank}; use 1 or more, as minipar.extras.compress.PowerSGD does")
         self.comm, self.rank, self.residual, self.q = comm, rank, 0.0, None
 
     def __call__(self, gradient):
         """gradient [n, m]  ->  [n, m]"""
         if self.comm.size == 1:
-            return gradient  # nothing is sent
+            return gradient  # with one rank, nothing is sent
         matrix = gradient + self.residual
         if self.q is None:  # the same random start on every rank
             generator = torch.Generator().manual_seed(0)

@@ -1,27 +1,35 @@
-"""Reading a matrix that was saved in parts, as other parts: a checkpoint of one mesh, read by another.
+"""Reading a matrix that was saved in parts, cut into other parts: a checkpoint of one mesh, read by another.
 
     saved    boxes of the [R, C] matrix, one per file: ((row, row_end), (column, column_end))
     wanted   a box; every element of it is in exactly one saved box
 
+    saved, 2 x 1         wanted, 1 x 2        W is read in two pieces:
+    +-----------+        +-----+-----+
+    |  file 0   |        |     |     |        the right half of file 0, to the upper half of W
+    +-----------+        |     |  W  |
+    |  file 1   |        |     |     |        the right half of file 1, to the lower half of W
+    +-----------+        +-----+-----+
+
 The common region of two boxes is a box again, from the larger start to the smaller end along each dim. It is located in the
 file relative to the saved box's start, in the result relative to the wanted box's. A rank opens only the files whose boxes
-meet its own: when p ranks are read by other p, each opens few of them, not all.
+overlap its own, so each opens a few of them, not all.
 
-In the library: minipar.train.restore.Checkpoint, plus flat shards (ZeRO), replicas, checksums; minipar.mesh.overlap.
+In the library: minipar.checkpoint.restore.Checkpoint, plus flat shards (ZeRO), replicas, checksums; minipar.mesh.overlap.
 """
 
 
 def reshard(boxes, load, wanted):
-    """Return the wanted box. boxes[i] is that of the tensor load(i). Raises ValueError where no file has an element."""
-    out, missing = None, _area(wanted)
+    """Return the wanted box. boxes[i] is the box of the tensor load(i). Raises ValueError if no file has an element."""
+    out, missing = None, area(wanted)
     for i, box in enumerate(boxes):
-        common = [(max(a, b), min(a_end, b_end)) for (a, a_end), (b, b_end) in zip(box, wanted)]
-        if not _area(common):
+        common = overlap(box, wanted)
+        if area(common) == 0:
             continue
         part = load(i)
-        out = part.new_empty([end - start for start, end in wanted]) if out is None else out
-        out[_inside(wanted, common)] = part[_inside(box, common)]
-        missing -= _area(common)
+        if out is None:
+            out = part.new_empty([end - start for start, end in wanted])
+        out[inside(wanted, common)] = part[inside(box, common)]
+        missing -= area(common)
     if missing:
         raise ValueError(
             f"{missing} elements of {wanted} are in no file; minipar's Checkpoint names the tensor"
@@ -29,11 +37,22 @@ def reshard(boxes, load, wanted):
     return out
 
 
-def _area(box):
+def overlap(a, b):
+    """saved as 2 x 1                wanted: box W of a 1 x 2        from file 0: rows 0-1, columns 2-3, as W's rows 0-1
+        +---------+  rows 0-1, file 0  +----+----+
+        +---------+                    |    | W  |                    from file 1: rows 2-3, columns 2-3, as W's rows 2-3
+        +---------+  rows 2-3, file 1  |    |    |
+        +---------+                    +----+----+
+
+    The common region of two boxes. If there is none, one of the result's ends is before its start."""
+    return [(max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b)]
+
+
+def area(box):
     (row, row_end), (column, column_end) = box
     return max(0, row_end - row) * max(0, column_end - column)
 
 
-def _inside(box, common):
+def inside(box, common):
     """The slices that select the region `common` from a tensor that holds `box`."""
     return tuple(slice(start - origin, end - origin) for (origin, _), (start, end) in zip(box, common))

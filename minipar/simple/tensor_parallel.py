@@ -5,8 +5,12 @@
 
 A weight is [out, in], as in nn.Linear, so each row of w makes one column of y. Between a column-parallel and a row-parallel
 matrix, anything that acts per feature or per head needs no communication. Such a pair has one all-reduce in the forward, on
-its output (`all_reduce`), and one in the backward, on the gradient of its input (`copy`). A layer of attention and MLP is
-two pairs: each rank sends 8 (tp-1)/tp * B*T*D elements, forward and backward together.
+its output (`all_reduce`), and one in the backward, on the gradient of its input (`copy`):
+
+    x --copy--> [column parallel] --> per feature or head --> [row parallel] --all_reduce--> y
+
+A layer of attention and MLP is two pairs: each rank sends 8 (tp-1)/tp * B*T*D elements, forward and backward together.
+sequence_parallel.py replaces `copy` and `all_reduce` at the two ends, `enter` and `leave`, by another pair of operators.
 
 In the library: minipar.ColumnParallelLinear and minipar.tensor_parallel, which add biases, all-reduces that overlap with
 the weights' gradients, sequence parallelism, key/value heads shared by several ranks, the whole model.
@@ -15,7 +19,7 @@ Source: Megatron-LM, arXiv:1909.08053, section 3.
 
 import torch.nn.functional as F
 
-from minipar.simple.autograd import all_reduce, copy
+from .autograd import all_reduce, copy
 
 
 def rows(comm, w):
@@ -41,26 +45,35 @@ def column_parallel(x, w):
     return x @ w.t()
 
 
-def row_parallel(comm, x, w):
+def row_parallel(comm, x, w, leave=all_reduce):
     """x [B, T, D/tp], this rank's features; w [F, D/tp]  ->  [B, T, F], the same on every rank"""
-    return all_reduce(comm, x @ w.t())
+    return leave(comm, x @ w.t())
 
 
-def mlp(comm, x, gate, up, down):
+def mlp(comm, x, gate, up, down, enter=copy, leave=all_reduce):
     """SwiGLU, y = (silu(x gate^T) * x up^T) down^T.   gate, up [F/tp, D]   down [D, F/tp]   x, y [B, T, D]"""
-    x = copy(comm, x)  # one copy for both products: one all-reduce of dx
-    hidden = F.silu(column_parallel(x, gate)) * column_parallel(x, up)  # per feature
-    return row_parallel(comm, hidden, down)
+    x = enter(comm, x)  # one `enter` for both products: one all-reduce of dx
+    hidden = F.silu(column_parallel(x, gate)) * column_parallel(
+        x, up
+    )  # elementwise: no rank needs another's features
+    return row_parallel(comm, hidden, down, leave)
 
 
-def attention(comm, x, q, k, v, o, head_dim):
-    """Causal self-attention; each rank has some of the heads.   q, k, v [D/tp, D]   o [D, D/tp]   x, y [B, T, D]"""
+def causal_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention(comm, x, q, k, v, o, head_dim, enter=copy, leave=all_reduce, core=causal_attention):
+    """Causal self-attention; each rank has some of the heads.   q, k, v [D/tp, D]   o [D, D/tp]   x, y [B, T, D]
+
+    core   computes each head's attention; for long sequences it may be ring_attention.py's
+    """
     if q.shape[0] % head_dim:
         raise ValueError(
             f"a rank's {q.shape[0]} features are no whole heads of {head_dim}; use minipar.tensor_parallel"
         )
-    x = copy(comm, x)
+    x = enter(comm, x)
     B, T, _ = x.shape
     q, k, v = (column_parallel(x, w).view(B, T, -1, head_dim).transpose(1, 2) for w in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # per head
-    return row_parallel(comm, mixed.transpose(1, 2).reshape(B, T, -1), o)
+    mixed = core(q, k, v)  # each head independently
+    return row_parallel(comm, mixed.transpose(1, 2).reshape(B, T, -1), o, leave)

@@ -1,13 +1,14 @@
 """ZeRO-1 and ZeRO-2: data parallelism in which each of p ranks keeps the optimizer state of a p-th part of every parameter.
 
-    reduce-scatter    my part of the gradient = 1/p * sum over ranks          sends (p-1)/p P elements, of P parameters
-    update            my part of the parameter, with my part of the state
-    all-gather        the whole parameter, from every rank's updated part     sends (p-1)/p P elements
+    gradient   [ 0 | 1 | 2 | 3 ]  --reduce-scatter, mean-->  shard r of the gradient      sends (p-1)/p P elements
+                                                                    | optimizer step, with shard r of the state
+    parameter  [ 0 | 1 | 2 | 3 ]  <-----all-gather---------  shard r of the parameter     sends (p-1)/p P elements
 
-Together they send what a ring all-reduce of each gradient sends, and the sums are the same bit for bit.
+P is the number of parameters. The two steps together send what a ring all-reduce of each gradient sends, and the sums are
+the same bit for bit.
 
 Bytes per parameter with Adam in mixed precision (weight 2; gradient 2; state 12: float32 weight and two moments): DDP 16,
-ZeRO-1 4 + 12/p, ZeRO-2 2 + 14/p. ZeRO-2 reduces each gradient to this rank's part as soon as it is computed.
+ZeRO-1 4 + 12/p, ZeRO-2 2 + 14/p. ZeRO-2 reduces each gradient to this rank's shard as soon as it is computed.
 The code here is without mixed precision.
 
 In the library: minipar.ZeroOptimizer, which adds buckets reduced during the backward, parameter groups, float32 master
@@ -19,8 +20,22 @@ import torch
 import torch.nn.functional as F
 
 
+def padded(comm, x):
+    """Flatten x, and append zeros until comm.size divides its length."""
+    return F.pad(x.flatten(), (0, -x.numel() % comm.size))
+
+
+def shard_of(comm, x):
+    return padded(comm, x).chunk(comm.size)[comm.rank]
+
+
+def reduced_shard(comm, grad):
+    """Return this rank's shard of the mean of the gradient over ranks."""
+    return comm.reduce_scatter(padded(comm, grad), "mean")
+
+
 class Zero1:
-    """Run `optimizer_cls` on this rank's part of each parameter. It must be an elementwise optimizer, such as Adam."""
+    """Run `optimizer_cls` on this rank's shard of each parameter. It must be an elementwise optimizer, such as Adam."""
 
     def __init__(self, params, optimizer_cls, comm, **options):
         self.comm, self.params = comm, list(params)
@@ -28,28 +43,21 @@ class Zero1:
             raise ValueError("a frozen parameter: leave it out, or use minipar.ZeroOptimizer")
         for p in self.params:
             p.data.copy_(comm.broadcast(p.data))
-        self.parts = [self.mine(p.data).clone() for p in self.params]
-        self.optimizer = optimizer_cls(self.parts, **options)
+        self.shards = [shard_of(comm, p.data).clone() for p in self.params]
+        self.optimizer = optimizer_cls(self.shards, **options)
 
-    def padded(self, x):
-        """Flatten x, and append zeros until p divides its length."""
-        return F.pad(x.flatten(), (0, -x.numel() % self.comm.size))
-
-    def mine(self, x):
-        return self.padded(x).chunk(self.comm.size)[self.comm.rank]
-
-    def part_of_gradient(self, p):
+    def gradient_shard(self, p):
         if p.grad is None:
             raise ValueError("a parameter got no gradient: minipar.ZeroOptimizer knows of unused ones")
-        return self.comm.reduce_scatter(self.padded(p.grad), "mean")
+        return reduced_shard(self.comm, p.grad)
 
     @torch.no_grad()
     def step(self):
-        for p, part in zip(self.params, self.parts):
-            part.grad = self.part_of_gradient(p)
+        for p, shard in zip(self.params, self.shards):
+            shard.grad = self.gradient_shard(p)
         self.optimizer.step()
-        for p, part in zip(self.params, self.parts):
-            whole = self.comm.all_gather(part)
+        for p, shard in zip(self.params, self.shards):
+            whole = self.comm.all_gather(shard)
             p.copy_(whole[: p.numel()].view_as(p))
 
     def zero_grad(self):
@@ -58,22 +66,23 @@ class Zero1:
 
 
 class Zero2(Zero1):
-    """Reduce each gradient in a hook, during the backward, and keep this rank's part. Several backwards accumulate.
+    """Reduce each gradient in a hook, during the backward, and keep this rank's shard. Several backwards accumulate.
 
-    The hooks communicate, so all ranks must compute their gradients in the same order, as ranks with the same model do.
+    The hooks communicate, so all ranks must compute their gradients in the same order; ranks with the same model do.
     """
 
     def __init__(self, params, optimizer_cls, comm, **options):
         super().__init__(params, optimizer_cls, comm, **options)
         self.gradients = {}
         for p in self.params:
-            p.register_post_accumulate_grad_hook(self._cut)
+            p.register_post_accumulate_grad_hook(self.reduce_now)
 
-    def _cut(self, p):
-        part, p.grad = super().part_of_gradient(p), None
-        self.gradients[p] = part if p not in self.gradients else self.gradients[p] + part
+    def reduce_now(self, p):
+        shard = reduced_shard(self.comm, p.grad)
+        p.grad = None
+        self.gradients[p] = shard if p not in self.gradients else self.gradients[p] + shard
 
-    def part_of_gradient(self, p):
+    def gradient_shard(self, p):
         return self.gradients.get(p)  # None if no rank computed it: the optimizer skips it
 
     def zero_grad(self):

@@ -6,16 +6,20 @@ from itertools import chain
 
 from minipar.spec import (
     algorithms,
+    batching,
     collectives,
     conjugates,
     context,
     data_parallel,
     fsdp,
+    kv_cache,
     mesh,
     moe,
+    paged,
     pipeline,
     reshard,
     schedules,
+    speculation,
     tensor_parallel,
     vocab,
     whole_batch,
@@ -38,5 +42,9 @@ MODULES = (
     mesh,
     whole_batch,
     reshard,
+    kv_cache,
+    paged,
+    speculation,
+    batching,
 )
 SPECIFICATIONS = {s.name: s for s in chain.from_iterable(module.SPECIFICATIONS for module in MODULES)}

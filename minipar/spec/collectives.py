@@ -1,24 +1,32 @@
-"""Specifications of the collectives: the right result on each rank, no input written to, the bytes of a ring or tree."""
+"""Specifications of the collectives: right results on each rank, inputs unchanged, and the bytes of a ring or tree."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from minipar.chunks import chunk_sizes
+from minipar.comm import Comm
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.words import differs, first, generator, parts, wrong_bytes
+from minipar.spec.words import explain_sum, first, generator, mismatch, wrong_bytes, wrong_entries
+from minipar.support.chunks import chunk_sizes
 
 SHAPES = [(1,), (4,), (12, 2), (7,), (5, 3), (2,), (0,), (24,), (3, 0), (1, 4)]
+
+# The values of a call's input: small whole numbers, exact in every dtype and order; normally distributed numbers; integers
+# that a float cannot hold; nan on the first rank and inf on the last.
+Values = Literal["whole", "normal", "huge", "not finite"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a collective: each rank's input and arguments, and the result that each rank must get.
+    """One call of a collective: each rank's input, arguments and expected result.
 
-    sizes   None: split as torch.chunk does. reduce_scatter, all_gather: one per rank. all_to_all: a list per rank
+    sizes    None: split as torch.chunk does. reduce_scatter, all_gather: one per rank. all_to_all: a list per rank
+    strided  whether the input is a view that is not contiguous
     """
 
     collective: str
@@ -26,10 +34,22 @@ class Call:
     dtype: torch.dtype = torch.float64
     op: str = "sum"
     root: int = 0
-    sizes: list | None = None
+    sizes: list[Any] | None = None
     seed: int = 0
+    values: Values = field(default="whole", kw_only=True)
+    strided: bool = field(default=False, kw_only=True)
 
-    def arguments(self, size: int, rank: int) -> tuple:
+    @property
+    def kind(self) -> str:
+        """The input in words, without its shape, such as "float64, not contiguous"."""
+        words = [str(self.dtype).removeprefix("torch.")]
+        if self.values in ("huge", "not finite"):
+            words.append(self.values)
+        if self.strided:
+            words.append("not contiguous")
+        return ", ".join(words)
+
+    def arguments(self, size: int, rank: int) -> tuple[Any, ...]:
         """Return the implementation's arguments after the Comm and x."""
         if self.collective == "broadcast":
             return (self.root,)
@@ -39,14 +59,32 @@ class Call:
 
     def send_sizes(self, size: int, rank: int) -> list[int]:
         """Return the sizes of the chunks of `rank`'s input of an all-to-all."""
-        return self.sizes[rank] if self.sizes else chunk_sizes(self.shape[0], size)
+        sizes: list[int] = self.sizes[rank] if self.sizes else chunk_sizes(self.shape[0], size)
+        return sizes
 
     def inputs(self, size: int) -> list[Tensor]:
-        """Return each rank's input: small whole numbers, so that sums are exact in every dtype and order."""
+        """Return each rank's input."""
         draw = generator(size, *self.shape, self.root, self.seed)
+        xs = [self._drawn(self._input_shape(rank), draw) for rank in range(size)]
+        if self.values == "not finite":
+            xs[0].view(-1)[:1] = torch.nan
+            xs[-1].view(-1)[1:2] = torch.inf
+            if self.collective == "broadcast":  # only the root's values matter
+                xs[self.root].view(-1)[:1] = torch.nan
+        return xs
+
+    def _drawn(self, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+        if self.values == "normal":
+            return torch.randn(shape, generator=draw, dtype=torch.float64).to(self.dtype)
+        if self.values == "huge":
+            return torch.randint(2**58, 2**59, shape, generator=draw)
         low, high = (0, 2) if self.dtype == torch.bool else (-4, 5)
-        shapes = [self._input_shape(rank) for rank in range(size)]
-        return [torch.randint(low, high, shape, generator=draw).to(self.dtype) for shape in shapes]
+        return torch.randint(low, high, shape, generator=draw).to(self.dtype)
+
+    def rtol(self, size: int) -> float:
+        """Return the rounding error that is allowed, relative to the largest entry; 0 where nothing is rounded."""
+        sums = self.collective in ("all_reduce", "reduce", "reduce_scatter")
+        return 2 * size * torch.finfo(self.dtype).eps if sums and self.values == "normal" else 0.0
 
     def result(self, xs: list[Tensor], rank: int) -> Tensor | None:
         """Return the result that `rank` must get."""
@@ -57,19 +95,21 @@ class Call:
             case "reduce":
                 return self._reduced(xs) if rank == self.root else None
             case "reduce_scatter":
-                return self._reduced(xs).split(self.sizes or chunk_sizes(len(xs[0]), size))[rank]
+                return torch.split(self._reduced(xs), self.sizes or chunk_sizes(len(xs[0]), size))[rank]
             case "all_gather":
                 return torch.cat(xs)
             case "broadcast":
                 return xs[self.root]
+            case "shift":
+                return xs[rank - 1]
         return torch.cat([x.split(self.send_sizes(size, source))[rank] for source, x in enumerate(xs)])
 
     def sent_bytes(self, size: int, rank: int) -> int:
-        """Return the bytes that `rank` sends: ring, pairwise: all chunks but one per phase; tree: x per child."""
+        """Return the bytes that `rank` sends: in a ring or pairwise, p-1 chunks per phase; in a tree, x once per child."""
         length, elems, right = self.shape[0], torch.Size(self.shape).numel(), (rank + 1) % size
         row, chunks = torch.Size(self.shape[1:]).numel(), chunk_sizes(length, size)
         match self.collective:
-            case "all_reduce":  # of the flattened vector, in two phases
+            case "all_reduce":  # chunks of the flattened vector, in two phases
                 flat = chunk_sizes(elems, size)
                 sent = 2 * elems - flat[rank] - flat[right] if size > 1 else 0
             case "reduce_scatter":
@@ -99,7 +139,7 @@ class Call:
 
 
 def calls_of(collective: str, size: int) -> list[Call]:
-    """Return calls for `size` ranks: lengths that `size` divides, that it does not divide, below `size`, and 0."""
+    """Return calls for `size` ranks: lengths that `size` divides and does not divide, lengths below `size`, and 0."""
     calls = [Call(collective, shape, root=i % size) for i, shape in enumerate(SHAPES)]
     if collective != "all_to_all":
         return calls
@@ -110,43 +150,78 @@ def calls_of(collective: str, size: int) -> list[Call]:
     ]
 
 
+def varied_calls(collective: str, size: int) -> list[Call]:
+    """Return calls with other values, dtypes, strides and lengths, for mistakes that small whole numbers do not show."""
+    call = Call(collective, (24,), root=size - 1)
+    return [
+        replace(call, shape=(1201, 3), values="normal"),
+        replace(call, shape=(1201, 3), values="normal", seed=1),
+        replace(call, shape=(40_007,), values="normal", dtype=torch.float32),
+        replace(call, shape=(1500,), dtype=torch.bfloat16),
+        replace(call, shape=(1003,), dtype=torch.int64, values="huge"),
+        replace(call, shape=(60, 20), values="normal", strided=True),
+        replace(call, values="not finite"),
+    ]
+
+
+def _strided(x: Tensor) -> Tensor:
+    """Return a strided view equal to x: every second entry of a longer tensor."""
+    return torch.stack([x, torch.zeros_like(x)], dim=-1)[..., 0]
+
+
 def _tree_children(size: int, place: int) -> int:
-    """Return the number of children in a binomial tree of the rank at `place`, counted from the root."""
+    """Return the number of children in a binomial tree of the rank that is `place` places after the root."""
     distance = 1 << (size - 1).bit_length()
     lowest = place & -place if place else distance
     return sum(place + (lowest >> i) < size for i in range(1, lowest.bit_length()))
 
 
-def _right(world, implementation, collective: str) -> str | None:
+def _right(world: Comm, implementation: Implementation, collective: str) -> str | None:
     return first([wrong(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
-def wrong(world, implementation, call: Call) -> str | None:
-    """Make the call, implementation(comm, x, *arguments); return a description of what is wrong on this rank, or None."""
+def varied(world: Comm, implementation: Implementation, collective: str) -> str | None:
+    results: list[tuple[Tensor, Tensor]] = []
+
+    def keeping(*args: Any) -> Any:
+        got = implementation(*args)
+        if isinstance(got, Tensor):
+            results.append((got, got.clone()))
+        return got
+
+    found = [wrong(world, keeping, call) for call in varied_calls(collective, world.size)]
+    for got, was in results:
+        if wrong_entries(got, was).any():
+            found.append(
+                f"rank {world.rank}: a later call wrote to the result {list(was.shape)} of an earlier one"
+            )
+    return first(found)
+
+
+def wrong(world: Comm, implementation: Implementation, call: Call) -> str | None:
+    """Make the call, implementation(comm, x, *arguments); return a description of the mistake on this rank, or None."""
     xs = call.inputs(world.size)
-    x = xs[world.rank].clone()
+    x = _strided(xs[world.rank]) if call.strided else xs[world.rank].clone()
     got = implementation(world, x, *call.arguments(world.size, world.rank))
-    what = f"rank {world.rank}: the result for {list(x.shape)}"
-    if words := differs(what, got, call.result(xs, world.rank), world.size, rtol=0.0):
+    what = f"rank {world.rank}: the result for {list(x.shape)} of {call.kind}"
+    if words := mismatch(what, got, call.result(xs, world.rank), world.size, rtol=call.rtol(world.size)):
         return words
-    if not torch.equal(x, xs[world.rank]):
+    if wrong_entries(x, xs[world.rank]).any():
         return f"rank {world.rank}: the input {list(x.shape)} was written to"
     if got is not None and got.numel() and got.data_ptr() == x.data_ptr():
-        return (
-            f"rank {world.rank}: the result for {list(x.shape)} is the input itself, not a tensor of its own"
-        )
+        return f"{what} is the input itself, not a tensor of its own"
     return None
 
 
-def whose_part(world, implementation, collective: str) -> str | None:
-    """Check with 10**r as rank r's input: each digit of a sum then says how often a rank's part was added."""
+def whose_part(world: Comm, implementation: Implementation, collective: str) -> str | None:
+    """Check with 10**r as rank r's input, so that the digits of a sum count the additions of each rank's part."""
     p, mine = world.size, 10**world.rank
     if collective in ("all_reduce", "reduce_scatter"):
         got = implementation(world, torch.full((2 * p,), mine))
         chunks = got.split(2) if collective == "all_reduce" and got.numel() == 2 * p else [got]
         for c, chunk in enumerate(chunks):
             for value in chunk.tolist():
-                if words := parts(value, p):
+                if words := explain_sum(value, p):
                     number = c if collective == "all_reduce" else world.rank
                     return f"rank {world.rank}: chunk {number} on rank {world.rank} of {p}: {words}"
         return None
@@ -154,6 +229,7 @@ def whose_part(world, implementation, collective: str) -> str | None:
     xs = [torch.full(x.shape, 10**r, dtype=torch.int64) for r, x in enumerate(call.inputs(p))]
     got = implementation(world, xs[world.rank], *call.arguments(p, world.rank))
     want = call.result(xs, world.rank)
+    assert want is not None
     if got.shape != want.shape:
         return f"rank {world.rank}: the result has shape {list(got.shape)}; it should have {list(want.shape)}"
     owners = {10**r: r for r in range(p)}
@@ -164,7 +240,7 @@ def whose_part(world, implementation, collective: str) -> str | None:
     return None
 
 
-def _runs(world, implementation, collective: str) -> str | None:
+def _runs(world: Comm, implementation: Implementation, collective: str) -> str | None:
     call = calls_of(collective, world.size)[1]
     x = call.inputs(world.size)[world.rank]
     got = implementation(world, x, *call.arguments(world.size, world.rank))
@@ -175,11 +251,11 @@ def _runs(world, implementation, collective: str) -> str | None:
     )
 
 
-def _bytes(world, implementation, collective: str) -> str | None:
+def _bytes(world: Comm, implementation: Implementation, collective: str) -> str | None:
     return first([_wrong_bytes(world, implementation, call) for call in calls_of(collective, world.size)])
 
 
-def _wrong_bytes(world, implementation, call: Call) -> str | None:
+def _wrong_bytes(world: Comm, implementation: Implementation, call: Call) -> str | None:
     x = call.inputs(world.size)[world.rank]
     world.traffic.reset()
     implementation(world, x, *call.arguments(world.size, world.rank))
@@ -188,7 +264,7 @@ def _wrong_bytes(world, implementation, call: Call) -> str | None:
     return wrong_bytes(world.traffic.sent_bytes, formula, world.rank, world.size, of, name)
 
 
-def same_bits(world, implementation) -> str | None:
+def same_bits(world: Comm, implementation: Implementation) -> str | None:
     draw = generator(world.size, 7)
     xs = [torch.randn(50, generator=draw) for _ in range(world.size)]
     mine = implementation(world, xs[world.rank])
@@ -215,6 +291,7 @@ def specification(name: str, signature: str, says: str) -> Specification:
     ]
     if name == "all_reduce":
         stages.append(Stage("order", lambda f: on_ranks(same_bits, f, sizes=(3, 4))))
+    stages.append(Stage("varied", lambda f: on_ranks(varied, f, name, sizes=(3, 5, 8))))
     return Specification(name, signature, says, tuple(stages))
 
 

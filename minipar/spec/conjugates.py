@@ -1,12 +1,15 @@
-"""Specification of communication that autograd differentiates: every backward is the adjoint; no gradient is written to."""
+"""Specification of differentiable communication: every backward is the adjoint of its forward, and changes no gradient."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from minipar.comm import Comm
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.words import differs, first, generator
+from minipar.spec.varied import KINDS, PLAIN, RANKS, Kind
+from minipar.spec.words import first, generator, normal
 
 TOKENS = 1
 OPERATORS = ("copy", "all_reduce", "gather_tokens", "scatter_tokens")
@@ -17,10 +20,10 @@ def _forward(name: str, xs: list[Tensor], rank: int) -> Tensor:
         case "copy":
             return xs[rank]
         case "all_reduce":
-            return sum(xs)
+            return torch.stack(xs).sum(0)
         case "gather_tokens":
             return torch.cat(xs, TOKENS)
-    return sum(xs).chunk(len(xs), TOKENS)[rank]
+    return torch.stack(xs).sum(0).chunk(len(xs), TOKENS)[rank]
 
 
 ADJOINT = {
@@ -31,40 +34,53 @@ ADJOINT = {
 }
 
 
-def _tensors(size: int, tokens: int, seed: int) -> list[Tensor]:
-    draw = generator(size, tokens, seed)
-    return [torch.randn(2, tokens, 3, generator=draw, dtype=torch.float64) for _ in range(size)]
+def _tensors(size: int, tokens: int, seed: int, kind: Kind = PLAIN) -> list[Tensor]:
+    draw = generator(size, tokens, seed, kind.seed)
+    xs = [kind.rounded(normal(draw, 2, tokens, 301 if kind.large else 3)) for _ in range(size)]
+    return [kind.with_nan(xs[0]), *xs[1:]]
 
 
-def _right(world, implementation, seed: int) -> str | None:
+def _right(world: Comm, implementation: Implementation, seed: int) -> str | None:
     """Check the forward and the backward of each operator against one process."""
     return first([_right_operator(world, getattr(implementation, name), name, seed) for name in OPERATORS])
 
 
-def _right_operator(world, operator, name: str, seed: int) -> str | None:
+def _varied(world: Comm, implementation: Implementation) -> str | None:
+    return first(
+        _right_operator(world, getattr(implementation, name), name, 4, kind)
+        for name in OPERATORS
+        for kind in KINDS
+    )
+
+
+def _right_operator(
+    world: Comm, operator: Implementation, name: str, seed: int, kind: Kind = PLAIN
+) -> str | None:
     p, r = world.size, world.rank
     shard, whole = 2, 2 * p
-    xs = _tensors(p, shard if name == "gather_tokens" else whole, seed)
-    dys = _tensors(p, shard if name == "scatter_tokens" else whole, seed + 1)
-    x, dy = xs[r].clone().requires_grad_(), dys[r].clone()
+    xs = _tensors(p, shard if name == "gather_tokens" else whole, seed, kind)
+    dys = _tensors(p, shard if name == "scatter_tokens" else whole, seed + 1, kind)
+    x, dy = kind.given(xs[r], True), kind.given(dys[r])
     y = operator(world, x)
     y.backward(dy)
-    if words := differs(f"rank {r}: {name}(x)", y, _forward(name, xs, r), p):
+    if words := kind.mismatch(f"rank {r}: {name}(x)", y, _forward(name, xs, r), p):
         return words
-    if words := differs(f"rank {r}: the gradient through {name}", x.grad, _forward(ADJOINT[name], dys, r), p):
+    if words := kind.mismatch(
+        f"rank {r}: the gradient through {name}", x.grad, _forward(ADJOINT[name], dys, r), p
+    ):
         return words
-    if not torch.equal(x.detach(), xs[r]):
+    if kind.written("x", x, xs[r]):
         return f"rank {r}: {name} wrote to its input"
-    if not torch.equal(dy, dys[r]):
+    if kind.written("dy", dy, dys[r]):
         return f"rank {r}: the backward of {name} wrote to the gradient it was given, which other operations read too"
     return None
 
 
-def _adjoint(world, implementation, seed: int) -> str | None:
+def _adjoint(world: Comm, implementation: Implementation, seed: int) -> str | None:
     """Check <y, A x> = <A^T y, x>, summed over ranks, for each operator."""
     p, r = world.size, world.rank
     for name in OPERATORS:
-        # The input of `copy` and the output of `all_reduce` are one tensor, equal on all ranks: it counts once.
+        # The input of `copy` and the output of `all_reduce` are equal on all ranks: count such a tensor once, not p times.
         one_x, one_y = name == "copy", name == "all_reduce"
         x = _tensors(p, 2 if name == "gather_tokens" else 2 * p, seed)[0 if one_x else r].requires_grad_()
         out = getattr(implementation, name)(world, x)
@@ -87,6 +103,7 @@ SPECIFICATIONS = [
             Stage("runs", lambda f: on_ranks(_right, f, 0, sizes=(1,))),
             Stage("small", lambda f: on_ranks(_right, f, 1, sizes=(2,))),
             Stage("drawn", lambda f: on_ranks(_right, f, 2) or on_ranks(_adjoint, f, 3)),
+            Stage("varied", lambda f: on_ranks(_varied, f, sizes=RANKS)),
         ),
     )
 ]

@@ -1,19 +1,25 @@
-"""Specification of data parallelism: gradients averaged over ranks, equal on all of them, reduced during the backward."""
+"""Specification of data parallelism: gradients are averaged over ranks, equal on all, and reduced during the backward."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import Comm
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.training import Net, chain, loss_of, one_process, recording, samples
-from minipar.spec.words import differs
+from minipar.spec.training import Event, Mixed, Net, chain, loss_of, one_process, recording, samples
+from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, RANKS
+from minipar.spec.words import grad_of, mismatch
 
 STEPS = 3
 
 
-def _trains(world, make, seed: int, steps: int = STEPS) -> str | None:
-    """Check every step's gradients and the final parameters against one process, which starts with rank 0's parameters."""
+def _trains(world: Comm, make: Implementation, seed: int, steps: int = STEPS) -> str | None:
+    """Check every step's gradients and the final parameters against one process that starts with rank 0's parameters."""
     net = Net(seed + world.rank)
     wrapped = make(net, world)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -26,17 +32,55 @@ def _trains(world, make, seed: int, steps: int = STEPS) -> str | None:
             finish()
         for name, p in reversed(list(net.named_parameters())):  # in the order of the backward
             what = f"rank {world.rank}: the gradient of {name} in step {step}"
-            if words := differs(what, p.grad, want[step][name], world.size):
+            if words := mismatch(what, p.grad, want[step][name], world.size):
                 return words
         optimizer.step()
     for name, p in net.named_parameters():
         what = f"rank {world.rank}: {name} after {steps} steps"
-        if words := differs(what, p, dict(model.named_parameters())[name], world.size):
+        if words := mismatch(what, p, dict(model.named_parameters())[name], world.size):
             return words
     return None
 
 
-def _bytes(world, make) -> str | None:
+def _varied(world: Comm, make: Implementation) -> str | None:
+    """Check steps of a module with unusual parameters, in several dtypes, a scaled loss and a gradient of the input."""
+    r = world.rank
+    for kind in (LARGE, FLOAT32, BFLOAT16, NAN):
+        net, model = Mixed(9 + r, kind.dtype), Mixed(9, kind.dtype).double()
+        wrapped = make(net, world)
+        if words := mismatch(f"rank {r}: an integer buffer of rank 0's", net.count, model.count):
+            return words
+        for step in range(2 if kind is LARGE else 1):
+            xs = [kind.rounded(samples(s, step, 4)) for s in range(world.size)]
+            xs[0] = kind.with_nan(xs[0])
+            x = kind.given(xs[r], True)
+            (3 * loss_of(wrapped(x))).backward()
+            finish = getattr(wrapped, "finish_gradients", None)
+            if finish is not None:
+                finish()
+            wanted = [x.requires_grad_() for x in xs]
+            for one in wanted:
+                (3 * loss_of(model(one)) / world.size).backward()
+            for name, p in reversed(list(net.named_parameters())):
+                want = dict(model.named_parameters())[name].grad
+                what = f"rank {r}: the gradient of {name} {list(p.shape)} in step {step}"
+                if words := kind.mismatch(what, p.grad, want, world.size):
+                    return words
+            if words := kind.written(f"rank {r}: the module's input", x, xs[r]):
+                return words
+            if not kind.nan:
+                want = grad_of(wanted[r]) * world.size
+                if words := kind.mismatch(
+                    f"rank {r}: the gradient of the module's input", x.grad, want, world.size
+                ):
+                    return words
+            for module in (net, model):
+                for p in module.parameters():
+                    p.grad = None
+    return None
+
+
+def _bytes(world: Comm, make: Implementation) -> str | None:
     net = chain(0, width=64)
     wrapped = make(net, world.using("ring"))
     num_bytes = sum(p.nbytes for p in net.parameters())
@@ -52,19 +96,20 @@ def _bytes(world, make) -> str | None:
     return None
 
 
-def _backward(wrapped, x) -> None:
+def _backward(wrapped: Callable[[Tensor], Tensor], x: Tensor) -> None:
     loss_of(wrapped(x)).backward()
     finish = getattr(wrapped, "finish_gradients", None)
     if finish is not None:
         finish()
 
 
-def _overlaps(world, make) -> str | None:
-    """Check that buckets start during the backward, in one order on all ranks, and no wait precedes the last gradient."""
-    events: list[tuple] = []
+def _overlaps(world: Comm, make: Implementation) -> str | None:
+    """Check that buckets start during the backward, in the same order on all ranks, without a wait before it ends."""
+    events: list[Event] = []
     net = chain(0, width=20, depth=5)
     for i, layer in enumerate(net):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
+        weight = layer.get_parameter("weight")
+        weight.register_post_accumulate_grad_hook(lambda _, i=i: events.append(("gradient", i)))
     wrapped = make(net, recording(world, events), bucket_mb=20 * 21 * 8 / 2**20)  # one layer per bucket
     events.clear()
     loss_of(wrapped(samples(world.rank, 0, 20))).backward()
@@ -80,30 +125,34 @@ def _overlaps(world, make) -> str | None:
     return None
 
 
-def as_wrapper(average_gradients):
+def as_wrapper(average_gradients: Implementation) -> type[nn.Module]:
     """Return a class with DDP's interface that calls `average_gradients(module, comm)`, to check it in the same way."""
 
     class Averaged(nn.Module):
-        def __init__(self, module, comm, bucket_mb=25.0):
+        def __init__(self, module: nn.Module, comm: Comm, bucket_mb: float = 25.0):
             super().__init__()
             self.module, self.comm = module, comm
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data.copy_(comm.broadcast(tensor.data))
 
-        def forward(self, x):
+        def forward(self, x: Tensor) -> Any:
             return self.module(x)
 
-        def finish_gradients(self):
+        def finish_gradients(self) -> None:
             average_gradients(self.module, self.comm)
 
     return Averaged
 
 
-def _averages(world, average_gradients, seed: int, steps: int = STEPS) -> str | None:
+def _averages(world: Comm, average_gradients: Implementation, seed: int, steps: int = STEPS) -> str | None:
     return _trains(world, as_wrapper(average_gradients), seed, steps)
 
 
-def _averaged_bytes(world, average_gradients) -> str | None:
+def _varied_averages(world: Comm, average_gradients: Implementation) -> str | None:
+    return _varied(world, as_wrapper(average_gradients))
+
+
+def _averaged_bytes(world: Comm, average_gradients: Implementation) -> str | None:
     return _bytes(world, as_wrapper(average_gradients))
 
 
@@ -118,6 +167,7 @@ SPECIFICATIONS = [
             Stage("drawn", lambda f: on_ranks(_trains, f, 2) or on_ranks(_trains, f, 3)),
             Stage("bytes", lambda f: on_ranks(_bytes, f, sizes=(3, 4))),
             Stage("order", lambda f: on_ranks(_overlaps, f, sizes=(2, 3))),
+            Stage("varied", lambda f: on_ranks(_varied, f, sizes=RANKS)),
         ),
     ),
     Specification(
@@ -129,6 +179,7 @@ SPECIFICATIONS = [
             Stage("small", lambda f: on_ranks(_averages, f, 1, 1, sizes=(2,))),
             Stage("drawn", lambda f: on_ranks(_averages, f, 2) or on_ranks(_averages, f, 3)),
             Stage("bytes", lambda f: on_ranks(_averaged_bytes, f, sizes=(3, 4))),
+            Stage("varied", lambda f: on_ranks(_varied_averages, f, sizes=RANKS)),
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""An implementation in a file, loaded on each rank, so that what it does, hangs or breaks is done, hung or broken there."""
+"""An implementation in a file, loaded on each rank, so that it can hang or break only there."""
 
 from __future__ import annotations
 
@@ -7,23 +7,29 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
+from minipar.comm import Comm
 from minipar.runtime.caller import is_own
-from minipar.trace import Span, Trace
+from minipar.support.trace import Span, Trace
 
-COMPUTING_S = 8.0  # processor time of one run of a check, which takes about a tenth of a second
-SLOWER = 4  # how many times as long it may take by the clock, on a busy machine; less than a wait's timeout
-AGAIN_S = 0.5  # after which an implementation that caught the first Hangs gets another
+Implementation = Callable[..., Any]  # its signature is the specification's
+
+# Limit on the processor time of one run of a check, which normally takes a tenth of a second.
+COMPUTING_S = 8.0
+SLOWER = 4  # the wall-clock limit is this many times as long, for busy machines, but below a wait's timeout
+AGAIN_S = 0.5  # after this time, an implementation that caught the first Hangs gets another
 
 
 class FromFile(NamedTuple):
-    """The function or class `names[0]` of the file `path`; several names: a namespace of them.
+    """The function or class `names[0]` in the file `path`; for several names, a namespace with all of them.
 
-    trace_to   None, or the folder to which each rank writes what it sent and when, for `recorded`
+    trace_to   None, or the folder to which each rank writes its trace, for `recorded`
     limit_s    seconds that one run of a check may compute on a rank
     """
 
@@ -33,17 +39,17 @@ class FromFile(NamedTuple):
     limit_s: float = COMPUTING_S
 
     def module(self) -> types.ModuleType:
-        """Run the file afresh. Files beside it can be imported."""
+        """Run the file again, and return it as a module. It can import files in its folder."""
         file = Path(self.path)
         module = types.ModuleType(f"exercise_{file.stem}")
         module.__file__ = self.path
-        sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+        sys.modules[module.__name__] = module  # where dataclasses and pickle look for the module
         if str(file.parent) not in sys.path:
             sys.path.insert(0, str(file.parent))
         exec(compile(file.read_bytes(), self.path, "exec"), vars(module))
         return module
 
-    def load(self):
+    def load(self) -> Any:
         """Run the file and return the implementation."""
         module = self.module()
         if len(self.names) == 1:
@@ -51,24 +57,44 @@ class FromFile(NamedTuple):
         return types.SimpleNamespace(**{name: getattr(module, name) for name in self.names})
 
 
-def checked(world, body, implementation, *args):
-    """On a rank: load the implementation, if it is in a file, and return body(world, implementation, *args), in time."""
-    from_file = isinstance(implementation, FromFile)
-    with deadline(implementation.limit_s if from_file else COMPUTING_S):
-        if not from_file or implementation.trace_to is None:
-            return body(world, implementation.load() if from_file else implementation, *args)
+class OnComm(NamedTuple):
+    """An implementation on another Comm than the library's: the context `entered(world)` gives a rank its Comm."""
+
+    implementation: Implementation | FromFile
+    entered: Callable[[Comm], AbstractContextManager[Any]]
+
+
+def checked(
+    world: Comm,
+    body: Callable[..., str | None],
+    implementation: Implementation | FromFile | OnComm,
+    *args: Any,
+) -> str | None:
+    """Load the implementation, if it is in a file, on this rank, and return body(world, implementation, *args).
+
+    Raises Hangs where this takes too long.
+    """
+    if isinstance(implementation, OnComm):
+        with implementation.entered(world) as other:
+            return checked(other, body, implementation.implementation, *args)
+    if not isinstance(implementation, FromFile):
+        with deadline(COMPUTING_S):
+            return body(world, implementation, *args)
+    with deadline(implementation.limit_s):
+        if implementation.trace_to is None:
+            return body(world, implementation.load(), *args)
         world.barrier()
-        world.trace = Trace()
+        world.trace = trace = Trace()
         try:
-            with world.trace.span("compute", "check"):
+            with trace.span("compute", "check"):
                 return body(world, implementation.load(), *args)
         finally:
             file = Path(implementation.trace_to) / f"{world.rank}-of-{world.size}.json"
-            file.write_text(json.dumps(world.trace.spans))
+            file.write_text(json.dumps(trace.spans))
 
 
 def recorded(folder: str | Path) -> dict[int, list[Span]]:
-    """Return the spans of each rank of the largest world whose ranks wrote into the folder; {} if none did."""
+    """Return each rank's spans, of the largest world whose ranks wrote into the folder; {} if no rank did."""
     worlds: dict[int, dict[int, list[Span]]] = {}
     for file in Path(folder).glob("*-of-*.json"):
         rank, size = map(int, file.stem.split("-of-"))
@@ -77,26 +103,30 @@ def recorded(folder: str | Path) -> dict[int, list[Span]]:
 
 
 class Hangs(BaseException):
-    """Not an Exception, so that `except Exception` in an implementation does not catch it."""
+    """An implementation takes too long. Not an Exception, so that the implementation's `except Exception` misses it."""
 
 
 @contextmanager
 def deadline(computing_s: float | None, clock_s: float | None = None) -> Iterator[None]:
-    """Raise Hangs, with the line that is running, after so much processor time (None: any), or time by the clock.
+    """Raise Hangs, with the line that is running, after `computing_s` of processor time or `clock_s` of wall-clock time.
 
-    clock_s   None: four times the processor time
+    computing_s   None: no limit
+    clock_s       None: SLOWER times `computing_s`
+
     Does nothing where the system has no such timers.
     """
     if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    clock_s = SLOWER * computing_s if clock_s is None else clock_s
+    if clock_s is None:
+        assert computing_s is not None
+        clock_s = SLOWER * computing_s
     limits = [(signal.ITIMER_REAL, signal.SIGALRM, clock_s, f"{clock_s:g} s")]
     if computing_s is not None:
         limits.append((signal.ITIMER_PROF, signal.SIGPROF, computing_s, f"{computing_s:g} s of computing"))
     before = {}
     for timer, number, limit_s, words in limits:
-        before[number] = signal.signal(number, lambda _, frame, words=words: _stop(frame, words))
+        before[number] = signal.signal(number, partial(_stop, words))
         signal.setitimer(timer, limit_s, AGAIN_S)
     try:
         yield
@@ -106,7 +136,7 @@ def deadline(computing_s: float | None, clock_s: float | None = None) -> Iterato
             signal.signal(number, before[number])
 
 
-def _stop(frame, words: str) -> None:
+def _stop(words: str, number: int, frame: FrameType | None) -> None:
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
     where = f" ({Path(frame.f_code.co_filename).name}, line {frame.f_lineno})" if frame else ""

@@ -1,4 +1,4 @@
-"""Bytes of the storages that are alive, found through the garbage collector, not asked of the implementation under test."""
+"""Bytes of the live tensors, found through the garbage collector, without help from the implementation under test."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Return the storage of every tensor of this process, and of every gradient, by its address."""
+    """Return address -> storage, for every tensor and every gradient in this process."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
-    # A gradient may be held by C++ only, where gc does not see it.
+    # A gradient may be held by C++ alone, where gc does not see it.
     tensors += [x.grad for x in tensors if x.is_leaf and x.grad is not None]
     # A sparse tensor has no storage of its own: its indices and values are tensors, too.
     tensors = [x for x in tensors if x.layout == torch.strided and not x.is_meta]
@@ -22,7 +22,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 @contextmanager
 def newer_objects_only() -> Iterator[None]:
-    """Within this context, make `storages` search only newer objects: milliseconds, not tenths of a second."""
+    """Make a context in which `storages` finds only newer objects, in milliseconds instead of tenths of a second."""
     gc.collect()
     gc.freeze()
     try:
@@ -32,5 +32,5 @@ def newer_objects_only() -> Iterator[None]:
 
 
 def held_bytes(before: dict[int, torch.UntypedStorage]) -> int:
-    """Return the bytes, now, of the storages made since `before = storages()`, which keeps the older addresses in use."""
+    """Return the bytes of live storages made since `before = storages()`, which keeps old addresses from being reused."""
     return sum(s.nbytes() for key, s in storages().items() if key not in before)

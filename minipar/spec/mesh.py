@@ -1,12 +1,14 @@
-"""Specification of a mesh's groups: tp varies fastest, pp slowest; every rank is in one group along each axis."""
+"""Specification of a mesh's groups: tp varies fastest, pp slowest; every rank is in one group per axis."""
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import combinations, product
 
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_one_rank
 
 AXES = ("pp", "dp", "cp", "tp")
+AXES_OF_GROUPS = [*(subset for n in range(5) for subset in combinations(AXES, n)), ("tp", "dp")]
 
 
 def _group_of(rank: int, axes: tuple[str, ...], sizes: dict[str, int]) -> list[int]:
@@ -19,7 +21,7 @@ def _group_of(rank: int, axes: tuple[str, ...], sizes: dict[str, int]) -> list[i
     return [sum(i * strides[a] for i, a in zip(at, AXES)) for at in product(*free)]
 
 
-def _right(groups, axes: tuple[str, ...], sizes: dict[str, int]) -> str | None:
+def _right(groups: Implementation, axes: tuple[str, ...], sizes: dict[str, int]) -> str | None:
     try:
         got = [list(group) for group in groups(*axes, **sizes)]
     except (TypeError, ValueError, IndexError, KeyError) as error:
@@ -35,9 +37,9 @@ def _right(groups, axes: tuple[str, ...], sizes: dict[str, int]) -> str | None:
     return None
 
 
-def _drawn(groups) -> str | None:
+def _drawn(groups: Implementation) -> str | None:
     for pp, dp, cp, tp in product((1, 2, 3), (1, 2), (1, 2), (1, 2, 4)):
-        for axes in (("pp",), ("dp",), ("cp",), ("tp",), ("dp", "cp"), ("pp", "tp")):
+        for axes in AXES_OF_GROUPS:
             if words := _right(groups, axes, dict(pp=pp, dp=dp, cp=cp, tp=tp)):
                 return words
     return None

@@ -1,13 +1,15 @@
-"""Specification of reading a matrix that was saved in other parts: the right elements, only the files that have them."""
+"""Specification of reading a block of a matrix that was saved in other blocks, opening only the files it needs."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise, product
 
 import torch
 
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_one_rank
-from minipar.spec.words import differs
+from minipar.spec.words import generator, mismatch, normal, wrong_entries
 
 R, C = 12, 10
 WHOLE = torch.arange(R * C, dtype=torch.float64).view(R, C) + 1
@@ -16,7 +18,7 @@ Box = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _grid(rows: list[int], columns: list[int]) -> list[Box]:
-    """Return the boxes between these edges."""
+    """Return the boxes of the grid with these row and column edges."""
     return list(product(pairwise(rows), pairwise(columns)))
 
 
@@ -40,13 +42,18 @@ def _meet(a: Box, b: Box) -> bool:
     return all(max(start, first) < min(end, last) for (start, end), (first, last) in zip(a, b))
 
 
-def _right(reshard, saved: str, wanted: str, files: bool = False) -> str | None:
+def _open(boxes: list[Box], opened: list[int], i: int) -> torch.Tensor:
+    opened.append(i)
+    return part_of(boxes[i])
+
+
+def _right(reshard: Implementation, saved: str, wanted: str, files: bool = False) -> str | None:
     boxes = LAYOUTS[saved]
     for i, box in enumerate(LAYOUTS[wanted]):
         opened: list[int] = []
-        got = reshard(list(boxes), lambda i: opened.append(i) or part_of(boxes[i]), box)  # noqa: B023
+        got = reshard(list(boxes), partial(_open, boxes, opened), box)
         what = f"saved as {saved}, read as {wanted}: part {i}, rows and columns {box},"
-        if words := differs(what, got, part_of(box)):
+        if words := mismatch(what, got, part_of(box)):
             return words
         needed = [i for i, other in enumerate(boxes) if _meet(other, box)]
         if files and sorted(opened) != needed:
@@ -54,15 +61,52 @@ def _right(reshard, saved: str, wanted: str, files: bool = False) -> str | None:
     return None
 
 
-def _drawn(reshard) -> str | None:
+def _drawn(reshard: Implementation) -> str | None:
     return next(filter(None, (_right(reshard, *pair) for pair in product(LAYOUTS, LAYOUTS))), None)
 
 
-def _files(reshard) -> str | None:
+def _files(reshard: Implementation) -> str | None:
     return next(filter(None, (_right(reshard, *pair, True) for pair in product(LAYOUTS, LAYOUTS))), None)
 
 
-def _refuses(reshard) -> str | None:
+def _varied(reshard: Implementation) -> str | None:
+    """Check other values, dtypes, strides, sizes and orders of files, and that the files' tensors are only read."""
+    draw = generator(3)
+    whole = normal(draw, 5 * R, 5 * C)
+    not_finite = whole.clone()
+    not_finite[::3], not_finite[1::3] = torch.nan, torch.inf
+    huge = torch.randint(2**58, 2**59, whole.shape, generator=draw)
+    matrices = {
+        "in float64, thousands of elements": whole,
+        "in float64, of other values": normal(draw, 5 * R, 5 * C),
+        "in float32": whole.float(),
+        "in bfloat16": whole.bfloat16(),
+        "in int64, huge": huge,
+        "not finite": not_finite,
+        "not contiguous": whole.t().contiguous().t(),
+    }
+    edges = [0, 5, 35, 5 * R], [0, 15, 20, 5 * C]
+    files = _grid(*edges)
+    boxes = [files[i] for i in (4, 8, 0, 6, 2, 1, 7, 3, 5)]
+    wanted = [((0, 5 * R), (0, 5 * C)), ((4, 5), (3, 41)), ((5, 35), (15, 20)), ((59, 60), (49, 50))]
+    for words, matrix in matrices.items():
+        parts = [matrix[slice(*rows), slice(*columns)] for rows, columns in boxes]
+        if words != "not contiguous":
+            parts = [part.contiguous() for part in parts]
+        before = [part.clone() for part in parts]
+        for box in wanted:
+            rows, columns = box
+            got = reshard(list(boxes), parts.__getitem__, box)
+            what = f"a matrix {words}, in 9 files: rows and columns {box},"
+            if wrong := mismatch(what, got, matrix[slice(*rows), slice(*columns)], rtol=0.0):
+                return wrong
+        for box, now, was in zip(boxes, parts, before):
+            if wrong_entries(now, was).any():
+                return f"a matrix {words}: the tensor of the file with rows and columns {box} was written to"
+    return None
+
+
+def _refuses(reshard: Implementation) -> str | None:
     boxes = [ROWS[0], ROWS[2]]
     try:
         reshard(boxes, lambda i: part_of(boxes[i]), ((0, R), (0, C)))
@@ -81,6 +125,7 @@ SPECIFICATIONS = [
             Stage("small", lambda f: on_one_rank(_right, f, "rows", "columns")),
             Stage("drawn", lambda f: on_one_rank(_drawn, f)),
             Stage("bytes", lambda f: on_one_rank(_files, f)),
+            Stage("varied", lambda f: on_one_rank(_varied, f)),
             Stage("refusals", lambda f: on_one_rank(_refuses, f)),
         ),
     )

@@ -1,27 +1,36 @@
-"""Specifications of pipeline schedules as data: complete, without a cycle, with the time and memory their papers state."""
+"""Specifications of pipeline schedules as data: complete, acyclic, with the time and memory stated in the papers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from minipar.schedules import Costs, Schedule, simulate, validate
-from minipar.spec.specification import Specification, Stage, on_one_rank
+from minipar.spec.from_file import Implementation
+from minipar.spec.specification import Body, Specification, Stage, on_one_rank
 
-SIZES = [(p, m) for p in (1, 2, 3, 4) for m in (1, 2, 4, 7)]
+Span = Callable[[int, int], float]  # (p, m) -> slots
+Peak = Callable[[int, int, int], int]  # (p, rank, m) -> live microbatches
+
+SIZES = [*((p, m) for p in (1, 2, 3, 4) for m in (1, 2, 4, 7)), (5, 9), (8, 5), (6, 33)]
 
 
-def _valid(make, p: int, m: int) -> str | None:
+def _valid(make: Implementation, p: int, m: int) -> str | None:
     try:
         schedule = make(p, m)
         if not isinstance(schedule, Schedule):
             return f"with p={p}, m={m} it returned a {type(schedule).__name__}; return a Schedule"
         validate(schedule)
+        if (asked := (p, m)) != (has := (len(schedule.actions), schedule.num_microbatches)):
+            return (
+                f"with p={p}, m={m} it is a schedule of {has[0]} ranks and {has[1]} microbatches, not {asked}"
+            )
     except (ValueError, TypeError, IndexError, KeyError) as error:
         return f"with p={p}, m={m}: {error}"
     return None
 
 
-def _as_said(make, p: int, m: int, span: Callable, peak: Callable) -> str | None:
+def _as_said(make: Implementation, p: int, m: int, span: Span, peak: Peak) -> str | None:
     timeline = simulate(make(p, m), Costs(F=1, I=1, W=1))
     if timeline.longest_own_span > span(p, m) + 1e-9:
         return f"with p={p}, m={m} and F=I=W=1 a rank takes {timeline.longest_own_span:g}; this order takes {span(p, m):g}"
@@ -31,11 +40,11 @@ def _as_said(make, p: int, m: int, span: Callable, peak: Callable) -> str | None
     return None
 
 
-def _at_every_size(make, test: Callable, *args) -> str | None:
+def _at_every_size(make: Implementation, test: Body, *args: Any) -> str | None:
     return next(filter(None, (test(make, p, m, *args) for p, m in SIZES)), None)
 
 
-def _refuses(make) -> str | None:
+def _refuses(make: Implementation) -> str | None:
     for p, m in ((0, 1), (1, 0), (2, -1)):
         try:
             make(p, m)
@@ -45,7 +54,7 @@ def _refuses(make) -> str | None:
     return None
 
 
-def _specification(name: str, says: str, span: Callable, peak: Callable) -> Specification:
+def _specification(name: str, says: str, span: Span, peak: Peak) -> Specification:
     stages = (
         Stage("runs", lambda f: on_one_rank(_valid, f, 1, 1)),
         Stage("small", lambda f: on_one_rank(_valid, f, 2, 3) or on_one_rank(_as_said, f, 2, 3, span, peak)),

@@ -1,4 +1,4 @@
-"""A specification: the stages that an implementation must pass, and the report of the first that it fails."""
+"""A specification: the stages that an implementation must pass, and a report that names the first failed stage."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from minipar.errors import RankError
+from minipar.comm import Comm
 from minipar.runtime.caller import is_own
 from minipar.runtime.launch import run
-from minipar.spec.from_file import FromFile, Hangs, checked
+from minipar.spec.from_file import FromFile, Hangs, Implementation, checked
+from minipar.spec.words import first
+from minipar.support.errors import RankError
 
-StageName = Literal["runs", "small", "drawn", "bytes", "memory", "order", "refusals"]
-TIMEOUT_S = 60.0  # of one wait; a deadlock is detected and reported sooner
+StageName = Literal["runs", "small", "drawn", "bytes", "memory", "order", "varied", "refusals"]
+# (implementation, ...) -> a description of the mistake on this rank, or None
+Body = Callable[..., str | None]
+TIMEOUT_S = 60.0  # for one wait; a deadlock is detected and reported sooner
 FOLDER = Path(__file__).parent
 
 
@@ -22,17 +26,17 @@ class Stage(NamedTuple):
     """`test(implementation)` returns None if the stage is passed, otherwise a description of the mistake."""
 
     name: StageName
-    test: Callable[[Callable], str | None]
+    test: Callable[[Implementation | FromFile], str | None]
 
 
 class Verdict(NamedTuple):
     stage: StageName
-    words: str | None  # None: passed
+    words: str | None  # the mistake; None: the stage is passed
 
 
 @dataclass(frozen=True)
 class Report:
-    """The verdicts on an implementation: the stages it passed, and the first that it failed, if any."""
+    """The verdicts on an implementation, up to the first stage that it fails."""
 
     specification: str
     verdicts: tuple[Verdict, ...]
@@ -46,8 +50,8 @@ class Report:
     def first_wrong(self) -> Verdict | None:
         return next((v for v in self.verdicts if v.words is not None), None)
 
-    def __str__(self):
-        if self.ok:
+    def __str__(self) -> str:
+        if self.first_wrong is None:
             return f"{self.specification}: right, in all {self.num_stages} stages"
         met = sum(v.words is None for v in self.verdicts)
         stage, words = self.first_wrong
@@ -56,14 +60,16 @@ class Report:
 
 @dataclass(frozen=True)
 class Specification:
-    """`signature` is what to implement; `says` states in a sentence what it must do; `stages` check it."""
+    """The signature to implement, the requirement in a sentence, and the stages that check it."""
 
     name: str
     signature: str
-    says: str
+    requirement: str
     stages: tuple[Stage, ...]
 
-    def check(self, implementation: Callable, stages: Iterable[StageName] | None = None) -> Report:
+    def check(
+        self, implementation: Implementation | FromFile, stages: Iterable[StageName] | None = None
+    ) -> Report:
         """Run all stages, or only those named in `stages`, in order, until one fails."""
         wanted = [stage for stage in self.stages if stages is None or stage.name in set(stages)]
         verdicts = []
@@ -75,12 +81,12 @@ class Specification:
 
 
 def on_ranks(
-    body: Callable, implementation: Callable | FromFile, *args, sizes: Iterable[int] = (1, 2, 3, 4)
+    body: Body, implementation: Implementation | FromFile, *args: Any, sizes: Iterable[int] = (1, 2, 3, 4)
 ) -> str | None:
     """Run body(world, implementation, *args) on worlds of these sizes, up to the first mistake; return its description.
 
     On each rank `body` returns a description of a mistake, or None. An exception, a dead rank, a deadlock, a lost message
-    and a rank that does not come to an end are described too. Returns None if there is no mistake.
+    and a rank that takes too long are described too. Returns None if there is no mistake.
     """
     for size in sizes:
         try:
@@ -97,20 +103,22 @@ def on_ranks(
     return None
 
 
-def on_one_rank(body: Callable, implementation: Callable | FromFile, *args) -> str | None:
-    """Return body(implementation, *args), for an implementation that does not communicate, run on a rank all the same."""
+def on_one_rank(body: Body, implementation: Implementation | FromFile, *args: Any) -> str | None:
+    """Run body(implementation, *args) on one rank, for an implementation that does not communicate; return its result."""
     try:
-        return run(checked, _without_world, implementation, body, *args, world_size=1, timeout_s=TIMEOUT_S)[0]
+        return first(
+            run(checked, _without_world, implementation, body, *args, world_size=1, timeout_s=TIMEOUT_S)
+        )
     except RankError as error:
         return explained(error).removeprefix("rank 0 ").removeprefix("rank 0: ")
 
 
-def _without_world(world, implementation, body: Callable, *args) -> str | None:
+def _without_world(world: Comm, implementation: Implementation, body: Body, *args: Any) -> str | None:
     return body(implementation, *args)
 
 
 def explained(error: RankError) -> str:
-    """Describe a failed rank in one line: the last line of its traceback, and the last line it ran outside minipar."""
+    """Describe a rank's error in one line: the last line of the traceback, and the last line run outside minipar."""
     lines = error.remote_traceback.strip().splitlines()
     if lines[0].startswith("deadlock") or "not received" in lines[0] or "not sent" in lines[0]:
         return " ".join(line.strip() for line in lines)

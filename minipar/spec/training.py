@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minipar.spec.words import generator
+from minipar.comm import Comm
+from minipar.spec.words import generator, grad_of, normal
+
+Event = tuple[str, Any]
 
 
 class Net(nn.Module):
     """Three layers, the middle one used twice, and a buffer."""
+
+    offset: Tensor
 
     def __init__(self, seed: int):
         super().__init__()
@@ -23,55 +30,92 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x + self.offset))
-        return self.last(torch.tanh(self.tied(torch.tanh(self.tied(h)))))
+        y: Tensor = self.last(torch.tanh(self.tied(torch.tanh(self.tied(h)))))
+        return y
+
+
+class Mixed(nn.Module):
+    """Parameters of one element, of thousands, and one not contiguous; and an integer buffer too large for floats."""
+
+    count: Tensor
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.large = nn.Linear(4, 48), nn.Linear(48, 48, bias=False)
+        self.turned = nn.Parameter(torch.randn(3, 48).t())
+        self.scale = nn.Parameter(1 + torch.rand(()))
+        self.register_buffer("count", torch.tensor(2**53 + 1 + 2 * seed))
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.large(torch.tanh(self.first(x))))
+        return h @ self.turned * self.scale
 
 
 def chain(seed: int, width: int = 5, depth: int = 4) -> nn.Sequential:
-    """Return a chain of linear layers: one FSDP unit each."""
+    """Return a chain of linear layers, each an FSDP unit."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(depth))).double()
 
 
 def samples(rank: int, step: int, width: int) -> Tensor:
-    """Return the part of a step's batch that `rank` has."""
-    return torch.randn(3, width, generator=generator(rank, step, width), dtype=torch.float64)
+    """Return `rank`'s part of a step's batch."""
+    return normal(generator(rank, step, width), 3, width)
 
 
 def loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def one_process(model: nn.Module, size: int, width: int, steps: int, optimizer_cls, **options):
+def one_process(
+    model: nn.Module,
+    size: int,
+    width: int,
+    steps: int,
+    optimizer_cls: Callable[..., torch.optim.Optimizer],
+    **options: float,
+) -> tuple[list[dict[str, Tensor]], nn.Module]:
     """Train on the mean of `size` ranks' losses in a plain loop. Return (each step's gradients by name, the model)."""
     optimizer, history = optimizer_cls(model.parameters(), **options), []
     for step in range(steps):
         optimizer.zero_grad()
-        sum(loss_of(model(samples(rank, step, width))) / size for rank in range(size)).backward()
-        history.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        for rank in range(size):
+            (loss_of(model(samples(rank, step, width))) / size).backward()
+        history.append({name: grad_of(p).clone() for name, p in model.named_parameters()})
         optimizer.step()
     return history, model
 
 
 class _Recorded:
-    """A handle that appends its waits to `events`."""
+    """A handle that appends to `events` when it is waited for."""
 
-    def __init__(self, handle, events: list, name: str):
+    def __init__(self, handle: Any, events: list[Event], name: str):
         self._handle, self._events, self._name = handle, events, name
 
-    def wait(self):
+    def wait(self) -> Any:
         self._events.append(("wait", self._name))
         return self._handle.wait()
 
 
-def recording(comm, events: list):
+def recording(comm: Comm, events: list[Event]) -> Comm:
     """Return a copy of `comm` whose reductions and gathers add ("launch", bytes) and ("wait", collective) to `events`."""
     other = copy.copy(comm)
     for name in ("all_reduce", "all_reduce_", "reduce_scatter", "all_gather"):
-        setattr(other, name, partial(_call, getattr(comm, name), name, events))
+        if hasattr(comm, name):
+            setattr(other, name, partial(_call, getattr(comm, name), name, events))
     return other
 
 
-def _call(collective, name: str, events: list, x, *args, async_op: bool = False, **options):
+def _call(
+    collective: Callable[..., Any],
+    name: str,
+    events: list[Event],
+    x: Tensor,
+    *args: Any,
+    async_op: bool = False,
+    **options: Any,
+) -> Any:
     events.append(("launch", x.nbytes))
     result = collective(x, *args, async_op=async_op, **options)
     if async_op:

@@ -1,20 +1,38 @@
-"""Specifications of two numbers of a whole batch and model: the loss over all ranks' tokens, the norm over all parts."""
+"""Specifications of the loss over all ranks' tokens, and of the norm of a gradient over all shards."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
+from minipar.comm import Comm
+from minipar.spec.from_file import Implementation
 from minipar.spec.specification import Specification, Stage, on_ranks
-from minipar.spec.words import RTOL, differs, generator, wrong_bytes
+from minipar.spec.varied import KINDS, PLAIN, RANKS, Kind
+from minipar.spec.words import (
+    RTOL,
+    first,
+    generator,
+    grad_of,
+    mismatch,
+    normal,
+    wrong_bytes,
+    wrong_entries,
+)
+
+CERTAIN = Kind("with logits of thousands", scale=1e3)
 
 V, D = 7, 4
+Gradients = tuple[list[list[Tensor]], list[list[int]], Tensor]
 
 
-def _batch(size: int, seed: int) -> tuple[list, list]:
-    """Return each rank's logits and targets: other numbers of tokens on each, and from seed 2 none on the last rank."""
-    draw = generator(size, seed)
-    logits = [torch.randn(3 + 2 * r, V, generator=draw, dtype=torch.float64) for r in range(size)]
+def _batch(size: int, seed: int, kind: Kind = PLAIN) -> tuple[list[Tensor], list[Tensor]]:
+    """Return each rank's logits and targets, of unequal lengths; from seed 2 on, no target counts on the last rank."""
+    draw = generator(size, seed, kind.seed)
+    least = 301 if kind.large else 3
+    logits = [kind.rounded(kind.scale * normal(draw, least + 2 * r, V)) for r in range(size)]
+    logits[0] = kind.with_nan(logits[0])
     targets = [torch.randint(V, (len(x),), generator=draw) for x in logits]
     for r, target in enumerate(targets):
         target[: r % 3] = -100
@@ -23,37 +41,45 @@ def _batch(size: int, seed: int) -> tuple[list, list]:
     return logits, targets
 
 
-def _loss(world, global_loss, seed: int) -> str | None:
+def _varied_loss(world: Comm, global_loss: Implementation) -> str | None:
+    return first(_loss(world, global_loss, 4, kind) for kind in (*KINDS, CERTAIN))
+
+
+def _loss(world: Comm, global_loss: Implementation, seed: int, kind: Kind = PLAIN) -> str | None:
     p, r = world.size, world.rank
-    logits, targets = _batch(p, seed)
-    mine = logits[r].clone().requires_grad_()
-    term = global_loss(world, mine, targets[r])
-    if not isinstance(term, torch.Tensor) or term.shape or not term.requires_grad:
+    logits, targets = _batch(p, seed, kind)
+    mine = kind.given(logits[r], True)
+    term = global_loss(world, mine, kind.given(targets[r]))
+    if not isinstance(term, Tensor) or term.shape or not term.requires_grad:
         return f"rank {r}: it returned {_kind(term)}; return this rank's term, one element that autograd can follow"
     whole = torch.cat(logits).requires_grad_()
     want = F.cross_entropy(whole, torch.cat(targets))
     total = world.all_reduce(term.detach())
-    if words := differs(f"rank {r}: the sum of the ranks' terms", total, want, p):
+    if words := kind.mismatch(f"rank {r}: the sum of the ranks' terms", total, want, p):
         return words + _means(total, logits, targets)
-    term.backward()
-    want.backward()
-    part = whole.grad.split([len(x) for x in logits])[r]
-    return differs(f"rank {r}: the gradient of its logits", mine.grad, part, p, whole=whole.grad)
+    (2.5 * term).backward()  # the loss need not be the last function, so its incoming gradient need not be 1
+    if words := kind.written(f"rank {r}: its logits", mine, logits[r]):
+        return words
+    if kind.nan:
+        return None
+    (2.5 * want).backward()
+    part = grad_of(whole).split([len(x) for x in logits])[r]
+    return kind.mismatch(f"rank {r}: the gradient of its logits", mine.grad, part, p, whole=whole.grad)
 
 
-def _kind(x) -> str:
-    return f"a tensor {list(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
+def _kind(x: object) -> str:
+    return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-def _means(total, logits, targets) -> str:
-    means = [F.cross_entropy(x, t) for x, t in zip(logits, targets) if (t != -100).any()]
+def _means(total: Tensor, logits: list[Tensor], targets: list[Tensor]) -> str:
+    means = torch.stack([F.cross_entropy(x, t) for x, t in zip(logits, targets) if (t != -100).any()])
     for n in (1, len(logits)):
-        if torch.isclose(total, sum(means) / n, rtol=1e-9):
+        if torch.isclose(total.double(), means.sum() / n, rtol=1e-9):
             return ": each rank divides by its own number of tokens; divide by that of all ranks"
     return ""
 
 
-def _one_count(world, global_loss) -> str | None:
+def _one_count(world: Comm, global_loss: Implementation) -> str | None:
     (logits, targets), p = _batch(world.size, 1), world.size
     world.traffic.reset()
     global_loss(world.using("tree"), logits[world.rank].requires_grad_(), targets[world.rank]).backward()
@@ -64,12 +90,13 @@ def _one_count(world, global_loss) -> str | None:
     return None
 
 
-def _gradients(size: int, seed: int, dtype: torch.dtype, scale: float) -> tuple[list, list, torch.Tensor]:
-    """Return each rank's gradients and their copies, and the norm: a shard, a replica, and one that two ranks hold."""
+def _gradients(
+    size: int, seed: int, dtype: torch.dtype, scale: float
+) -> tuple[list[list[Tensor]], list[list[int]], Tensor]:
+    """Return each rank's gradients (a shard, a replica, one held by two ranks), how many copies each has, and the norm."""
     draw = generator(size, seed)
-    new = lambda *shape: (scale * torch.randn(*shape, generator=draw)).to(dtype)  # noqa: E731
-    shards = [new(3 if r else 0, D) for r in range(size)]
-    replica, tied = new(D), new(5, D)
+    shapes = [(D,), (5, D), *((3 if r else 0, D) for r in range(size))]
+    replica, tied, *shards = (scale * normal(draw, *shape).to(dtype) for shape in shapes)
     last = size - 1
     grads = [[shard, replica, *([tied] if r in (0, last) else [])] for r, shard in enumerate(shards)]
     copies = [[1, size, *([1 if size == 1 else 2] if r in (0, last) else [])] for r in range(size)]
@@ -77,19 +104,53 @@ def _gradients(size: int, seed: int, dtype: torch.dtype, scale: float) -> tuple[
     return grads, copies, whole.norm()
 
 
-def _norm(world, grad_norm, seed: int, dtype=torch.float64, scale: float = 1.0) -> str | None:
+def _norm(
+    world: Comm, grad_norm: Implementation, seed: int, dtype: torch.dtype = torch.float64, scale: float = 1.0
+) -> str | None:
     r = world.rank
     grads, copies, want = _gradients(world.size, seed, dtype, scale)
     got = grad_norm(world, grads[r], copies[r])
-    if not isinstance(got, torch.Tensor) or got.numel() != 1:
+    if not isinstance(got, Tensor) or got.numel() != 1:
         return f"rank {r}: the norm is a {type(got).__name__}; return a tensor of one element"
     got = got.detach().double().reshape(())
-    if words := differs(f"rank {r}: the norm", got, want, world.size, rtol=1e-6 if scale > 1 else RTOL):
+    if words := mismatch(f"rank {r}: the norm", got, want, world.size, rtol=1e-6 if scale > 1 else RTOL):
         return words + _which_norm(got, grads, r)
     return None
 
 
-def _which_norm(got: torch.Tensor, grads: list, rank: int) -> str:
+def _varied_norm(world: Comm, grad_norm: Implementation) -> str | None:
+    """Check gradients of every dtype, shape and stride together; finally, with a nan and an infinity."""
+    p, r = world.size, world.rank
+    for words, odd, call in (
+        ("", None, 0),
+        (" for the second time", None, 1),
+        (", one of them nan", torch.nan, 2),
+        (", one of them infinite", torch.inf, 3),
+    ):
+        draw = generator(p, 6, call)
+        # Each rank has gradients of its own, of one element or of thousands, in three dtypes; the last rank has none.
+        every = [
+            [normal(draw), normal(draw, 1201), normal(draw, 40, 3).float(), normal(draw, 7, 9).bfloat16()]
+            for _ in range(p - 1)
+        ] + [[]]
+        if odd is not None:
+            every[0][2][5, 1] = odd
+        mine = [torch.stack([g, 0 * g], -1)[..., 0] for g in every[r]]
+        before = [g.clone() for g in mine]
+        got = grad_norm(world, mine, [1] * len(mine))
+        want = torch.cat([g.double().flatten() for grads in every for g in grads]).norm()
+        if not isinstance(got, Tensor) or got.numel() != 1:
+            return f"rank {r}: the norm is a {type(got).__name__}; return a tensor of one element"
+        shapes = "shapes [], [1201], [40, 3] (float32), [7, 9] (bfloat16), not contiguous, and of a rank without gradients"
+        what = f"rank {r}: the norm of gradients of {shapes}{words},"
+        if wrong := mismatch(what, got.detach().double().reshape(()), want, p):
+            return wrong
+        if any(wrong_entries(now, was).any() for now, was in zip(mine, before)):
+            return f"rank {r}: its gradients were written to; the norm is all that is asked for"
+    return None
+
+
+def _which_norm(got: Tensor, grads: list[list[Tensor]], rank: int) -> str:
     norms = [torch.cat([g.double().flatten() for g in mine]).norm() for mine in grads]
     every = torch.stack(norms)
     guesses = {
@@ -100,7 +161,7 @@ def _which_norm(got: torch.Tensor, grads: list, rank: int) -> str:
     return "".join(f": {words}" for words, value in guesses.items() if torch.isclose(got, value, rtol=1e-9))
 
 
-def _one_number(world, grad_norm) -> str | None:
+def _one_number(world: Comm, grad_norm: Implementation) -> str | None:
     grads, copies, _ = _gradients(world.size, 1, torch.float64, 1.0)
     world.traffic.reset()
     grad_norm(world.using("ring"), grads[world.rank], copies[world.rank])
@@ -120,6 +181,7 @@ SPECIFICATIONS = [
             Stage("small", lambda f: on_ranks(_loss, f, 1, sizes=(2,))),
             Stage("drawn", lambda f: on_ranks(_loss, f, 2) or on_ranks(_loss, f, 3)),
             Stage("bytes", lambda f: on_ranks(_one_count, f, sizes=(2, 4))),
+            Stage("varied", lambda f: on_ranks(_varied_loss, f, sizes=RANKS)),
         ),
     ),
     Specification(
@@ -131,6 +193,7 @@ SPECIFICATIONS = [
             Stage("small", lambda f: on_ranks(_norm, f, 1, sizes=(2,))),
             Stage("drawn", lambda f: on_ranks(_norm, f, 2) or on_ranks(_norm, f, 3, torch.float32, 1e25)),
             Stage("bytes", lambda f: on_ranks(_one_number, f, sizes=(3, 4))),
+            Stage("varied", lambda f: on_ranks(_varied_norm, f, sizes=RANKS)),
         ),
     ),
 ]

@@ -1,4 +1,4 @@
-"""Descriptions of mistakes: by how much a tensor is wrong, and which rank's part of a sum is missing or was added twice."""
+"""Descriptions of mistakes: the error of a tensor, and the rank whose part of a sum is missing or was added twice."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch import Tensor
 RTOL, FLOOR = 1e-10, 1e-13  # RTOL relative to the tensor's largest entry, FLOOR absolute; in float64
 
 
-def differs(
-    what: str, got, want: Tensor | None, size: int = 1, rtol: float = RTOL, whole: Tensor | None = None
+def mismatch(
+    what: str,
+    got: object,
+    want: Tensor | None,
+    size: int = 1,
+    rtol: float = RTOL,
+    whole: Tensor | None = None,
 ) -> str | None:
     """Return None if `got` equals `want` up to rounding in float64, otherwise a sentence that says how `what` differs.
 
-    size   the number of ranks: a factor of `size` is explained as a sum for a mean, or the reverse
-    whole  the tensor of which `want` is a part: the tolerance is relative to its largest entry
+    size   the number of ranks; a factor of `size` is explained as a sum in place of a mean, or the reverse
+    whole  the tensor that `want` is a part of; the tolerance is relative to the largest entry of `whole`
     """
     if want is None:
         return None if got is None else f"{what} should be None, and is a {type(got).__name__}"
@@ -27,27 +32,50 @@ def differs(
         return f"{what} is {kinds[0]}; it should be {kinds[1]}"
     if want.numel() == 0:
         return None
-    got, want = got.detach().double(), want.detach().double()
-    if got.isnan().any():
+    got, want = got.detach(), want.detach()
+    if got.isnan().any() and not want.isnan().any():
         return f"{what} has nan at {_place(got.isnan())}"
-    largest = (want if whole is None else whole).abs().max().item()
-    if (got - want).abs().max().item() <= rtol * largest + FLOOR:
-        return None
-    return f"{what} {_how(got, want, largest, size, rtol)}"
+    of = (want if whole is None else whole).double()
+    largest = of[of.isfinite()].abs().max().item() if of.isfinite().any() else 0.0
+    wrong = wrong_entries(got, want, rtol * largest + FLOOR)
+    return f"{what} {_how(got, want, wrong, largest, size, rtol)}" if wrong.any() else None
 
 
-def _how(got: Tensor, want: Tensor, largest: float, size: int, rtol: float) -> str:
+def wrong_entries(got: Tensor, want: Tensor, allowed: float = 0.0) -> Tensor:
+    """Return the mask of wrong entries: unequal integers, floats further apart than `allowed`, other nans or infinities."""
+    if not want.is_floating_point():
+        return got != want
+    got, want = got.double(), want.double()
+    same = (got == want) | (got.isnan() & want.isnan())
+    return ~same & ~((got - want).abs() <= allowed)
+
+
+def _how(got: Tensor, want: Tensor, wrong: Tensor, largest: float, size: int, rtol: float) -> str:
+    at = tuple(wrong.nonzero()[0].tolist())
+    found, expected = _distinct(got[at].item(), want[at].item())
+    somewhere = (
+        f"is wrong in {int(wrong.sum())} of {wrong.numel()} entries, first at {list(at)}: "
+        f"{found}, it should be {expected}"
+    )
+    got, want = got.double(), want.double()
+    if not (got.isfinite().all() and want.isfinite().all()):
+        return somewhere
     if got.abs().max() <= rtol * largest:
         return "is zero"
     ratio = ((got * want).sum() / (want * want).sum()).item()
     if abs(ratio - 1) > 1e-6 and (got - ratio * want).abs().max() <= 1e-9 * largest:
         return _factor(ratio, size)
-    wrong = (got - want).abs() > rtol * largest + FLOOR
-    at = tuple(wrong.nonzero()[0].tolist())
-    return (
-        f"is wrong in {int(wrong.sum())} of {wrong.numel()} entries, first at {list(at)}: "
-        f"{got[at].item():.6g}, it should be {want[at].item():.6g}"
-    )
+    return somewhere
+
+
+def _distinct(found: float, expected: float) -> tuple[str, str]:
+    """Format both numbers with 6 digits, or with as many as are needed to tell them apart."""
+    if isinstance(found, int):
+        return str(found), str(expected)
+    for digits in (6, 9, 12):
+        if f"{found:.{digits}g}" != f"{expected:.{digits}g}":
+            return f"{found:.{digits}g}", f"{expected:.{digits}g}"
+    return repr(found), repr(expected)
 
 
 def _factor(ratio: float, size: int) -> str:
@@ -71,8 +99,8 @@ def _place(where: Tensor) -> list[int]:
     return where.nonzero()[0].tolist()
 
 
-def parts(total: float, size: int) -> str | None:
-    """Check a sum to which rank r added 10**r: each digit says how often a rank's part was added. None if each was once."""
+def explain_sum(total: float, size: int) -> str | None:
+    """Explain a sum to which rank r added 10**r, so that digit r counts rank r's additions. None if every digit is 1."""
     right = sum(10**r for r in range(size))
     if total == right:
         return None
@@ -94,16 +122,26 @@ def _names(ranks: list[int]) -> str:
 
 
 def wrong_bytes(sent: int, formula: float, rank: int, size: int, of: str, name: str) -> str | None:
-    """Return None if the bytes that `rank` sent are those of the formula, otherwise a sentence with both."""
+    """Return None if `rank` sent as many bytes as the formula says, otherwise a sentence with both numbers."""
     if sent == formula:
         return None
     return f"rank {rank}: with {size} ranks and {of} it sent {sent} bytes; {name} sends {formula:g}"
 
 
 def first(found: Iterable[str | None]) -> str | None:
-    """Return the first description that is not None. Pass a list, not a generator, if all ranks must make every call."""
+    """Return the first description that is not None. A generator stops there: pass a list if ranks must make every call."""
     return next((words for words in found if words is not None), None)
+
+
+def grad_of(x: Tensor) -> Tensor:
+    """Return x.grad, after a backward."""
+    assert x.grad is not None
+    return x.grad
 
 
 def generator(*key: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(key) % 2**31)
+
+
+def normal(draw: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=draw, dtype=torch.float64)

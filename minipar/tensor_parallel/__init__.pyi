@@ -1,18 +1,11 @@
 # The public names of this package, imported when asked for: read by lazy_loader, and by type checkers.
-from .activation_memory import layer_activation_bytes as layer_activation_bytes
+from .by_plan import Column as Column
+from .by_plan import Divided as Divided
 from .chunked import gather_matmul as gather_matmul
 from .chunked import matmul_scatter as matmul_scatter
 from .column import ShardedWeight as ShardedWeight
 from .column import column_parallel as column_parallel
-from .cube import CubeLinear as CubeLinear
 from .gather_shards import full_state_dict as full_state_dict
-from .grid import SummaLinear as SummaLinear
-from .grid_costs import grid_step_elems as grid_step_elems
-from .grid_model import grid_parallel as grid_parallel
-from .limits import check_grid as check_grid
-from .limits import check_tensor_parallel as check_tensor_parallel
-from .limits import grid_shape as grid_shape
-from .limits import legal_sizes as legal_sizes
 from .parallel_linear import ColumnParallelLinear as ColumnParallelLinear
 from .parallel_linear import RowParallelLinear as RowParallelLinear
 from .split_model import tensor_parallel as tensor_parallel

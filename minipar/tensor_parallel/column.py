@@ -1,10 +1,10 @@
 """Column-parallel products of one input and several weights: y_i = x w_i^T, output features split over ranks.
 
-`simple/tensor_parallel.py`, plus one sum of dx for all weights of an input, overlapped with the weight gradients; deferred
-weight gradients; shards that several ranks hold.
+Adds to `simple/tensor_parallel.py`: one sum of dx for all weights of an input, overlapped with the weight gradients;
+deferred weight gradients; shards that several ranks hold.
 
 `column_parallel` computes `linear(copy(x), w)` for each weight. It takes all weights that multiply one input (q, k and v)
-together: their dx is summed over ranks once instead of three times, while the weight gradients are computed.
+together, so that dx is summed over ranks once instead of three times, while the weight gradients are computed.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3; arXiv:2205.05198, section 4.2.2, for the sequence-parallel form.
 """
@@ -13,26 +13,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from minipar.comm import Comm
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
+from minipar.model.products import PLAIN, Products
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
+from minipar.transport.stream import Pending
 
 
 class ShardedWeight(NamedTuple):
     """A weight [F/tp, D] of a column-parallel product.
 
-    deferred   None, or the queue to which backward adds the weight gradient instead of computing it
-    replicas   None, or the Comm of the ranks that hold this same shard, over which its gradient is summed
+    deferred   None, or the queue into which the backward puts the weight gradient's product instead of computing it
+    replicas   None, or the Comm of the ranks that hold the same shard and sum its gradient
+    products   how it is multiplied
     """
 
     weight: Tensor
     deferred: WeightGradients | None = None
-    replicas: object = None
+    replicas: Comm | None = None
+    products: Products = PLAIN
 
     @property
     def is_deferred(self) -> bool:
@@ -43,7 +47,7 @@ class ShardedWeight(NamedTuple):
 
 
 def column_parallel(
-    comm, x: Tensor, matrices: Sequence[ShardedWeight], sequence_parallel: bool = False
+    comm: Comm, x: Tensor, matrices: Sequence[ShardedWeight], sequence_parallel: bool = False
 ) -> tuple[Tensor, ...]:
     """Multiply one input by several weights whose output features are split over `comm`: y_i = x w_i^T.
 
@@ -54,27 +58,37 @@ def column_parallel(
     backward   dx = sum over ranks of sum_i dy_i w_i    one all-reduce (where `sequence_parallel`, one reduce-scatter)
                dw_i = dy_i^T x                          computed during that sum, or deferred
 
-    Sends 2(tp-1)/tp * B*T*D elements backward. Where `sequence_parallel`: (tp-1)/tp * B*T*D forward, to gather x, and twice
-    that backward, since only the shard of x is saved: x is gathered again while dx is computed. And 2(g-1)/g * |w_i|
-    for the gradient of a w_i that g ranks hold. A deferred weight gradient keeps the gathered x.
+    Sends 2(tp-1)/tp * B*T*D elements backward. Where `sequence_parallel`, sends (tp-1)/tp * B*T*D forward, to gather x, and
+    twice that backward: only the shard of x is saved, so x is gathered again while dx is computed. Also sends
+    2(g-1)/g * |w_i| for the gradient of a w_i that g ranks hold. A deferred weight gradient keeps the gathered x.
     """
     autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
-    queues = [m.deferred for m in matrices if m.is_deferred]
+    queues = [m.deferred for m in matrices if m.deferred is not None and m.is_deferred]
     anchor = None if x.requires_grad or not queues else queues[0].anchor
-    return _ColumnParallel.apply(x, comm, matrices, sequence_parallel, anchor, *autograd_weights)
+    arguments = x, comm, matrices, sequence_parallel, anchor, *autograd_weights
+    ys: tuple[Tensor, ...] = _ColumnParallel.apply(*arguments)  # type: ignore[no-untyped-call]
+    return ys
 
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, comm, matrices, sequence_parallel, anchor, *autograd_weights):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        comm: Comm,
+        matrices: Sequence[ShardedWeight],
+        sequence_parallel: bool,
+        anchor: Tensor | None,
+        *autograd_weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
         ctx.comm, ctx.matrices, ctx.sequence_parallel = comm, matrices, sequence_parallel
         ctx.needs_dw = [m.is_deferred or needed for m, needed in zip(matrices, ctx.needs_input_grad[5:])]
         ctx.save_for_backward(x if any(ctx.needs_dw) else None, *(m.weight for m in matrices))
         whole = start_gather_tokens(comm, x)() if sequence_parallel else x
-        return tuple(F.linear(whole, m.weight) for m in matrices)
+        return tuple(m.products.output(whole, m.weight) for m in matrices)
 
     @staticmethod
-    def backward(ctx, *dys):
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         regather = ctx.sequence_parallel and any(ctx.needs_dw)
         whole = start_gather_tokens(ctx.comm, x) if regather else lambda: x
@@ -87,28 +101,30 @@ class _ColumnParallel(torch.autograd.Function):
         return finish_dx(), None, None, None, None, *(finish() for finish in finish_dws)
 
 
-def _start_dx(ctx, dys, weights) -> Callable[[], Tensor]:
+def _start_dx(ctx: Any, dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Callable[[], Tensor]:
     """Compute this rank's term of dx and start the sum over ranks."""
-    dx = rows(dys[0]) @ weights[0]
-    for dy, weight in zip(dys[1:], weights[1:]):
-        dx.addmm_(rows(dy), weight)
+    dx = None
+    for sharded_weight, dy, weight in zip(ctx.matrices, dys, weights):
+        dx = sharded_weight.products.input_gradient(dy, weight, add_to=dx)
+    assert dx is not None
     dx = dx.view(*dys[0].shape[:-1], -1)
     if ctx.sequence_parallel:
         return start_reduce_scatter_tokens(ctx.comm, dx)
-    return ctx.comm.all_reduce_(dx, async_op=True).wait  # in place: nothing else refers to dx
+    summing: Pending = ctx.comm.all_reduce_(dx, async_op=True)  # in place: nothing else refers to dx
+    return summing.wait
 
 
 def _start_dw(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> Callable[[], Tensor | None]:
     """Compute dw and start its sum over the replicas, or defer both."""
-    if sharded_weight.is_deferred:
-        sharded_weight.deferred.put(partial(add_later, [sharded_weight], lambda: [weight_gradient(dy, x)]))
+    if sharded_weight.deferred is not None and sharded_weight.is_deferred:
+        compute = partial(weight_gradient, sharded_weight, dy, x)
+        sharded_weight.deferred.put(partial(add_later, [sharded_weight], lambda: [compute()]))
         return lambda: None
-    dw = weight_gradient(dy, x)
-    return (
-        (lambda: dw)
-        if sharded_weight.replicas is None
-        else sharded_weight.replicas.all_reduce_(dw, async_op=True).wait
-    )
+    dw = weight_gradient(sharded_weight, dy, x)
+    if sharded_weight.replicas is None:
+        return lambda: dw
+    summing: Pending = sharded_weight.replicas.all_reduce_(dw, async_op=True)
+    return summing.wait
 
 
 @torch.no_grad()
@@ -118,9 +134,5 @@ def add_later(matrices: Sequence[ShardedWeight], compute: Callable[[], list[Tens
         accumulate_gradient(sharded_weight.weight, sharded_weight.sum_over_replicas(dw))
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return rows(dy).t() @ rows(x)
-
-
-def rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def weight_gradient(sharded_weight: ShardedWeight, dy: Tensor, x: Tensor) -> Tensor:
+    return sharded_weight.products.weight_gradient(dy, x)

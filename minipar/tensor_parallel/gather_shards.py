@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.mesh import gather, placement_of
 
 
 @torch.no_grad()
-def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
     """Return the one-process model's state_dict, keys and values, on every rank.
 
     All-gathers every parameter's shards over `comm` and assembles them by their placements. Copies of a shard must be
     bitwise equal.
 
     Sends (tp-1) times this rank's parameters, and their placements once. Allocates the whole model.
-    Raises ValueError, with the name, where copies differ.
+    Raises ValueError, naming the parameter, where copies differ.
     """
     named = dict(model.named_parameters())
     placements = all_gather_objects(comm, {name: placement_of(p) for name, p in named.items()})
@@ -27,5 +28,6 @@ def full_state_dict(model: nn.Module, comm) -> dict[str, Tensor]:
         sizes = [placement.numel for placement in of_ranks]
         shards = comm.all_gather(parameter.detach().reshape(-1), sizes).split(sizes)
         parts = [(p, shard.view(p.local_shape)) for p, shard in zip(of_ranks, shards)]
-        state[placement_of(parameter).name] = gather(parts)
+        whole = gather(parts)
+        state[placement_of(parameter).name] = whole.reshape(getattr(parameter, "stored_shape", whole.shape))
     return {name: state.get(name, value) for name, value in model.state_dict().items()}

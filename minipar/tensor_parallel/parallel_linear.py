@@ -1,12 +1,12 @@
 """Column-parallel and row-parallel linear layers, which are used in pairs.
 
-`simple/tensor_parallel.py`, plus biases, gathered outputs, sequence parallelism, features shared by several ranks.
+Adds to `simple/tensor_parallel.py`: biases, gathered outputs, sequence parallelism, features shared by several ranks.
 
     column parallel   y = x w^T, w split by output features: each rank computes its own features of y
     row parallel      y = x w^T, w split by input features: each rank computes one term of the sum over ranks
 
-No communication is needed between a column-parallel layer, operations on each feature, and a row-parallel layer: forward
-needs one all-reduce, of the pair's output; backward one, of the gradient of the pair's input.
+A column-parallel layer, elementwise operations and a row-parallel layer need no communication in between: the forward
+needs one all-reduce, of the pair's output, and the backward one, of the gradient of the pair's input.
 
 Source: Megatron-LM, arXiv:1909.08053, section 3.
 """
@@ -18,37 +18,43 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from minipar.comm import autograd
-from minipar.errors import require_divides
+from minipar.comm import Comm, autograd
 from minipar.mesh import place_whole
-from minipar.model.deferrable_linear import WeightGradients, linear
+from minipar.model.deferrable_linear import Linear, linear
+from minipar.support.errors import require_divides
 from minipar.tensor_parallel.chunked import gather_matmul, matmul_scatter
 from minipar.tensor_parallel.column import ShardedWeight, column_parallel
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
 from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(Linear):
     """A linear layer with its output features split: rank r computes features r*F/tp ... of y = x w^T + b.
 
     x  [B, T, D] on every rank    w  [F/tp, D]    b  [F/tp]    y  [B, T, F/tp]; with `gather_output` [B, T, F]
 
-    num_shards         number of shards of the features, default tp; with fewer, tp/num_shards neighbouring ranks hold
-                       each shard, and its gradient is summed over them
+    num_shards         number of shards of the features, default tp. If it is smaller, tp/num_shards neighbouring ranks hold
+                       each shard and sum its gradient
     sequence_parallel  x is this rank's tokens [B, T/tp, D], and is gathered here
     chunked            gather x in chunks, overlapped with the products
     uneven             let shards differ in size, as torch.chunk splits; the output can then not be gathered
 
-    Costs: `column_parallel`; gathering the output sends (tp-1)/tp * B*T*F elements more.
-    Raises ValueError where num_shards does not divide tp, or does not divide F unless `uneven`.
+    Sends what `column_parallel` sends; to gather the output, (tp-1)/tp * B*T*F elements more.
+    Raises ValueError if num_shards does not divide tp, or does not divide F unless `uneven`.
     """
 
-    deferred: WeightGradients | None = None
-
     def __init__(
-        self, weight, bias, comm, gather_output=False, sequence_parallel=False, chunked=False, replicas=None
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        comm: Comm,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        chunked: bool = False,
+        replicas: Comm | None = None,
     ):
-        super().__init__()
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
         self.weight, self.comm, self.replicas = weight, comm, replicas
         self.register_parameter("bias", bias)
         self.gather_output, self.sequence_parallel, self.chunked = gather_output, sequence_parallel, chunked
@@ -56,8 +62,8 @@ class ColumnParallelLinear(nn.Module):
     @classmethod
     def from_linear(
         cls,
-        linear,
-        comm,
+        linear: Linear | nn.Linear,
+        comm: Comm,
         gather_output: bool = False,
         sequence_parallel: bool = False,
         chunked: bool = False,
@@ -80,7 +86,7 @@ class ColumnParallelLinear(nn.Module):
         return cls(cut(linear.weight), bias, comm, gather_output, sequence_parallel, chunked, replicas)
 
     def sharded_weight(self) -> ShardedWeight:
-        return ShardedWeight(self.weight, self.deferred, self.replicas)
+        return ShardedWeight(self.weight, self.deferred, self.replicas, self.products)
 
     def add_bias(self, y: Tensor) -> Tensor:
         if self.bias is None:
@@ -93,7 +99,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple[Tensor, ...]:
-    """Apply several column-parallel layers to one input, with one copy operator and so one sum of dx for all."""
+    """Apply several column-parallel layers to one input with one copy operator, so that dx is summed over ranks once."""
     first, matrices = layers[0], [layer.sharded_weight() for layer in layers]
     if first.sequence_parallel and first.chunked:
         ys = gather_matmul(first.comm, x, matrices)
@@ -102,7 +108,7 @@ def project_together(layers: Sequence[ColumnParallelLinear], x: Tensor) -> tuple
     return tuple(layer.add_bias(y) for layer, y in zip(layers, ys))
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """A linear layer with its input features split: y = sum over ranks of x w^T, and b added once.
 
     x  [B, T, D/tp]; [B, T, D] where not `input_is_parallel`    w  [F, D/tp]    b  [F] on every rank
@@ -110,28 +116,32 @@ class RowParallelLinear(nn.Module):
 
     backward   dx = dy w, dw = dy^T x    local; with `sequence_parallel`, dy is gathered
 
-    Sends 2(tp-1)/tp * B*T*F elements forward; with `sequence_parallel` half of it forward, half backward. Where not
-    `input_is_parallel`, backward gathers the gradient of x: (tp-1)/tp * B*T*D more.
-    Raises ValueError where tp does not divide D.
+    Sends 2(tp-1)/tp * B*T*F elements forward; with `sequence_parallel`, half of that forward and half backward. Where not
+    `input_is_parallel`, the backward also gathers the gradient of x, which sends (tp-1)/tp * B*T*D elements.
+    Raises ValueError if tp does not divide D.
     """
 
-    deferred: WeightGradients | None = None
-
-    def __init__(self, weight, bias, comm, input_is_parallel=True, sequence_parallel=False, chunked=False):
-        super().__init__()
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        comm: Comm,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        chunked: bool = False,
+    ):
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
         self.weight, self.comm = weight, comm
         self.register_parameter("bias", bias)
-        self.input_is_parallel, self.sequence_parallel, self.chunked = (
-            input_is_parallel,
-            sequence_parallel,
-            chunked,
-        )
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel, self.chunked = sequence_parallel, chunked
 
     @classmethod
     def from_linear(
         cls,
-        linear,
-        comm,
+        linear: Linear | nn.Linear,
+        comm: Comm,
         input_is_parallel: bool = True,
         sequence_parallel: bool = False,
         chunked: bool = False,
@@ -151,7 +161,7 @@ class RowParallelLinear(nn.Module):
     def _sum_over_ranks(self, x: Tensor) -> Tensor:
         if self.sequence_parallel and self.chunked:
             return matmul_scatter(self.comm, x, self.weight, self.deferred)
-        term = linear(x, self.weight, None, self.deferred)
+        term = linear(x, self.weight, None, self.deferred, self.products)
         if self.sequence_parallel:
             return reduce_scatter_tokens(self.comm, term)
         return autograd.all_reduce(self.comm, term)
@@ -159,19 +169,19 @@ class RowParallelLinear(nn.Module):
     def add_bias(self, y: Tensor) -> Tensor:
         if self.bias is None:
             return y
-        # Under sequence parallelism b is added to this rank's tokens only: the copy operator sums its gradient over ranks.
+        # Under sequence parallelism b is added to this rank's tokens only; the copy operator sums its gradient over ranks.
         return y + (autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias)
 
 
 def sum_together(layers: Sequence[RowParallelLinear], xs: Sequence[Tensor]) -> Tensor:
-    """Add up several row-parallel layers, each of its own input, with one sum over ranks for all.
+    """Apply row-parallel layers to one input each, and add their outputs, with a single sum over ranks.
 
-    Under sequence parallelism the sum is one reduce-scatter, whole where `chunked` too.
+    Under sequence parallelism the sum is one reduce-scatter, which `chunked` does not cut into chunks.
     """
     first = layers[0]
-    term = sum(linear(x, layer.weight, None, layer.deferred) for layer, x in zip(layers, xs))
-    summed = reduce_scatter_tokens if first.sequence_parallel else autograd.all_reduce
-    y = summed(first.comm, term)
+    terms = [linear(x, layer.weight, None, layer.deferred, layer.products) for layer, x in zip(layers, xs)]
+    sum_over_ranks = reduce_scatter_tokens if first.sequence_parallel else autograd.all_reduce
+    y = sum_over_ranks(first.comm, sum(terms[1:], terms[0]))
     for layer in layers:
         y = layer.add_bias(y)
     return y

@@ -1,13 +1,13 @@
 """Sequence parallelism: outside the split matrices, every rank holds the activations of its own tokens.
 
-`simple/sequence_parallel.py`, plus asynchronous all-gathers and reduce-scatters, dropout, pipeline stages.
+Adds to `simple/sequence_parallel.py`: asynchronous all-gathers and reduce-scatters, dropout, pipeline stages.
 
     tensor parallel                 x [B, T, D] on every rank     all-reduce after each row-parallel matrix
     with sequence parallelism       x [B, T/tp, D]                reduce-scatter after it, all-gather before the next
 
-An all-reduce is a reduce-scatter and an all-gather, so forward sends no more bytes; but norms, dropouts and residuals now
-compute on, and keep, only 1/tp of the tokens. Every rank holds a norm's whole weight, but computes its gradient from its
-own tokens only: the copy operator on the weight sums the gradient over ranks.
+An all-reduce is a reduce-scatter and an all-gather, so the forward sends no more bytes; but norms, dropouts and residuals
+now compute on, and keep, only 1/tp of the tokens. Every rank holds a norm's whole weight, but computes the weight's
+gradient from its own tokens only, so the copy operator on the weight sums that gradient over ranks.
 
 Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 """
@@ -19,15 +19,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from minipar.comm import autograd
-from minipar.errors import require_divides
+from minipar.comm import Comm, autograd
 from minipar.model.block import Block
+from minipar.model.deferrable_linear import Linear, linear
 from minipar.model.norm import RMSNorm, rms_norm
+from minipar.support.errors import require_divides
 
 TOKEN_DIM = -2  # the dim of the tokens in [B, T, D]
 
 
-def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
+def reduce_scatter_tokens(comm: Comm, x: Tensor) -> Tensor:
     """Sum x over ranks and keep this rank's tokens: [B, T, D] -> [B, T/tp, D]. Backward: all-gather.
 
     Sends (tp-1)/tp * B*T*D elements, and as many backward.
@@ -36,25 +37,27 @@ def reduce_scatter_tokens(comm, x: Tensor) -> Tensor:
     return autograd.reduce_scatter(comm, x, dim=TOKEN_DIM)
 
 
-def start_gather_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
+def start_gather_tokens(comm: Comm, x: Tensor) -> Callable[[], Tensor]:
     """Start to all-gather x [B, T/tp, D]; the returned function waits and returns the whole [B, T, D]."""
     pending = comm.all_gather(x.transpose(0, TOKEN_DIM), async_op=True)
     return lambda: pending.wait().transpose(0, TOKEN_DIM).contiguous()
 
 
-def start_reduce_scatter_tokens(comm, x: Tensor) -> Callable[[], Tensor]:
+def start_reduce_scatter_tokens(comm: Comm, x: Tensor) -> Callable[[], Tensor]:
     """Start to reduce-scatter x [B, T, D]; the returned function waits and returns this rank's tokens [B, T/tp, D]."""
     pending = comm.reduce_scatter(x.transpose(0, TOKEN_DIM).contiguous(), async_op=True)
     return lambda: pending.wait().transpose(0, TOKEN_DIM).contiguous()
 
 
 class SequenceParallelRMSNorm(RMSNorm):
-    """RMSNorm of this rank's tokens, with a weight that is whole on every rank.
+    """RMSNorm on this rank's tokens, with a weight that is whole on every rank.
 
-    x, y  [B, T/tp, D]    w  [D]    backward   dw = sum over ranks of their tokens' dw    one all-reduce of D elements
+    x, y  [B, T/tp, D]    w  [D]
+
+    backward   dw = sum over ranks of the dw from each rank's tokens    one all-reduce of D elements
     """
 
-    def __init__(self, norm: RMSNorm, comm):
+    def __init__(self, norm: RMSNorm, comm: Comm):
         torch.nn.Module.__init__(self)
         self.eps, self.weight, self.comm = norm.eps, norm.weight, comm
 
@@ -62,10 +65,28 @@ class SequenceParallelRMSNorm(RMSNorm):
         return rms_norm(x, autograd.copy(self.comm, self.weight), self.eps)
 
 
-class SequenceParallelDropout:
-    """A block's dropout of this rank's tokens [B, T/tp, D]: it drops the same elements as in one process."""
+class SequenceParallelLinear(Linear):
+    """A linear layer on this rank's tokens, with a weight that is whole on every rank.
 
-    def __init__(self, block: Block, comm):
+    x  [B, T/tp, D]    w  [F, D]    y  [B, T/tp, F]
+
+    backward   dw = sum over ranks of the dw from each rank's tokens    one all-reduce of F*D elements, never deferred
+    """
+
+    def __init__(self, whole: Linear, comm: Comm):
+        torch.nn.Module.__init__(self)
+        self.out_features, self.in_features = whole.weight.shape
+        self.weight, self.comm = whole.weight, comm
+        self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, autograd.copy(self.comm, self.weight))
+
+
+class SequenceParallelDropout:
+    """A block's dropout for this rank's tokens [B, T/tp, D]: it drops the same elements as in one process."""
+
+    def __init__(self, block: Block, comm: Comm):
         self.dropout, self.comm = block.dropout, comm
 
     def __call__(self, x: Tensor, site: int, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
@@ -75,9 +96,9 @@ class SequenceParallelDropout:
 
 
 class SequenceParallelLength:
-    """Number of tokens per sample, from a stage's input: tokens [B, T] of the first stage, else hidden [B, T/tp, D]."""
+    """Return a sample's tokens, from a stage's input: tokens [B, T] in the first stage, else hidden [B, T/tp, D]."""
 
-    def __init__(self, first: bool, comm):
+    def __init__(self, first: bool, comm: Comm):
         self.first, self.comm = first, comm
 
     def __call__(self, x: Tensor) -> int:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from minipar.mesh import Placement, placement_of, set_placement
 
 
-def shard_parameter(parameter, dim: int, index: int, count: int, copies: bool = False) -> nn.Parameter:
-    """Return shard `index` of `count` along `dim` as a new parameter; `copies`: other tp ranks hold this shard too.
+def shard_parameter(
+    parameter: Tensor, dim: int, index: int, count: int, copies: bool = False
+) -> nn.Parameter:
+    """Return shard `index` of `count` along `dim` as a new parameter; with `copies`, other tp ranks hold it, too.
 
-    The parameter may already be a shard along another dim, as experts are over ep.
+    The parameter may already be a shard along another dim, like stacked experts, which are sharded over ep.
     """
     before = placement_of(parameter)
     placement = before.shard(dim, index, count)
     start = placement.start[dim] - before.start[dim]
-    part = parameter.detach().narrow(dim, start, placement.length[dim]).clone()
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    values = parameter.detach().narrow(dim, start, placement.length[dim]).clone()
+    part = nn.Parameter(values, requires_grad=parameter.requires_grad)
     set_placement(part, placement.replicate("tp") if copies else placement)
     return part
 

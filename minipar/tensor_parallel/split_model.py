@@ -8,30 +8,35 @@
     head                 rows; the loss over split logits       one all-reduce backward
     norms                whole on every rank
 
-A layer therefore needs four all-reduces of B*T*D elements: the operations between a column-parallel and a row-parallel
-matrix act on each feature, or each head, separately, and need no communication.
+A layer therefore needs four all-reduces of B*T*D elements. The operations between a column-parallel and a row-parallel
+matrix need no communication, since they act on each feature, or each head, separately.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from minipar.comm import Comm
-from minipar.errors import one_of
+from minipar.comm import Comm, autograd
+from minipar.config.tensor_limits import check_tensor_parallel
+from minipar.config.train_config import TrainConfig
 from minipar.mesh import place_whole
 from minipar.model.attention import Attention
 from minipar.model.block import Block
-from minipar.model.deferrable_linear import TiedHead
+from minipar.model.deferrable_linear import Linear, TiedHead
+from minipar.model.latent_attention import LatentAttention
 from minipar.model.mlp import SwiGLU
 from minipar.model.moe import MoE
 from minipar.model.norm import RMSNorm
 from minipar.model.transformer import Transformer
-from minipar.tensor_parallel.limits import check_tensor_parallel
+from minipar.support.errors import one_of
+from minipar.tensor_parallel.by_plan import Plan, split_by_plan
 from minipar.tensor_parallel.parallel_linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -39,24 +44,29 @@ from minipar.tensor_parallel.parallel_linear import (
     sum_together,
 )
 from minipar.tensor_parallel.sequence import (
+    TOKEN_DIM,
     SequenceParallelDropout,
     SequenceParallelLength,
+    SequenceParallelLinear,
     SequenceParallelRMSNorm,
 )
-from minipar.tensor_parallel.shards import replicate_parameter
+from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
 from minipar.tensor_parallel.split_experts import split_experts
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
 
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
 
 def tensor_parallel(
-    model: Transformer,
-    comm,
+    model: ModelT,
+    comm: Comm,
     sequence_parallel: bool = False,
     chunked: bool = False,
     pad_vocab: bool = False,
     algorithm: str = "auto",
-) -> Transformer:
-    """Turn the one-process model, or a pipeline stage of it, into this rank's shard of it, in place; returns the model.
+    plan: Plan | str | None = None,
+) -> ModelT:
+    """Turn the one-process model, or a stage of it, into this rank's shard, in place; return it.
 
     comm               the tp ranks; each calls this with the same model
     sequence_parallel  between the split matrices each rank holds its own tokens: see `sequence.py`. Hidden states
@@ -64,18 +74,34 @@ def tensor_parallel(
     chunked            sequence parallelism's communication in chunks, overlapped with the products: see `chunked.py`
     pad_vocab          where tp does not divide the vocabulary, split it as if it were padded to a multiple of tp. The
                        padding is not stored: the last rank has fewer rows, and no logit needs a mask
-    algorithm          of the collectives, as in `Comm.using`
+    algorithm          the algorithm of the collectives, as in `Comm.using`
+    plan               for a model that is not minipar's Transformer: which modules are split, and how; see `by_plan.py`.
+                       "llama" and "gpt2" are plans for Hugging Face's models
 
     `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Gradients are already summed over
     tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`.
 
-    Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements; with `sequence_parallel`, whose backward gathers the
-    inputs of column-parallel matrices again, 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. With
-    `parallel_block`, half of each, where the layer has no experts: 4, 5 and D. Where tp exceeds the key/value heads, the
-    ranks that share a head sum its gradients.
+    Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements. With `sequence_parallel`, the backward gathers the inputs
+    of column-parallel matrices again: it sends 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. A
+    parallel block without experts sends half as much: 4 and 5 instead of 8 and 10, D instead of 2 D. Where tp exceeds the
+    number of key/value heads, the ranks that share a head sum its gradients. Latent attention also sends what
+    `shared_latents` sends and, with `sequence_parallel`, an all-reduce of the gradients of kv_down, k_rope and kv_norm.
     Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
-    without `sequence_parallel`, a block holds a layer that cannot be split, or the model is already in data parallelism.
+    without `sequence_parallel`, a block holds a layer that cannot be split, the model is already in data parallelism, or
+    it is of another class and has no plan.
     """
+    if plan is not None:
+        if sequence_parallel or chunked or pad_vocab:
+            raise ValueError(
+                "sequence_parallel, chunked and pad_vocab are for minipar's Transformer; leave them out"
+            )
+        require_not_wrapped(model)
+        split_by_plan(model, comm if algorithm == "auto" else comm.using(algorithm), plan)
+        return model
+    if not isinstance(model, Transformer):
+        raise ValueError(
+            f"a {type(model).__name__} is split by a plan of its modules; use plan={{...}}, see by_plan.py"
+        )
     if chunked and not sequence_parallel:
         raise ValueError(
             "chunked=True needs sequence_parallel=True: it is its gathers that are cut in pieces"
@@ -86,36 +112,42 @@ def tensor_parallel(
     comm = comm.using(algorithm) if algorithm != "auto" else comm
     _warn_if_padded(model.config.vocab_size, comm)
     place_whole(model)
-    plan = TensorParallelPlan(comm, sequence_parallel, chunked)
+    how = TensorParallelPlan(comm, sequence_parallel, chunked)
     if model.first:
         model.embedding = VocabParallelEmbedding.from_embedding(
             model.embedding, comm, sequence_parallel, uneven=True
         )
     for block in model.layers.values():
-        shard_block(block, plan)
+        assert isinstance(block, Block)
+        shard_block(block, how)
     if model.last:
-        model.norm = shard_norm(model.norm, plan)
-        model.head = shard_head(model.head, plan)
+        model.norm = shard_norm(model.norm, how)
+        model.head = shard_head(model.head, how)
         model.overrides.output = VocabParallelOutput(model.config.vocab_size, comm)
     if sequence_parallel:
         model.overrides.sequence_length = SequenceParallelLength(model.first, comm)
     return model
 
 
+def cut_stage(stage: Transformer, tp: Comm, config: TrainConfig) -> None:
+    """Apply `tensor_parallel` to a stage with the options of a run. `--tp-layout 1d` loads this function."""
+    tensor_parallel(stage, tp, config.sequence_parallel, config.tp_chunked, config.pad_vocab)
+
+
 @dataclass(frozen=True)
 class TensorParallelPlan:
-    """The ranks over which layers are split, and how activations between the split matrices are held and sent."""
+    """The ranks that layers are split over, and how activations between the split matrices are stored and sent."""
 
     comm: Comm
     sequence_parallel: bool
     chunked: bool
 
-    def column(self, linear: nn.Module, **options) -> ColumnParallelLinear:
+    def column(self, linear: Linear, **options: Any) -> ColumnParallelLinear:
         return ColumnParallelLinear.from_linear(
             linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked, **options
         )
 
-    def row(self, linear: nn.Module) -> RowParallelLinear:
+    def row(self, linear: Linear) -> RowParallelLinear:
         return RowParallelLinear.from_linear(
             linear, self.comm, sequence_parallel=self.sequence_parallel, chunked=self.chunked
         )
@@ -126,15 +158,22 @@ def shard_block(block: Block, plan: TensorParallelPlan) -> None:
     for name, layer in list(block.named_children()):
         setattr(block, name, PARALLELIZE_BY_TYPE[type(layer)](layer, plan))
     if block.mlp_norm is None and isinstance(block.mlp, SwiGLU):
-        block.overrides.attention_and_mlp = partial(attention_and_mlp, block.attention, block.mlp)
+        columns = [
+            m for m in block.modules() if isinstance(m, ColumnParallelLinear)
+        ]  # q, k, v (of latent attention, q alone), gate, up
+        rows = [m for m in block.modules() if isinstance(m, RowParallelLinear)]  # o, down
+        others = partial(latents_of, block.attention, plan)
+        block.overrides.attention_and_mlp = partial(
+            attention_and_mlp, block.attention, block.mlp, columns, rows, others
+        )
     if plan.sequence_parallel:
         block.overrides.dropout = SequenceParallelDropout(block, plan.comm)
 
 
 def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
-    """Give each rank num_heads/tp query heads and the key/value heads that these read.
+    """Give each rank num_heads/tp query heads, and the key/value heads that its query heads read.
 
-    Where there are fewer key/value heads than ranks, several ranks hold the same one.
+    Where there are fewer key/value heads than ranks, several ranks hold the same head.
     """
     kv_shards = min(plan.comm.size, attention.num_kv_heads)
     attention.q = plan.column(attention.q)
@@ -147,22 +186,80 @@ def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module
     return attention
 
 
+def shard_latent_attention(attention: LatentAttention, plan: TensorParallelPlan) -> nn.Module:
+    """Give each rank num_heads/tp heads: their rows of q, k_up and v_up, and their columns of o.
+
+    Every head reads all of a latent, so every rank computes latents whole: kv_down, kv_norm and k_rope are on every rank.
+    With sequence parallelism a rank computes those of its own tokens, and gathers them.
+    """
+    attention.q = plan.column(attention.q)
+    for matrix in (attention.k_up, attention.v_up):
+        matrix.weight = shard_parameter(matrix.weight, 0, plan.comm.rank, plan.comm.size)
+        matrix.out_features //= plan.comm.size
+    attention.o = plan.row(attention.o)
+    attention.kv_down = shard_replica(attention.kv_down, plan)
+    attention.k_rope = shard_replica(attention.k_rope, plan)
+    attention.kv_norm = shard_norm(attention.kv_norm, plan)
+    attention.overrides.project_qkv = lambda x: (attention.q(x), *shared_latents(attention, plan, x))
+    attention.num_heads //= plan.comm.size
+    attention.num_kv_heads //= plan.comm.size
+    return attention
+
+
+def shared_latents(attention: LatentAttention, plan: TensorParallelPlan, x: Tensor) -> tuple[Tensor]:
+    """Return the latents of all tokens [B, T, c + r], which are the same on every rank and serve each rank's own heads.
+
+    x         [B, T, D], or with sequence parallelism [B, T/tp, D]
+    backward  the sum over ranks of the latents' gradients, each of which comes from a rank's own heads
+
+    Sends 2(tp-1)/tp * B*T*(c + r) elements backward; with sequence parallelism half of that forward and half backward.
+    """
+    latents = attention.latents(x)
+    if plan.sequence_parallel:
+        return (autograd.all_gather(plan.comm, latents, dim=TOKEN_DIM),)
+    return (autograd.copy(plan.comm, latents),)
+
+
+def latents_of(attention: Attention, plan: TensorParallelPlan, x: Tensor) -> tuple[Tensor, ...]:
+    """Return attention's inputs besides the products of its column-parallel matrices: latents, if it has any."""
+    return shared_latents(attention, plan, x) if isinstance(attention, LatentAttention) else ()
+
+
+def shard_replica(linear: Linear, plan: TensorParallelPlan) -> Linear:
+    """Mark a matrix as whole on every rank."""
+    replicate_parameter(linear.weight)
+    return SequenceParallelLinear(linear, plan.comm) if plan.sequence_parallel else linear
+
+
 def shard_mlp(mlp: SwiGLU, plan: TensorParallelPlan) -> nn.Module:
-    """Give each rank the same features of gate and up, which are multiplied elementwise, and of down's input."""
-    mlp.gate, mlp.up, mlp.down = plan.column(mlp.gate), plan.column(mlp.up), plan.row(mlp.down)
+    """Give each rank the same range of features of gate, of up (they are multiplied elementwise) and of down's input."""
+    mlp.gate = plan.column(mlp.gate)
+    mlp.up = plan.column(mlp.up)
+    mlp.down = plan.row(mlp.down)
     mlp.overrides.project_gate_up = partial(project_together, (mlp.gate, mlp.up))
     return mlp
 
 
-def attention_and_mlp(attention: Attention, mlp: SwiGLU, x: Tensor, positions: Tensor) -> Tensor:
-    """Compute attention(x) + mlp(x) of one input with one sum over ranks forward and one, of dx, backward."""
-    columns = (attention.q, attention.k, attention.v, mlp.gate, mlp.up)
-    q, k, v, gate, up = project_together(columns, x)
-    terms = attention.attend(q, k, v, positions), mlp.activate(gate, up)
-    return sum_together((attention.o, mlp.down), terms)
+def attention_and_mlp(
+    attention: Attention,
+    mlp: SwiGLU,
+    columns: Sequence[ColumnParallelLinear],
+    rows: Sequence[RowParallelLinear],
+    others: Callable[[Tensor], tuple[Tensor, ...]],
+    x: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Compute attention(x) + mlp(x) with one sum over ranks in the forward, and one of dx in the backward.
+
+    columns  the matrices that multiply x
+    rows     the matrices that multiply the results
+    others   attention's other inputs: see `latents_of`
+    """
+    *qkv, gate, up = project_together(columns, x)
+    return sum_together(rows, (attention.attend((*qkv, *others(x)), positions), mlp.activate(gate, up)))
 
 
-def shard_norm(norm: RMSNorm, plan: TensorParallelPlan) -> nn.Module:
+def shard_norm(norm: RMSNorm, plan: TensorParallelPlan) -> RMSNorm:
     replicate_parameter(norm.weight)
     return SequenceParallelRMSNorm(norm, plan.comm) if plan.sequence_parallel else norm
 
@@ -172,18 +269,26 @@ def shard_moe(moe: MoE, plan: TensorParallelPlan) -> nn.Module:
 
 
 # The function that splits each type of layer: add a line to support another type.
-PARALLELIZE_BY_TYPE = MappingProxyType(
-    {Attention: shard_attention, SwiGLU: shard_mlp, MoE: shard_moe, RMSNorm: shard_norm}
+PARALLELIZE_BY_TYPE: Mapping[type[nn.Module], Callable[[Any, TensorParallelPlan], nn.Module]] = (
+    MappingProxyType(
+        {
+            Attention: shard_attention,
+            LatentAttention: shard_latent_attention,
+            SwiGLU: shard_mlp,
+            MoE: shard_moe,
+            RMSNorm: shard_norm,
+        }
+    )
 )
 
 
-def shard_head(head: nn.Module, plan: TensorParallelPlan) -> nn.Module:
+def shard_head(head: TiedHead | Linear, plan: TensorParallelPlan) -> TiedHead | Linear:
     if isinstance(head, TiedHead):
         return VocabParallelTiedHead(plan.comm, plan.sequence_parallel)
     return plan.column(head, uneven=True)
 
 
-def _warn_if_padded(vocab_size: int, comm) -> None:
+def _warn_if_padded(vocab_size: int, comm: Comm) -> None:
     if vocab_size % comm.size and comm.rank == 0:
         padded = -(-vocab_size // comm.size) * comm.size
         warnings.warn(
@@ -200,7 +305,7 @@ def _require_known_layers(model: Transformer) -> None:
                 raise ValueError(f"{what}, for which there is no cut; use {kinds}")
 
 
-def require_not_wrapped(model: Transformer) -> None:
+def require_not_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placement", None)
         if placement is not None and (placement.flat is not None or "dp" in placement.replicated):

@@ -1,6 +1,4 @@
 # The public names of this package, imported when asked for: read by lazy_loader, and by type checkers.
 from .optim import clip_grad_norm_ as clip_grad_norm_
 from .text_generation import generate_text as generate_text
-from .train_config import TrainConfig as TrainConfig
 from .trainer import train as train
-from .verification import verify as verify

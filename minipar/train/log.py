@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minipar.train.atomic_files import write_whole
+from minipar.support.atomic_files import write_whole
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
+Metrics = dict[str, float]  # the metrics of one step
 
 
 class MetricsLog:
     """Write one line of JSON per step to the folder's metrics.jsonl; with `tensorboard`, also TensorBoard events.
 
-    begin  the first step to come: existing lines of earlier steps are kept, later ones, of an interrupted run, removed
+    begin  the next step to log. Existing lines of earlier steps are kept; lines from `begin` on, of a run that was
+           interrupted, are removed
 
-    Raises ValueError where `tensorboard` is requested and not installed.
+    Raises ValueError if `tensorboard` is requested and not installed.
     """
 
     def __init__(self, folder: Path, tensorboard: bool = False, begin: int = 0):
@@ -25,7 +31,7 @@ class MetricsLog:
         self._events = _event_writer(folder) if tensorboard else None
         self._file = path.open("a", buffering=1)
 
-    def __call__(self, metrics: dict) -> None:
+    def __call__(self, metrics: Metrics) -> None:
         self._file.write(json.dumps(metrics) + "\n")
         if self._events is not None:
             for name, value in metrics.items():
@@ -38,14 +44,14 @@ class MetricsLog:
             self._events.close()
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines written so far, without an incomplete last one."""
+def read_metrics(folder: Path) -> list[Metrics]:
+    """Read the lines written so far, except an incomplete last line."""
     path = folder / METRICS
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _event_writer(folder: Path):
+def _event_writer(folder: Path) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

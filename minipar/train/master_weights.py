@@ -1,31 +1,36 @@
-"""Float32 master weights of a half precision model, whose gradients DDP or FSDP reduces: mixed precision without ZeRO.
+"""Float32 master weights for a half-precision model under DDP or FSDP: mixed precision without ZeroOptimizer.
 
     step    master = optimizer(master, grad / scale);   parameter = master, rounded
 
-Added to a bfloat16 weight, an update below 1/256 of it is rounded away; added to the master, it counts.
+An update smaller than 1/256 of a bfloat16 weight is rounded away when added to that weight, but not when added to the
+master weight.
 Source: Mixed Precision Training, arXiv:1710.03740, section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.optimizer_interface import TorchOptimizerAdapter
 from minipar.mesh import placement_of, set_placement
+from minipar.train.optim import Group
 
 
 class MasterWeights(TorchOptimizerAdapter):
-    """`OptimizerInterface` of `make_optimizer` over float32 copies of those parameters that are not float32.
+    """An `OptimizerInterface` around an optimizer that updates a float32 copy of each parameter that is not float32.
 
-    groups   parameter groups; `options` are the optimizer's
+    groups   parameter groups; `options` are passed to `make_optimizer`
 
-    Holds, besides what the optimizer does, 4 bytes per parameter that is not float32. Sends nothing.
+    Holds 4 bytes per parameter that is not float32, besides the optimizer's state. Sends nothing.
     """
 
-    def __init__(self, groups: list[dict], make_optimizer: type[torch.optim.Optimizer], **options):
+    def __init__(
+        self, groups: list[Group], make_optimizer: type[torch.optim.Optimizer], **options: Any
+    ) -> None:
         self.masters: dict[nn.Parameter, Tensor] = {
             p: _master(p) for group in groups for p in group["params"]
         }
@@ -37,7 +42,7 @@ class MasterWeights(TorchOptimizerAdapter):
         """The parameters, which have the gradients."""
         return list(self.masters)
 
-    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict]]:
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
         return ((master, self.optimizer.state[master]) for master in self.masters.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -48,12 +53,12 @@ class MasterWeights(TorchOptimizerAdapter):
                 param.grad.zero_()
 
     @torch.no_grad()
-    def step(self, *, grad_scale: float = 1.0):
+    def step(self, *, grad_scale: float = 1.0) -> None:
         # A few operations on lists, each one kernel for all parameters on a GPU.
-        trained = [(p, master) for p, master in self.masters.items() if p.grad is not None]
+        trained = [(p.grad, master) for p, master in self.masters.items() if p.grad is not None]
         gradients = [torch.empty_like(master) for _, master in trained]
         if trained:
-            torch._foreach_copy_(gradients, [p.grad.as_subclass(Tensor) for p, _ in trained])
+            torch._foreach_copy_(gradients, [grad.as_subclass(Tensor) for grad, _ in trained])
             torch._foreach_div_(gradients, grad_scale)
         for (_, master), gradient in zip(trained, gradients):
             master.grad = gradient

@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from minipar.model import ModelConfig, take_metrics
+from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.cost.models import latent_attention_elems
+from minipar.model import take_metrics
+
+if TYPE_CHECKING:
+    from minipar.train.parallelize import RankState
 
 
 def flops_per_token(model: ModelConfig, seq_len: int) -> int:
-    """Floating point operations of training per token: forward and backward, without recomputation.
+    """Return the floating point operations per token of forward and backward, without recomputation.
 
         6 * (weights that multiply a token) + 12 * num_layers * dim * seq_len
+        with latent attention                 + 6 * num_layers * (2 dim + num_heads * rope_dim) * seq_len
 
     A weight does one multiplication and one addition in the forward, and two of each in the backward. The second term is
-    the attention scores and the weighted sum of values, with no discount for the causal mask, as is usual. The head
-    counts; the embedding, a table, does not; of the experts, only those that the token reaches.
+    for the attention scores and the weighted sum of values; as usual, masked scores count too. The head counts, the
+    embedding, which is a table, does not, and of the experts only those count that the token uses.
     Source: PaLM, arXiv:2204.02311, appendix B.
     """
     attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
+    if model.kv_latent_dim:
+        attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
     dense = 3 * model.dim * model.hidden_dim
     with_experts = model.num_layers // model.moe_every if model.num_experts else 0
     sparse = model.top_k * dense + model.dim * model.num_experts + 3 * model.dim * model.shared_dim
     layers = model.num_layers * attention + (model.num_layers - with_experts) * dense + with_experts * sparse
     weights = layers + model.dim * model.vocab_size
-    return 6 * weights + 12 * model.num_layers * model.dim * seq_len
+    return 6 * weights + 6 * model.num_layers * model.core_width * seq_len
 
 
 def recomputed_flops_per_token(model: ModelConfig, seq_len: int, recompute: str) -> float:
-    """Floating point operations per token of a recomputation: one more forward of what it repeats, never of the head."""
-    core = 4 * model.num_layers * model.dim * seq_len
+    """Return the operations per token that recomputation adds: another forward of the recomputed parts, not of the head."""
+    core = 2 * model.num_layers * model.core_width * seq_len
     layers = flops_per_token(model, seq_len) / 3 - 2 * model.dim * model.vocab_size
     return {"none": 0.0, "selective": core}.get(recompute, layers)
 
 
-def speed(config, seconds: float) -> dict[str, float]:
-    """Tokens per second of all ranks; useful TFLOP/s of one rank; of `config.peak_tflops`, these (mfu) and all done (hfu).
+def speed(config: TrainConfig, seconds: float) -> dict[str, float]:
+    """Return tokens per second of all ranks, useful TFLOP/s per rank and, if `config.peak_tflops` is known, MFU and HFU.
 
-    hfu counts the operations of a recomputation, too: at most 4/3 of mfu.
+    MFU counts the useful operations. HFU also counts recomputed operations; it is at most 4/3 of MFU.
     """
     tokens_per_s = config.batch_size * config.seq_len / seconds
     useful = flops_per_token(config.model, config.seq_len)
@@ -47,17 +59,20 @@ def speed(config, seconds: float) -> dict[str, float]:
     return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **fractions}
 
 
-def routing(world, state, config) -> dict[str, float]:
-    """Routing metrics of the step's batch, means over the layers with experts; equal on every rank. Empty without experts.
+def routing(world: Comm, state: RankState, config: TrainConfig) -> dict[str, float]:
+    """Return the routing metrics of the batch, averaged over the layers with experts, the same on every rank.
 
-    balance_loss    coefficient * E * sum f_i P_i: equal to the coefficient where choices are even
-    z_loss          of the router's logits
+    {} if no layer has experts.
+
+    balance_loss    coefficient * E * sum f_i P_i: equal to the coefficient if choices are even
+    z_loss          the router's z-loss
     drop_rate       the fraction of choices that exceeded an expert's capacity
     unserved        the fraction of tokens that reached no expert at all
     imbalance       the busiest expert's load over the mean load
-    router_entropy  of the router's distribution, nats per token
+    router_entropy  entropy of the router's distribution, in nats per token
 
-    All-reduces the load and six numbers of each layer over the ranks that have it, then seven numbers over all ranks.
+    All-reduces each layer's load and six more numbers over the ranks that have the layer, then seven numbers over all
+    ranks.
     """
     if not config.model.num_experts:
         return {}
@@ -67,7 +82,7 @@ def routing(world, state, config) -> dict[str, float]:
             load = comm.all_reduce(metrics.load)
             choices = load.sum()
             tokens = comm.all_reduce(torch.full((1,), metrics.tokens, device=world.device))
-            # How often each token was counted: twice where recomputation ran the forward again.
+            # How often each token was counted: twice if recomputation ran the forward again.
             times = tokens / (config.batch_size * config.seq_len)
             parts = [
                 metrics.balance_loss,

@@ -1,4 +1,4 @@
-"""Parameter groups, learning rate, and norms of whole gradients and parameters, whichever ranks hold their parts."""
+"""Parameter groups, learning rate, and norms of gradients and parameters that are spread over ranks in any way."""
 
 from __future__ import annotations
 
@@ -6,71 +6,104 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minipar.data_parallel.lamb import Lamb, trust_ratios
-from minipar.data_parallel.muon import ADAMW, Muon
+from minipar.comm import Comm
+from minipar.data_parallel import ZeroOptimizer
+from minipar.data_parallel.loss_scaler import DynamicLossScaler
 from minipar.data_parallel.tensor_lists import squared_norms
-from minipar.mesh import placement_of
-from minipar.staging import to_device
+from minipar.mesh import placement_of, require_no_part
+from minipar.support.staging import to_device
 
-BETAS = (0.9, 0.95)  # of AdamW
+if TYPE_CHECKING:
+    from minipar.config.train_config import TrainConfig
+    from minipar.mesh import Mesh
+
+NamedParameters = Iterable[tuple[str, Tensor]]
+Group = dict[str, Any]  # a parameter group, as torch's optimizers take it
+BETAS = (0.9, 0.95)  # AdamW's betas
 
 
 def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
-    """The learning rate of a step: a linear warmup, then half a cosine down to a tenth of `highest`."""
+    """Return the learning rate of a step: a linear warmup, then half a cosine down to a tenth of `highest`."""
     if step < warmup:
         return highest * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return highest * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def parameter_groups(named_parameters, weight_decay: float, optimizer: str = "adamw") -> list[dict]:
-    """Split the parameters into matrices, with weight decay, and vectors (norms), without.
+class OptimizerFamily(Protocol):
+    """The interface of what `--optimizer` names: one optimizer class for one process, and one for any mesh.
 
-    With optimizer "muon", embeddings and head are a group of their own: as the vectors, they get AdamW's updates.
+    zero_class  the ZeroOptimizer class that can shard the optimizer's state
     """
-    named = [(name, p) for name, p in named_parameters if p.requires_grad]
-    matrices = {p: name for name, p in named if len(_shape(p)) >= 2}
-    vectors = {"params": [p for _, p in named if p not in matrices], "weight_decay": 0.0}
-    if optimizer != "muon":
-        return [{"params": [*matrices], "weight_decay": weight_decay}, vectors]
-    hidden = [p for p, name in matrices.items() if ".layers." in f".{name}"]
-    ends = [p for p in matrices if p not in set(hidden)]
-    return [
-        {"params": hidden, "weight_decay": weight_decay, "rule": "muon"},
-        {"params": ends, "weight_decay": weight_decay, "rule": ADAMW},
-        vectors | {"rule": ADAMW},
-    ]
+
+    zero_class: type[ZeroOptimizer]
+
+    def groups(self, named_parameters: NamedParameters, weight_decay: float) -> list[Group]:
+        """Split the parameters into groups with options of their own."""
+
+    def optimizer_class(self, mesh: Mesh | None = None) -> type[torch.optim.Optimizer]:
+        """Return the optimizer's class: for one process, or for this rank's parts of the parameters on a mesh."""
+
+    def bucket_sizes(self, config: TrainConfig) -> dict[str, Any]:
+        """Return ZeroOptimizer's bucket sizes."""
 
 
-def _shape(param: nn.Parameter) -> tuple[int, ...]:
-    """The shape of the one-process parameter: a flat shard of a matrix counts as a matrix."""
+class AdamW:
+    """AdamW, with weight decay on matrices."""
+
+    zero_class = ZeroOptimizer
+
+    def groups(self, named_parameters: NamedParameters, weight_decay: float) -> list[Group]:
+        """Split the parameters into matrices, with weight decay, and vectors (norms), without weight decay."""
+        trained = [p for _, p in named_parameters if p.requires_grad]
+        matrices = [p for p in trained if is_matrix(p)]
+        vectors = [p for p in trained if not is_matrix(p)]
+        return [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+
+    def optimizer_class(self, mesh: Mesh | None = None) -> type[torch.optim.Optimizer]:
+        return torch.optim.AdamW
+
+    def bucket_sizes(self, config: TrainConfig) -> dict[str, Any]:
+        return {"bucket_mb": config.bucket_mb}
+
+
+ADAMW = AdamW()
+
+
+def is_matrix(param: Tensor) -> bool:
+    """Return whether the one-process parameter is a matrix. So a flat shard of a matrix counts as a matrix."""
     placement = getattr(param, "placement", None)
-    return tuple(param.shape) if placement is None else placement.global_shape
+    return len(param.shape if placement is None else placement.global_shape) >= 2
 
 
 def clip_grad_norm_(
-    params: Iterable[nn.Parameter], max_norm: float, comm=None, shares: list[float] | None = None
-) -> torch.Tensor:
-    """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before.
+    params: Iterable[Tensor], max_norm: float, comm: Comm | None = None, shares: list[float] | None = None
+) -> Tensor:
+    """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before scaling.
 
-    params  this rank's, each with its placement (without `comm` none is needed)
+    params  this rank's parameters, each with its placement (not needed without `comm`)
     comm    all ranks that hold parts of the model; None: this process holds all of it
-    shares  `norm_shares(params, comm)`, if computed before: it does not change between steps
+    shares  `norm_shares(params, comm)`, if already computed: it does not change between steps
 
         norm^2 = sum over ranks and parameters of share * |grad|^2
 
-    Where the norm is inf or nan, nothing is scaled. Sends one number, and one per parameter where `shares` is None.
+    If the norm is inf or nan, nothing is scaled. Sends one number, plus one per parameter if `shares` is None.
+    Raises ValueError if `comm` is None and a parameter's placement says that this process holds only a part of it.
     """
     params = list(params)
     norm = grad_norm(params, comm, shares)
-    # No branch, which would wait for a GPU: the factor is 1 where nothing is to be scaled.
-    too_long = torch.isfinite(norm) & (norm > max_norm)
-    factor = torch.where(too_long, max_norm / (norm + 1e-6), 1.0)
-    lists: dict[tuple, list[Tensor]] = {}
+    # A branch would wait for the GPU, so the factor is 1 where nothing is to be scaled.
+    is_clipped = torch.isfinite(norm) & (norm > max_norm)
+    factor = torch.where(is_clipped, max_norm / (norm + 1e-6), 1.0)
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in (p.grad for p in params if p.grad is not None):
         lists.setdefault((grad.device, grad.dtype), []).append(grad)
     for kind, grads in lists.items():
@@ -78,8 +111,13 @@ def clip_grad_norm_(
     return norm
 
 
-def grad_norm(params: Iterable[nn.Parameter], comm=None, shares: list[float] | None = None) -> torch.Tensor:
-    """The norm of the gradients over the whole model; arguments as in `clip_grad_norm_`."""
+def grad_norm(
+    params: Iterable[Tensor], comm: Comm | None = None, shares: list[float] | None = None
+) -> Tensor:
+    """Return the norm of the gradients over the whole model; arguments and refusals as in `clip_grad_norm_`."""
+    params = list(params)
+    if comm is None:
+        require_no_part(params, "clip_grad_norm_(params, max_norm, comm) or grad_norm(params, comm)")
     params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
     squares = squared_norms([p.new_zeros(1) if p.grad is None else p.grad for p in params])
     if comm is not None:
@@ -89,12 +127,12 @@ def grad_norm(params: Iterable[nn.Parameter], comm=None, shares: list[float] | N
     return (total if comm is None else comm.all_reduce(total)).sqrt()
 
 
-def norm_shares(params: list[nn.Parameter], comm, count_tied: bool = False) -> list[float]:
-    """The fraction of each parameter's square that this rank counts: 1 / the number of ranks that hold the same part.
+def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> list[float]:
+    """Return the fraction of each parameter's square that this rank counts: 1 / the number of ranks with the same part.
 
-    A parameter that several ranks of `comm` hold thus counts once, an expert's too. Unless `count_tied`, a tied copy counts
-    nothing: its original has the same gradient and counts in full. (Counting half of each would be wrong under ZeRO, where
-    the two are in different buckets and cut at different places.)
+    So a parameter that several ranks of `comm` hold, such as an expert's, counts once in total. Unless `count_tied`, a tied
+    copy counts 0, because its original has the same gradient and counts in full. (Counting half of each would be wrong
+    under ZeRO, because the two are in different buckets and cut at different places.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]
@@ -108,35 +146,28 @@ def norm_shares(params: list[nn.Parameter], comm, count_tied: bool = False) -> l
     ]
 
 
-def optimizer_class(config, mesh=None) -> type[torch.optim.Optimizer]:
-    """The class of `config.optimizer`: for one process, or for this rank's parts of the parameters on a mesh."""
-    if config.optimizer != "lamb":
-        return {"adamw": torch.optim.AdamW, "muon": Muon}[config.optimizer]
-    return Lamb if mesh is None else lamb_over(mesh.sharing("dp", "cp", "tp"))
+# Whether to step ----------------------------------------------------------------------------------------------------
 
 
-def lamb_over(comm) -> type[Lamb]:
-    """Return LAMB for parts of parameters with placements, of which the ranks of `comm` together hold the whole.
+def make_scaler(config: TrainConfig, comm: Comm | None = None) -> DynamicLossScaler | None:
+    """Return a loss scaler for float16, None for other dtypes. It lowers the scale only at a second overflow."""
+    return DynamicLossScaler(comm, config.loss_scale, hysteresis=2) if config.dtype == "float16" else None
 
-    All of `comm` must have parts of the same parameters. A step all-reduces 16 bytes per parameter (two float64).
+
+def may_step(
+    config: TrainConfig, step: int, loss: float, norm: float, scaler: DynamicLossScaler | None
+) -> bool:
+    """Return whether loss and gradient norm are finite, so that the step may be taken. Updates the loss scale.
+
+    Raises ArithmeticError if they are not finite, unless on_nan is "skip" or a smaller loss scale may help.
     """
-
-    class MeshLamb(Lamb):
-        def __init__(self, params, comm=None, **options):
-            super().__init__(params, **options)  # without ZeRO's Comm, which has only some of the parts
-            self._shares: Tensor | None = None
-
-        def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Tensor:
-            parts = [p for group in self.param_groups for p in group["params"]]
-            if self._shares is None:
-                shares = norm_shares(parts, comm, count_tied=True)
-                self._shares = to_device(torch.tensor(shares, dtype=torch.float64), comm.device)
-            of_updates = dict(zip(params, squared_norms(updates)))
-            of_parts = squared_norms(parts)
-            none = of_parts.new_zeros(())
-            squares = torch.stack((of_parts, torch.stack([of_updates.get(p, none) for p in parts])))
-            totals = comm.all_reduce(squares.to(comm.device) * self._shares).to(of_parts.device)
-            of = dict(zip(parts, trust_ratios(totals)))
-            return torch.stack([of[p] for p in params]) if params else totals.new_zeros(0)
-
-    return MeshLamb
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    overflowed = scaler is not None and math.isfinite(loss) and not finite and scaler.current_scale > 1
+    if not finite and not overflowed and config.on_nan == "stop":
+        raise ArithmeticError(
+            f"step {step}: the loss is {loss} and the gradient norm {norm}; "
+            "lower lr, or go on without such steps by on_nan=skip"
+        )
+    if scaler is not None:
+        scaler.update(finite)
+    return finite

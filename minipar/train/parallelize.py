@@ -1,50 +1,51 @@
-"""The recipe: which strategies transform the model, and in which order.
+"""The recipe: the transformations that make a rank's part of a model, in their order.
 
-`simple/train.py`, for any model and mesh:
+Does what `simple/train.py` does, for any model and mesh:
 
-    1. pipeline   cut the layers into stages: everything after this touches this rank's stages only
-    2. experts    give each ep rank its own experts: before tp, which then cuts each of these
+    1. pipeline   cut the layers into stages; everything after this touches only this rank's stages
+    2. experts    give each ep rank its own experts; before tp, which then cuts each of these experts
     3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
-    4. context    replace the attention core by one that sees other ranks' keys; nothing else mixes tokens
-    5. recompute  activation checkpointing: wraps blocks whose communication is final, since they run again
-    6. data       last, since it shards the parameters as they now are, and sums their gradients over dp x cp, and where
-                  a pipeline runs in two directions over both copies of the model
-    7. schedule   which rank runs which stage of which microbatch when
+    4. context    replace the attention core by one that also reads other ranks' keys; nothing else mixes tokens
+    5. recompute  activation checkpointing; after all communication is in the blocks, since recomputation repeats it
+    6. data       last: shard the parameters that are left, and sum their gradients over dp x cp, and over all copies of the
+                  model
 
-The model is on the meta device until its parameters are this rank's parts: only then does each get its value, made from
-(seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is sent.
+The model is on the meta device until its parameters are this rank's parts. Only then does each parameter get its value,
+made from (seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is
+sent. `config.choice` returns what is chosen by name: schedule, dispatch, tp layout, products, averaging, optimizer, memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
 
+from minipar.checkpoint.initial_weights import fill, fill_buffers, initial_values
 from minipar.comm import Comm
+from minipar.config.check_config import schedule_of
+from minipar.config.train_config import TrainConfig
 from minipar.context import context_parallel
-from minipar.data_parallel import DDP, WholeParameterZero, ZeroOptimizer
-from minipar.data_parallel.compress import Compressors
-from minipar.data_parallel.fsdp import FSDP
+from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
+from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.loss_scaler import DynamicLossScaler
-from minipar.data_parallel.offloaded_optimizer import OffloadedOptimizer
+from minipar.data_parallel.memory import RestingPlace
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole, placement_of
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance
 from minipar.pipeline.partition import layer_costs
-from minipar.tensor_parallel import grid_parallel, tensor_parallel
-from minipar.train.compression import gradient_compressor, make_own_optimizer
-from minipar.train.initial_weights import fill, fill_buffers, initial_values
+from minipar.schedules import Schedule
+from minipar.train.averaging import CommOf, GradientAveraging
 from minipar.train.master_weights import MasterWeights
-from minipar.train.optim import BETAS, norm_shares, optimizer_class, parameter_groups
+from minipar.train.optim import BETAS, Group, OptimizerFamily, make_scaler, norm_shares
 from minipar.train.recompute import recompute, relocate_activations
-from minipar.train.reference import make_scaler
-from minipar.train.slicing import schedule_of, slice_sizes
-from minipar.train.train_config import TrainConfig
 
 
 @dataclass
@@ -52,11 +53,11 @@ class RankState:
     """This rank's part of the model, ready to be trained.
 
     stages    the transformed modules that this rank holds
-    pipeline  runs the stages, wrapped in DDP or FSDP (under ZeRO-1 and -2, as they are)
-    updates   the optimizer, over this rank's part of the parameters
+    pipeline  runs the stages, wrapped in DDP or FSDP (under ZeRO-1 and -2 they are not wrapped)
+    optimizer the optimizer, over this rank's part of the parameters
     scaler    the loss scale of a float16 model: part of a run's state
-    shares    the fraction of the square of each of `optimizer.tensors` that this rank counts in the gradient norm
-    compressors   what compresses gradients, of DDP or ZeroOptimizer
+    shares    for each of `optimizer.tensors`, the fraction of its square that this rank counts in the gradient norm
+    compressors   the compressors of DDP or ZeroOptimizer
     """
 
     mesh: Mesh
@@ -75,134 +76,190 @@ class RankState:
 def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankState:
     """Build this rank's part of the model of `config`, transformed for the rank's coordinates in the mesh.
 
-    The strategies' collectives use `config.algorithm`, wherever they have it.
+    The strategies' collectives use `config.algorithm` where they support it.
     """
     schedule = schedule_of(config)
-    mirrored = schedule.copies == 2
-    if config.algorithm != "auto" or mirrored:
-        mesh = Mesh(mesh.world.using(config.algorithm), **config.mesh_sizes, mirrored=mirrored)
-    stages = [
-        _stage(config, mesh, device, schedule.part(number), schedule.model_stages)
-        for number in schedule.stages_of(mesh.coordinates.pp)
-    ]
-    modules, optimizer = _data_parallel(config, mesh, stages, schedule.model_stages)
-    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=slice_sizes(config))
+    mesh = _mesh_for(config, mesh, schedule)
+    assert mesh.world is not None
+    stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
+    modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.model_stages > 1)
+    sizes = config.choice("schedule").unit_sizes(config)
+    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
     state.compressors = [x.compressors for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer)]
     return state
 
 
-def _stage(config: TrainConfig, mesh: Mesh, device, number: int, num_stages: int) -> Transformer:
-    layers = stage_layers(config, num_stages)[number]
-    first, last = number == 0, number == num_stages - 1
-    stage = Transformer(config.model, config.seed, layers, first, last, "meta", config.torch_dtype)
-    fill_buffers(stage, device)
-    place_whole(stage)
-    if mesh.sizes["ep"] > 1:
-        expert_parallel(stage, mesh.comm("ep"), node_size=config.ep_node_size, chunks=config.ep_chunks,
-                        once_per_node=config.ep_once_per_node, shadow=config.ep_shadow)  # fmt: skip
-    if mesh.sizes["tp"] > 1:
-        _cut_matrices(config, stage, mesh.comm("tp"))
-    if mesh.sizes["cp"] > 1:
-        context_parallel(stage, mesh.comm("cp"), config.cp_layout, config.cp_attention,
-                         ulysses_size=config.cp_ulysses)  # fmt: skip
-    if config.zero < 3:  # FSDP cuts the parameters once more
-        fill(stage, initial_values(config), device)
-    recompute(stage, config.recompute)
-    relocate_activations(
-        stage, mesh.comm("tp") if config.partition_activations else None, config.offload_activations
-    )
-    for block in stage.layers.values() if config.compile != "none" else ():
-        block.compile(backend=config.compile)
-    return stage
+def _mesh_for(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Mesh:
+    """Return the mesh with the run's collective algorithm, mirrored if the schedule has two copies of the model."""
+    mirrored = schedule.copies == 2
+    if config.algorithm == "auto" and not mirrored:
+        return mesh
+    assert mesh.world is not None
+    sizes = config.pp, config.dp, config.cp, config.tp, config.ep
+    return Mesh(mesh.world.using(config.algorithm), *sizes, mirrored)
 
 
-def _cut_matrices(config: TrainConfig, stage: Transformer, tp: Comm) -> None:
-    if config.tp_layout == "1d":
-        tensor_parallel(stage, tp, config.sequence_parallel, config.tp_chunked, config.pad_vocab)
-    else:
-        grid_parallel(stage, tp, config.tp_layout, config.tp_depth)
+# 1. pipeline --------------------------------------------------------------------------------------------------------
+
+
+def own_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Iterator[Transformer]:
+    """Yield this rank's stages of the model, on the meta device."""
+    layers = stage_layers(config, schedule.model_stages)
+    for number in schedule.stages_of(mesh.coordinates.pp):
+        part = schedule.part(number)
+        first, last = part == 0, part == schedule.model_stages - 1
+        yield Transformer(config.model, config.seed, layers[part], first, last, "meta", config.torch_dtype)
 
 
 def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
-    """The layers of each stage, divided so that the slowest stage is as fast as possible."""
+    """Return the layers of each stage, divided so that the slowest stage is as fast as possible."""
     return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
 
 
-def _bucket_sizes(config: TrainConfig) -> dict[str, float]:
-    """ZeRO's bucket sizes. LAMB sums norms over tp bucket by bucket, so a bucket must hold the same parameters on each.
+# 2. to 5. -----------------------------------------------------------------------------------------------------------
 
-    Where tp cuts the vocabulary unevenly, ranks would fill buckets differently: then one bucket holds all.
+
+def transformed_stage(
+    config: TrainConfig, mesh: Mesh, device: torch.device, stage: Transformer
+) -> Transformer:
+    """Transform a stage for this rank in place and return it, with values unless ZeRO-3 makes them shard by shard."""
+    fill_buffers(stage, device)
+    place_whole(stage)
+    if config.ep > 1:
+        options = vars(config.options["dispatch"])
+        expert_parallel(stage, mesh.comm("ep"), dispatch=config.dispatch, **options)
+    if config.tp > 1:
+        config.choice("tp_layout").load()(stage, mesh.comm("tp"), config)
+    if config.cp > 1:
+        layout = config.cp_layout, config.cp_attention
+        context_parallel(stage, mesh.comm("cp"), *layout, ulysses_size=config.cp_ulysses)
+    config.choice("products").load()(stage, config, mesh)
+    if config.zero < 3:
+        fill(stage, initial_values(config), device)
+    recompute(stage, config.recompute)
+    partition = mesh.comm("tp") if config.partition_activations else None
+    relocate_activations(stage, partition, config.offload_activations)
+    if config.compile != "none":
+        for block in stage.layers.values():
+            block.compile(backend=config.compile)
+    return stage
+
+
+# 6. data ------------------------------------------------------------------------------------------------------------
+#
+# zero   the pipeline's modules   gradients         optimizer state    parameters
+# 0      DDP(stage)               whole             whole              whole
+# 1      stage                    whole             shards             whole
+# 2      stage                    shards            shards             whole
+# 3      FSDP(stage)              shards            shards             shards
+
+
+def data_parallel(
+    config: TrainConfig, mesh: Mesh, stages: list[Transformer], ends_apart: bool
+) -> tuple[list[nn.Module], OptimizerInterface]:
+    """Return the pipeline's modules and the optimizer. `zero` decides which of a parameter's 16 bytes a rank keeps.
+
+    ends_apart  whether embedding and head are on different stages, so that tied gradients are summed over pp
     """
-    if config.optimizer == "lamb" and config.model.vocab_size % config.tp:
-        return {"bucket_mb": 2.0**20, "first_bucket_mb": 2.0**20}
-    return {"bucket_mb": config.bucket_mb}
-
-
-def _data_parallel(config: TrainConfig, mesh: Mesh, stages: list[Transformer], num_stages: int):
-    """The pipeline's modules and the optimizer: `zero` decides which of the 16 bytes per parameter a rank keeps."""
-    sum_over, shares_ends = gradient_comm(mesh), config.model.tie_embeddings and num_stages > 1
-    make_optimizer, options = optimizer_class(config, mesh), {"lr": config.lr, "betas": BETAS}
+    tied = config.model.tie_embeddings and ends_apart
     if config.zero in (1, 2):
-        groups = parameter_groups(_named(stages), config.weight_decay, config.optimizer)
-        groups, tied = _tied_apart(groups) if shares_ends else (groups, [])
-        optimizer = (WholeParameterZero if config.optimizer == "muon" else ZeroOptimizer)(
-            groups,
-            make_optimizer,
-            sum_over,
-            config.zero,
+        return list(stages), zero_optimizer(config, mesh, stages, tied)
+    modules = (sharded if config.zero == 3 else replicated)(config, mesh, stages, tied)
+    return modules, optimizer_over(config, mesh, modules)
+
+
+def replicated(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
+    """Wrap for ZeRO 0: every rank has all of its stages' parameters, gradients and states."""
+    dtype = config.torch_reduce_dtype
+    return [
+        DDP(
+            stage,
+            gradient_comm(mesh),
+            bucket_mb=config.bucket_mb,
+            first_bucket_mb=config.bucket_mb / 4,
             reduce="sum",
-            **_bucket_sizes(config),
-            master_dtype=config.torch_master_dtype,
-            reduce_dtype=config.torch_reduce_dtype,
-            compress=gradient_compressor(config),
-            **_offload(config),
-            **options,
+            reduce_dtype=None if dtype == config.torch_dtype else dtype,
+            compress=config.choice("compress").load().compressor(config),
         )
-        for group in tied:
-            optimizer.add_param_group(group)
-        list(optimizer.tensors_and_states())  # gives the masters their placements, which LAMB needs
-        return stages, optimizer
-    if config.zero == 3:
-        cut_ends = not shares_ends  # tied gradients are summed over pp unsharded
-        shards, replicas = sharding_comms(sum_over, config.replicate)
-        computed = config.torch_dtype if config.mixed_precision else None
-        precision = {"compute_dtype": computed, "reduce_dtype": config.torch_reduce_dtype}
-        values = initial_values(config)
-        # Masters are what FSDP shards; what it leaves whole it computes as it is, so that stays in half precision.
-        for sharded in stages if cut_ends else (block for stage in stages for block in stage.layers.values()):
-            sharded.to(config.torch_master_dtype)
-        modules: list[nn.Module] = [
-            FSDP(
-                stage, shards, units=Block, reduce="sum", shard_rest=cut_ends, replicas=replicas, **precision,
-                init_part=values, **_offload(config),
-            )
-            for stage in stages
-        ]  # fmt: skip
-    else:
-        buckets = {"bucket_mb": config.bucket_mb, "first_bucket_mb": config.bucket_mb / 4}
-        buckets["compress"] = gradient_compressor(config)
-        if config.torch_reduce_dtype != config.torch_dtype:
-            buckets["reduce_dtype"] = config.torch_reduce_dtype
-        modules = [DDP(stage, sum_over, reduce="sum", **buckets) for stage in stages]
-    groups = parameter_groups(_named(modules), config.weight_decay, config.optimizer)
-    if config.offload != "none":
-        optimizer = OffloadedOptimizer(modules, groups, make_optimizer, config.torch_master_dtype, **options)
-        list(optimizer.tensors_and_states())  # as above
-        return modules, optimizer
-    if own := make_own_optimizer(config, groups, make_optimizer, sum_over, **options):
-        return modules, own
+        for stage in stages
+    ]
+
+
+def zero_optimizer(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> ZeroOptimizer:
+    """Return the optimizer of ZeRO 1 and 2: states, then gradients too, are sharded over dp x cp."""
+    family: OptimizerFamily = config.choice("optimizer").load()
+    groups = family.groups(_named(stages), config.weight_decay)
+    groups, of_ends = _ends_apart(groups) if tied else (groups, [])
+    optimizer = family.zero_class(
+        groups,
+        family.optimizer_class(mesh),
+        gradient_comm(mesh),
+        config.zero,
+        reduce="sum",
+        **family.bucket_sizes(config),
+        master_dtype=config.torch_master_dtype,
+        reduce_dtype=config.torch_reduce_dtype,
+        compress=config.choice("compress").load().compressor(config),
+        **_resting_place(config),
+        lr=config.lr,
+        betas=BETAS,
+    )
+    for group in of_ends:
+        optimizer.add_param_group(group)
+    # Called because it gives the masters their placements, which LAMB needs.
+    list(optimizer.tensors_and_states())
+    return optimizer
+
+
+def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
+    """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay whole, as their gradients are summed over pp."""
+    shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
+    # FSDP's shards are master weights. Parameters that it leaves whole take part in the computation, in half precision.
+    blocks = chain.from_iterable(stage.layers.values() for stage in stages)
+    for module in blocks if tied else stages:
+        module.to(config.torch_master_dtype)
+    return [
+        FSDP(
+            stage,
+            shards,
+            units=Block,
+            shard_rest=not tied,
+            reduce="sum",
+            replicas=replicas,
+            compute_dtype=config.torch_dtype if config.mixed_precision else None,
+            reduce_dtype=config.torch_reduce_dtype,
+            init_part=initial_values(config),
+            **_resting_place(config),
+        )
+        for stage in stages
+    ]
+
+
+def optimizer_over(config: TrainConfig, mesh: Mesh, modules: list[nn.Module]) -> OptimizerInterface:
+    """Return the optimizer over DDP's parameters or FSDP's shards; --offload or --compress may bring one of its own."""
+    family: OptimizerFamily = config.choice("optimizer").load()
+    averaging: GradientAveraging = config.choice("compress").load()
+    groups = family.groups(_named(modules), config.weight_decay)
+    cls = family.optimizer_class(mesh)
+    options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
+    memory: RestingPlace = config.choice("offload").load()
+    if (offloaded := memory.optimizer(config, modules, groups, cls, **options)) is not None:
+        list(offloaded.tensors_and_states())  # called because it gives the masters their placements
+        return offloaded
+    if (own := averaging.make_optimizer(config, groups, cls, gradient_comm(mesh), **options)) is not None:
+        return own
     if config.mixed_precision:
-        return modules, MasterWeights(groups, make_optimizer, **options)
-    return modules, TorchOptimizerAdapter(make_optimizer(groups, **options))
+        return MasterWeights(groups, cls, **options)
+    return TorchOptimizerAdapter(cls(groups, **options))
 
 
-def _tied_apart(groups: list[dict]) -> tuple[list[dict], list[dict]]:
-    """Take the embedding and its copy on another stage out of the groups; return the others', and one group for each.
+def _ends_apart(groups: list[Group]) -> tuple[list[Group], list[Group]]:
+    """Take the embedding and its tied copy out of the groups; return the groups, and one new group for each of the two.
 
-    ZeRO gives such a group a bucket of its own, and so cuts the two at the same places: ranks add their gradients in the
-    same order, and they stay equal bit for bit.
+    ZeRO then gives each its own bucket, and cuts both at the same places: their gradients are added in the same order, and
+    they stay equal bit for bit.
     """
     places = {p: placement_of(p) for group in groups for p in group["params"]}
     ends = {p for p, place in places.items() if "embedding.weight" in (place.name, place.tied_to)}
@@ -210,22 +267,22 @@ def _tied_apart(groups: list[dict]) -> tuple[list[dict], list[dict]]:
     return others, [{**group, "params": [p]} for group in groups for p in group["params"] if p in ends]
 
 
-def _offload(config: TrainConfig) -> dict:
-    folder = None if config.offload_folder is None else str(config.offload_folder)
-    return {} if config.offload == "none" else {"offload": config.offload, "folder": folder}
+def _resting_place(config: TrainConfig) -> dict[str, Any]:
+    folder = getattr(config.options.get("offload"), "folder", None)
+    return {"offload": config.offload, "folder": None if folder is None else str(folder)}
 
 
-def sharding_comms(comm_of, replicate: int):
-    """Cut the ranks with the same parameters into groups: return the ranks to shard over, and those with the same shard.
+def sharding_comms(comm_of: CommOf, replicate: int) -> tuple[CommOf, CommOf | None]:
+    """Split the ranks that hold the same parameters: return the Comms to shard over, and the Comms with the same shard.
 
-    Both are functions from a parameter to a Comm. Of ranks 0 to 3 with replicate=2, 0 and 1 share the shards, so do 2
-    and 3; gradients are reduced inside these groups, then summed over 0 and 2, and over 1 and 3.
+    Both are functions from a parameter to a Comm. With ranks 0 to 3 and replicate=2, ranks 0 and 1 hold one set of shards,
+    ranks 2 and 3 another; gradients are reduced inside these groups, then summed over 0 and 2, and over 1 and 3.
     """
     if replicate == 1:
         return comm_of, None
 
     @cache
-    def cut(comm) -> tuple[Comm, Comm]:
+    def cut(comm: Comm) -> tuple[Comm, Comm]:
         size = comm.size // replicate
         first = comm.rank // size * size
         same_shard = range(comm.rank % size, comm.size, size)
@@ -234,5 +291,5 @@ def sharding_comms(comm_of, replicate: int):
     return lambda param: cut(comm_of(param))[0], lambda param: cut(comm_of(param))[1]
 
 
-def _named(modules: list[nn.Module]):
+def _named(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [named for module in modules for named in module.named_parameters()]

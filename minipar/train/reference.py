@@ -1,51 +1,60 @@
 """The reference of a run: the unmodified model, a torch optimizer and a plain loop, in one process on one thread.
 
-In half precision it is mixed precision's plain loop: the model computes in `config.dtype`, and its float32 master weights
-are clipped and updated, then rounded to be the model's again.
+In half precision it is the plain loop of mixed precision: the model computes in `config.dtype`; gradients of float32 master
+weights are clipped, the master weights are updated, and rounded to become the model's weights again.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from minipar.data_parallel.loss_scaler import DynamicLossScaler
+from minipar.checkpoint.initial_weights import whole_model
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import Text, batch_of_step
 from minipar.model import set_num_groups, update_balance_bias
-from minipar.train.initial_weights import whole_model
-from minipar.train.optim import BETAS, learning_rate, optimizer_class, parameter_groups
-from minipar.train.text import batch_of_step
-from minipar.train.train_config import TrainConfig
+from minipar.train.optim import BETAS, OptimizerFamily, learning_rate, make_scaler, may_step
 
-FLOOR = 1e-12  # what has no larger entry is zero up to float64 rounding: differences from it are absolute
+Observe = Callable[[dict[str, Tensor]], None]
+# A tensor whose entries are all below this is zero up to float64 rounding; differences from such a tensor are absolute.
+FLOOR = 1e-12
 
 
 class ReferenceRun(NamedTuple):
-    """The first steps of a run: its losses, gradient norms, and every parameter (the master weights) at their end."""
+    """The first steps of a run: losses, gradient norms, and the final value of every parameter or its master weight."""
 
     losses: list[float]
     grad_norms: list[float]
-    parameters: dict[str, torch.Tensor]
+    parameters: Mapping[str, Tensor]
 
 
 def train_in_one_process(
-    config: TrainConfig, text: torch.Tensor, steps: int, on_step=None, observe=None
+    config: TrainConfig,
+    text: Text,
+    steps: int,
+    on_step: Callable[[int], None] | None = None,
+    observe: Observe | None = None,
 ) -> ReferenceRun:
     """Run the first `steps` steps of the run in this process, without a Comm, a wrapper or a mesh.
 
     observe  called with the master weights by name before the first step, and each time their gradients are complete,
              before they are clipped
 
-    Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
+    Raises ArithmeticError if the loss or the gradient norm is not finite and on_nan is "stop".
     """
     model = whole_model(config)
     weights = dict(model.named_parameters())
     masters = {
         n: p.detach().float().requires_grad_() if config.mixed_precision else p for n, p in weights.items()
     }
-    groups = parameter_groups(masters.items(), config.weight_decay, config.optimizer)
-    optimizer = optimizer_class(config)(groups, lr=config.lr, betas=BETAS)
+    family: OptimizerFamily = config.choice("optimizer").load()
+    groups = family.groups(masters.items(), config.weight_decay)
+    options: dict[str, Any] = {"lr": config.lr, "betas": BETAS}
+    optimizer = family.optimizer_class()(groups, **options)
     scaler = make_scaler(config)
     losses, norms = [], []
     observe = observe or (lambda masters: None)
@@ -60,7 +69,7 @@ def train_in_one_process(
         loss = model.loss(batch.tokens, batch.targets, step=step)
         (loss * scale).backward()
         for name, p in weights.items():
-            if p is not masters[name]:
+            if p is not masters[name] and p.grad is not None:
                 masters[name].grad = p.grad.float() / scale
         observe(masters)
         norm = torch.nn.utils.clip_grad_norm_(masters.values(), config.grad_clip or math.inf)
@@ -78,30 +87,6 @@ def train_in_one_process(
     return ReferenceRun(losses, norms, {name: p.detach() for name, p in masters.items()})
 
 
-def make_scaler(config: TrainConfig, comm=None) -> DynamicLossScaler | None:
-    """The loss scale of float16; None for other dtypes. After one overflow it waits for a second before it gets smaller."""
-    return DynamicLossScaler(comm, config.loss_scale, hysteresis=2) if config.dtype == "float16" else None
-
-
-def may_step(
-    config: TrainConfig, step: int, loss: float, norm: float, scaler: DynamicLossScaler | None
-) -> bool:
-    """Whether to update: the loss and the gradient norm are finite. Updates the loss scale.
-
-    Raises ArithmeticError where they are not, unless on_nan is "skip", or a smaller loss scale may mend it.
-    """
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    overflowed = scaler is not None and math.isfinite(loss) and not finite and scaler.current_scale > 1
-    if not finite and not overflowed and config.on_nan == "stop":
-        raise ArithmeticError(
-            f"step {step}: the loss is {loss} and the gradient norm {norm}; "
-            "lower lr, or go on without such steps by on_nan=skip"
-        )
-    if scaler is not None:
-        scaler.update(finite)
-    return finite
-
-
 class Difference(NamedTuple):
     """The largest differences between two runs: in loss, in gradient norm (relative), and in the parameter `worst`."""
 
@@ -111,7 +96,7 @@ class Difference(NamedTuple):
     parameter: float
     worst: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (
             f"first {self.steps} steps against one process: largest difference in loss {self.loss:.1e}, "
             f"in gradient norm {self.grad_norm:.1e} of it, in a parameter {self.parameter:.1e} ({self.worst})"
@@ -119,7 +104,7 @@ class Difference(NamedTuple):
 
 
 def compare(run: ReferenceRun, reference: ReferenceRun) -> Difference:
-    """Return the largest differences: inf where one of the two is not a number."""
+    """Return the largest differences between two runs; a difference is inf if either value is nan."""
     if run.parameters.keys() != reference.parameters.keys():
         raise ValueError(
             f"different parameters: {sorted(run.parameters.keys() ^ reference.parameters.keys())}"
@@ -128,7 +113,7 @@ def compare(run: ReferenceRun, reference: ReferenceRun) -> Difference:
         name: known((run.parameters[name].double() - reference.parameters[name].double()).abs().max().item())
         for name in reference.parameters
     }
-    worst = max(apart, key=apart.get)
+    worst = max(apart, key=lambda name: apart[name])
     norms = zip(run.grad_norms, reference.grad_norms)
     return Difference(
         len(reference.losses),
@@ -144,10 +129,10 @@ def _apart(a: float, b: float) -> float:
 
 
 def relative(apart: float, largest: float) -> float:
-    """A difference as a fraction of the largest entry it is a difference from, or itself where that is zero."""
+    """Return a difference divided by `largest`, the reference's largest entry; undivided if that entry is 0."""
     return known(apart / largest if largest > FLOOR else apart)
 
 
 def known(difference: float) -> float:
-    """The difference, or inf if it is nan: nan differs infinitely from everything, nan included."""
+    """Return the difference, or inf if it is nan: nan differs infinitely from everything, even from nan."""
     return math.inf if math.isnan(difference) else difference

@@ -1,20 +1,21 @@
-"""Going on from a checkpoint: what is refused before anything is written, and what is said to differ."""
+"""Resuming from a checkpoint: another run's is refused before anything is written; changed settings are reported."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from minipar.checkpoint.restore import Checkpoint, CheckpointRef, checkpoints, find_damage
+from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
-from minipar.train.check_paths import CHECKPOINTS
-from minipar.train.restore import Checkpoint, Chosen, checkpoints, find_damage
+from minipar.config.check_paths import CHECKPOINTS
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import TextId
 from minipar.train.state import changed_settings, require_same_run
-from minipar.train.text import TextId
-from minipar.train.train_config import TrainConfig
 
 
 def require_no_others(config: TrainConfig) -> None:
-    """Refuse a folder with another run's checkpoints: only the highest step numbers are kept, of whichever run."""
+    """Raise ValueError if the folder has another run's checkpoints: this run's would mix with them, and remove them."""
     if config.checkpoint_every and not _in_own_folder(config) and checkpoints(config.folder / CHECKPOINTS):
         raise ValueError(
             f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
@@ -22,15 +23,16 @@ def require_no_others(config: TrainConfig) -> None:
         )
 
 
-def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> Chosen | None:
-    """Return the checkpoint at `path`, the newest whole one of `config.resume`, or None to begin at step 0.
+def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> CheckpointRef | None:
+    """Return the checkpoint at `path`, the newest complete one of `config.resume`, or None to begin at step 0.
 
-    A run may begin in its own folder as long as that has no checkpoint. Where it has some and none is whole, beginning
-    again would overwrite what may only be unreadable for now.
-    Raises ValueError for that, for a folder without checkpoints, for a checkpoint of another run, and where the folder to
-    write to has checkpoints of another run.
+    A run may begin at step 0 in its own folder only if the folder has no checkpoint, not even a damaged one: a damaged one
+    may be readable again later, and would be overwritten.
+    Raises ValueError if no checkpoint is complete or there is none, if the checkpoint is another run's, and if the folder
+    to write to has checkpoints of another run.
     """
     if path is None:
+        assert config.resume is not None
         found = checkpoints(config.resume / CHECKPOINTS)
         if found:
             raise ValueError(
@@ -51,8 +53,8 @@ def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> C
     return checkpoint.chosen
 
 
-def require_same_text(world, config: TrainConfig, text_id: TextId) -> None:
-    """Raise ValueError, on every rank, where the ranks have read different texts."""
+def require_same_text(world: Comm, config: TrainConfig, text_id: TextId) -> None:
+    """Raise ValueError, on every rank, if the ranks have read different texts."""
     other = [r for r, other_id in enumerate(all_gather_objects(world, text_id)) if other_id != text_id]
     if other:
         name = "text" if config.tokens is None else "tokens"

@@ -1,7 +1,7 @@
 """The state of a run, to a checkpoint and back: this rank's parts of parameters and optimizer state, and buffers.
 
-Of a float16 model the loss scale too. Nothing else is state: the batch of a step, its dropout masks and its learning rate
-are functions of seed and step.
+A float16 model's loss scale is also part of the state. Nothing else is: the batch of a step, its dropout masks and its
+learning rate are functions of seed and step.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from minipar.checkpoint.restore import Checkpoint
+from minipar.checkpoint.saver import StoredPart
+from minipar.config.train_config import TrainConfig
+from minipar.data.epoch import place_of_step
+from minipar.data.text import NO_TEXT, TextId
 from minipar.mesh import Placement, placement_of
-from minipar.train.checkpoint import StoredPart
-from minipar.train.compression_config import require_resumable
-from minipar.train.epoch import place_of_step
 from minipar.train.parallelize import RankState
-from minipar.train.restore import Checkpoint
-from minipar.train.text import NO_TEXT, TextId
-from minipar.train.train_config import TrainConfig
 
 PARAMETER, BUFFER = "parameter", "buffer"
 
 
 def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, float]]]:
     """Return this rank's parts, and the scalar optimizer state of its parameters: {name: {"step": 3.0}}."""
-    parts, numbers = [], {}
+    parts: list[StoredPart] = []
+    numbers: dict[str, dict[str, float]] = {}
     for x, own in state.optimizer.tensors_and_states():
         placement = placement_of(x)
         if placement.tied_to is not None:
-            continue  # a copy: its original is stored
+            continue  # a tied copy: its original is stored
         if x.numel():  # under ZeRO some ranks hold no element of a parameter
             parts.append(StoredPart(PARAMETER, placement, x))
         for key, value in own.items():
@@ -45,10 +46,9 @@ def parts_of(state: RankState) -> tuple[list[StoredPart], dict[str, dict[str, fl
 
 @torch.no_grad()
 def restore(state: RankState, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint, written on any mesh, into this rank's state. Raises ValueError where something is missing.
+    """Load a checkpoint, written on any mesh, into this rank's state. Raises ValueError if something is missing.
 
-    Optimizer state takes the dtype of the tensor it belongs to: float32 where there are master weights, as of a model in
-    half precision, else the parameter's.
+    Optimizer state gets the dtype of the tensor that is updated: float32 for master weights, else the parameter's dtype.
     """
     parameters = [param for stage in state.stages for param in stage.parameters()]
     for param in parameters:
@@ -70,7 +70,7 @@ def restore(state: RankState, checkpoint: Checkpoint) -> None:
         state.scaler.load_state_dict(checkpoint.extra["loss_scaler"])
 
 
-class StoredParameters(Mapping):
+class StoredParameters(Mapping[str, torch.Tensor]):
     """Every parameter of a checkpoint by name, each read when it is asked for."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype):
@@ -80,28 +80,31 @@ class StoredParameters(Mapping):
         shape = self._checkpoint.global_shape(PARAMETER, name)
         return self._checkpoint.read(PARAMETER, Placement.whole(name, shape)).to(self._dtype)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._checkpoint.names(PARAMETER))
 
     def __len__(self) -> int:
         return len(self._checkpoint.names(PARAMETER))
 
 
-# What decides the numbers, with the model and the text. All other settings may differ, and are then said to.
+# Together with the model and the text, these settings decide a run's results. Others may change; changes are reported.
 ALIKE = ("seed", "dtype", "optimizer", "batch_size", "seq_len", "sampling")
-UNSAID = (
+UNREPORTED_FIELDS = (
     "model", "moe", "text", "tokens", "tokenizer", "eval_every", "out", "name", "resume", "checkpoint_every", "keep",
-    "verify_steps", "trace_steps", "timeout_s", "elastic", "tensorboard", "peak_tflops",
-    "offload_folder", "init",
+    "verify_steps", "trace_steps", "timeout_s", "membership", "tensorboard", "peak_tflops",
+    "init",
 )  # fmt: skip
 
 
 def described(
-    config: TrainConfig, text_id: TextId = NO_TEXT, step: int = 0, numbers: dict | None = None
-) -> dict:
-    """The description of a run that its checkpoints store: what decides its numbers, and its place in the text.
+    config: TrainConfig,
+    text_id: TextId = NO_TEXT,
+    step: int = 0,
+    numbers: dict[str, dict[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Return a run's description for its checkpoints: all that determines its results, and its place in the text.
 
-    numbers  the scalar optimizer state, as from `parts_of`
+    numbers  the scalar optimizer state that `parts_of` returns
     """
     return {
         **{name: getattr(config, name) for name in ALIKE},
@@ -116,16 +119,16 @@ def described(
 
 
 def _place(config: TrainConfig, text_id: TextId, step: int) -> list[int] | None:
-    """The epoch that a run has come to after `step` steps, and how many of its samples have come; None without epochs."""
+    """Return the epoch after `step` steps, and the number of its samples already used; None without epochs."""
     if config.sampling == "random" or not text_id.num_tokens:
         return None
     return [*place_of_step(text_id.num_tokens, step, config.batch_size, config.seq_len)]
 
 
 def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_id: TextId) -> None:
-    """Raise ValueError where the checkpoint is of another run, or has already done `config.steps` steps.
+    """Raise ValueError if the checkpoint is of another run, or has already done `config.steps` steps.
 
-    Another run is one with another model, seed, precision, batch or text: its numbers could not go on from these.
+    A run with another model, seed, precision, batch or text is another run: it would not continue this run's results.
     """
     theirs = {"sampling": "random", "codec": "bytes", "place": None} | checkpoint.extra
     ours = described(config, text_id, checkpoint.step)
@@ -134,7 +137,7 @@ def require_same_run(config: TrainConfig, checkpoint: Checkpoint, text_id: TextI
         stored = theirs["model"].get(name) if name in ours["model"] else theirs[name]
         if stored != value:
             raise ValueError(f"{name}={value!r}, but {of} with {name}={stored!r}; use that")
-    require_resumable(config, theirs["settings"], of)
+    config.choice("compress").require_resumable(config, theirs["settings"], of)
     if theirs["held_out"] != ours["held_out"]:
         did, use = ("held out a part of", "above 0") if theirs["held_out"] else ("trained on all of", "0")
         raise ValueError(
@@ -166,20 +169,25 @@ def changed_settings(config: TrainConfig, checkpoint: Checkpoint) -> str:
     )
 
 
-def _settings(config: TrainConfig) -> dict:
-    """The settings of a configuration that may differ from run to run, its paths as text."""
-    names = [field.name for field in fields(config) if field.name not in ALIKE + UNSAID]
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that may change when a run is resumed, paths as text."""
+    names = [field.name for field in fields(config) if field.name not in ALIKE + UNREPORTED_FIELDS]
     values = {name: getattr(config, name) for name in names}
+    values["options"] = {name: _plain(asdict(own)) for name, own in config.options.items()}
+    return _plain(values)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
 def buffers_of(state: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:
-    """Yield this rank's buffers: the biases that balance experts, neither trained nor made from the seed, each whole."""
+    """Yield this rank's buffers that the seed does not determine: the unsharded biases that balance experts."""
     for stage in state.stages:
         for name, buffer in stage.named_buffers():
             yield Placement.whole(name, buffer.shape), buffer
 
 
 def _original(placement: Placement) -> Placement:
-    """The placement under which the tensor is stored: a tied copy's is its original's."""
+    """Return the placement under which the tensor is stored; for a tied copy, its original's placement."""
     return placement if placement.tied_to is None else replace(placement, name=placement.tied_to)

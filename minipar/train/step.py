@@ -1,62 +1,66 @@
-"""One training step on one rank: its part of the batch, forward and backward, clip, update."""
+"""One training step on one rank: take its part of the batch, run forward and backward, clip, update."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from minipar.comm import Comm
+from minipar.config.train_config import TrainConfig
 from minipar.context import local_positions
+from minipar.data.text import Batch, Text, batch_of_step
+from minipar.mesh import Mesh
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
-from minipar.staging import pinned, to_device
-from minipar.trace import span
-from minipar.train.compression import begin_step
+from minipar.support.staging import pinned, to_device
+from minipar.support.trace import span
+from minipar.train.log import Metrics
 from minipar.train.metrics import routing, speed
-from minipar.train.optim import grad_norm, learning_rate
+from minipar.train.optim import grad_norm, learning_rate, may_step
 from minipar.train.parallelize import RankState
-from minipar.train.reference import may_step
-from minipar.train.text import Batch, batch_of_step
-from minipar.train.train_config import TrainConfig
 
 
 def train_step(
-    world,
+    world: Comm,
     state: RankState,
     config: TrainConfig,
-    text,
+    text: Text,
     step: int,
-    observe=None,
+    observe: Callable[[], None] | None = None,
     batch: LocalBatch | None = None,
-) -> dict:
+    data_wait_s: float = 0.0,
+) -> Metrics:
     """Run one step: compute and clip the gradients, update the parameters, return the step's metrics.
 
-    observe  called when the gradients are complete, before they are clipped
-    batch    this rank's part of the step's, where it was made ahead of time
+    observe      called when the gradients are complete, before they are clipped
+    batch        this rank's part of the step's batch, if it was made ahead of time
+    data_wait_s  the seconds for which this rank waited for that batch: they count as seconds of the step
 
-    Raises ArithmeticError where the loss or the gradient norm is not finite and on_nan is "stop".
+    Raises ArithmeticError if the loss or the gradient norm is not finite and on_nan is "stop".
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     state.optimizer.zero_grad()
-    begin_step(state, config, step)
+    config.choice("compress").load().begin_step(config, state, step)
     loss = gradients(world, state, config, text, step, batch)
     if observe is not None:
         observe()
     with span(world.trace, "compute", "optimizer"):
         scale = state.loss_scale
         norm = grad_norm(state.optimizer.tensors, world, state.shares)
-        # The step's one wait for a GPU: whether to update depends on both.
+        # The step's only wait for the GPU: loss and norm decide whether to update.
         loss, norm = torch.stack((loss.double(), norm.double())).tolist()
         norm /= scale
         # Loss and norm are the same on every rank, so all ranks step, or all skip.
         if stepped := may_step(config, step, loss, norm, state.scaler):
-            too_long = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
-            state.optimizer.step(grad_scale=scale * too_long)
+            clip_divisor = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
+            state.optimizer.step(grad_scale=scale * clip_divisor)
         if config.model.balance_bias:
             for stage in state.stages:
                 update_balance_bias(stage, comm=state.mesh.sharing("dp", "cp"))
@@ -67,54 +71,60 @@ def train_step(
         "lr": lr,
         "skipped": int(not stepped),
         **({} if state.scaler is None else {"loss_scale": scale}),
-        **speed(config, time.perf_counter() - start_s),
+        "data_wait_s": data_wait_s,
+        **speed(config, data_wait_s + time.perf_counter() - start_s),
         **routing(world, state, config),
     }
 
 
-def batch_of(config: TrainConfig, text, step: int) -> Batch:
-    """The batch of a step of this run."""
+def batch_of(config: TrainConfig, text: Text, step: int) -> Batch:
+    """Return the batch of a step of this run."""
     return batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
 
 
 class LocalBatch(NamedTuple):
-    """This rank's samples of a batch (dp) and its tokens of them (cp), still on the CPU.
+    """This rank's part of a batch: its samples (cut over dp) and its tokens of each (cut over cp), still on the CPU.
 
     tokens, targets  [B/dp, T/cp] int64        sample_ids  [B/dp]        positions  [T/cp]
-    count            how many targets of the whole batch count
+    num_targets      targets that count towards the loss, in the whole batch
     """
 
     tokens: Tensor
     targets: Tensor
     sample_ids: Tensor
     positions: Tensor
-    count: int
+    num_targets: int
 
 
-def local_batch(mesh, config: TrainConfig, text, step: int, device: torch.device) -> LocalBatch:
-    """This rank's part of the batch of a step, in pinned memory where `device`, to which it will be copied, is a GPU."""
+def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: torch.device) -> LocalBatch:
+    """Return this rank's part of a step's batch, in pinned memory if it will be copied to a GPU."""
     batch, at = batch_of(config, text, step), mesh.coordinates
     ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
     positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
-    parts = batch.tokens[ids][:, positions], batch.targets[ids][:, positions], ids, positions
-    return LocalBatch(*(pinned(x, device) for x in parts), batch.count)
+    return LocalBatch(
+        pinned(batch.tokens[ids][:, positions], device),
+        pinned(batch.targets[ids][:, positions], device),
+        pinned(ids, device),
+        pinned(positions, device),
+        batch.num_targets,
+    )
 
 
-def _inputs(batch: LocalBatch, device: torch.device) -> dict:
+def _inputs(batch: LocalBatch, device: torch.device) -> dict[str, Any]:
     """The batch on the device, as `Pipeline.step` takes it."""
     tokens, targets, sample_ids, positions = (to_device(x, device) for x in batch[:4])
     return dict(
         inputs=tokens,
         targets=targets,
-        count=batch.count,
+        count=batch.num_targets,
         per_sample={"sample_ids": sample_ids},
         stage_kwargs={"positions": positions},
     )
 
 
 def gradients(
-    world, state: RankState, config: TrainConfig, text, step: int, batch: LocalBatch | None = None
-) -> torch.Tensor:
+    world: Comm, state: RankState, config: TrainConfig, text: Text, step: int, batch: LocalBatch | None = None
+) -> Tensor:
     """Compute and reduce the gradients of this step's batch; return the whole batch's loss, on every rank."""
     inputs = _inputs(batch or local_batch(state.mesh, config, text, step, world.device), world.device)
     inputs["stage_kwargs"]["step"] = step
@@ -122,8 +132,8 @@ def gradients(
         for stage in state.stages:
             groups = config.model.num_groups(config.batch_size, config.seq_len)
             set_num_groups(stage, groups, state.loss_scale)
-    # ZeroOptimizer reduces gradients during every backward, and adds up what it has reduced. Unless that is asked for, it
-    # reduces once, when all of a step's gradients are there: those of other microbatches, deferred ones, a tied stage's.
+    # By default ZeroOptimizer reduces gradients in every backward. Here it reduces once per step, when all gradients are
+    # complete (of every microbatch, deferred or tied ones), unless reduce_every asks for a reduction in every backward.
     several = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
     accumulates = several and config.reduce_every == "step"
     with state.optimizer.no_sync() if accumulates else nullcontext():
@@ -133,23 +143,24 @@ def gradients(
     return reduce_loss(world, state, config, loss)
 
 
-EVAL_STEPS = 4  # batches per validation loss
+EVAL_STEPS = 4  # number of batches for a validation loss
 
 
-def evaluate(world, state: RankState, config: TrainConfig, text) -> float:
-    """The mean loss over EVAL_STEPS batches of `text`, the same ones every time, without dropout; equal on every rank."""
+def evaluate(world: Comm, state: RankState, config: TrainConfig, text: Text) -> float:
+    """Return the mean loss over EVAL_STEPS batches of `text`, without dropout: the same batches every time."""
     losses = []
     for step in range(EVAL_STEPS):
         inputs = _inputs(local_batch(state.mesh, config, text, step, world.device), world.device)
         losses.append(reduce_loss(world, state, config, state.pipeline.evaluate(**inputs)))
     for stage in state.stages:
-        take_metrics(stage)  # discard: the next step reports its own routing only
+        take_metrics(stage)  # discard them: the next step reports only its own routing
     return torch.stack(losses).mean().item()
 
 
-def reduce_loss(world, state: RankState, config: TrainConfig, loss: torch.Tensor | None) -> torch.Tensor:
+def reduce_loss(world: Comm, state: RankState, config: TrainConfig, loss: Tensor | None) -> Tensor:
     """Sum the parts of the batch's loss that the ranks of the last stage computed; every rank gets the sum."""
     if loss is None or state.mesh.coordinates.tp:  # all tp ranks have the same loss: count it once
         dtype = torch.promote_types(config.torch_dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=world.device)
-    return world.all_reduce(loss.detach())
+    total: Tensor = world.all_reduce(loss.detach())
+    return total

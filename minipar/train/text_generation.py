@@ -1,29 +1,36 @@
-"""Text from a trained model, on any mesh of tp and pp ranks, whatever mesh it was trained on.
+"""Text from a trained model, on any mesh of tp and pp ranks, which may differ from the mesh of the training.
 
-The stages compute a token one after another, the tp ranks of a stage together; each rank caches the keys and values of
-its own layers and heads. One rank chooses the next token and broadcasts it, so all ranks have the same text even where
-the last bits of their logits differ. While one stage computes, the others wait: pp fits a larger model, it does not make
-one text faster.
+For each token, the stages compute one after another, and the tp ranks of a stage together; each rank caches the keys and
+values of its own layers and heads. One rank chooses the next token and broadcasts it, so all ranks have the same text even
+if the last bits of their logits differ. While one stage computes, the others wait: pp allows a larger model, but does not
+generate a text faster.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minipar.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
+from minipar.comm import Comm
+from minipar.config.check_paths import CHECKPOINTS
+from minipar.config.model_config import ModelConfig
+from minipar.config.tensor_limits import check_tensor_parallel
+from minipar.config.train_config import TrainConfig
+from minipar.data.tokenizer import Ids, codec_of_run
+from minipar.expert import expert_parallel
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Transformer
 from minipar.model.sampling import checked_prompt, choose, continue_text
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.runtime.launch import run
-from minipar.tensor_parallel import check_tensor_parallel, tensor_parallel
-from minipar.train.check_paths import CHECKPOINTS
-from minipar.train.restore import Checkpoint, Chosen, newest_whole
+from minipar.tensor_parallel import tensor_parallel
 from minipar.train.state import BUFFER, PARAMETER
-from minipar.train.tokenizer import Ids, codec_of_run
 
 
 def generate_text(
@@ -38,10 +45,10 @@ def generate_text(
 ) -> str:
     """Continue `prompt` by `num_tokens` tokens with a run's newest checkpoint, on tp x pp local ranks; return all the text.
 
-    At temperature 0, and above it for a given seed, every mesh generates the same text, except where two tokens are
-    equally likely up to rounding. Text and tokens are as the run had them: bytes, or those of its tokenizer.
-    Raises ValueError for a folder without a whole checkpoint, an empty prompt, a negative number, or a mesh over which
-    the model cannot be cut, before any rank starts; RankError where a rank fails.
+    At temperature 0, and above it for a given seed, every mesh generates the same text, unless two tokens are
+    equally likely up to rounding. Tokens are bytes, or those of the run's tokenizer.
+    Raises ValueError before any rank starts for a folder without a complete checkpoint, an empty prompt, a negative number,
+    or a mesh over which the model cannot be split; RankError if a rank fails.
     """
     path = newest_whole(Path(run_folder) / CHECKPOINTS, {PARAMETER, BUFFER})
     if path is None:
@@ -54,30 +61,30 @@ def generate_text(
     tokens = checked_prompt(config, codec.encode(prompt), num_tokens, temperature)
     check_mesh(config, tp, pp)
     text = run(
-        _generate_rank, checkpoint.chosen, {"tp": tp, "pp": pp}, tokens, num_tokens, temperature, seed,
+        _generate_rank, checkpoint.chosen, tp, pp, tokens, num_tokens, temperature, seed,
         world_size=tp * pp, backend="auto", timeout_s=timeout_s,
     )[0]  # fmt: skip
     return codec.decode(text.tolist())
 
 
-def _generate_rank(world, chosen: Chosen, mesh_sizes: dict[str, int], *request) -> Tensor:
-    mesh = Mesh(world, **mesh_sizes)
+def _generate_rank(world: Comm, chosen: CheckpointRef, tp: int, pp: int, *request: Any) -> Tensor:
+    mesh = Mesh(world, tp=tp, pp=pp)
     return generate_on_mesh(load_stage(chosen.open(), mesh, world.device), mesh, *request)
 
 
 SAMPLE_BYTES_PER_RANK = 16 << 20
 
 
-def sample_text(world, config, path: Path, num_tokens: int, temperature: float = 0.7) -> str | None:
-    """Continue "The " from the checkpoint at `path` on ranks that are there: on as few as hold 16 MiB of the weights each.
+def sample_text(
+    world: Comm, config: TrainConfig, path: Path, num_tokens: int, temperature: float = 0.7
+) -> str | None:
+    """Continue "The " from the checkpoint at `path`, on as many ranks as it takes for each to hold about 16 MiB.
 
-    config  the TrainConfig of the run that `world` has trained; its tp cuts the model where the layers alone are too few
-    Every rank calls this; rank 0 gets the text, the others None.
+    config  the TrainConfig of the run that `world` has trained; its tp also cuts the layers if they are too few
+    Every rank calls this; rank 0 gets the text, all others get None.
     """
-    shapes, layers = (
-        Transformer(config.model, device="meta", dtype=config.torch_dtype),
-        config.model.num_layers,
-    )
+    shapes = Transformer(config.model, device="meta", dtype=config.torch_dtype)
+    layers = config.model.num_layers
     ranks = min(world.size, -(-sum(p.nbytes for p in shapes.parameters()) // SAMPLE_BYTES_PER_RANK))
     pp = min(ranks, layers)
     cut = ranks > layers and pp * config.tp <= world.size and config.tp_layout == "1d"
@@ -94,7 +101,7 @@ def sample_text(world, config, path: Path, num_tokens: int, temperature: float =
 
 
 def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:
-    """Raise ValueError where a model of these sizes cannot be cut into pp stages of tp ranks."""
+    """Raise ValueError if a model of these sizes cannot be cut into pp stages of tp ranks."""
     if not 1 <= pp <= config.num_layers:
         raise ValueError(
             f"pp={pp} stages of num_layers={config.num_layers} layers; use 1 to {config.num_layers}"
@@ -102,10 +109,10 @@ def check_mesh(config: ModelConfig, tp: int, pp: int) -> None:
     check_tensor_parallel(config, tp)
 
 
-def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
-    """Load this rank's stage of the model, cut over tp, from a checkpoint; only this rank's parts of weights are read.
+def load_stage(checkpoint: Checkpoint, mesh: Mesh, device: torch.device | None = None) -> Transformer:
+    """Load this rank's stage of the model, cut over tp and ep, from a checkpoint. Reads only this rank's parts of weights.
 
-    Each pp rank has one stage, of the layers that training gives it. The checkpoint may be from any mesh.
+    Each pp rank has one stage; layers are divided among stages as in training. The checkpoint may be from any mesh.
     """
     config, pp = ModelConfig(**checkpoint.extra["model"]), mesh.sizes["pp"]
     number = mesh.coordinates.pp
@@ -113,7 +120,9 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     first, last = number == 0, number == pp - 1
     dtype = getattr(torch, checkpoint.extra["dtype"])
     stage = Transformer(config, layers=layers, first=first, last=last, device="meta", dtype=dtype)
-    tensor_parallel(stage, mesh.comm("tp"))  # for tp=1 too: it sets every parameter's placement
+    tensor_parallel(stage, mesh.comm("tp"))  # also if tp=1, because it sets every parameter's placement
+    if mesh.sizes["ep"] > 1:
+        expert_parallel(stage, mesh.comm("ep"))
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, _read(checkpoint, parameter, device))
@@ -124,7 +133,7 @@ def load_stage(checkpoint: Checkpoint, mesh: Mesh, device=None) -> Transformer:
     return stage
 
 
-def _read(checkpoint: Checkpoint, parameter: nn.Parameter, device) -> nn.Parameter:
+def _read(checkpoint: Checkpoint, parameter: nn.Parameter, device: torch.device | None) -> nn.Parameter:
     placement = placement_of(parameter)
     stored = replace(placement, name=placement.tied_to or placement.name)
     value = checkpoint.read(PARAMETER, stored).to(device, parameter.dtype)
@@ -135,15 +144,20 @@ def _read(checkpoint: Checkpoint, parameter: nn.Parameter, device) -> nn.Paramet
 
 @torch.no_grad()
 def generate_on_mesh(
-    stage: Transformer, mesh: Mesh, prompt_tokens, num_tokens: int, temperature: float = 0.0, seed: int = 0
+    stage: Transformer,
+    mesh: Mesh,
+    prompt_tokens: Sequence[int] | Tensor,
+    num_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Tensor:
     """Generate as `minipar.model.generate` does, with one stage per pp rank, cut over tp or not; every rank gets the text.
 
-    stage  this rank's, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
+    stage  this rank's stage, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
 
     Every rank calls this with the same prompt and numbers. Along other mesh axes, each replica generates the same text.
     Sends, for B texts with T tokens in the prompt: from stage to stage, B*D elements for each of the T + num_tokens - 1
-    tokens read, as long as the cache holds; over tp, what the forward of these tokens sends, including the gather of
+    tokens read, as long as tokens can be cached; over tp, what the forward of these tokens sends, including the gather of
     logits; and B int64 per chosen token, broadcast to all ranks.
     """
     tokens = checked_prompt(stage.config, prompt_tokens, num_tokens, temperature)
@@ -154,22 +168,24 @@ def generate_on_mesh(
     def next_token(unread: Tensor) -> Tensor:
         logits = _through_stages(stage, pp, unread)
         if all_ranks.rank == chooser:
+            assert logits is not None
             token = choose(logits[:, -1], temperature, generator)
         else:
             token = unread.new_empty(unread.shape[0], 1)
-        return all_ranks.broadcast(token, root=chooser)
+        chosen: Tensor = all_ranks.broadcast(token, root=chooser)
+        return chosen
 
-    text = continue_text(stage, torch.atleast_2d(tokens), num_tokens, next_token)
+    text = continue_text(stage, tokens.reshape(-1, tokens.shape[-1]), num_tokens, next_token)
     return text[0] if tokens.dim() == 1 else text
 
 
-def _through_stages(stage: Transformer, pp, tokens: Tensor) -> Tensor | None:
+def _through_stages(stage: Transformer, pp: Comm, tokens: Tensor) -> Tensor | None:
     """Run this rank's stage on these tokens: the last stage's ranks return the logits, the others None."""
     x = tokens
     if not stage.first:
         dtype = next(stage.parameters()).dtype
         x = pp.recv((*tokens.shape, stage.config.dim), dtype, pp.rank - 1)
-    out = stage(x)
+    out: Tensor = stage(x)
     if stage.last:
         return out
     pp.send(out, pp.rank + 1)

@@ -9,12 +9,13 @@ import torch
 from hypothesis import strategies as st
 
 from minipar.comm import reduction
-from minipar.comm.collectives import ALGORITHMS
+from minipar.comm.collectives import ALGORITHMS, algorithms_of
 from minipar.spec.collectives import Call, wrong
 from tests.strategies import seeds, splits
 
+# Those of extras, too, where they are installed.
 NAMES = [
-    (collective, name) for collective, names in ALGORITHMS.items() for name in (*names, "native", "auto")
+    (collective, name) for collective in ALGORITHMS for name in (*algorithms_of(collective), "native", "auto")
 ]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.bool)
 
@@ -24,7 +25,6 @@ class Case(Call):
     """A call of the specification, and how it is made."""
 
     algorithm: str = "auto"
-    strided: bool = False
     async_op: bool = False
     in_place: bool = False
     segment_bytes: int = reduction.SEGMENT_BYTES
@@ -56,11 +56,11 @@ def cases(draw, size: int, names=NAMES, max_rows: int = 40) -> Case:
         draw(st.integers(0, size - 1)),
         sizes,
         draw(seeds),
-        algorithm,
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.booleans()) and algorithm != "native",
-        draw(st.sampled_from([16, 100, reduction.SEGMENT_BYTES])),
+        algorithm=algorithm,
+        strided=draw(st.booleans()),
+        async_op=draw(st.booleans()),
+        in_place=draw(st.booleans()) and algorithm != "native",
+        segment_bytes=draw(st.sampled_from([16, 100, reduction.SEGMENT_BYTES])),
     )
 
 

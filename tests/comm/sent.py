@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, log2, prod
 
-from minipar.chunks import chunk_sizes
-from minipar.comm.double_tree import two_trees
+from minipar.extras.collectives.double_tree import two_trees
+from minipar.support.chunks import chunk_sizes
 from tests.comm.cases import Case
 
 

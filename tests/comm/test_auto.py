@@ -5,15 +5,16 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.chunks import chunk_sizes
 from minipar.comm import collectives
 from minipar.comm.collectives import ALGORITHMS, SHORT_BYTES_PER_RANK, choose
+from minipar.support.chunks import chunk_sizes
 from tests.comm.cases import NAMES, case, cases, failures
 from tests.comm.sent import messages
+from tests.examples import examples
 from tests.strategies import seeds
 
 FLOAT = 4
@@ -28,9 +29,27 @@ def test_every_choice_is_an_algorithm_of_its_collective(size, num_bytes):
         assert (collective, choose(collective, size, num_bytes)) in NAMES
 
 
+@pytest.mark.parametrize(
+    ("collective", "size", "num_bytes", "below", "from_there"),
+    [
+        ("all_reduce", 2, 8 << 20, "doubling", "halving_doubling"),
+        ("all_reduce", 3, 3 * 16, "doubling", "ring"),
+        ("all_reduce", 4, 4 * 16, "doubling", "halving_doubling"),
+        ("all_reduce", 4, 1 << 20, "halving_doubling", "ring"),
+        ("reduce_scatter", 3, 3 * 16, "halving_doubling", "ring"),
+        ("reduce_scatter", 4, 1 << 20, "halving_doubling", "ring"),
+        ("reduce", 3, 32 << 20, "tree", "ring"),
+        ("broadcast", 3, 32 << 20, "tree", "ring"),
+    ],
+)
+def test_the_algorithm_changes_at_its_number_of_bytes(collective, size, num_bytes, below, from_there):
+    assert choose(collective, size, num_bytes - 1) == below
+    assert choose(collective, size, num_bytes) == from_there
+
+
 @pytest.mark.parametrize("size", [*SIZES, 7, 12, 64, 1000])
 def test_no_vector_of_16_bytes_a_rank_is_sent_more_often_than_around_a_ring(size):
-    """Each rank's messages, by the algorithms' formulas: tests/comm/test_traffic.py holds those against the ledger."""
+    """Each rank's messages, by the algorithms' formulas: tests/transport/test_traffic.py holds those against the ledger."""
     for collective, chunk in product((*SUMS, "all_gather"), (SHORT, SHORT + 1, 1 << 12, 1 << 18, 1 << 22)):
         rows = chunk if collective == "all_gather" else chunk * size
         algorithm = choose(collective, size, chunk * size * FLOAT)
@@ -59,7 +78,7 @@ def test_the_ledger_counts_a_rings_bytes_where_nothing_is_said_of_an_algorithm(s
 
     shares = [(size - 1) * chunk * FLOAT for chunk in chunks]
     want = [halves * share for share in shares for halves in (2, 2, 1, 1)]
-    assert minipar.run(sent, world_size=size, timeout_s=10) == [want] * size
+    assert minipar.run(sent, world_size=size) == [want] * size
 
 
 def bits_of_both(world, lengths, op, seed, algorithm="auto") -> list[bool]:
@@ -74,17 +93,17 @@ def bits_of_both(world, lengths, op, seed, algorithm="auto") -> list[bool]:
 
 
 @given(st.sampled_from(SIZES), st.lists(st.integers(0, 4000), min_size=1, max_size=4), seeds)
-@settings(max_examples=20)
+@examples(20)
 def test_a_reduce_scatter_adds_in_the_order_of_an_all_reduce(size, lengths, seed):
     for op in ("sum", "mean"):
-        for equal in minipar.run(bits_of_both, lengths, op, seed, world_size=size, timeout_s=10):
+        for equal in minipar.run(bits_of_both, lengths, op, seed, world_size=size):
             assert all(equal)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "hierarchical"])
 @pytest.mark.parametrize("size", SIZES)
 def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):
-    for equal in minipar.run(bits_of_both, [5, 64, 3001], "sum", 0, algorithm, world_size=size, timeout_s=10):
+    for equal in minipar.run(bits_of_both, [5, 64, 3001], "sum", 0, algorithm, world_size=size):
         assert all(equal)
 
 
@@ -92,7 +111,7 @@ def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):
 def test_both_change_to_another_order_at_the_same_length(size):
     edges = [collectives.LONG_BYTES, 8 * collectives.LONG_BYTES, SHORT_BYTES_PER_RANK * size]
     lengths = [edge // FLOAT + more for edge in edges for more in (-1, 0)]
-    for equal in minipar.run(bits_of_both, lengths, "mean", 0, world_size=size, timeout_s=10):
+    for equal in minipar.run(bits_of_both, lengths, "mean", 0, world_size=size):
         assert all(equal)
 
 
@@ -105,14 +124,14 @@ def test_bits_do_tell_two_orders_of_addition_apart(size):
         whole, own = world.all_reduce(x, algorithm="tree"), world.reduce_scatter(x, algorithm="ring")
         return torch.equal(own, whole.split(chunk_sizes(4000, world.size))[world.rank])
 
-    assert not all(minipar.run(equal, world_size=size, timeout_s=10))
+    assert not all(minipar.run(equal, world_size=size))
 
 
 # What all ranks must agree on -----------------------------------------------------------------------------------
 
 
 @given(st.integers(2, 8), st.sampled_from([0, 1, 15, 16, 70_000, 300_000]))
-@settings(max_examples=10)
+@examples(10)
 def test_an_uneven_all_gather_is_chosen_by_the_bytes_of_the_result(size, rows):
     """Were the choice made by what a rank brings, ranks would choose different algorithms, and hang."""
     sizes = [rows if rank == 1 else 0 for rank in range(size)]
@@ -123,14 +142,14 @@ def test_an_uneven_all_gather_is_chosen_by_the_bytes_of_the_result(size, rows):
         return chosen.call_args.args, y.shape
 
     want = (("all_gather", size, rows * 3 * FLOAT), (rows, 3))
-    assert minipar.run(gathered, world_size=size, timeout_s=10) == [want] * size
+    assert minipar.run(gathered, world_size=size) == [want] * size
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_auto_gives_the_result_computed_in_one_process(data):
     size = data.draw(st.integers(1, 8))
     names = [(collective, "auto") for collective in ALGORITHMS]
     drawn = data.draw(st.lists(cases(size, names, max_rows=200), min_size=8, max_size=12))
-    found = minipar.run(failures, drawn, world_size=size, timeout_s=10)
+    found = minipar.run(failures, drawn, world_size=size)
     assert not any(found)

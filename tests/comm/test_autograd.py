@@ -4,12 +4,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.autograd import Function
 
 import minipar
 from minipar.comm import autograd as d
+from tests.examples import examples
 from tests.strategies import seeds, shapes, splits
 
 # name -> (is x the same on every rank, is y). What is the same everywhere is one vector, and counts once.
@@ -84,12 +85,12 @@ def _products(comm, pair: Pair) -> tuple[float, float, bool]:
     return left, right, pure
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.data())
 def test_every_pair_is_an_adjoint(data):
     size = data.draw(st.integers(1, 8))
     drawn = data.draw(st.lists(pairs(size), min_size=8, max_size=12))
-    ranks = minipar.run(products, drawn, world_size=size, timeout_s=10)
+    ranks = minipar.run(products, drawn, world_size=size)
     for i, pair in enumerate(drawn):
         left, right = (sum(rank[i][side] for rank in ranks) for side in (0, 1))
         assert left == right, pair
@@ -97,7 +98,7 @@ def test_every_pair_is_an_adjoint(data):
 
 
 @given(st.integers(2, 8), shapes(max_dims=3, max_side=5))
-@settings(max_examples=10)
+@examples(10)
 def test_send_and_recv_are_an_adjoint(size, shape):
     """Rank 0's x goes to the last rank, and its gradient comes back."""
 
@@ -112,7 +113,7 @@ def test_send_and_recv_are_an_adjoint(size, shape):
             return received.detach(), torch.equal(y, whole_numbers(shape, 2))
         return None, True
 
-    (gradient, x_kept), *_, (received, y_kept) = minipar.run(products, world_size=size, timeout_s=10)
+    (gradient, x_kept), *_, (received, y_kept) = minipar.run(products, world_size=size)
     assert torch.equal(received, whole_numbers(shape, 1))
     assert torch.equal(gradient, whole_numbers(shape, 2))
     assert x_kept
@@ -130,7 +131,7 @@ def test_gather_and_all_gather_compute_the_same_and_differ_by_who_uses_it():
             out.append(x.grad)
         return out
 
-    for whole, summed in minipar.run(gradients, world_size=3, timeout_s=10):
+    for whole, summed in minipar.run(gradients, world_size=3):
         assert whole.tolist() == [1, 1]
         assert summed.tolist() == [3, 3]
 
@@ -159,7 +160,7 @@ def gradient_of_a_bystander(world, function) -> list[list[float]]:
 
 
 def test_a_bystanders_gradient_stays_what_it_is():
-    for bystander, summed in minipar.run(gradient_of_a_bystander, d.copy, world_size=2, timeout_s=10):
+    for bystander, summed in minipar.run(gradient_of_a_bystander, d.copy, world_size=2):
         assert bystander == [1, 2, 3]
         assert summed == [2, 4, 6]
 
@@ -170,7 +171,7 @@ def test_summing_in_place_corrupts_a_bystanders_gradient():
     def in_place(comm, x):
         return InPlace.apply(x, comm)
 
-    for bystander, _ in minipar.run(gradient_of_a_bystander, in_place, world_size=2, timeout_s=10):
+    for bystander, _ in minipar.run(gradient_of_a_bystander, in_place, world_size=2):
         assert bystander == [2, 4, 6]
 
 
@@ -182,7 +183,7 @@ def test_pairs_take_an_algorithm(algorithm):
         d.copy(world, x, algorithm=algorithm).sum().backward()
         return y.tolist() + x.grad.tolist()
 
-    assert minipar.run(sums, world_size=4, timeout_s=10) == [[4.0] * 8] * 4
+    assert minipar.run(sums, world_size=4) == [[4.0] * 8] * 4
 
 
 def test_sizes_that_do_not_cut_are_refused():
@@ -192,4 +193,4 @@ def test_sizes_that_do_not_cut_are_refused():
         with pytest.raises(ValueError, match=r"sizes=\[5\]"):
             d.reduce_scatter(world, torch.zeros(3, 5), 1, [5])
 
-    minipar.run(message, world_size=2, timeout_s=10)
+    minipar.run(message, world_size=2)

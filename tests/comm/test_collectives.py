@@ -2,22 +2,23 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
 from minipar.comm import halving_doubling, hierarchical, reduction, ring, tree
 from tests.comm.cases import NAMES, case, cases, failures, implementation
+from tests.examples import examples
 from tests.strategies import seeds
 
 
 def run_cases(size, drawn):
     """The cases on the first `size` ranks of a pool of 8, all in one run."""
-    found = minipar.run(failures, drawn, world_size=size, timeout_s=10)
+    found = minipar.run(failures, drawn, world_size=size)
     assert not any(found), "\n".join(why for rank in found for why in rank)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_every_algorithm_gives_the_result_computed_in_one_process(data):
     size = data.draw(st.integers(1, 8))
@@ -37,14 +38,14 @@ def test_chunks_longer_than_a_segment_arrive_whole():
 
 
 @given(st.integers(2, 8), st.integers(0, 40), seeds)
-@settings(max_examples=15)
+@examples(15)
 def test_every_rank_gets_the_same_bits_where_the_order_of_additions_matters(size, rows, seed):
     def results(world):
         x = torch.randn(rows, generator=torch.Generator().manual_seed(seed + world.rank))
         names = ["ring", "halving_doubling", "doubling", "tree", "double_tree", "hierarchical"]
         return [world.all_reduce(x, op, algorithm=name) for name in names for op in ("sum", "mean")]
 
-    first, *others = minipar.run(results, world_size=size, timeout_s=10)
+    first, *others = minipar.run(results, world_size=size)
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other))
 
@@ -68,7 +69,7 @@ def test_a_result_can_be_put_where_the_caller_has_memory():
         return bad
 
     for size in (1, 2, 5, 8):
-        assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
+        assert minipar.run(wrong, world_size=size) == [[]] * size
 
 
 def test_the_algorithms_are_plain_functions_of_a_comm():
@@ -77,12 +78,12 @@ def test_the_algorithms_are_plain_functions_of_a_comm():
         functions = [ring.all_reduce, halving_doubling.all_reduce, tree.all_reduce, hierarchical.all_reduce]
         return [function(world, x) for function in functions]
 
-    for rank in minipar.run(results, world_size=4, timeout_s=10):
+    for rank in minipar.run(results, world_size=4):
         assert all(torch.equal(y, 4 * torch.arange(5.0) + 6) for y in rank)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(0, 30))
-@settings(max_examples=10)
+@examples(10)
 def test_hierarchical_takes_any_node_size_that_divides(nodes, node_size, rows):
     nodes = nodes if nodes * node_size <= 8 else 1
 
@@ -90,7 +91,7 @@ def test_hierarchical_takes_any_node_size_that_divides(nodes, node_size, rows):
         return hierarchical.all_reduce(world, torch.arange(float(rows)), node_size=node_size)
 
     size = nodes * node_size
-    for y in minipar.run(total, world_size=size, timeout_s=10):
+    for y in minipar.run(total, world_size=size):
         assert torch.equal(y, size * torch.arange(float(rows)))
 
 
@@ -109,7 +110,14 @@ def test_no_result_requires_grad_whatever_the_input_does(size):
     def arguments(case):
         return (case.root,) if case.collective == "broadcast" else ()
 
-    assert minipar.run(requiring, world_size=size, timeout_s=10) == [[]] * size
+    assert minipar.run(requiring, world_size=size) == [[]] * size
+
+
+@pytest.mark.parametrize("value", [torch.tensor([4e4, -4e4], dtype=torch.float16), torch.tensor([1 + 2j])])
+def test_a_mean_of_float16_or_complex_numbers_is_right(value):
+    """Two of these float16 numbers add up to infinity."""
+    for mean in minipar.run(lambda world: world.all_reduce(value, "mean"), world_size=2):
+        assert torch.equal(mean, value)
 
 
 REFUSED = {
@@ -126,6 +134,10 @@ REFUSED = {
     "sizes of a gather": (lambda w, x: w.all_gather(x, sizes=[1, 1]), r"sizes=\[1, 1\].*6"),
     "send_sizes": (lambda w, x: w.all_to_all(x, [1, 1], [1, 1]), r"send_sizes=\[1, 1\].*length 6"),
     "recv_sizes": (lambda w, x: w.all_to_all(x, [3, 3], [4, 4]), r"recv_sizes=\[4, 4\].*stays, 3"),
+    "negative recv_sizes": (
+        lambda w, x: w.all_to_all(x, [3, 3], [3 if r == w.rank else -1 for r in range(2)]),
+        r"recv_sizes=\[.*-1.*stays, 3",
+    ),
     "in place, not contiguous": (lambda w, x: w.all_reduce_(x.view(2, 3).t()), "contiguous.*strides"),
     "out of another shape": (lambda w, x: w.all_gather(x, out=torch.empty(11)), r"out is.*\(12,\)"),
     "out of another dtype": (lambda w, x: w.reduce_scatter(x, out=torch.empty(3).long()), "int64.*float32"),
@@ -154,7 +166,7 @@ def test_a_callers_mistake_is_a_value_error_that_names_both_numbers():
                 said[name] = str(error)
         return said
 
-    for said in minipar.run(messages, world_size=2, timeout_s=10):
+    for said in minipar.run(messages, world_size=2):
         for name, (_, words) in REFUSED.items():
             with pytest.raises(ValueError, match=words):
                 raise ValueError(said[name])

@@ -4,12 +4,14 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar import Comm, RankError
+from minipar.comm import Comm
+from minipar.support.errors import RankError
 from tests.comm.cases import cases, failures
+from tests.examples import examples
 from tests.strategies import dtypes, seeds, shapes
 
 
@@ -20,7 +22,7 @@ def numbers(shape, dtype, seed):
 @given(
     st.integers(1, 8), st.lists(st.tuples(shapes(), dtypes, seeds), min_size=1, max_size=8), st.integers(0, 7)
 )
-@settings(max_examples=20)
+@examples(20)
 def test_exchange_hands_every_rank_its_neighbours_tensor(size, tensors, shift):
     """By any shift, to oneself too, and strided tensors; what was sent is not written to."""
 
@@ -35,7 +37,7 @@ def test_exchange_hands_every_rank_its_neighbours_tensor(size, tensors, shift):
                 bad.append((shape, dtype))
         return bad
 
-    assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
+    assert minipar.run(wrong, world_size=size) == [[]] * size
 
 
 def test_a_line_has_ends():
@@ -44,7 +46,7 @@ def test_a_line_has_ends():
         source = world.rank - 1 if world.rank else None
         return world.exchange(torch.tensor([world.rank]), to, (1,), torch.int64, source)
 
-    assert minipar.run(received, world_size=3, timeout_s=10) == [None, torch.tensor([0]), torch.tensor([1])]
+    assert minipar.run(received, world_size=3) == [None, torch.tensor([0]), torch.tensor([1])]
 
 
 @pytest.mark.tagged("on both ranks a send waits behind receives, which NCCL takes in order")
@@ -61,7 +63,7 @@ def test_messages_between_two_ranks_arrive_in_the_order_they_were_sent(busy):
         assert [handle.wait() for handle in sends] == [None] * n
         return got
 
-    assert minipar.run(received, world_size=2, timeout_s=10) == [list(range(50))] * 2
+    assert minipar.run(received, world_size=2) == [list(range(50))] * 2
 
 
 def test_a_send_that_does_not_wait_can_meet_one_that_does():
@@ -75,7 +77,7 @@ def test_a_send_that_does_not_wait_can_meet_one_that_does():
         world.send(x * 2, 0)
         return x.tolist()
 
-    assert minipar.run(received, world_size=2, timeout_s=10) == [[0, 2, 4], [0, 1, 2]]
+    assert minipar.run(received, world_size=2) == [[0, 2, 4], [0, 1, 2]]
 
 
 def test_what_is_received_lands_where_the_caller_wants_it():
@@ -85,13 +87,13 @@ def test_what_is_received_lands_where_the_caller_wants_it():
         world.exchange(torch.ones(2), other, (2,), torch.float32, other, out=memory[2:4])
         return memory.tolist()
 
-    assert minipar.run(received, world_size=2, timeout_s=10) == [[0, 0, 1, 1, 0, 0]] * 2
+    assert minipar.run(received, world_size=2) == [[0, 0, 1, 1, 0, 0]] * 2
 
 
 # Subgroups ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_collectives_are_right_in_subgroups_of_subgroups_in_any_order(data):
     """Two levels of groups, each in an order of its own, all of them at work at once."""
@@ -111,7 +113,7 @@ def test_collectives_are_right_in_subgroups_of_subgroups_in_any_order(data):
         assert world.ranks[again.ranks[again.rank]] == world.rank
         return failures(group, drawn[mine]) + failures(again, drawn[mine])
 
-    assert minipar.run(wrong, world_size=size, timeout_s=10) == [[]] * size
+    assert minipar.run(wrong, world_size=size) == [[]] * size
 
 
 @pytest.mark.tagged("making a communicator takes messages, and 200 of them long")
@@ -121,7 +123,7 @@ def test_a_subgroup_is_free_of_messages():
             world.subgroup(range(world.size), f"g{i}").subgroup([world.rank], "alone")
         return world.traffic.messages
 
-    assert minipar.run(sent, world_size=4, timeout_s=10) == [0] * 4
+    assert minipar.run(sent, world_size=4) == [0] * 4
 
 
 def test_messages_of_two_subgroups_of_the_same_ranks_do_not_meet():
@@ -132,7 +134,7 @@ def test_messages_of_two_subgroups_of_the_same_ranks_do_not_meet():
             return [handle.wait() for handle in handles]
         return [b.recv((1,), torch.int64, 0).item(), a.recv((1,), torch.int64, 0).item()]
 
-    assert minipar.run(received, world_size=2, timeout_s=10)[1] == [1, 0]
+    assert minipar.run(received, world_size=2)[1] == [1, 0]
 
 
 def subgroups_of_one_name(world):
@@ -157,7 +159,7 @@ def test_subgroups_of_one_name_are_told_apart_by_their_ranks():
             return [handle.wait() for handle in sent]
         return [comm.recv((1,), torch.int64, 0).item() for comm in (every, pair, pair, pair)] if pair else []
 
-    assert minipar.run(received, world_size=3, timeout_s=10) == [[None] * 4, [4, 1, 2, 3], []]
+    assert minipar.run(received, world_size=3) == [[None] * 4, [4, 1, 2, 3], []]
 
 
 @pytest.mark.tagged("groups made in another order on each rank, which NCCL waits in for ever")
@@ -184,7 +186,7 @@ def test_a_group_of_one_sends_nothing():
         alone.barrier()
         return all(torch.equal(y, x) and y is not x for y in kept), world.traffic.messages
 
-    assert minipar.run(results, world_size=2, timeout_s=10) == [(True, 0)] * 2
+    assert minipar.run(results, world_size=2) == [(True, 0)] * 2
 
 
 # Other people's process groups ----------------------------------------------------------------------------------
@@ -192,12 +194,12 @@ def test_a_group_of_one_sends_nothing():
 
 def test_a_process_group_somebody_else_made_is_a_world():
     def result(world):
-        comm = Comm.from_process_group(world.process_group(), timeout_s=10, node_size=2)
+        comm = Comm.from_process_group(world.process_group(), node_size=2)
         total = comm.all_reduce(torch.tensor([comm.rank]), algorithm="hierarchical")
         return comm.ranks, comm.rank, comm.node_size, total.item()
 
     want = [((0, 1, 2, 3), rank, 2, 6) for rank in range(4)]
-    assert minipar.run(result, world_size=4, timeout_s=10) == want
+    assert minipar.run(result, world_size=4) == want
 
 
 @pytest.mark.tagged("on both ranks a receive waits behind a send, which NCCL takes in order")
@@ -205,7 +207,7 @@ def test_two_worlds_on_one_process_group_never_receive_each_others_messages():
     """Same ranks, same names, same numbers of messages; received in the other order than they were sent."""
 
     def received(world):
-        a, b = (Comm.from_process_group(world.process_group(), timeout_s=10) for _ in range(2))
+        a, b = (Comm.from_process_group(world.process_group()) for _ in range(2))
         pairs = [(a, b), tuple(comm.subgroup([1, 0], "x") for comm in (a, b))]
         got = []
         for first, second in pairs:
@@ -217,7 +219,7 @@ def test_two_worlds_on_one_process_group_never_receive_each_others_messages():
             assert [handle.wait() for handle in handles] == [None, None]
         return got
 
-    assert minipar.run(received, world_size=2, timeout_s=10) == [[2, 1, 40, 20] * 2] * 2
+    assert minipar.run(received, world_size=2) == [[2, 1, 40, 20] * 2] * 2
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_the_node_size_counts_only_where_it_cuts_the_group(node_size, size, is_)
     def known(world):
         return Comm.from_process_group(world.process_group(), node_size=node_size).node_size
 
-    assert minipar.run(known, world_size=size, timeout_s=10) == [is_] * size
+    assert minipar.run(known, world_size=size) == [is_] * size
 
 
 def test_a_group_knows_how_many_of_its_neighbours_share_a_node():
@@ -245,7 +247,7 @@ def test_a_group_knows_how_many_of_its_neighbours_share_a_node():
         world = Comm.from_process_group(world.process_group(), node_size=4)
         return {ranks: world.subgroup(ranks, "some").node_size for ranks in groups if world.rank in ranks}
 
-    assert minipar.run(sizes, world_size=8, timeout_s=10)[0] == groups
+    assert minipar.run(sizes, world_size=8)[0] == groups
 
 
 # What goes wrong between two ranks ------------------------------------------------------------------------------

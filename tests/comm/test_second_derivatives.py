@@ -56,12 +56,13 @@ def errors(comm, operator, x_everywhere: bool, y_everywhere: bool) -> float:
 OPERATORS = {name: getattr(d, name) for name in REPLICATED}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_gradient_penalty_has_the_gradient_of_its_finite_differences(size):
     def all_errors(world):
         return {name: errors(world, operator, *REPLICATED[name]) for name, operator in OPERATORS.items()}
 
-    for found in minipar.run(all_errors, world_size=size, timeout_s=10):
+    for found in minipar.run(all_errors, world_size=size):
         assert all(error < 1e-7 for error in found.values()), found
 
 
@@ -113,7 +114,7 @@ def test_a_backward_that_has_no_right_backward_of_its_own_is_noticed(fault):
         pairs = {"all_reduce": all_reduce, "copy": copy}
         return [errors(world, operator, *REPLICATED[name]) for name, operator in pairs.items()]
 
-    for found in minipar.run(all_errors, world_size=3, timeout_s=10):
+    for found in minipar.run(all_errors, world_size=3):
         assert max(found) > 1e-2
 
 
@@ -130,4 +131,4 @@ def test_send_and_recv_refuse_second_derivatives_in_words():
             y.sum().backward(create_graph=True)
         world.barrier()
 
-    minipar.run(message, world_size=2, timeout_s=10)
+    minipar.run(message, world_size=2)

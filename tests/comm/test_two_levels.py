@@ -6,23 +6,23 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.chunks import chunk_sizes
 from minipar.comm import Comm, collectives
 from minipar.comm.collectives import SHORT_BYTES_PER_RANK
+from minipar.config.train_config import SMALL, TrainConfig
+from minipar.data.text import load_text
 from minipar.mesh import Mesh
 from minipar.spec.algorithms import recording_peers
-from minipar.train import TrainConfig
+from minipar.support.chunks import chunk_sizes
 from minipar.train.parallelize import parallelize
 from minipar.train.reference import train_in_one_process
 from minipar.train.step import train_step
-from minipar.train.text import load_text
-from minipar.train.train_config import SMALL
 from tests.comm.cases import cases, failures
 from tests.data_parallel.test_defaults import bits
+from tests.examples import examples
 from tests.strategies import seeds
 
 FLOAT = 4
@@ -33,10 +33,10 @@ sizes_and_nodes = st.sampled_from(NODES)
 
 def on_nodes(world, node_size: int | None) -> Comm:
     """The same ranks, on nodes of so many."""
-    return Comm.from_process_group(world.process_group(), timeout_s=10, node_size=node_size)
+    return Comm.from_process_group(world.process_group(), node_size=node_size)
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(sizes_and_nodes, st.data())
 def test_auto_on_nodes_gives_the_result_computed_in_one_process(nodes, data):
     size, node_size = nodes
@@ -46,7 +46,7 @@ def test_auto_on_nodes_gives_the_result_computed_in_one_process(nodes, data):
     def wrong(world):
         return failures(on_nodes(world, node_size), drawn)
 
-    assert not any(minipar.run(wrong, world_size=size, timeout_s=10))
+    assert not any(minipar.run(wrong, world_size=size))
 
 
 def bits_of_both(world, node_size, lengths, op, seed) -> list[bool]:
@@ -60,12 +60,10 @@ def bits_of_both(world, node_size, lengths, op, seed) -> list[bool]:
 
 
 @given(sizes_and_nodes, st.lists(st.integers(0, 4000), min_size=1, max_size=4), seeds)
-@settings(max_examples=10)
+@examples(10)
 def test_on_nodes_a_reduce_scatter_adds_in_the_order_of_an_all_reduce(nodes, lengths, seed):
     for op in ("sum", "mean"):
-        for equal in minipar.run(
-            bits_of_both, nodes[1], lengths, op, seed, world_size=nodes[0], timeout_s=10
-        ):
+        for equal in minipar.run(bits_of_both, nodes[1], lengths, op, seed, world_size=nodes[0]):
             assert all(equal)
 
 
@@ -93,8 +91,8 @@ def test_an_all_reduce_in_two_levels_that_adds_in_another_order_is_noticed():
         with blocks_of_the_node():
             return failures(on_nodes(world, 2), [])
 
-    assert not any(minipar.run(right, world_size=6, timeout_s=10))
-    assert not all(map(all, minipar.run(faulty, world_size=6, timeout_s=10)))
+    assert not any(minipar.run(right, world_size=6))
+    assert not all(map(all, minipar.run(faulty, world_size=6)))
 
 
 @pytest.mark.parametrize(("size", "node_size"), [(4, 2), (6, 2), (8, 4)])
@@ -103,7 +101,7 @@ def test_on_nodes_zeros_sums_are_ddps_bit_for_bit(size, node_size, stage, reduce
     def equal(world):
         return bits(on_nodes(world, node_size), (1, 64, 128), stage, reduce, "auto")
 
-    assert all(map(all, minipar.run(equal, world_size=size, timeout_s=10)))
+    assert all(map(all, minipar.run(equal, world_size=size)))
 
 
 TRAINED = {
@@ -123,6 +121,7 @@ def trained(world, node_size: int, config: TrainConfig) -> tuple[list[float], se
     return losses, {axis for axis, two in levels.items() if two and two.across.traffic.messages}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINED)
 def test_on_nodes_training_gives_the_losses_of_one_process(name):
     sizes = TRAINED[name]
@@ -158,12 +157,12 @@ def test_a_rank_sends_a_gth_part_of_what_halving_sends_out_of_its_node(size, nod
     whole, out = (size - 1) * n // size, (nodes - 1) * n // nodes
     once = (out // node_size, whole)
     twice = (2 * once[0], 2 * once[1])
-    found = minipar.run(leaving, node_size, chunk, "auto", world_size=size, timeout_s=10)
+    found = minipar.run(leaving, node_size, chunk, "auto", world_size=size)
     assert found == [[twice, once, once]] * size
-    ring = minipar.run(leaving, node_size, chunk, "ring", world_size=size, timeout_s=10)
+    ring = minipar.run(leaving, node_size, chunk, "ring", world_size=size)
     assert max(rank[0] for rank in ring) == (2 * whole, 2 * whole)  # at the edge of a node
     if size & (size - 1) == 0:
-        halving = minipar.run(leaving, node_size, chunk, "halving_doubling", world_size=size, timeout_s=10)
+        halving = minipar.run(leaving, node_size, chunk, "halving_doubling", world_size=size)
         assert halving == [[(2 * out, 2 * whole), (out, whole), (out, whole)]] * size
 
 
@@ -179,10 +178,7 @@ def test_auto_goes_in_two_levels_only_where_several_ranks_are_on_each_of_several
         named = collectives.choose("all_reduce", comm.size, 400, **choose.call_args.kwargs)
         return comm.levels is not None, named
 
-    assert (
-        minipar.run(chosen, world_size=4, timeout_s=10)
-        == [(two, "hierarchical" if two else "halving_doubling")] * 4
-    )
+    assert minipar.run(chosen, world_size=4) == [(two, "hierarchical" if two else "halving_doubling")] * 4
 
 
 @pytest.mark.parametrize("size", [4, 6, 8])
@@ -202,4 +198,4 @@ def test_an_algorithm_that_a_comm_carries_comes_before_the_two_levels():
         comm.all_reduce(torch.zeros(100))
         return dict(comm.traffic.by_kind)
 
-    assert minipar.run(sent, world_size=4, timeout_s=10) == [{"all_reduce": 600}] * 4
+    assert minipar.run(sent, world_size=4) == [{"all_reduce": 600}] * 4

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
+from minipar.config.context_limits import LAYOUTS, length_multiple
 from minipar.context import (
     all_gather_attention,
     document_positions,
@@ -16,7 +17,6 @@ from minipar.context import (
     ulysses_attention,
     usp_attention,
 )
-from minipar.context.limits import LAYOUTS, length_multiple
 from minipar.model import plain_attention
 from tests.strategies import seeds, world_sizes
 

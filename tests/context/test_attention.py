@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
 from minipar.context import ring_attention, ulysses_attention
+from tests.context.programs import compare
 from tests.context.strategies import Case, cases
+from tests.examples import examples
 from tests.strategies import assert_equal_to
-
-
-def compare(world, case: Case) -> None:
-    """A padding query's output means nothing; its gradient is zero here, as where a loss ignores it."""
-    whole = [x.requires_grad_() for x in case.qkv()]
-    mine = [case.local(x.detach(), world.rank).requires_grad_() for x in whole]
-    want, out = case.whole(*whole), case.split(world, *mine)
-    real = case.local(torch.arange(case.seq_len) < case.seq_len - case.padding, world.rank, dim=0)
-    assert_equal_to(out[:, :, real], case.local(want, world.rank)[:, :, real], what=f"{case}: out")
-    dy = torch.randn(want.shape, dtype=want.dtype, generator=torch.Generator().manual_seed(case.seed))
-    want_grads = torch.autograd.grad(want, whole, dy)
-    grads = torch.autograd.grad(out, mine, case.local(dy, world.rank) * real[:, None])
-    for name, got, exact in zip(("dq", "dk", "dv"), grads, want_grads):
-        assert_equal_to(got, case.local(exact, world.rank), floor=1e-13, what=f"{case}: {name}")
 
 
 def compare_all(world, drawn: list[Case]) -> None:
@@ -34,10 +22,10 @@ def some_cases_of_one_size():
     return st.integers(1, 8).flatmap(lambda p: st.lists(cases(sizes=st.just(p)), min_size=4, max_size=4))
 
 
-@settings(max_examples=settings().max_examples // 2)  # of four cases each
+@examples(12)  # of four cases each
 @given(some_cases_of_one_size())
 def test_outputs_and_gradients_are_those_of_one_process(drawn):
-    minipar.run(compare_all, drawn, world_size=drawn[0].size, timeout_s=10)
+    minipar.run(compare_all, drawn, world_size=drawn[0].size)
 
 
 EDGES = [
@@ -60,7 +48,7 @@ EDGES = [
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_edges_too(size):
-    minipar.run(compare_all, [case for case in EDGES if case.size == size], world_size=size, timeout_s=10)
+    minipar.run(compare_all, [case for case in EDGES if case.size == size], world_size=size)
 
 
 def half_precision(world, attention: str) -> float:
@@ -76,7 +64,7 @@ def half_precision(world, attention: str) -> float:
 
 @pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
 def test_bf16_stays_near_the_exact_result(attention):
-    assert max(minipar.run(half_precision, attention, world_size=4, timeout_s=10)) < 0.02
+    assert max(minipar.run(half_precision, attention, world_size=4)) < 0.02
 
 
 def repeated(world) -> None:
@@ -92,7 +80,7 @@ def repeated(world) -> None:
 
 
 def test_attentions_may_follow_each_other_in_one_graph():
-    minipar.run(repeated, world_size=4, timeout_s=10)
+    minipar.run(repeated, world_size=4)
 
 
 def failing(world):
@@ -125,7 +113,7 @@ def refused(world) -> list[str]:
 
 
 def test_what_cannot_be_split_is_refused_with_what_would_work():
-    zigzag, spiral, ulysses, heads = minipar.run(refused, world_size=4, timeout_s=10)[0]
+    zigzag, spiral, ulysses, heads = minipar.run(refused, world_size=4)[0]
     assert zigzag.startswith(
         "seq_len=12 is not a multiple of 8, as layout='zigzag' on 4 ranks needs; pad to 16"
     )

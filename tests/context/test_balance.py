@@ -34,12 +34,12 @@ def tiles_flops(case: Case, num_tiles: int) -> list[int]:
 def test_zigzag_ranks_compute_exactly_as_many_scores_as_each_other():
     """Pieces of a tile each: rank r has the r+1 tiles of its early piece and the 8-r of its late one."""
     case = Case("ring", 4, "zigzag", seq_len=8 * SIDE, impl="tiled")
-    assert minipar.run(products, case, world_size=4, timeout_s=10) == [tiles_flops(case, 9)] * 4
+    assert minipar.run(products, case, world_size=4) == [tiles_flops(case, 9)] * 4
 
 
 def test_contiguous_ranks_compute_r_plus_1_of_p_blocks():
     case = Case("ring", 4, "contiguous", seq_len=4 * SIDE, impl="tiled")
-    counted = minipar.run(products, case, world_size=4, timeout_s=10)
+    counted = minipar.run(products, case, world_size=4)
     assert counted == [tiles_flops(case, r + 1) for r in range(4)]
 
 
@@ -55,5 +55,5 @@ def seen(world, layout: str) -> int:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
 def test_the_steps_of_the_ring_add_up_to_the_rank_s_work(layout):
     want = [causal_work(48, rank, 4, layout) for rank in range(4)]
-    assert minipar.run(seen, layout, world_size=4, timeout_s=10) == want
+    assert minipar.run(seen, layout, world_size=4) == want
     assert sum(want) == 48 * 49 // 2

@@ -13,8 +13,8 @@ from minipar.context import attention_ring as ring
 from minipar.context import ulysses
 from minipar.model import flash, fused
 from minipar.model.mask import Mask, TokenRun
+from tests.context.programs import compare
 from tests.context.strategies import Case
-from tests.context.test_attention import compare
 
 
 def no_log_sum_exp_correction():
@@ -103,10 +103,10 @@ def said_with(world, fault, case: Case) -> str:
 
 @pytest.mark.parametrize(("fault", "case"), FAULTS, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_planted_bug_is_seen(fault, case):
-    said = minipar.run(said_with, fault, case, world_size=4, timeout_s=10)
+    said = minipar.run(said_with, fault, case, world_size=4)
     assert any("max|a - b|" in line for line in said), said
 
 
 def test_without_a_bug_nothing_is_seen():
     for case in {case for _, case in FAULTS}:
-        assert minipar.run(said_with, list, case, world_size=4, timeout_s=10) == ["nothing"] * 4
+        assert minipar.run(said_with, list, case, world_size=4) == ["nothing"] * 4

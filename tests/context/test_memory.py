@@ -7,8 +7,8 @@ import torch
 
 import minipar
 from minipar.context import join_local
-from minipar.live_bytes import LiveBytes
 from minipar.model import flash_attention
+from minipar.support.live_bytes import LiveBytes
 from tests.context.strategies import Case
 
 FLOAT32 = 4
@@ -46,7 +46,7 @@ def lse_bytes(case: Case) -> int:
 @pytest.mark.parametrize("attention", ["ring", "all_gather"])
 def test_the_result_and_a_number_a_query_are_kept(attention, impl):
     case = Case(attention, 4, "zigzag", seq_len=64, group=2, head_dim=8, impl=impl)
-    for kept, _ in minipar.run(live_bytes, case, world_size=4, timeout_s=10):
+    for kept, _ in minipar.run(live_bytes, case, world_size=4):
         assert kept == block_bytes(case) + lse_bytes(case)
 
 
@@ -54,12 +54,11 @@ def peaks(attention: str, lengths, **options) -> list[int]:
     drawn = [
         Case(attention, 4, "zigzag", seq_len=N, head_dim=8, options=tuple(options.items())) for N in lengths
     ]
-    counted = minipar.run(
-        lambda world: [live_bytes(world, case)[1] for case in drawn], world_size=4, timeout_s=10
-    )
+    counted = minipar.run(lambda world: [live_bytes(world, case)[1] for case in drawn], world_size=4)
     return [min(of_ranks) for of_ranks in zip(*counted)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("attention", ["ring", "all_gather", "ulysses"])
 def test_the_peak_is_linear_in_the_length(attention):
     least = [float("inf")] * 2

@@ -2,16 +2,18 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.context import check_context_parallel, context_parallel, local_batch, next_tokens
-from minipar.context.limits import LAYOUTS
+from minipar.config.context_limits import LAYOUTS, check_context_parallel
+from minipar.config.model_config import ModelConfig
+from minipar.context import context_parallel, local_batch, next_tokens
 from minipar.mesh import placement_of
-from minipar.model import IGNORE_INDEX, ModelConfig, Transformer
+from minipar.model import IGNORE_INDEX, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from tests.context.strategies import ATTENTIONS
+from tests.examples import examples
 from tests.strategies import assert_equal_to
 
 CONFIG = dict(vocab_size=12, dim=32, num_layers=2, num_heads=8, num_kv_heads=4, hidden_dim=16, max_seq_len=64)
@@ -88,7 +90,7 @@ MESHES = [
 ]
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     sizes=st.sampled_from(MESHES),
     layout=st.sampled_from(LAYOUTS),
@@ -105,13 +107,13 @@ def test_training_on_split_sequences_is_training_in_one_process(
         options["ulysses_size"] = min(2, sizes["cp"])
     config = ModelConfig(**CONFIG, documents=documents, dropout=dropout, tie_embeddings=tie)
     ranks = torch.tensor(list(sizes.values())).prod().item()
-    minipar.run(compare, sizes, options, config, world_size=ranks, timeout_s=10)
+    minipar.run(compare, sizes, options, config, world_size=ranks)
 
 
 @pytest.mark.parametrize("documents", [False, True])
 def test_a_length_that_the_layout_does_not_cut_is_padded_and_nothing_changes(documents):
     config = ModelConfig(**CONFIG, documents=documents)
-    minipar.run(compare, dict(cp=4), {}, config, True, world_size=4, timeout_s=10)
+    minipar.run(compare, dict(cp=4), {}, config, True, world_size=4)
 
 
 def with_experts(world, documents: bool) -> None:
@@ -122,7 +124,7 @@ def with_experts(world, documents: bool) -> None:
 @pytest.mark.parametrize("documents", [False, True])
 def test_routing_groups_that_no_layout_cuts_route_as_in_one_process(documents):
     """Groups are of a sample's tokens, whatever documents they are of."""
-    minipar.run(with_experts, documents, world_size=4, timeout_s=10)
+    minipar.run(with_experts, documents, world_size=4)
 
 
 def without_positions(world) -> None:
@@ -136,7 +138,7 @@ def without_positions(world) -> None:
 
 
 def test_a_model_that_is_not_told_positions_takes_those_of_its_layout():
-    minipar.run(without_positions, world_size=4, timeout_s=10)
+    minipar.run(without_positions, world_size=4)
 
 
 def heads_left_after_tp(world) -> None:
@@ -150,7 +152,7 @@ def heads_left_after_tp(world) -> None:
 
 
 def test_heads_are_counted_as_tensor_parallelism_left_them():
-    minipar.run(heads_left_after_tp, world_size=4, timeout_s=10)
+    minipar.run(heads_left_after_tp, world_size=4)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.context import causal_work, join_local, local_batch, local_positions, padded_length, take_local
-from minipar.context.limits import LAYOUTS, length_multiple
+from minipar.config.context_limits import LAYOUTS, length_multiple, padded_length
+from minipar.context import causal_work, join_local, local_batch, local_positions, take_local
 from minipar.model import IGNORE_INDEX
 from tests.context.strategies import divisors
 

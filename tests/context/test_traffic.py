@@ -1,13 +1,14 @@
 """Bytes sent, counted by the ledger, are those of the formulas, to the byte."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.chunks import chunk_sizes
 from minipar.context import split_comm
+from minipar.support.chunks import chunk_sizes
 from tests.context.strategies import Case, cases
+from tests.examples import examples
 
 FLOAT64, FLOAT32, BF16 = 8, 4, 2
 
@@ -47,17 +48,17 @@ def same_size(attention):
     return st.integers(1, 8).flatmap(drawn)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(same_size("ring"))
 def test_ring_sends_keys_and_values_once_forward_and_twice_with_gradients_backward(drawn):
-    for counts in minipar.run(sent, drawn, world_size=drawn[0].size, timeout_s=10):
+    for counts in minipar.run(sent, drawn, world_size=drawn[0].size):
         assert counts == [tuple(FLOAT64 * n for n in ring_elements(case)) for case in drawn]
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(same_size("all_gather"))
 def test_all_gather_sends_as_much_as_the_ring(drawn):
-    for counts in minipar.run(sent, drawn, world_size=drawn[0].size, timeout_s=10):
+    for counts in minipar.run(sent, drawn, world_size=drawn[0].size):
         assert counts == [tuple(FLOAT64 * n for n in ring_elements(case)) for case in drawn]
 
 
@@ -65,7 +66,7 @@ def test_gradients_of_bf16_travel_in_float32():
     case = Case("ring", 4, "zigzag", group=2)
     forward, backward = ring_elements(case)
     want = (BF16 * forward, BF16 * forward + FLOAT32 * (backward - forward))
-    assert minipar.run(sent, [case], torch.bfloat16, world_size=4, timeout_s=10) == [[want]] * 4
+    assert minipar.run(sent, [case], torch.bfloat16, world_size=4) == [[want]] * 4
 
 
 def test_ulysses_sends_a_pth_of_a_pth():
@@ -77,7 +78,7 @@ def test_ulysses_sends_a_pth_of_a_pth():
             if 8 // group % p == 0
             for layout in ("contiguous", "zigzag")
         ]
-        for counts in minipar.run(sent, drawn, world_size=p, timeout_s=10):
+        for counts in minipar.run(sent, drawn, world_size=p):
             for case, count in zip(drawn, counts):
                 queries, keys = elements(case)
                 want = FLOAT64 * (2 * queries + 2 * keys) * (p - 1) // p**2
@@ -89,7 +90,7 @@ def test_fewer_key_value_heads_than_ranks_are_sent_to_each_that_reads_them():
     """2 key/value heads for 4 ranks: as many bytes as 4 would be."""
     case = Case("ulysses", 4, num_heads=8, group=4)
     as_many = case._replace(group=2)
-    counts = minipar.run(sent, [case, as_many], world_size=4, timeout_s=10)
+    counts = minipar.run(sent, [case, as_many], world_size=4)
     assert all(few == many for few, many in counts)
 
 
@@ -119,7 +120,7 @@ def test_ulysses_counts_a_key_value_head_once_for_each_rank_that_reads_it():
         case = Case("ulysses", p, num_heads=num_heads, group=num_heads // kv_heads, seq_len=24, options=pad)
         heads = num_heads + heads_that_are_read(case)
         of_all = FLOAT64 * 2 * heads * case.head_dim * case.seq_len * (p - 1) // p
-        counts = [count for (count,) in minipar.run(sent, [case], world_size=p, timeout_s=10)]
+        counts = [count for (count,) in minipar.run(sent, [case], world_size=p)]
         assert tuple(map(sum, zip(*counts))) == (of_all, of_all), case
         if num_heads % p == 0 and (kv_heads % p == 0 or p % kv_heads == 0):
             assert heads_that_are_read(case) == max(kv_heads, p)
@@ -129,7 +130,7 @@ def test_ulysses_counts_a_key_value_head_once_for_each_rank_that_reads_it():
 def test_ulysses_gathers_the_positions_of_documents_and_the_ring_does_not():
     alone = [Case("ulysses", 4, batch=2), Case("ring", 4, batch=2)]
     with_documents = [case._replace(lengths=(10, 6), per_sample=True) for case in alone]
-    for counts in minipar.run(sent, alone + with_documents, world_size=4, timeout_s=10):
+    for counts in minipar.run(sent, alone + with_documents, world_size=4):
         (ulysses, ring), (ulysses_documents, ring_documents) = counts[:2], counts[2:]
         assert ulysses_documents == (ulysses[0] + 8 * 2 * 16 * 3 // 4, ulysses[1])
         assert ring_documents == ring
@@ -143,4 +144,4 @@ def test_usp_is_ulysses_inside_groups_and_a_ring_of_thinner_blocks_across_them()
         exchange = (2 * queries + 2 * keys) // groups * (inside - 1) // inside**2
         ring = 2 * keys // inside * (groups - 1) // groups
         want = (FLOAT64 * (exchange + ring), FLOAT64 * (exchange + 2 * ring))
-        assert minipar.run(sent, [case], world_size=p, timeout_s=10) == [[want]] * p
+        assert minipar.run(sent, [case], world_size=p) == [[want]] * p

@@ -61,32 +61,17 @@ ZB_1F1B = [
     (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898), (8, 64, 29.935, 29.621, 19.388, 0.535, 0.1091),
 ]  # fmt: skip
 
-
-class Flash(NamedTuple):
-    """A run with flash attention: layers, width, heads; tokens a sample, GPUs, samples of a microbatch and a step; MFU."""
-
-    layers: int
-    hidden: int
-    heads: int
-    seq: int
-    gpus: int
-    microbatch: int
-    batch: int
-    recompute: str
-    percent: float
-
-
-# MosaicML's llm-foundry, scripts/train/benchmarking/README.md: MPT on A100-80GB with 1600 Gb/s a node, FSDP. Rows of at
-# most 4096 tokens; its longer ones ran the first FlashAttention, in Triton.
-MPT_A100 = [
-    Flash(80, 8192, 64, 2048, 64, 8, 2048, "full", 53.33), Flash(80, 8192, 64, 2048, 32, 2, 1024, "full", 48.56),
-    Flash(48, 7168, 56, 4096, 8, 1, 168, "full", 51.37), Flash(48, 7168, 56, 2048, 8, 3, 504, "full", 55.3),
-    Flash(48, 7168, 56, 1024, 8, 6, 1008, "full", 55.82), Flash(40, 5120, 40, 4096, 8, 10, 240, "full", 57.62),
-    Flash(40, 5120, 40, 2048, 8, 2, 48, "none", 59.57), Flash(40, 5120, 40, 1024, 8, 40, 960, "full", 59.48),
-    Flash(32, 4096, 32, 4096, 8, 16, 256, "full", 54.84), Flash(32, 4096, 32, 2048, 8, 6, 96, "none", 64.23),
-    Flash(32, 4096, 32, 1024, 8, 64, 1024, "full", 58.01), Flash(32, 2560, 20, 4096, 8, 5, 240, "none", 60.53),
-    Flash(32, 2560, 20, 2048, 8, 10, 160, "none", 62.11), Flash(24, 2048, 16, 2048, 8, 14, 448, "none", 59.86),
+# gpt-fast's README, "Benchmarks": tokens/s at batch 1 and a prompt of 5 tokens, on A100-80GB limited to 330 W: model, GPUs,
+# bits of a weight (4 in groups of 32). Its all-reduce is direct, in one hop.
+GPT_FAST = [
+    ("llama-7b", 1, 16, 104.9), ("llama-7b", 2, 16, 168.84), ("llama-7b", 4, 16, 254.02), ("llama-7b", 8, 16, 328.43),
+    ("llama-70b", 2, 16, 21.32), ("llama-70b", 4, 16, 38.01), ("llama-70b", 8, 16, 62.5),
+    ("llama-7b", 1, 8, 155.58), ("llama-7b", 1, 4, 196.8), ("llama-70b", 1, 8, 19.13), ("llama-70b", 1, 4, 25.25),
 ]  # fmt: skip
 
-# Llama 3 405B, arXiv:2407.21783, table 4: dp, cp, tokens a sample, samples a step, TFLOP/s a GPU; tp 8 and pp 16 in all.
-LLAMA3_405B = [(64, 1, 8192, 2048, 430), (128, 1, 8192, 2048, 400), (8, 16, 131072, 128, 380)]
+# NVIDIA NeMo Framework's user guide, "Performance", Llama-2-7B, 128 tokens of prompt and 20 new ones: batch, tp, ms on
+# A100-80GB and on H100. The guide's 13B takes less time than its weights of 16 bits take to read, so it is left out.
+NEMO_7B = [
+    (1, 1, 234.0, 153.8), (8, 1, 329.5, 199.2), (1, 2, 171.7, 128.6), (8, 2, 237.6, 156.2),
+    (1, 4, 143.7, 107.4), (8, 4, 196.4, 134.6), (1, 8, 136.5, 97.6), (8, 8, 181.9, 129.1),
+]  # fmt: skip

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import minipar
+from minipar.config.model_config import ModelConfig
 from minipar.cost.activations import bytes_of_units, gpt_layer_bytes, layer_bytes
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.machines import MACHINES
@@ -19,19 +18,18 @@ from minipar.cost.memory import (
     worst_rank_memory,
 )
 from minipar.cost.model_table import MODELS, gpt
+from minipar.cost.models import ModelShape
 from minipar.cost.ranks import held_by, held_elems
-from minipar.live_bytes import LiveBytes
+from minipar.data.text import load_text
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Transformer
 from minipar.model.block import run_blocks
-from minipar.tensor_parallel import layer_activation_bytes
-from minipar.train import TrainConfig
+from minipar.support.live_bytes import LiveBytes
 from minipar.train.parallelize import parallelize
 from minipar.train.recompute import recompute
 from minipar.train.step import train_step
-from minipar.train.text import load_text
 from tests.cost.published import ZERO_TABLE1
-from tests.cost.test_models import shape_of
+from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, job_of
 
 
 @pytest.mark.parametrize("num_params", ZERO_TABLE1)
@@ -82,29 +80,6 @@ def test_selective_recomputation_saves_what_the_paper_says(h, a, saved):
     assert 1 - selective / whole == pytest.approx(saved, abs=0.005)
 
 
-@given(
-    st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from(["fused", "plain"]),
-    st.sampled_from([0.0, 0.1]), st.booleans(),
-)  # fmt: skip
-def test_a_layer_of_the_library_keeps_what_its_own_formula_says(
-    tp, split, kv_heads, attention, dropout, parallel
-):
-    """That formula is held to what autograd saves, in tests/tensor_parallel."""
-    config = ModelConfig(
-        dim=32,
-        num_heads=4,
-        num_kv_heads=kv_heads,
-        attention=attention,
-        dropout=dropout,
-        parallel_block=parallel,
-    )
-    want = sum(layer_activation_bytes(config, 3, 64, tp, split, torch.float32).values())
-    dense = attention == "plain"
-    assert layer_bytes(shape_of(config), 64, 3, tp, split, "none", 64, dense, 4) == pytest.approx(
-        want, rel=1e-12
-    )
-
-
 def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
     """(kept by the forward of all blocks, alive at most during their backward), without gradients of weights."""
     model = Transformer(config)
@@ -128,7 +103,7 @@ def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
 def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
     kept, _ = counted_bytes(config, recomputed)
-    assert kept == 4 * layer_bytes(shape_of(config), 128, 4, 1, False, recomputed, 128, False, 4)
+    assert kept == 4 * layer_bytes(ModelShape.of(config), 128, 4, 1, False, recomputed, 128, False, 4)
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
@@ -136,7 +111,7 @@ def test_units_keep_one_input_each_and_are_recomputed_whole(options):
     """What a unit's backward holds besides, gradients of hidden states, is the same for every size of a unit."""
     config = ModelConfig(dim=64, num_layers=6, num_heads=4, max_seq_len=128, **options)
     layer, own = (
-        layer_bytes(shape_of(config), 128, 4, 1, False, how, 128, False, 4) for how in ("none", "full")
+        layer_bytes(ModelShape.of(config), 128, 4, 1, False, how, 128, False, 4) for how in ("none", "full")
     )
     besides = []
     for every in (1, 2, 3, 4, 6, 9):
@@ -238,11 +213,6 @@ def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
 
 # Real ranks -----------------------------------------------------------------------------------------------------------
 
-SMALL = ModelConfig(dim=64, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32)
-MIXTURE = replace(SMALL, num_experts=4, top_k=2, moe_every=1, shared_dim=16)
-PARALLEL = replace(SMALL, parallel_block=True)
-RUN = TrainConfig(model=SMALL, batch_size=8, seq_len=32, steps=2, warmup=1, dtype="float64", trace_steps=0)
-
 
 def held(world, config):
     """Bytes of parameters, gradients and optimizer state on this rank, after a step."""
@@ -257,25 +227,6 @@ def held(world, config):
         if k.startswith("exp_")
     ]
     return sum(parameters.values()), sum(x.nbytes for x in shards), sum(moments)
-
-
-def job_of(config: TrainConfig) -> tuple[Job, Layout]:
-    """The job and the layout that a training configuration describes."""
-    how = Implementation(
-        {"plain": "dense"}.get(config.model.attention, config.model.attention),
-        sequence_parallel=config.sequence_parallel, reduce_every=config.reduce_every, replicate=config.replicate,
-        cp_ulysses=config.cp_ulysses,
-    )  # fmt: skip
-    job = Job(
-        shape_of(config.model), MACHINES["h100"], config.world_size, config.seq_len, config.batch_size,
-        config.dtype, how,
-    )  # fmt: skip
-    chunks = {"interleaved": 2, "zb-v": 2, "dualpipe-v": 2}.get(config.schedule, 1)
-    microbatch = config.batch_size // config.dp // config.microbatches
-    return job, Layout(
-        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, config.schedule, chunks, microbatch,
-        config.recompute, config.cp_attention, config.seq_slices,
-    )  # fmt: skip
 
 
 MESHES = [
@@ -295,6 +246,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mesh", MESHES, ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"})
 )
@@ -302,7 +254,7 @@ def test_ranks_hold_the_parameters_and_states_that_were_predicted(mesh):
     """Exactly; with ZeRO the ranks that share a shard together, each but for the padding of its buckets."""
     config = replace(RUN, **mesh)
     job, layout = job_of(config)
-    found = minipar.run(held, config, world_size=config.world_size, timeout_s=20)
+    found = minipar.run(held, config, world_size=config.world_size)
     grid = Mesh(config.world_size, **config.mesh_sizes)
     for rank, (parameters, shards, moments) in enumerate(found):
         at = grid.coordinates_of(rank)

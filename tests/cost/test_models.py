@@ -1,26 +1,18 @@
 """Parameters and operations follow from sizes: the published counts, and those of the library's own model."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.cost.machines import GIGABIT, MACHINES, find_machine
+from minipar.config.model_config import ModelConfig
+from minipar.cost.layout import Job
+from minipar.cost.machines import ALIASES, GIGABIT, MACHINES, find_machine
 from minipar.cost.model_table import MODELS, find_model, gpt
 from minipar.cost.models import ModelShape, hardware_flops_per_token, layer_elems, model_flops_per_token
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Transformer
 from minipar.train.metrics import flops_per_token
 from tests.cost.published import SC21_TABLE1
-
-
-def shape_of(config: ModelConfig) -> ModelShape:
-    """The sizes of the library's model."""
-    return ModelShape(
-        "x", config.num_layers, config.dim, config.num_heads, config.hidden_dim, config.vocab_size,
-        config.num_kv_heads, tie_embeddings=config.tie_embeddings, dropout=config.dropout > 0,
-        num_experts=config.num_experts, top_k=config.top_k, capacity_factor=config.capacity_factor or 1.0,
-        moe_every=config.moe_every, shared_dim=config.shared_dim, parallel_block=config.parallel_block,
-    )  # fmt: skip
-
+from tests.examples import examples
 
 configs = st.builds(
     ModelConfig,
@@ -38,12 +30,46 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(configs)
 def test_the_librarys_model_has_as_many_parameters_and_operations(config):
-    shape = shape_of(config)
+    shape = ModelShape.of(config)
     assert shape.num_params == sum(p.numel() for p in Transformer(config, device="meta").parameters())
     assert model_flops_per_token(shape, 32) == flops_per_token(config, 32)
+
+
+@examples(8)
+@given(
+    latent_dim=st.integers(1, 9),
+    rope_dim=st.sampled_from([2, 4]),
+    num_layers=st.integers(1, 3),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_latent_attention_has_as_many_parameters_and_operations(latent_dim, rope_dim, num_layers, tp):
+    config = ModelConfig(
+        dim=16, num_layers=num_layers, num_heads=4, hidden_dim=8, kv_latent_dim=latent_dim, rope_dim=rope_dim
+    )
+    shape, model = ModelShape.of(config), Transformer(config, device="meta")
+    assert shape.num_params == sum(p.numel() for p in model.parameters())
+    assert model_flops_per_token(shape, 32) == flops_per_token(config, 32)
+    parameters = dict(model.layers["0"].named_parameters()).items()
+    whole = sum(
+        p.numel() for name, p in parameters if "norm" in name or "kv_down" in name or "k_rope" in name
+    )
+    every = sum(p.numel() for _, p in parameters)
+    assert layer_elems(shape, 0, tp) == (whole + (every - whole) // tp, 0)
+
+
+def test_training_with_latent_attention_is_not_planned():
+    shape = ModelShape.of(ModelConfig(dim=16, num_heads=4, kv_latent_dim=8))
+    with pytest.raises(ValueError, match="kv_latent_dim=8: training with latent attention is not planned"):
+        Job(shape, find_machine("h100"), 8, 32, 8)
+    with pytest.raises(ValueError, match="kv_latent_dim=8, rope_dim=0; use two numbers above 0, or none"):
+        ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8)
+    with pytest.raises(
+        ValueError, match="kv_latent_dim=8 with bias=True and num_kv_heads=4: latent attention has no"
+    ):
+        ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8, rope_dim=2, bias=True)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +130,13 @@ def test_an_unknown_name_is_told_the_nearest(find, name, says):
     with pytest.raises(ValueError) as refused:
         find(name)
     assert says in str(refused.value)
+
+
+def test_a_machine_may_be_named_with_its_memory():
+    for alias, name in ALIASES.items():
+        machine = find_machine(alias)
+        assert machine is MACHINES[name]
+        assert alias == f"{name}-{machine.memory_bytes / 1e9:.0f}gb"
 
 
 MINE = "num_layers = 2\ndim = 64\nnum_heads = 4\nhidden_dim = 128\nvocab_size = 100\n"

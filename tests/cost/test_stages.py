@@ -1,29 +1,40 @@
 """Closed forms of schedules are what the simulator finds, and what papers measured."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from minipar.config.model_config import ModelConfig
 from minipar.cost.stages import (
-    PLANNED,
     chunk_choices,
     enough_microbatches,
     idle_s,
     live_chunks,
     message_hops,
+    planned,
     stage_layers,
     stages_of,
 )
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Transformer
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.schedules import Costs, make_schedule, simulate
-from minipar.schedules.registry import LOOPED, SLICED, V_SHAPED
+from minipar.schedules.registry import SCHEDULES
+from minipar.schedules.schedule import Schedule
 from tests.cost.published import ZB_1F1B
+from tests.examples import examples
 
 
-@settings(max_examples=80)
+def made(schedule: str, pp: int, m: int, v: int, slices: int) -> Schedule:
+    """The schedule, with v chunks a rank where it leaves them open, and its samples cut if it cuts any."""
+    choice = SCHEDULES[schedule]
+    return make_schedule(
+        schedule, pp, m, v if choice.chunks is None else None, **({"slices": slices} if choice.sliced else {})
+    )
+
+
+@examples(80)
 @given(
-    schedule=st.sampled_from(PLANNED),
+    schedule=st.sampled_from(planned()),
     pp=st.integers(2, 6),
     rounds=st.integers(2, 4),
     v=st.sampled_from([2, 4]),
@@ -34,30 +45,29 @@ from tests.cost.published import ZB_1F1B
 )
 def test_idle_time_and_live_activations_are_the_simulators(schedule, pp, rounds, v, s, f, extra, w):
     """For I and F of at least W, and in a V also I of at least F: attention has no weights, and recomputation adds to I."""
-    f, m = max(f, w), rounds * pp
-    i = (f if schedule in V_SHAPED else w) + extra
-    chunks = v if schedule in LOOPED else 2 if schedule in V_SHAPED else 1
-    slices = s if schedule in SLICED else 1
-    made = make_schedule(schedule, pp, m, chunks, slices=slices)
-    parts = made.num_stages // pp
-    timeline = simulate(made, Costs(f / parts, i / parts, w / parts))
+    choice, f, m = SCHEDULES[schedule], max(f, w), rounds * pp
+    i = (f if choice.v_shaped else w) + extra
+    slices = s if choice.sliced else 1
+    whole = made(schedule, pp, m, v, slices)
+    chunks = whole.num_stages // pp
+    timeline = simulate(whole, Costs(f / chunks, i / chunks, w / chunks))
     assert enough_microbatches(schedule, pp, m)
     idle = timeline.longest_own_span - m * slices * (f + i + w)
     assert idle == pytest.approx(idle_s(schedule, pp, f, i, w, chunks), rel=1e-9, abs=1e-9)
     live = [live_chunks(schedule, rank, pp, m, chunks, slices) for rank in range(pp)]
     assert tuple(live) == timeline.peak_live
     for rank in range(pp):
-        assert stages_of(schedule, rank, pp, chunks) == made.stages_of(rank)
+        assert stages_of(schedule, rank, pp, chunks) == whole.stages_of(rank)
 
 
-@pytest.mark.parametrize("schedule", PLANNED)
+@pytest.mark.parametrize("schedule", planned())
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("rounds", [2, 4])
 def test_messages_lengthen_a_step_as_the_simulator_says(schedule, pp, rounds):
-    slices = 3 if schedule in SLICED else 1
-    made, c = make_schedule(schedule, pp, rounds * pp, slices=slices), 0.001
-    span = [simulate(made, Costs(1, 1, 1, comm)).longest_own_span for comm in (0, c)]
-    hops = message_hops(schedule, pp, rounds * pp, made.num_stages // pp, slices)
+    slices = 3 if SCHEDULES[schedule].sliced else 1
+    whole, c = made(schedule, pp, rounds * pp, 2, slices), 0.001
+    span = [simulate(whole, Costs(1, 1, 1, comm)).longest_own_span for comm in (0, c)]
+    hops = message_hops(schedule, pp, rounds * pp, whole.num_stages // pp, slices)
     assert (span[1] - span[0]) / c == pytest.approx(hops, abs=1 if schedule == "seq1f1b" else 1e-6)
 
 

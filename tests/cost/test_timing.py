@@ -1,19 +1,17 @@
-"""Seconds of a step against published runs, by one rule and without a fitted number."""
+"""Seconds of a step: published runs of Megatron-LM, and what each part must do; all runs are in tests/extras/cost."""
 
 from dataclasses import replace
 
 import pytest
 
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
-from minipar.cost.links import axis_links, collective_s, links_of
+from minipar.cost.links import collective_s, links_of
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS, gpt
-from minipar.cost.models import ModelShape
-from minipar.cost.scaling import bound_gpus, gpu_counts, needed_tokens, scaling
 from minipar.cost.stages import least_idle
 from minipar.cost.timing import PARTS, least_seconds, step_parts, step_time
 from minipar.cost.work import layer_seconds
-from tests.cost.published import LLAMA3_405B, MPT_A100, SC21_TABLE1
+from tests.cost.published import SC21_TABLE1
 
 A100 = MACHINES["a100-80gb"]
 PEAK_TFLOPS = 312
@@ -52,7 +50,7 @@ def test_the_printed_columns_of_megatrons_table_follow_from_its_throughput(row):
 
 
 def test_megatrons_ten_throughputs():
-    """Mean absolute error 2.3 %, largest 4.5 %. The rule has two fractions, neither of them from this table."""
+    """Mean error 2.6 %, largest 4.4 %, by the numbers of an unknown program; six of the rows are among the fitted."""
     found = errors()
     for row, error in zip(SC21_TABLE1, found):
         job, layout = of_row(row)
@@ -85,7 +83,7 @@ def test_a_forgotten_recomputation_is_a_quarter_of_the_work():
     assert step.mfu == pytest.approx(0.392, rel=0.05)  # the printed 52 % of the peak is HFU
 
 
-# Runs that had no part in choosing the rule -----------------------------------------------------------------------------
+# Other runs of Megatron-LM -----------------------------------------------------------------------------
 
 
 def test_gpt3_on_1024_gpus():
@@ -105,51 +103,6 @@ def test_one_layer_of_a_22b_model():
     assert 1e3 * (work.input_gradient + work.weight_gradient) == pytest.approx(11.9, rel=0.07)
 
 
-@pytest.mark.parametrize(("microbatch", "tflops"), [(1, 173), (2, 186)])
-def test_fsdp_of_gpt3_on_128_gpus(microbatch, tflops):
-    """arXiv:2304.11277, section 5.4: 2 Tb/s a node. The model is 13 and 6 % too fast: it knows nothing of the allocator."""
-    machine = replace(A100, card_bytes_per_s=2e12 / 8 / 8)
-    shape = gpt("x", 96, 12288, 96, vocab_size=50000)
-    job = Job(shape, machine, 128, 2048, 128 * microbatch, implementation=Implementation("dense"))
-    step = step_time(job, Layout(dp=128, zero=3, microbatch=microbatch, recompute="full"))
-    assert 0 < step.hfu * PEAK_TFLOPS / tflops - 1 < 0.15
-
-
-def mpt(row) -> ModelShape:
-    """GPT-2's layer without dropout; the 13B at 2048 tokens has the 12,853,954,560 parameters that are printed."""
-    return ModelShape(
-        "mpt", row.layers, row.hidden, row.heads, 4 * row.hidden, 50368, gated=False, bias=True, norm_params=2,
-        positions=row.seq, tie_embeddings=True,
-    )  # fmt: skip
-
-
-def test_mfu_of_fsdp_with_flash_attention():
-    """14 rows that had no part in choosing the rule: mean absolute error 7.6 %, largest 16 %, to both sides."""
-    found = []
-    for row in MPT_A100:
-        job = Job(mpt(row), A100, row.gpus, row.seq, row.batch)
-        step = step_time(job, Layout(dp=row.gpus, zero=3, microbatch=row.microbatch, recompute=row.recompute))
-        found.append(100 * step.mfu / row.percent - 1)
-    assert mpt(MPT_A100[6]).num_params == 12853954560
-    assert mean_absolute(found) < 0.08
-    assert -0.17 < min(found) < 0 < max(found) < 0.12
-
-
-@pytest.mark.parametrize(("dp", "cp", "seq", "batch", "tflops"), LLAMA3_405B)
-def test_llama_3_405b(dp, cp, seq, batch, tflops):
-    """From 5 % too fast to 9. How many chunks a rank has is not printed; 7 is as many as 126 layers allow."""
-    job = Job(
-        MODELS["llama3-405b"], MACHINES["h100"], dp * cp * 128, seq, batch, precision="mixed-fp32-grads"
-    )
-    step = step_time(job, Layout(dp, 16, cp, 1, 8, 1, "interleaved", 7))
-    assert step.mfu * 989 / tflops == pytest.approx(1, abs=0.1)
-    # Attention at the rate of a matrix product, as before 2023's kernels were measured: 131,072 tokens tell.
-    quick = replace(job, machine=replace(job.machine, attention_fraction=job.machine.matmul_fraction))
-    too_fast = step_time(quick, Layout(dp, 16, cp, 1, 8, 1, "interleaved", 7)).mfu * 989 / tflops
-    assert too_fast > step.mfu * 989 / tflops
-    assert too_fast > 1.5 or seq < 131072
-
-
 def test_units_of_layers_take_as_long_as_whole_recomputation():
     job = Job(MODELS["llama-7b"], A100, 8, 4096, 64)
     full, units = (step_time(job, parse_layout(f"dp8-zero1-{how}")) for how in ("full", "every:4"))
@@ -158,12 +111,32 @@ def test_units_of_layers_take_as_long_as_whole_recomputation():
     assert full.hfu / full.mfu == pytest.approx(4 / 3, rel=0.02)
 
 
-def test_ulysses_waits_for_fewer_bytes_than_a_gathering_and_a_ring_hides():
-    job = Job(MODELS["llama-7b"], A100, 8, 65536, 8)
-    ring, ulysses, gathered = (
-        step_parts(job, parse_layout(f"cp8-{how}mb1-full"))["cp"] for how in ("", "ulysses-", "all_gather-")
-    )
-    assert ring < ulysses < gathered
+def test_a_rings_messages_hide_and_it_pays_for_small_blocks_and_merges():
+    """Ulysses waits for fewer bytes than a gathering; on faster links both are shorter, and a ring is not."""
+
+    def cp_seconds(machine):
+        job = Job(MODELS["llama-7b"], machine, 8, 65536, 8)
+        layouts = [parse_layout(f"cp8-{how}mb1-full") for how in ("", "ulysses-", "all_gather-")]
+        return [step_parts(job, layout)["cp"] for layout in layouts]
+
+    ring, ulysses, gathered = cp_seconds(A100)
+    assert 0 < ulysses < ring < gathered
+    of_faster = cp_seconds(replace(A100, link_bytes_per_s=2 * A100.link_bytes_per_s))
+    assert of_faster[0] == ring
+    assert of_faster[1] < 0.6 * ulysses
+    assert of_faster[2] < 0.6 * gathered
+
+
+def test_blocks_of_fewer_tokens_cost_a_ring_more():
+    """At 4,096 tokens over 8 ranks a block has 512, and attention takes nearly twice as long as in one piece."""
+    shares = []
+    for seq_len in (4096, 32768, 262144):
+        job = Job(MODELS["llama-7b"], A100, 8, seq_len, 8)
+        parts = step_parts(job, parse_layout("cp8-mb1-full"))
+        shares.append(parts["cp"] / parts["compute"])
+    assert shares == sorted(shares, reverse=True)
+    assert shares[0] > 0.1
+    assert shares[2] < 0.05
 
 
 def test_the_lower_bound_of_a_step_is_one():
@@ -173,11 +146,10 @@ def test_the_lower_bound_of_a_step_is_one():
         "dp2-pp4-tp2-zero3-zb-v-full",
         "pp4-cp4-ep4-gpipe",
         "dp4-cp4-ulysses-every:2",
-        "dp2-pp4-tp2-zero1-seq1f1b:8-mb32",
     ):
         layout = parse_layout(text)
         least = least_seconds(job, layout) * (
-            1 + least_idle(layout.schedule, layout.pp, layout.microbatches(job), 1, layout.slices)
+            1 + least_idle(layout.schedule, layout.pp, layout.microbatches(job), 1)
         )
         assert 0.3 < least / step_time(job, layout).total <= 1
 
@@ -206,7 +178,7 @@ def test_few_tokens_a_rank_are_slow_to_multiply():
     ]
     assert each == sorted(each, reverse=True)
     assert each[0] > 5 * each[-1]
-    assert each[2] == pytest.approx(each[3], rel=0.01)
+    assert each[2] == pytest.approx(each[3], rel=0.05)  # what is left is reading the weights once
 
 
 def test_experts_and_gathered_weights_cost_their_messages():
@@ -223,42 +195,3 @@ def test_a_hundred_thousand_ranks():
     job = Job(MODELS["llama3-405b"], MACHINES["h100"], 98304, 8192, 12288)
     step = step_time(job, parse_layout("dp768-pp16-tp8-zero1"))
     assert 0.1 < step.mfu < 0.8
-
-
-# Scaling ------------------------------------------------------------------------------------------------------------------
-
-
-def test_weak_scaling_stays_and_strong_scaling_falls():
-    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 512)
-    gpus = [8 * 2**k for k in range(12)]
-    weak = scaling(job, parse_layout("dp8-zero1"), gpus, weak=True)
-    strong = scaling(job, parse_layout("dp8-zero1"), gpus, weak=False)
-    assert [p.gpus for p in weak] == gpus
-    assert max(p.gpus for p in strong) == 512  # from there on a rank would have no sample
-    assert weak[0].efficiency == strong[0].efficiency == 1
-    assert all(b.efficiency <= a.efficiency * 1.001 for a, b in zip(strong, strong[1:]))
-    assert strong[-1].efficiency < weak[6].efficiency
-    assert all(b.seconds < a.seconds for a, b in zip(strong, strong[1:]))
-
-
-def test_where_data_parallelism_becomes_communication_bound():
-    """The batch leaves too few tokens from there on, and enough before; gradients then take longer than the backward."""
-    slow = replace(A100, card_bytes_per_s=2e9)
-    job, layout = Job(MODELS["llama-7b"], slow, 8, 4096, 1024), parse_layout("dp8-zero1")
-    gpus = gpu_counts(layout)
-    assert gpus == [2**k for k in range(15)]
-    bound = bound_gpus(job, layout, gpus)
-    for number in gpus[1:]:
-        grown = replace(layout, dp=number)
-        tokens, needed = job.batch * job.seq_len / number, needed_tokens(job, grown)
-        assert (tokens < needed) == (number >= bound)
-        links = axis_links(slow, grown, "dp")
-        rate = links.inside if links.nodes == 1 else links.between
-        gradients = 2 * (number - 1) / number * 2 * job.shape.num_params / rate
-        backward = 4 * job.shape.num_params * tokens / (slow.peak_flops * slow.matmul_fraction * slow.share)
-        assert (gradients > backward) == (number >= bound)
-    assert bound_gpus(replace(job, batch=10**6), layout, gpus) is None
-    one_card = replace(A100, card_bytes_per_s=20e9 / 8 / 0.8)  # the docstring's: 20 GB/s out of a node of 8
-    assert needed_tokens(replace(job, machine=one_card), replace(layout, dp=4096)) == pytest.approx(
-        10800, rel=0.01
-    )

@@ -6,13 +6,11 @@ import pytest
 
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import hierarchical_all_reduce_s, sent_share
-from minipar.cost.compression import CODECS, SCALE_BYTES
-from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.machines import GIGABIT, MACHINES
-from minipar.cost.memory import model_state_bytes
+from minipar.cost.memory import model_state_bytes, worst_rank_memory
 from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.scaling import scaling
 from minipar.cost.stages import idle_s, live_chunks, message_hops
 from minipar.cost.traffic import cp_layer_bytes, dispatch_bytes, gradients_bytes, step_traffic
 
@@ -55,14 +53,15 @@ def test_zero_sends_as_much_as_data_parallelism_and_stage_3_half_as_much_again()
 
 
 def test_70b_on_64_cards_of_80_gb_with_tp8_pp2_dp4():
-    """Stated as a working layout. States 70 GB and activations 11 make 81; ZeRO-1 makes it 31 + 11."""
-    kept = 80 * gpt_layer_bytes(4096, 1, 8192, 64, 8, True, "selective") / GB  # the scores are not stored
-    assert kept == pytest.approx(11.4, abs=0.1)
+    """Stated as a working layout. States 70 GB and activations 15 make 85; ZeRO-1 makes it 31 + 15."""
+    job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
+    kept = worst_rank_memory(job, Layout(dp=4, pp=2, tp=8))[1]["activations"] / GB
+    assert kept == pytest.approx(15.0, abs=0.1)
     states = [model_state_bytes(70e9 / 16, 4, zero) / GB for zero in (0, 1)]
     assert states == pytest.approx([70, 30.6], abs=0.1)
     assert states[0] + kept > 80 > states[1] + kept
     recomputed = 80 * gpt_layer_bytes(4096, 1, 8192, 64, 8, True, "full") + kept * GB / 80
-    assert recomputed / GB == pytest.approx(0.8, abs=0.02)
+    assert recomputed / GB == pytest.approx(0.86, abs=0.02)
 
 
 def test_7b_does_not_train_on_one_card():
@@ -177,15 +176,6 @@ def test_blocks_that_hide_a_ring_of_keys(bytes_per_s, tokens):
     assert MACHINES["a100-80gb"].peak_flops / bytes_per_s == tokens
 
 
-@pytest.mark.parametrize(
-    ("codec", "of_bf16", "of_float32"), [("fp8", 1 / 2, 1 / 4), ("sign", 1 / 16, 1 / 32)]
-)
-def test_bytes_of_compressed_gradients(codec, of_bf16, of_float32):
-    """Stated as a quarter and an eighth: of float32 8 bits are a quarter, of bf16 a half; one bit is less, plus scales."""
-    each = CODECS[codec].sent_bytes - SCALE_BYTES
-    assert (each / 2, each / 4) == (of_bf16, of_float32)
-
-
 @pytest.mark.parametrize(("warm_up", "times"), [(0.15, 4.92), (0.25, 3.37)])
 def test_1_bit_adam_sends_a_fifth_and_not_a_26th(warm_up, times):
     """Stated as 26 times less: 5, since the first 15 % of the steps send whole gradients, and at most 16 after them."""
@@ -198,23 +188,6 @@ def test_half_of_the_peak_is_hfu():
     model, done = model_flops_per_token(shape, 2048), hardware_flops_per_token(shape, 2048, "full")
     assert pytest.approx(0.52, abs=0.005) == 163 / 312
     assert 163 / 312 * model / done == pytest.approx(0.392, abs=0.002)
-
-
-def test_weak_scaling_keeps_nine_tenths_and_messages_take_more_than_a_sixth():
-    """Stated as 90 %, and less than 15 % for messages: for 70B with tp 8, pp 2 the first is right, tp alone takes more."""
-    job, layout = Job(MODELS["llama-70b"], H100, 64, 4096, 1024), parse_layout("dp4-pp2-tp8-zero1-full")
-    last = scaling(job, layout, [64, 512, 4096], weak=True)[-1]
-    assert last.efficiency > 0.9
-    assert last.communication == pytest.approx(0.28, abs=0.01)
-
-
-def test_more_than_a_thousand_cards():
-    """Stated as negative returns of data parallelism: returns diminish, but a step of a fixed batch does not get longer."""
-    job, gpus = Job(MODELS["llama-7b"], H100, 64, 2048, 4096), [64 * 2**k for k in range(7)]
-    curve = scaling(job, Layout(dp=64, zero=1), gpus, weak=False)
-    assert [point.gpus for point in curve] == gpus
-    assert all(b.seconds < a.seconds for a, b in zip(curve, curve[1:]))
-    assert curve[-1].efficiency < 0.75 < 0.9 < curve[2].efficiency
 
 
 @pytest.mark.parametrize(("bits", "saved"), [(8, 0.5), (4, 0.75), (2, 0.875)])

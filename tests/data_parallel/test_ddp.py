@@ -12,11 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import minipar
+from minipar.config.model_config import ModelConfig
 from minipar.data_parallel import DDP
 from minipar.data_parallel.buckets import flat_bytes
 from minipar.mesh import placement_of
-from minipar.model import ModelConfig, Transformer, cross_entropy_sum
-from minipar.trace import Trace
+from minipar.model import Transformer, cross_entropy_sum
+from minipar.support.trace import Trace
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -124,7 +125,6 @@ def test_ddp_trains_as_one_process_does(size, drawn):
         lambda world, drawn: [train_on_ranks(world, case) for case in drawn],
         drawn,
         world_size=size,
-        timeout_s=10,
     )
     for i, case in enumerate(drawn):
         assert_same_training([r[i] for r in results], case)
@@ -193,7 +193,7 @@ def test_real_bugs_are_seen(broken):
 
 
 def check_training(wrap):
-    assert_same_training(minipar.run(train_on_ranks, CASE, wrap, world_size=2, timeout_s=10), CASE)
+    assert_same_training(minipar.run(train_on_ranks, CASE, wrap, world_size=2), CASE)
 
 
 # Losses over tokens ------------------------------------------------------------------------------------------------
@@ -232,14 +232,14 @@ def assert_same_gradients(grads, model):
 def test_a_sum_over_the_global_count_is_the_mean_of_one_process(size):
     model = Transformer(CONFIG, seed=size, dtype=torch.float64)
     model.loss(*tokens_and_targets(size, size)).backward()
-    for grads in minipar.run(language_model_gradients, size, False, world_size=size, timeout_s=10):
+    for grads in minipar.run(language_model_gradients, size, False, world_size=size):
         assert_same_gradients(grads, model)
 
 
 def test_a_mean_of_means_is_seen():
     model = Transformer(CONFIG, seed=2, dtype=torch.float64)
     model.loss(*tokens_and_targets(2, 2)).backward()
-    grads = minipar.run(language_model_gradients, 2, True, world_size=2, timeout_s=10)[0]
+    grads = minipar.run(language_model_gradients, 2, True, world_size=2)[0]
     with pytest.raises(AssertionError):
         assert_same_gradients(grads, model)
 
@@ -283,13 +283,13 @@ def assert_overlaps(events):
 
 
 def test_buckets_leave_during_the_backward_and_nothing_waits_inside_it():
-    for events in minipar.run(order_of_events, DDP, world_size=2, timeout_s=10):
+    for events in minipar.run(order_of_events, DDP, world_size=2):
         assert_overlaps(events)
         assert [index for what, index in events if what == "left"] == list(range(5))
 
 
 def test_waiting_in_the_hook_is_seen():
-    (events, _) = minipar.run(order_of_events, WaitsInTheHook, world_size=2, timeout_s=10)
+    (events, _) = minipar.run(order_of_events, WaitsInTheHook, world_size=2)
     with pytest.raises(AssertionError, match="waited"):
         assert_overlaps(events)
 
@@ -305,7 +305,7 @@ def communication_during_backward(world):
 
 
 def test_all_reduces_run_on_the_comms_own_lane_while_the_backward_computes():
-    for spans in minipar.run(communication_during_backward, world_size=2, timeout_s=10):
+    for spans in minipar.run(communication_during_backward, world_size=2):
         (backward,) = [s for s in spans if s.kind == "compute"]
         sent = [s for s in spans if s.kind == "communicate"]
         assert len(sent) > 5
@@ -334,9 +334,7 @@ def traffic_and_memory(world, width, broadcast_buffers):
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_traffic_and_gradient_memory_are_the_formulas(size, broadcast_buffers):
     of_buffers = 0
-    for by_kind, flat, storages in minipar.run(
-        traffic_and_memory, 7, broadcast_buffers, world_size=size, timeout_s=10
-    ):
+    for by_kind, flat, storages in minipar.run(traffic_and_memory, 7, broadcast_buffers, world_size=size):
         of_buffers += by_kind.pop("broadcast", 0)
         assert sum(by_kind.values()) == 2 * (size - 1) * sum(flat) // size
         assert set(by_kind) <= {"all_reduce"}
@@ -354,7 +352,7 @@ def parameters_on_two_comms(world):
 
 
 def test_each_parameter_is_reduced_over_its_own_comm():
-    results = minipar.run(parameters_on_two_comms, world_size=4, timeout_s=10)
+    results = minipar.run(parameters_on_two_comms, world_size=4)
     assert [bias for bias, _, _ in results] == [2.0] * 4
     for _, first_over_weight, weight in results:
         total = sum(w for _, _, w in results)
@@ -375,7 +373,7 @@ def exception_in_the_middle(world):
 
 
 def test_after_an_exception_in_a_backward_the_next_one_is_synchronised():
-    a, b = minipar.run(exception_in_the_middle, world_size=2, timeout_s=10)
+    a, b = minipar.run(exception_in_the_middle, world_size=2)
     assert torch.equal(a[1], b[1])
     assert torch.equal(a[0], torch.ones(3, dtype=torch.float64))
 
@@ -403,7 +401,7 @@ def recomputed(world, use_reentrant):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_inside(use_reentrant):
-    for got, want in minipar.run(recomputed, use_reentrant, world_size=2, timeout_s=10):
+    for got, want in minipar.run(recomputed, use_reentrant, world_size=2):
         assert_equal_to(got, want)
 
 
@@ -418,7 +416,7 @@ def half_precision(world):
 
 
 def test_bf16_gradients_and_the_placement_they_belong_to():
-    for grad, dtype in minipar.run(half_precision, world_size=4, timeout_s=10):
+    for grad, dtype in minipar.run(half_precision, world_size=4):
         assert dtype == torch.bfloat16
         assert torch.equal(grad, torch.full((8, 8), 2.5))
 
@@ -440,7 +438,7 @@ def as_torchs(world):
 
 
 def test_it_is_a_drop_in_for_torchs_ddp_in_a_plain_loop():
-    for pairs in minipar.run(as_torchs, world_size=2, timeout_s=10):
+    for pairs in minipar.run(as_torchs, world_size=2):
         for ours, theirs in pairs:
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
 

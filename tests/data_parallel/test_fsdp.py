@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +14,7 @@ import minipar
 from minipar.data_parallel import FSDP
 from minipar.mesh import placement_of
 from tests.data_parallel.test_zero import OPTIMIZERS
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -187,13 +188,12 @@ def assert_same_training(results, case: Case):
 
 
 @given(st.integers(1, 8), st.lists(cases, min_size=3, max_size=3))
-@settings(max_examples=15)
+@examples(15)
 def test_fsdp_trains_as_one_process_does(size, drawn):
     results = minipar.run(
         lambda world, drawn: [train_on_ranks(world, case) for case in drawn],
         drawn,
         world_size=size,
-        timeout_s=10,
     )
     for i, case in enumerate(drawn):
         assert_same_training([r[i] for r in results], case)
@@ -256,4 +256,4 @@ class CutsOutTheWrongPart(FSDP):
 def test_real_bugs_are_seen(broken):
     case = Case(steps=3)
     with pytest.raises((AssertionError, minipar.RankError)):
-        assert_same_training(minipar.run(train_on_ranks, case, broken, world_size=2, timeout_s=10), case)
+        assert_same_training(minipar.run(train_on_ranks, case, broken, world_size=2), case)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import minipar
+from minipar.config.model_config import ModelConfig
 from minipar.data_parallel import FSDP
-from minipar.model import ModelConfig, Transformer
+from minipar.model import Transformer
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradients
 from minipar.model.init import initial_weight
@@ -50,10 +51,11 @@ def all_sent(world, options):
     return [sent_in_a_step(world, *each) for each in options]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_step_sends_three_times_the_parameters_less_what_is_kept_or_frozen(size):
     options = list(product(["no", "reentrant", "not reentrant"], [True, False], [True, False]))
-    for results in minipar.run(all_sent, options, world_size=size, timeout_s=10):
+    for results in minipar.run(all_sent, options, world_size=size):
         for (_, reshard, _), (steps, trained, frozen, parts, num_trained) in zip(options, results):
             gather_parameters = trained + frozen + (2 if reshard else 1) * parts
             flags = -(-num_trained // size) * size
@@ -96,12 +98,13 @@ def all_held(world):
 UNIT = 64 * 64 + 64
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7))]
 )
 def test_between_steps_a_rank_holds_sixteen_bytes_a_parameter_over_the_number_of_ranks(size):
     total = 10 * padded([64 * 64, 64], size)
-    for results in minipar.run(all_held, world_size=size, timeout_s=10):
+    for results in minipar.run(all_held, world_size=size):
         for dtype, (held, peak, own) in results.items():
             assert held == 8 * total // size + 8 * own + 4 * 20  # the optimizer's state has no padding
             compute = 2 if dtype else 4
@@ -117,11 +120,11 @@ class NeverReshards(FSDP):
         return super()._before_forward(unit, *call)
 
 
+@pytest.mark.thorough
 def test_units_that_are_never_resharded_are_seen_in_the_peak():
     results = minipar.run(
         lambda world: (held_and_peak(world, None), held_and_peak(world, None, NeverReshards)),
         world_size=4,
-        timeout_s=10,
     )
     for (_, right, _), (_, wrong, _) in results:
         assert wrong > right + 5 * 4 * UNIT
@@ -185,9 +188,7 @@ HOWS = ["no_grad", "forward alone", "exception in a forward", "exception in a ba
 
 @pytest.mark.parametrize("recompute", ["no", "reentrant", "not reentrant"])
 def test_a_step_after_a_disturbance_is_like_one_before(recompute):
-    minipar.run(
-        lambda world: [disturbed(world, how, recompute) for how in HOWS] and None, world_size=2, timeout_s=10
-    )
+    minipar.run(lambda world: [disturbed(world, how, recompute) for how in HOWS] and None, world_size=2)
 
 
 class ReadsAnothersWeight(nn.Module):
@@ -223,8 +224,8 @@ def replaced(world):
 
 
 def test_a_freed_parameter_and_a_replaced_storage_are_named():
-    minipar.run(reads_freed, world_size=2, timeout_s=10)
-    minipar.run(replaced, world_size=2, timeout_s=10)
+    minipar.run(reads_freed, world_size=2)
+    minipar.run(replaced, world_size=2)
 
 
 # The whole, in and out --------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def in_and_out(world):
 
 def test_full_parameters_go_in_and_out_and_what_does_not_fit_is_named():
     for size in (1, 3):
-        minipar.run(in_and_out, world_size=size, timeout_s=10)
+        minipar.run(in_and_out, world_size=size)
 
 
 CONFIG = ModelConfig(vocab_size=17, dim=16, num_layers=3, num_heads=2, max_seq_len=8, tie_embeddings=True)
@@ -288,7 +289,7 @@ def from_meta(world):
 
 def test_a_model_from_the_meta_device_has_the_weights_of_the_whole_one():
     want = Transformer(CONFIG, seed=4).state_dict()
-    results = minipar.run(from_meta, world_size=3, timeout_s=10)
+    results = minipar.run(from_meta, world_size=3)
     assert {name for made, _ in results for name in made} == {
         n for n, _ in Transformer(CONFIG).named_parameters()
     }
@@ -318,7 +319,7 @@ def test_weight_gradients_that_were_put_off_are_reduced_by_synchronize():
     for i in range(4):
         model(tokens_of(i)).square().sum().backward()
     torch.optim.SGD(model.parameters(), lr=1e-4).step()
-    for state in minipar.run(deferred, world_size=2, timeout_s=10):
+    for state in minipar.run(deferred, world_size=2):
         for name, want in model.state_dict().items():
             assert_equal_to(state[name], want, what=name)
 

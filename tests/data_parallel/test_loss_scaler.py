@@ -65,7 +65,7 @@ def in_full_precision(dtype, size, steps):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_computes_and_fp32_reduces_and_steps(dtype):
     want = in_full_precision(dtype, 3, 3)
-    for masters, fsdp in minipar.run(by_zero_and_by_fsdp, dtype, 3, world_size=3, timeout_s=10):
+    for masters, fsdp in minipar.run(by_zero_and_by_fsdp, dtype, 3, world_size=3):
         for a, b, w in zip(masters, fsdp, want):
             assert_equal_to(b, w, rtol=1e-5)
             # ZeRO's reduced gradient is rounded to half precision before the step.
@@ -103,7 +103,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflows_and_the_scale_finds_its_
         sgd.zero_grad()
         net(inputs(0)).square().mean().backward()
         sgd.step()
-    for seen, weights in minipar.run(scaled, kind, world_size=3, timeout_s=10):
+    for seen, weights in minipar.run(scaled, kind, world_size=3):
         assert seen == [(True, 1024.0), (False, 512.0), (True, 512.0), (True, 1024.0)]
         for got, want in zip(weights, net.parameters()):
             assert_equal_to(got, want.detach(), rtol=1e-6)
@@ -124,7 +124,6 @@ def test_what_fp16_would_round_to_zero_arrives_when_it_is_scaled():
     for lost, kept in minipar.run(
         lambda world: (small_gradients(world, 1.0), small_gradients(world, 2.0**16)),
         world_size=2,
-        timeout_s=10,
     ):
         assert torch.equal(lost, torch.zeros(1, 4))
         assert_equal_to(kept, torch.full((1, 4), -1e-9), rtol=1e-2)

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 import minipar
-from minipar.data_parallel import Lamb, Muon
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.extras.optimizers.lamb import Lamb
+from minipar.extras.optimizers.muon import Muon
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
 from minipar.train.optim import clip_grad_norm_, grad_norm
 from minipar.train.parallelize import parallelize
 from minipar.train.step import gradients
-from minipar.train.train_config import TrainConfig
 from tests.data_parallel.launches import Launches
 
 BASE = TrainConfig(

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minipar.data_parallel import Lamb, Muon
-from minipar.data_parallel import muon as muon_module
-from minipar.data_parallel.muon import newton_schulz
 from minipar.data_parallel.tensor_lists import ROW_ELEMS, Rows
-from minipar.live_bytes import LiveBytes
+from minipar.extras.optimizers import muon as muon_module
+from minipar.extras.optimizers.lamb import Lamb
+from minipar.extras.optimizers.muon import Muon, newton_schulz
+from minipar.support.live_bytes import LiveBytes
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds
 
 SHAPES = [(), (3,), (0,), (ROW_ELEMS,), (ROW_ELEMS + 1,), (5, 7), (7, 5), (2, 3, 4)]
@@ -92,7 +93,7 @@ def test_every_tensor_in_rows_is_scaled_by_its_own_factor(shapes, seed):
 
 @given(st.lists(st.sampled_from([(4, 6), (6, 4), (2, 4, 6), (3, 3)]), min_size=1, max_size=6),
        st.sampled_from([1, 48, 1 << 24]), seeds)  # fmt: skip
-@settings(max_examples=10)
+@examples(10)
 def test_muons_step_is_that_of_each_matrix_alone_however_many_go_together(shapes, at_once, seed):
     weights, grads = made(shapes, seed), made(shapes, seed + 1)
     params = [nn.Parameter(w.clone()) for w in weights]

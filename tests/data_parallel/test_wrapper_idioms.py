@@ -11,6 +11,7 @@ from torch import nn
 import minipar
 from minipar.data_parallel import DDP, FSDP
 from minipar.data_parallel.flat_parameters import State
+from minipar.extras.optimizers import Lamb
 from minipar.model.overrides import GradientSync
 from tests.strategies import assert_equal_to
 
@@ -52,7 +53,7 @@ def thawed_and_added(world):
 
 
 def test_parameters_thawed_or_added_after_wrapping_are_synchronised():
-    for grads, added in minipar.run(thawed_and_added, world_size=3, timeout_s=10):
+    for grads, added in minipar.run(thawed_and_added, world_size=3):
         model = network().append(nn.Linear(3, 2).double())
         model[3].load_state_dict(added)
         for name, want in in_one_process(model, 3).items():
@@ -82,7 +83,7 @@ def unused_later(world):
 
 
 def test_a_gradient_that_was_reduced_is_not_reduced_again_where_nothing_was_added():
-    for on_none, on_rank_0 in minipar.run(unused_later, world_size=3, timeout_s=10):
+    for on_none, on_rank_0 in minipar.run(unused_later, world_size=3):
         model = TwoHeads()
         for rank in range(3):
             model(samples(rank), "b").sum().backward()
@@ -95,7 +96,7 @@ def test_a_gradient_that_was_reduced_is_not_reduced_again_where_nothing_was_adde
 
 def test_a_rank_that_adds_to_its_gradient_meets_ranks_that_do_not():
     """Rank 0's own gradient is reduced again with what it adds, as the docstring says; the others keep theirs besides."""
-    results = minipar.run(unused_later, world_size=2, timeout_s=10)
+    results = minipar.run(unused_later, world_size=2)
     first = [samples(rank).sum(0) for rank in range(2)]
     added, reduced = samples(0, 1).sum(0), first[0] + first[1]
     for rank, (_, on_rank_0) in enumerate(results):
@@ -125,7 +126,7 @@ def running_means(world, wrapper, broadcast_buffers):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_running_means_are_rank_0s_before_each_forward(wrapper, broadcast_buffers):
-    results = minipar.run(running_means, wrapper, broadcast_buffers, world_size=3, timeout_s=10)
+    results = minipar.run(running_means, wrapper, broadcast_buffers, world_size=3)
     for rank, (mean, count, _) in enumerate(results):
         norm = nn.BatchNorm1d(6).double()
         for step in range(2):
@@ -155,7 +156,7 @@ def two_forwards(world, wrapper):
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_buffer_that_does_not_change_may_be_saved_for_a_backward(wrapper):
-    minipar.run(two_forwards, wrapper, world_size=2, timeout_s=10)
+    minipar.run(two_forwards, wrapper, world_size=2)
 
 
 # Outputs --------------------------------------------------------------------------------------------------------------
@@ -222,7 +223,7 @@ def hidden_outputs(world, wrapper):
 def test_outputs_may_be_in_dataclasses_and_objects(wrapper):
     model = Outer(Out)
     grads = in_one_process(model, 2)
-    for results in minipar.run(hidden_outputs, wrapper, world_size=2, timeout_s=10):
+    for results in minipar.run(hidden_outputs, wrapper, world_size=2):
         for how, units, state in results:
             for name, p in model.named_parameters():
                 assert_equal_to(state[name], p.detach() - grads[name], what=f"{how}, {units}: {name}")
@@ -252,7 +253,7 @@ def loss_in_an_attribute(world):
 
 
 def test_a_loss_kept_in_an_attribute_is_refused_by_fsdp_and_trained_by_ddp():
-    for grads in minipar.run(loss_in_an_attribute, world_size=2, timeout_s=10):
+    for grads in minipar.run(loss_in_an_attribute, world_size=2):
         for name, want in in_one_process(network(), 2).items():
             assert_equal_to(grads[name], want, what=name)
 
@@ -279,7 +280,7 @@ def test_outputs_may_be_changed_in_place(wrapper):
     for rank in range(2):
         logits = model(samples(rank)) / 2
         (logits.masked_fill(logits > 0.1, 0).square().mean() / 2).backward()
-    for grads in minipar.run(changed_in_place, wrapper, world_size=2, timeout_s=10):
+    for grads in minipar.run(changed_in_place, wrapper, world_size=2):
         for name, p in model.named_parameters():
             assert_equal_to(grads[name], p.grad, what=name)
 
@@ -316,7 +317,7 @@ def refusals(world):
 
 def test_old_wrappers_second_wrappers_and_copies_are_refused():
     want = in_one_process(network(), 2)
-    for grads in minipar.run(refusals, world_size=2, timeout_s=10):
+    for grads in minipar.run(refusals, world_size=2):
         for name in want:
             assert_equal_to(grads[name], want[name], what=name)
 
@@ -337,7 +338,7 @@ def refused_layers(world):
 
 
 def test_layers_that_fsdp_cannot_shard_and_sparse_gradients_are_refused():
-    minipar.run(refused_layers, world_size=2, timeout_s=10)
+    minipar.run(refused_layers, world_size=2)
 
 
 def clipped(world):
@@ -365,10 +366,53 @@ def test_torchs_clipping_of_shards_is_refused_and_minipars_is_that_of_one_proces
     in_one_process(model, 2)
     want = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for norm, state in minipar.run(clipped, world_size=2, timeout_s=10):
+    for norm, state in minipar.run(clipped, world_size=2):
         assert_equal_to(norm, want)
         for name, p in model.named_parameters():
             assert_equal_to(state[name], p.detach(), what=name)
+
+
+class Signs(torch.optim.SGD):
+    """A stranger's class, of which nothing is known."""
+
+
+def stepped_by(world):
+    """What the first step says of each optimizer over FSDP's shards, and of those that may step."""
+    said = {}
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, Signs):
+        fsdp = FSDP(network(), world, nn.Linear)
+        optimizer = cls(fsdp.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in fsdp.parameters()]
+        with pytest.raises(ValueError) as refusal:
+            optimizer.step(lambda: 0.0)
+        said[cls.__name__] = str(refusal.value)
+        assert all(torch.equal(p, b) for p, b in zip(fsdp.parameters(), before))
+    trusted = FSDP(network(), world, nn.Linear, per_element=True)
+    loss_of(trusted, world.rank).backward()
+    Signs(trusted.parameters(), lr=0.1).step()
+    whole = network()
+    loss_of(whole, world.rank).backward()
+    torch.optim.Adafactor(whole.parameters()).step()  # not FSDP's
+    return said
+
+
+def test_an_optimizer_not_known_to_be_per_element_is_refused_on_fsdps_shards():
+    for said in minipar.run(stepped_by, world_size=2):
+        for name, sentence in said.items():
+            assert sentence.startswith(f"{name} is not known to update each element from that element alone")
+            assert "per_element=True" in sentence
+
+
+def stepped_by_lamb(world):
+    fsdp = FSDP(network(), world, nn.Linear)
+    loss_of(fsdp, world.rank).backward()
+    with pytest.raises(ValueError, match=r"of .* it holds \d+ elements; .*Lamb\(params, comm=comm\)"):
+        Lamb(fsdp.parameters()).step()
+    Lamb(fsdp.parameters(), comm=world).step()
+
+
+def test_lamb_over_shards_asks_for_the_ranks_that_hold_the_others():
+    minipar.run(stepped_by_lamb, world_size=2)
 
 
 # Stale parameters ------------------------------------------------------------------------------------------------------
@@ -401,7 +445,7 @@ def all_changes(world, how):
 
 @pytest.mark.parametrize("how", ["step", "load", "summon"])
 def test_a_forward_uses_the_parameters_as_they_are_though_older_ones_are_unsharded(how):
-    for errors in minipar.run(all_changes, how, world_size=2, timeout_s=10):
+    for errors in minipar.run(all_changes, how, world_size=2):
         assert max(errors) < 1e-12
 
 
@@ -428,7 +472,7 @@ def frees_a_buffer_being_filled(world):
 
 
 def test_resharding_waits_for_the_all_gather_before_it_frees_the_memory():
-    for seen, num_bytes, left in minipar.run(frees_a_buffer_being_filled, world_size=2, timeout_s=10):
+    for seen, num_bytes, left in minipar.run(frees_a_buffer_being_filled, world_size=2):
         assert seen == [num_bytes]
         assert left == 0
 
@@ -447,4 +491,39 @@ def fails_in_synchronize(world):
 
 
 def test_after_an_error_in_synchronize_no_sync_still_holds():
-    minipar.run(fails_in_synchronize, world_size=2, timeout_s=10)
+    minipar.run(fails_in_synchronize, world_size=2)
+
+
+def cast_after_wrapping(world):
+    said = []
+    for make in (
+        lambda m: DDP(m, world),
+        lambda m: minipar.ZeroOptimizer(m.parameters(), torch.optim.Adam, world),
+    ):
+        model = network()
+        wrapper = make(model)
+        model.float()
+        with pytest.raises(RuntimeError) as caught:
+            (wrapper if isinstance(wrapper, DDP) else model)(samples(world.rank).float()).sum().backward()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_model_that_was_cast_after_it_was_wrapped_is_refused():
+    for said in minipar.run(cast_after_wrapping, world_size=2)[0]:
+        assert (
+            "was cast from torch.float64 to torch.float32 after it was wrapped; cast the model first" in said
+        )
+
+
+def assigned(world):
+    model = FSDP(network(), world)
+    with pytest.raises(ValueError, match="assign=True would replace FSDP's shards"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    return all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+def test_fsdps_shards_are_loaded_in_place_only():
+    assert minipar.run(assigned, world_size=2) == [True, True]

@@ -5,16 +5,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import minipar
-from minipar.data_parallel import DDP, Lamb, ZeroOptimizer
+from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.buckets import flat_bytes
+from minipar.extras.optimizers.lamb import Lamb
 from minipar.mesh import placement_of
 from minipar.spec.memory import held_bytes, newer_objects_only, storages
 from tests.data_parallel.test_ddp import Net, batch
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds
 
 OPTIMIZERS = {
@@ -128,9 +130,9 @@ def assert_same_bits(got, want):
 
 
 @given(st.integers(1, 8), st.lists(cases, min_size=3, max_size=3))
-@settings(max_examples=15)
+@examples(15)
 def test_both_stages_train_bit_for_bit_as_ddp_does(size, drawn):
-    for results in minipar.run(by_both, drawn, world_size=size, timeout_s=10):
+    for results in minipar.run(by_both, drawn, world_size=size):
         for ddp, zero in results:
             assert_same_bits(zero, ddp)
 
@@ -182,7 +184,7 @@ class ForgetsTheSchedule(ZeroOptimizer):
     "broken", [ForgetsToReduceTheLastBucket, GivesTheNeighbourItsChunk, NeverGathers, ForgetsTheSchedule]
 )
 def test_real_bugs_are_seen(broken):
-    ((ddp, zero),) = minipar.run(by_both, [CASE], broken, world_size=2, timeout_s=10)[0]
+    ((ddp, zero),) = minipar.run(by_both, [CASE], broken, world_size=2)[0]
     with pytest.raises(AssertionError):
         assert_same_bits(zero, ddp)
 
@@ -222,7 +224,7 @@ def test_accumulation_adds_up_and_costs_what_each_policy_says(stage, policy):
             for rank in range(3):
                 (net(batch(CASE, rank, step, microbatch), rank) / 3).backward()
         optimizer.step()
-    for params, sent, flat in minipar.run(accumulated, stage, policy, 3, world_size=3, timeout_s=10):
+    for params, sent, flat in minipar.run(accumulated, stage, policy, 3, world_size=3):
         for name, p in net.named_parameters():
             assert_equal_to(params[name], p.detach(), what=name)
         assert sent["reduce_scatter"] == (3 if policy == "reduce every" else 1) * 2 * flat // 3
@@ -269,11 +271,12 @@ def all_measured(world):
         return {case: measured(world, *case) for case in cases}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7))]
 )
 def test_memory_and_traffic_are_the_papers(size):
-    for result in minipar.run(all_measured, world_size=size, timeout_s=10):
+    for result in minipar.run(all_measured, world_size=size):
         for (stage, mixed), (
             alive,
             sent,
@@ -323,7 +326,7 @@ def resumed(world, stage, state, full):
 
 @pytest.mark.parametrize(("stage", "sizes"), [(1, (1, 4)), (2, (3, 2)), (1, (4, 3))])
 def test_the_full_state_continues_on_another_number_of_ranks_and_in_torchs_own_optimizer(stage, sizes):
-    state, full = minipar.run(stopped, stage, world_size=sizes[0], timeout_s=10)[0]
+    state, full = minipar.run(stopped, stage, world_size=sizes[0])[0]
     net = Net(5, 2)
     net.load_state_dict(state)
     optimizer = torch.optim.AdamW(groups_of(net), lr=0.5)
@@ -334,7 +337,7 @@ def test_the_full_state_continues_on_another_number_of_ranks_and_in_torchs_own_o
         net(batch(CASE, 0, step, 0), 0).backward()
         optimizer.step()
     for given_state in (full, from_torch):
-        for params in minipar.run(resumed, stage, state, given_state, world_size=sizes[1], timeout_s=10):
+        for params in minipar.run(resumed, stage, state, given_state, world_size=sizes[1]):
             for name, p in net.named_parameters():
                 assert_equal_to(params[name], p.detach(), what=name)
         assert [group["lr"] for group in given_state["param_groups"]] == [0.01, 0.03]
@@ -369,9 +372,9 @@ def test_lamb_sums_its_norms_and_leaving_that_out_is_seen():
             for name, p in net.named_parameters():
                 assert_equal_to(params[name], p.detach(), what=name)
 
-    check(minipar.run(by_lamb, False, world_size=3, timeout_s=10))
+    check(minipar.run(by_lamb, False, world_size=3))
     with pytest.raises(AssertionError):
-        check(minipar.run(by_lamb, True, world_size=3, timeout_s=10))
+        check(minipar.run(by_lamb, True, world_size=3))
 
 
 @pytest.mark.parametrize(
@@ -412,4 +415,4 @@ def replaced(world):
 
 
 def test_a_replaced_storage_and_a_state_that_does_not_fit_are_refused_by_name():
-    minipar.run(replaced, world_size=2, timeout_s=10)
+    minipar.run(replaced, world_size=2)

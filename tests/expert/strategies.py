@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from minipar.model import IGNORE_INDEX, ModelConfig, Transformer, moe_layers
+from minipar.config.model_config import ModelConfig
+from minipar.model import IGNORE_INDEX, Transformer, moe_layers
 from tests.strategies import seeds, splits
 
 
@@ -20,10 +21,8 @@ class Case(NamedTuple):
     seed: int
     ties: bool  # a router of zeros: every token's choice is a tie
     algorithm: str
-    node_size: int | None = None
-    chunks: int = 1
-    once_per_node: bool = False
-    shadow: float | None = None
+    dispatch: str = "all-to-all"
+    options: dict = {}  # of the dispatch
 
     def model(self) -> Transformer:
         model = Transformer(self.config, self.seed).double()
@@ -80,17 +79,21 @@ def moe_options(draw, num_experts: int) -> dict:
 
 
 @st.composite
-def ways(draw, node_size: int | None) -> dict:
-    """In which way rows go to experts, or hot experts to the rows."""
-    if draw(st.integers(0, 2)) == 0:
-        return dict(shadow=draw(st.sampled_from([0.0, 1.0, 5.0])))
-    return dict(chunks=draw(st.integers(1, 3)), once_per_node=node_size is not None and draw(st.booleans()))
+def all_to_all(draw, ep: int) -> tuple[str, dict]:
+    """The core's own dispatch, and its options: one level, or two."""
+    return "all-to-all", dict(node_size=draw(node_sizes(ep)))
+
+
+def node_sizes(ep: int):
+    """None, or the ranks of a node."""
+    return st.sampled_from([None, *(g for g in range(1, ep + 1) if ep % g == 0)])
 
 
 @st.composite
-def cases(draw, max_ranks: int = 8) -> Case:
-    ep = draw(st.integers(1, max_ranks))
-    node_size = draw(st.sampled_from([None, *(g for g in range(1, ep + 1) if ep % g == 0)]))
+def cases(draw, dispatches=all_to_all, min_ranks: int = 1, max_ranks: int = 8) -> Case:
+    """dispatches(ep) draws (dispatch, options)."""
+    ep = draw(st.integers(min_ranks, max_ranks))
+    dispatch, options = draw(dispatches(ep))
     dp = ep * draw(st.integers(1, max_ranks // ep))
     config = ModelConfig(
         vocab_size=7,
@@ -111,6 +114,6 @@ def cases(draw, max_ranks: int = 8) -> Case:
         seed=draw(seeds),
         ties=draw(st.sampled_from([False, False, True])),
         algorithm=draw(st.sampled_from(["auto", "native"])),
-        node_size=node_size,
-        **draw(ways(node_size)),
+        dispatch=dispatch,
+        options=options,
     )

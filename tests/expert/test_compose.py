@@ -1,15 +1,16 @@
 """Experts spread over ep and cut over tp, in one mesh: still the model of one process."""
 
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.config.model_config import ModelConfig
 from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, gather, placement_of
 from minipar.model import IGNORE_INDEX, Transformer, set_num_groups
-from minipar.model.model_config import ModelConfig
 from minipar.tensor_parallel import tensor_parallel
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds
 
 TOKENS = 8
@@ -52,7 +53,7 @@ def batch(config, seed):
     capacity_factor=st.sampled_from([0.5, None]),
     shared_dim=st.sampled_from([0, 6]),
 )
-@settings(max_examples=4, phases=(Phase.generate,))
+@examples(4, phases=(Phase.generate,))
 def test_experts_may_be_spread_and_cut(
     seed, sizes, sequence_parallel, experts_first, top_k, capacity_factor, shared_dim
 ):
@@ -74,7 +75,7 @@ def test_experts_may_be_spread_and_cut(
         sequence_parallel = False
     results = minipar.run(
         gradients, config, sizes, seed, sequence_parallel, experts_first,
-        world_size=sizes["dp"] * sizes["tp"], timeout_s=10,
+        world_size=sizes["dp"] * sizes["tp"],
     )  # fmt: skip
     oracle = Transformer(config, seed).double()
     tokens, targets = batch(config, seed)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
@@ -12,6 +12,7 @@ from minipar import model
 from minipar.expert import SwitchMoE, expert_parallel
 from minipar.expert.overlapped_all_to_all import AllToAllRoute, OverlappedAllToAll, transpose_segments
 from minipar.mesh import gather, placement_of
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds, splits
 
 D, HIDDEN = 4, 3
@@ -39,7 +40,7 @@ def test_regrouping_transposes_segments_and_regrouping_again_undoes_it(data, a, 
     each=st.integers(1, 2),
     factor=st.sampled_from([0.5, 1.25, None]),
 )
-@settings(max_examples=10)
+@examples(10)
 def test_the_class_with_a_comm_is_the_class_without(data, seed, ep, each, factor):
     k = data.draw(st.integers(1, min(2, ep * each)))
     options = dict(num_experts=ep * each, top_k=k, capacity_factor=factor, seed=seed)
@@ -55,7 +56,7 @@ def test_the_class_with_a_comm_is_the_class_without(data, seed, ep, each, factor
         parts = [(placement_of(p), p.grad) for p in moe.experts.parameters()]
         return y.detach(), own.grad, metrics.detach(), parts, moe.router.weight.grad
 
-    results = minipar.run(body, world_size=ep, timeout_s=10)
+    results = minipar.run(body, world_size=ep)
     for oracle in (SwitchMoE(D, HIDDEN, **options), model.MoE(D, HIDDEN, **options)):
         oracle = oracle.double()
         whole = x.clone().requires_grad_()
@@ -76,7 +77,7 @@ def test_the_class_with_a_comm_is_the_class_without(data, seed, ep, each, factor
     k=st.integers(1, 2),
     factor=st.sampled_from([0.5, 1.0, 1.25, None]),
 )
-@settings(max_examples=10)
+@examples(10)
 def test_bytes_are_those_of_the_formula(seed, ep, each, k, factor):
     E, T = ep * each, 8
     k = min(k, E)
@@ -90,7 +91,7 @@ def test_bytes_are_those_of_the_formula(seed, ep, each, k, factor):
         y.sum().backward()
         return forward, dict(world.traffic.by_kind), metrics.load
 
-    results = minipar.run(body, world_size=ep, timeout_s=10)
+    results = minipar.run(body, world_size=ep)
     for rank, (forward, both, load) in enumerate(results):
         if factor is None:  # rows that go to experts elsewhere, and results for rows from elsewhere
             mine = slice(rank * each, (rank + 1) * each)
@@ -114,7 +115,7 @@ def test_the_formula_of_the_papers_holds_where_capacity_is_whole():
             return world.traffic.by_kind["all_to_all"]
 
         want = 2 * (2 * 1.5 * (3 * 16) * D * 3 / 4) * 4
-        assert minipar.run(body, world_size=4, timeout_s=10) == [want] * 4
+        assert minipar.run(body, world_size=4) == [want] * 4
 
 
 def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
@@ -127,7 +128,7 @@ def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
                 right = getattr(OverlappedAllToAll, name)
 
                 def noted(self, *args, name=name, right=right):
-                    order.append(name)
+                    order.append(f"{name}, async" if self.overlap else name)
                     return right(self, *args)
 
                 patch.setattr(OverlappedAllToAll, name, noted)
@@ -135,13 +136,13 @@ def test_rows_travel_while_the_shared_expert_computes_forward_and_backward():
             y.sum().backward()
         return order
 
-    there, back = ["begin", "shared", "finish"], ["begin", "finish"]
-    want = [*there, *back, *back, "begin", "shared, backward", "finish"]
-    assert minipar.run(body, world_size=2, timeout_s=10) == [want] * 2
+    there, back = ["begin, async", "shared", "finish, async"], ["begin", "finish"]
+    want = [*there, *back, *back, "begin, async", "shared, backward", "finish, async"]
+    assert minipar.run(body, world_size=2) == [want] * 2
 
 
 @given(data=st.data(), nodes=st.integers(1, 4), node_size=st.integers(1, 4))
-@settings(max_examples=10)
+@examples(10)
 def test_two_levels_bring_what_one_brings_in_fewer_messages_across(data, nodes, node_size):
     p = node_size * min(nodes, 8 // node_size)
     nodes = p // node_size
@@ -158,7 +159,7 @@ def test_two_levels_bring_what_one_brings_in_fewer_messages_across(data, nodes, 
         levels.begin(x, sizes, async_op=False)
         return torch.equal(found, want), torch.equal(later, want), levels.across.traffic.messages
 
-    for same, same_later, messages in minipar.run(body, world_size=p, timeout_s=10):
+    for same, same_later, messages in minipar.run(body, world_size=p):
         assert same
         assert same_later
         assert messages <= nodes - 1
@@ -174,7 +175,7 @@ def test_experts_reached_by_two_levels_are_the_same():
         y.square().sum().backward()
         return y.detach(), x.grad, moe.experts.up.grad
 
-    one, two = (minipar.run(body, g, world_size=4, timeout_s=10) for g in (None, 2))
+    one, two = (minipar.run(body, g, world_size=4) for g in (None, 2))
     for a, b in zip(one, two):
         assert all(torch.equal(s, t) for s, t in zip(a, b))
 
@@ -185,7 +186,7 @@ def test_each_rank_holds_its_share_of_the_experts_and_no_more():
         kept = {p.untyped_storage().nbytes() for p in moe.experts.parameters()}
         return kept, [placement_of(p) for p in moe.parameters()]
 
-    results = minipar.run(body, world_size=4, timeout_s=10)
+    results = minipar.run(body, world_size=4)
     for rank, (kept, placements) in enumerate(results):
         assert kept == {2 * D * HIDDEN * 4}
         by_name = {p.name: p for p in placements}
@@ -205,7 +206,7 @@ def test_experts_that_ranks_cannot_share_out_are_refused():
         with pytest.raises(ValueError, match="2 of num_experts=6 experts are left here"):
             expert_parallel(moe, world)
 
-    minipar.run(body, world_size=3, timeout_s=10)
+    minipar.run(body, world_size=3)
 
 
 def test_a_nan_on_one_rank_is_an_error_that_names_it():
@@ -215,5 +216,5 @@ def test_a_nan_on_one_rank_is_an_error_that_names_it():
         SwitchMoE(D, HIDDEN, 2, comm=world)(x)
 
     with pytest.raises(minipar.RankError, match="1 of 4 tokens, the first at \\(0, 2\\)") as error:
-        minipar.run(body, world_size=2, timeout_s=10)
+        minipar.run(body, world_size=2)
     assert error.value.rank == 1

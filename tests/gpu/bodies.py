@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -11,13 +12,13 @@ from unittest import mock
 import torch
 
 from minipar.comm import reduction
-from minipar.comm.cuda_trace import trace_on
-from minipar.live_bytes import counted_bytes
 from minipar.mesh import Mesh
 from minipar.spec.collectives import wrong
-from minipar.trace import overlap_fraction
+from minipar.support.live_bytes import counted_bytes
+from minipar.support.trace import overlap_fraction
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
+from minipar.transport.cuda_trace import trace_on
 from tests.comm.cases import implementation
 
 
@@ -81,7 +82,10 @@ def held(world, config, text):
         state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
         train_step(world, state, config, text, 0)
         state.optimizer.zero_grad()
-    return memory.now, state is None
+        world.barrier()
+        gc.collect()
+        now = memory.now
+    return now, state is None
 
 
 # Faults -------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from minipar.config.train_config import SMALL, TrainConfig
 from minipar.runtime.devices import Machine, why_not_nccl
-from minipar.train.train_config import SMALL, TrainConfig
 
 EXPERTS = replace(SMALL, num_experts=8, top_k=2, group_tokens=8, tie_embeddings=False)
 MOST_RANKS = 8

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import minipar
-from minipar.errors import RankError
+from minipar.data.text import load_data
 from minipar.runtime.devices import Machine
-from minipar.train.text import load_data
-from minipar.train.verification import table, verify
+from minipar.support.errors import RankError
+from minipar.verification.verify import table, verify
 from tests.comm.cases import NAMES, case
 from tests.comm.sent import FORMULAS, messages
 from tests.gpu import bodies
@@ -32,7 +32,9 @@ def on_nccl(ranks, *values):
 def backends(ranks=WORLDS):
     """(backend, ranks): gloo on two, nccl on each of these numbers, but for one rank, which sends nothing."""
     nccl = [on_nccl(n) for n in ranks if n > 1]
-    return pytest.mark.parametrize(("backend", "ranks"), [pytest.param("gloo", 2, id="gloo-2"), *nccl])
+    return pytest.mark.parametrize(
+        ("backend", "ranks"), [pytest.param("gloo", 2, id="gloo-2", marks=pytest.mark.thorough), *nccl]
+    )
 
 
 def verified():
@@ -112,4 +114,4 @@ def test_a_fault_is_explained_in_time_and_the_next_run_works(backend, ranks, fau
 @backends([2])
 def test_a_tensor_of_another_device_is_refused(backend, ranks):
     with pytest.raises(RankError, match=r"is on (cpu|meta), and comm 'world' on (cuda:0|cpu)"):
-        minipar.run(bodies.brings_a_tensor_of_another_device, world_size=ranks, backend=backend, timeout_s=10)
+        minipar.run(bodies.brings_a_tensor_of_another_device, world_size=ranks, backend=backend)

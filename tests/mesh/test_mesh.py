@@ -4,12 +4,13 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import DENSE, EXPERT
 from minipar.runtime.launch import run
+from tests.examples import examples
 from tests.strategies import mesh_sizes, num_ranks
 
 
@@ -124,7 +125,7 @@ def test_a_product_of_axes_is_one_comm_in_whatever_order_it_is_asked_for():
     assert mesh.comm().size == 1
 
 
-@settings(max_examples=2)
+@examples(2)
 @given(st.lists(mesh_sizes(), min_size=3, max_size=3))
 def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_not_mix(meshes):
     """Each rank gives its world rank; several meshes live on one world at once, with every product of their axes."""
@@ -137,7 +138,7 @@ def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_no
         handles = [[mesh.comm(*axes).all_gather(me, async_op=True) for axes in asked] for mesh in built]
         return [[tuple(handle.wait().tolist()) for handle in row] for row in handles]
 
-    for rank, answers in enumerate(run(gathered, meshes, world_size=8, timeout_s=10)):
+    for rank, answers in enumerate(run(gathered, meshes, world_size=8)):
         mine = [Mesh(num_ranks(sizes), **sizes) for sizes in meshes if rank < num_ranks(sizes)]
         assert answers == [[mesh.group(rank, *axes) for axes in asked] for mesh in mine]
 

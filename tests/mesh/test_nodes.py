@@ -1,6 +1,7 @@
 """Which axes cross from node to node, as every group looked at says; and the price of it, as the ledgers count."""
 
 import warnings
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,19 +9,13 @@ import torch
 
 import minipar
 from minipar.comm import Comm
-from minipar.mesh import Mesh
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig
-from minipar.train.internode_traffic import (
-    axes_across_nodes,
-    gradient_bytes,
-    leaving_bytes,
-    tp_bytes,
-    warn_if_tp_crosses,
-)
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_text
+from minipar.mesh import Mesh, axes_across_nodes
+from minipar.train.node_warning import leaving_bytes, sent_bytes, warn_if_tp_crosses
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.text import load_text
 
 MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, max_seq_len=16)
 
@@ -87,28 +82,29 @@ def ledgers(world, priced: list[TrainConfig]) -> list[tuple[int, int]]:
 
 
 def test_the_price_is_what_a_training_step_sends():
-    for counts in minipar.run(ledgers, list(PRICED.values()), world_size=4, timeout_s=10):
+    for counts in minipar.run(ledgers, list(PRICED.values()), world_size=4):
         for (name, one), (over_tp, over_data) in zip(PRICED.items(), counts):
-            assert over_tp == tp_bytes(one, one.mesh_sizes), name
-            assert over_data == pytest.approx(sum(gradient_bytes(one, one.mesh_sizes)), rel=0.02), name
+            sent = sent_bytes(one, one.mesh_sizes)
+            assert over_tp == sent["tp"], name
+            assert over_data == pytest.approx(sent["dp"] + sent["edp"], rel=0.02), name
 
 
 def test_what_leaves_a_node_is_a_part_of_each_ranks_bytes_or_all_of_some_ranks():
     sizes = dict(dp=2, tp=4)
     one = config(**sizes)
+    sent = sent_bytes(one, sizes)
     # Four nodes of two; on each two ranks of a group of four on two nodes: (2-1)/(4-1) of what either sends.
-    assert leaving_bytes(one, sizes, 2)[0] == pytest.approx(2 * tp_bytes(one, sizes) / 3)
+    assert leaving_bytes(one, sizes, 2)[0] == pytest.approx(2 * sent["tp"] / 3)
     # Three nodes of three: ranks 0 to 3 are a ring with two edges between nodes, 4 to 7 are two on each of two nodes.
-    assert leaving_bytes(one, sizes, 3)[0] == pytest.approx((2 + 4 / 3) * tp_bytes(one, sizes) / 3)
+    assert leaving_bytes(one, sizes, 3)[0] == pytest.approx((2 + 4 / 3) * sent["tp"] / 3)
     assert leaving_bytes(one, sizes, 4)[0] == 0
-    dense, _ = gradient_bytes(one, sizes)
-    assert leaving_bytes(one, sizes, 4) == (0, 4 * dense)  # four pairs, a node each
+    assert leaving_bytes(one, sizes, 4) == (0, 4 * sent["dp"])  # four pairs, a node each
     assert leaving_bytes(one, sizes, 8) == (0, 0)
 
 
 def sent_across_nodes(world, one: TrainConfig, node_size: int) -> int:
     """Bytes that this rank sends to other nodes over tp, in a step."""
-    nodes = Comm.from_process_group(world.process_group(), timeout_s=10, node_size=node_size)
+    nodes = Comm.from_process_group(world.process_group(), node_size=node_size)
     mesh = Mesh(nodes, **one.mesh_sizes)
     state = parallelize(one, mesh, world.device)
     before = mesh.comm("tp").levels.across.traffic.sent_bytes
@@ -118,7 +114,7 @@ def sent_across_nodes(world, one: TrainConfig, node_size: int) -> int:
 
 @pytest.mark.parametrize("one", [config(tp=4), config(tp=4, sequence_parallel=True)], ids=["plain", "tokens"])
 def test_the_bytes_that_leave_a_node_are_those_of_a_training_step(one):
-    sent = minipar.run(sent_across_nodes, one, 2, world_size=4, timeout_s=10)
+    sent = minipar.run(sent_across_nodes, one, 2, world_size=4)
     assert sum(sent) / 2 == pytest.approx(leaving_bytes(one, one.mesh_sizes, 2)[0], rel=1e-3)
 
 
@@ -132,6 +128,13 @@ def test_tp_across_nodes_is_warned_of_with_its_price_and_with_the_price_of_the_m
     said = str(caught[0].message)
     assert "with tp=2 and dp=4" in said
     assert all(price in said for price in prices)
+
+
+def test_without_a_price_there_is_no_warning():
+    latent = config(replace(MODEL, kv_latent_dim=8), dp=2, tp=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_tp_crosses(latent, 2)
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 8, 16, 64])

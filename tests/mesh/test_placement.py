@@ -6,14 +6,15 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.mesh import Mesh, Placement, gather, overlap, place_whole, placement_of, set_placement
 from minipar.mesh.regions import boxes_of_range
+from tests.examples import examples
 from tests.strategies import mesh_sizes, num_ranks, shapes, splits
 
-many = settings(max_examples=200)  # a draw costs a millisecond
+many = examples(200)  # a draw costs a millisecond
 
 
 def numbered(shape) -> torch.Tensor:
@@ -110,7 +111,7 @@ def test_a_flat_range_is_at_most_two_boxes_a_dim_less_one_and_they_are_it_in_ord
     boxes = list(boxes_of_range(shape, start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     full = numbered(shape)
-    elements = [full[box.index((0,) * len(shape))].reshape(-1).tolist() for box in boxes]
+    elements = [full[box.slices((0,) * len(shape))].reshape(-1).tolist() for box in boxes]
     assert list(itertools.chain(*elements)) == list(range(start, stop))
 
 

@@ -5,15 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import Attention, ModelConfig, flash_attention, fused_attention, plain_attention
+from minipar.config.model_config import ModelConfig
+from minipar.model import Attention, flash_attention, fused_attention, plain_attention
+from tests.model.strategies import draw_qkv, sizes
 from tests.strategies import assert_equal_to, seeds
-
-
-def draw_qkv(seed, B, H, group, T, d, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (B, T, H, d), (B, T, H // group, d), (B, T, H // group, d)
-    # transposed views, as the model hands them over
-    return [torch.randn(s, generator=generator).to(dtype).transpose(1, 2).requires_grad_() for s in shapes]
 
 
 def by_definition(q, k, v, causal):
@@ -28,11 +23,6 @@ def by_definition(q, k, v, causal):
                 weights = torch.exp(keys @ q[b, h, t] / math.sqrt(q.shape[-1]))
                 out[b, h, t] = (weights / weights.sum()) @ values
     return out
-
-
-sizes = st.tuples(
-    st.integers(1, 2), st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3)]), st.integers(1, 9), st.integers(1, 5)
-)
 
 
 @given(seed=seeds, sizes=sizes, causal=st.booleans())

@@ -2,7 +2,8 @@
 
 import torch
 
-from minipar.model import ModelConfig, Transformer, moe_layers, set_num_groups, update_balance_bias
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, moe_layers, set_num_groups, update_balance_bias
 from tests.strategies import assert_equal_to
 
 CONFIG = ModelConfig(

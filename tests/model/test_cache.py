@@ -5,51 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, Transformer, attention, flash
+from minipar.config.model_config import ModelConfig
+from minipar.model import attention, flash
 from minipar.model.cache import GenerationCache, KeyValueCache, caching
 from minipar.model.mask import Mask, TokenRun
+from tests.model.texts import ROUTED_TOGETHER, configs, draw_tokens, loud_model
 from tests.strategies import assert_equal_to, seeds, splits
-
-HEADS = [(2, 2), (4, 2), (4, 1)]
-ROUTED_ALONE = dict(num_experts=3, top_k=2, capacity_factor=None)
-ROUTED_TOGETHER = [
-    dict(num_experts=3, capacity_factor=0.7),
-    dict(num_experts=3, capacity_factor=0.5, group_tokens=4, drop_order="weight"),
-    dict(num_experts=3, capacity_factor=1.0, router="expert_choice"),
-]
-
-
-def loud_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """A float64 model whose logits depend on every layer and token, and whose likeliest tokens vary."""
-    model = Transformer(config, seed, dtype=torch.float64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter *= 20
-    return model.eval()
-
-
-@st.composite
-def configs(draw, experts=({}, ROUTED_ALONE), max_seq_len=12) -> ModelConfig:
-    num_heads, num_kv_heads = draw(st.sampled_from(HEADS))
-    return ModelConfig(
-        vocab_size=13,
-        dim=16,
-        num_layers=draw(st.integers(1, 3)),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        max_seq_len=max_seq_len,
-        tie_embeddings=draw(st.booleans()),
-        dropout=0.2,
-        attention=draw(st.sampled_from(["fused", "plain", "flash"])),
-        documents=draw(st.booleans()),
-        moe_every=1,
-        **draw(st.sampled_from(experts)),
-    )
-
-
-def draw_tokens(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randint(13, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
@@ -136,7 +97,7 @@ def test_what_is_kept_is_two_vectors_a_token_and_key_value_head(seed, group, max
     model = loud_model(config, seed)
     with caching(model, max_tokens) as cache, torch.no_grad():
         model(draw_tokens(seed, 3, 5))
-        kept = [x.numel() for layer in cache.key_values for x in (layer._keys, layer._values)]
+        kept = [x.numel() for layer in cache.key_values for x in layer._memory]
     assert sum(kept) == 2 * 2 * 3 * config.num_kv_heads * config.head_dim * min(max_tokens, 8)
 
 

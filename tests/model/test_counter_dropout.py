@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, Transformer, dropout
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, dropout
 from minipar.model.counter_dropout import keep_mask
 from tests.strategies import assert_equal_to, seeds
 

@@ -8,23 +8,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar.model import Linear, ModelConfig, Transformer, WeightGradients, defer_weight_gradients, linear
+from minipar.config.model_config import ModelConfig
+from minipar.model import Linear, Transformer, WeightGradients, defer_weight_gradients, linear
+from tests.model.products import CountProducts
 from tests.strategies import assert_equal_to, float_dtypes, seeds
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear"}
 SMALL = ModelConfig(vocab_size=11, dim=8, num_layers=2, num_heads=2, num_kv_heads=1, max_seq_len=16)
-
-
-class CountProducts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in PRODUCTS
-        return func(*args, **(kwargs or {}))
 
 
 def make_linear(D, F_out, bias, dtype, seed):

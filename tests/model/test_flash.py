@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.live_bytes import LiveBytes
-from minipar.model import ModelConfig, Transformer, flash, flash_attention, plain_attention
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, flash, flash_attention, plain_attention
 from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, TokenRun
-from tests.model.test_attention import draw_qkv, sizes
+from minipar.support.live_bytes import LiveBytes
+from tests.model.strategies import draw_qkv, sizes
 from tests.strategies import assert_equal_to, seeds
 
 IMPLEMENTATIONS = ("tiled", "fused")
@@ -34,6 +35,28 @@ def test_flash_attention_equals_plain_attention_forward_and_backward(seed, sizes
     q, k, v = draw_qkv(seed, B, H, group, T, d)
     out, want = flash_attention(q, k, v, causal, impl=impl), plain_attention(q, k, v, causal)
     assert_same(out, want, (q, k, v), torch.randn(want.shape, dtype=want.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("T", [1, 5, 17, 40])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_nan_is_passed_on(impl, T, dtype):
+    for i in range(2):
+        q, k, v = (x.detach().to(dtype) for x in draw_qkv(0, 1, 2, 1, T, 3))
+        (q, k)[i][0, 0, T // 2, 1] = torch.nan
+        out, want = flash_attention(q, k, v, causal=False, impl=impl), plain_attention(q, k, v, causal=False)
+        assert torch.equal(out.isnan(), want.isnan()), "qk"[i]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_features_that_are_not_adjacent_are_read_where_they_are(causal, impl):
+    def spread(x):
+        return torch.stack([x, torch.ones_like(x)], -1)[..., 0]
+
+    q, k, v = draw_qkv(0, 2, 4, 2, 7, 3)
+    out, want = flash_attention(*map(spread, (q, k, v)), causal, impl=impl), plain_attention(q, k, v, causal)
+    assert_same(out, want, (q, k, v), spread(torch.randn(want.shape, dtype=want.dtype)))
 
 
 @given(seed=seeds, sizes=sizes, data=st.data())
@@ -148,6 +171,7 @@ def peak_bytes(attention, T: int) -> int:
     return memory.peak
 
 
+@pytest.mark.thorough
 def test_memory_is_linear_in_the_length_where_the_matrix_is_quadratic(monkeypatch):
     monkeypatch.setattr(flash, "MIN_TILE_SIDE", 32)
     flash_peaks = [peak_bytes(flash_attention, T) for T in (512, 1024, 2048)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from minipar.model import ModelConfig, Transformer, from_huggingface
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, from_huggingface
 from minipar.model.huggingface import INDEX, huggingface_name
 
 CONFIG = ModelConfig(

@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from minipar.model import ModelConfig, Transformer, initial_weight, initialize
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, initial_weight, initialize
 
 CONFIG = ModelConfig(vocab_size=64, dim=64, num_layers=4, num_heads=4)
 

@@ -6,7 +6,8 @@ import re
 import pytest
 import torch
 
-from minipar.model import ModelConfig, Transformer
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer
 from tests.strategies import assert_equal_to
 
 SIZES = dict(vocab_size=31, dim=24, num_layers=3, num_heads=6, num_kv_heads=2, hidden_dim=40, max_seq_len=16)

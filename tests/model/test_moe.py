@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar.model.moe as moe_module
 import minipar.model.permute as permute_module
+from minipar.config.model_config import ModelConfig
+from minipar.config.moe_config import MoEConfig
 from minipar.model import (
-    ModelConfig,
     MoE,
-    MoEConfig,
     Transformer,
     WeightGradients,
     defer_weight_gradients,
@@ -23,6 +23,7 @@ from minipar.model import (
     update_balance_bias,
 )
 from minipar.model.groups import RoutingGroups, check_whole_groups
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds, splits
 
 D, HIDDEN = 4, 3
@@ -154,7 +155,7 @@ _combine = permute_module.combine
 
 
 @given(drawn=drawn(), padded=st.booleans(), shared=st.sampled_from([0, 3]))
-@settings(max_examples=8)
+@examples(8)
 def test_gradients_are_those_of_finite_differences(drawn, padded, shared):
     moe, x = drawn
     options = {**moe.options.moe_options, "shared_dim": shared, "balance_coef": 0.3, "z_coef": 0.2}

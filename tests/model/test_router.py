@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.model import MoE, MoEConfig
+from minipar.config.moe_config import MoEConfig
+from minipar.model import MoE
 from minipar.model import router as router_module
 from minipar.model.groups import RoutingGroups
 from minipar.model.router import TIE_TOLERANCE, expert_choice, nodes_used, tie_ranks, token_choice
@@ -182,7 +183,7 @@ def sent_between_nodes(world, limit) -> tuple[int, int, int]:
 def test_a_copy_for_each_node_sends_the_rows_of_the_nodes_used_and_fewer_under_a_limit():
     totals = []
     for limit in (None, 1):
-        counts = minipar.run(sent_between_nodes, limit, world_size=4, timeout_s=10)
+        counts = minipar.run(sent_between_nodes, limit, world_size=4)
         assert all(sent == counted <= most for sent, counted, most in counts)
         totals.append(sum(sent for sent, *_ in counts))
     assert totals[1] < totals[0]

@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, Transformer, generate
-from tests.model.test_cache import ROUTED_ALONE, ROUTED_TOGETHER, configs, draw_tokens, loud_model
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer, generate
+from tests.model.texts import ROUTED_ALONE, ROUTED_TOGETHER, configs, draw_tokens, loud_model
 from tests.strategies import assert_equal_to, seeds
 
 CONFIG = ModelConfig(vocab_size=13, dim=16, num_layers=2, num_heads=2, max_seq_len=8, dropout=0.3)

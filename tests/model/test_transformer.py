@@ -3,7 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import Block, ModelConfig, Transformer, cross_entropy_sum, initialize
+from minipar.config.model_config import ModelConfig
+from minipar.model import Block, Transformer, cross_entropy_sum, initialize
 from tests.strategies import assert_equal_to, seeds, splits
 
 SIZES = dict(vocab_size=11, dim=8, num_layers=3, num_heads=2, num_kv_heads=1, max_seq_len=8)

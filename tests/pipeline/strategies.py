@@ -6,27 +6,29 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from minipar.pipeline import SCHEDULES, Costs, Schedule, make_schedule
-from minipar.schedules.registry import LOOPED, SLICED, TWO_DIRECTIONS
-
-ONE_COPY = tuple(name for name in SCHEDULES if name not in TWO_DIRECTIONS)
+from minipar.schedules.costs import Costs
+from minipar.schedules.registry import SCHEDULES, make_schedule
+from minipar.schedules.schedule import Schedule
+from tests.schedules.families import CHOICES, LOOPED, SLICED, TWO_COPIES
 
 
 def chunks(name: str):
-    """Chunks per rank that a schedule can have."""
-    return st.sampled_from([2, 4] if name == "hanayo" else [1, 2, 3]) if name in LOOPED else st.none()
+    """Chunks per rank that a schedule can have. An extra's may go down and up the ranks, in even numbers."""
+    if name not in LOOPED:
+        return st.none()
+    return st.sampled_from([1, 2, 3] if name in SCHEDULES.own else [2, 4])
 
 
 @st.composite
 def schedules(
-    draw, names=tuple(SCHEDULES), max_ranks: int = 5, max_microbatches: int = 12, max_slices: int = 1
+    draw, names=tuple(CHOICES), max_ranks: int = 5, max_microbatches: int = 12, max_slices: int = 1
 ) -> Schedule:
     name = draw(st.sampled_from(names))
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    if name in TWO_DIRECTIONS:
+    if name in TWO_COPIES:
         p, m = 2 * max(1, p // 2), 2 * max(1, m // 2)
-    slices = draw(st.integers(1, max_slices)) if name in SLICED else 1
-    return make_schedule(name, p, m, draw(chunks(name)), slices=slices)
+    arguments = {"slices": draw(st.integers(1, max_slices))} if name in SLICED else {}
+    return make_schedule(name, p, m, draw(chunks(name)), **arguments)
 
 
 seconds = st.sampled_from([0.25, 0.5, 1.0, 1.5, 3.0])

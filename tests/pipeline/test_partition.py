@@ -6,12 +6,17 @@ from itertools import combinations, pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, MoE, Transformer
-from minipar.pipeline import Costs, balance, one_f_one_b, partition, simulate
+from minipar.config.model_config import ModelConfig
+from minipar.model import MoE, Transformer
+from minipar.pipeline import balance, partition
 from minipar.pipeline.partition import layer_costs
+from minipar.schedules.costs import Costs
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.simulate import simulate
+from tests.examples import examples
 
 layer_cost = st.sampled_from([0.0, 0.5, 1.0, 2.0, 7.0])
 
@@ -108,7 +113,7 @@ def test_a_layer_costs_what_its_tokens_reach_of_the_experts(options):
     assert layer_costs(model) == pytest.approx(want)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.integers(1, 5), st.data())
 def test_the_stages_in_turn_are_the_model_bit_for_bit(num_layers, data):
     config = ModelConfig(num_layers=num_layers, dim=16, num_heads=2, vocab_size=32, max_seq_len=8)

@@ -9,20 +9,12 @@ import torch
 from torch import nn
 
 import minipar
-from minipar.pipeline import Deadlock, Pipeline, gpipe, measured, one_f_one_b, zb_v
-from tests.pipeline.test_stage import mean_square
-
-
-def refusal(fn, world_size=1, expected=ValueError):
-    """The message of what `fn(world)` raises on a rank, or None."""
-
-    def catch(world):
-        try:
-            fn(world)
-        except expected as error:
-            return str(error)
-
-    return minipar.run(catch, world_size=world_size, timeout_s=5)
+from minipar.pipeline import Pipeline, measured
+from minipar.schedules.deadlock import Deadlock
+from minipar.schedules.gpipe import gpipe
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.v_shaped import zb_v
+from tests.pipeline.programs import mean_square, refusal
 
 
 class Shifty(nn.Module):

@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 
 import pytest
 import torch
 from hypothesis import given
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import minipar
 from minipar.model import Linear, Transformer
-from minipar.pipeline import Pipeline, gpipe, measured, needs, one_f_one_b, simulate, zb_h1, zb_h2
+from minipar.pipeline import Pipeline, measured
 from minipar.pipeline.mailbox import Outbox
-from minipar.schedules.schedule import output_key
-from tests.pipeline.programs import make_batch, own_stages
+from minipar.schedules.gpipe import gpipe
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.schedule import needs, output_key
+from minipar.schedules.simulate import simulate
+from minipar.schedules.zero_bubble import zb_h1, zb_h2
+from tests.model.products import CountProducts
+from tests.pipeline.programs import make_batch, mean_square, own_stages, small_config
 from tests.pipeline.strategies import schedules
-from tests.pipeline.test_execute import small_config
 from tests.strategies import assert_equal_to
-
-PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm}
-
-
-class CountProducts(TorchDispatchMode):
-    """Matrix products by operator and shapes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in PRODUCTS:
-            shapes = tuple(tuple(a.shape) for a in args if isinstance(a, torch.Tensor))
-            self.seen[str(func), shapes] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def _products(world, config, schedule, batch):
@@ -50,7 +36,7 @@ def test_both_halves_of_a_backward_run_exactly_the_products_of_the_whole():
     config = small_config(4, attention="plain", tie_embeddings=True)
     batch = make_batch(config, 4)
     counts = {
-        schedule.name: minipar.run(_products, config, schedule, batch, world_size=2, timeout_s=10)
+        schedule.name: minipar.run(_products, config, schedule, batch, world_size=2)
         for schedule in (one_f_one_b(2, 4), zb_h1(2, 4), zb_h2(2, 4))
     }
     assert counts["zb-h1"] == counts["1f1b"]
@@ -91,10 +77,6 @@ class Both:
         self.peak = max(self.peak, sum(stage.live for stage in self.stages))
 
 
-def mean_square(output, target):
-    return (output - target).square().mean()
-
-
 def _live(world, schedule, batch):
     if world.rank >= schedule.num_ranks:
         return None
@@ -110,7 +92,7 @@ def _live(world, schedule, batch):
 @given(schedules(max_ranks=4, max_microbatches=8))
 def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_schedule(schedule):
     batch = torch.randn(schedule.num_microbatches, 4), torch.randn(schedule.num_microbatches, 4)
-    found = minipar.run(_live, schedule, batch, world_size=4, timeout_s=10)[: schedule.num_ranks]
+    found = minipar.run(_live, schedule, batch, world_size=4)[: schedule.num_ranks]
     assert tuple(peak for peak, _, _ in found) == simulate(schedule).peak_live
     assert [left for _, left, _ in found] == [0] * schedule.num_ranks
     timeline = measured(schedule, [spans for _, _, spans in found])
@@ -158,7 +140,7 @@ def _outputs_at_first_backward(world, batch):
 
 def test_an_output_is_dropped_once_it_is_sent():
     batch = torch.randn(4, 4), torch.randn(4, 4)
-    alive = minipar.run(_outputs_at_first_backward, batch, world_size=2, timeout_s=10)[0]
+    alive = minipar.run(_outputs_at_first_backward, batch, world_size=2)[0]
     assert alive == [0, 0, 0, 0]
 
 
@@ -213,7 +195,7 @@ def test_stages_may_be_any_modules(schedule, special):
         torch.randn(8, 6, 6, dtype=torch.float64).transpose(1, 2),
         torch.randn(8, 6, 6, dtype=torch.float64),
     )
-    parts = minipar.run(_other_modules, schedule, batch, special, world_size=3, timeout_s=10)
+    parts = minipar.run(_other_modules, schedule, batch, special, world_size=3)
     stages = make_stages(3, special)
     total = 0
     for x, target in zip(batch[0].split(8 // m), batch[1].split(8 // m)):

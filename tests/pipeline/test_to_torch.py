@@ -7,14 +7,18 @@ import warnings
 import pytest
 import torch
 import torch.distributed.pipelining as theirs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-from minipar import run
-from minipar.pipeline import Schedule, make_schedule, to_torch
-from tests.pipeline.strategies import ONE_COPY, chunks
+from minipar.runtime.launch import run
+from minipar.schedules.registry import make_schedule
+from minipar.schedules.schedule import Schedule
+from minipar.schedules.torch_csv import to_torch
+from tests.examples import examples
+from tests.pipeline.strategies import chunks
+from tests.schedules.families import WHOLE_SAMPLES
 
 WIDTH = 4
 
@@ -54,12 +58,12 @@ def step_in_torch(world, schedule: Schedule, csv: str, folder: str, batch):
 
 @st.composite
 def drawn_schedules(draw) -> Schedule:
-    name = draw(st.sampled_from(sorted(ONE_COPY)))
+    name = draw(st.sampled_from(sorted(WHOLE_SAMPLES)))
     p = draw(st.integers(2, 3))
     return make_schedule(name, p, draw(st.integers(2 * p, 2 * p + 1)), draw(chunks(name)))
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(drawn_schedules())
 def test_torchs_runtime_computes_what_one_process_computes(tmp_path_factory, schedule):
     m = schedule.num_microbatches
@@ -83,8 +87,8 @@ def test_a_row_per_rank_in_the_notation_of_torch():
     assert to_torch(make_schedule("zb-h1", 1, 1)) == "0F0,0I0,0W0\n"
 
 
-@pytest.mark.parametrize("name", ["v-min", "hanayo"])
-def test_several_chunks_keep_their_stage_numbers(name):
+@pytest.mark.parametrize("name", WHOLE_SAMPLES)
+def test_stages_keep_their_numbers(name):
     schedule = make_schedule(name, 2, 2)
     rows = to_torch(schedule).splitlines()
     for rank, row in enumerate(rows):

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -38,6 +39,7 @@ def read_until(program, line):
         assert said, program.finish()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 def test_nothing_is_left_of_a_caller_that_is_killed_while_its_pool_starts(tmp_path, place):
     program = Program(tmp_path, f"STOP_AT = {place!r}{STARTING}minipar.run(lambda world: None, world_size=3)")
@@ -48,6 +50,7 @@ def test_nothing_is_left_of_a_caller_that_is_killed_while_its_pool_starts(tmp_pa
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", PLACES)
 def test_after_ctrl_c_while_the_pool_starts_the_next_run_works_and_nothing_is_left(tmp_path, place):
     program = Program(
@@ -71,6 +74,7 @@ print(minipar.run(lambda world: world.rank, world_size=3))
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_ranks_that_cannot_notice_and_their_children_end_with_a_caller_that_is_killed(tmp_path):
     """Rank 0 keeps the interpreter to itself, rank 1 is stopped, each has a child; a fork of the caller lives on."""
     program = Program(
@@ -149,6 +153,7 @@ def test_a_data_loader_with_workers_runs_on_a_rank():
     assert minipar.run(total, world_size=2) == [28.0, 28.0]
 
 
+@pytest.mark.thorough
 def test_a_forked_child_has_pools_of_its_own_and_leaves_its_parents_alone(tmp_path):
     program = Program(
         tmp_path,
@@ -182,6 +187,7 @@ def test_a_forked_child_has_pools_of_its_own_and_leaves_its_parents_alone(tmp_pa
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_of_runs_that_threads_begin_at_once_one_runs_and_the_script_stays_the_main_module(tmp_path):
     program = Program(
         tmp_path,
@@ -222,6 +228,7 @@ def test_a_run_on_another_thread_than_the_first_works():
             assert pool.submit(minipar.run, lambda world: world.rank, world_size=2).result() == [0, 1]
 
 
+@pytest.mark.thorough
 def test_the_path_of_the_folder_for_temporary_files_may_be_long(tmp_path):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
@@ -243,3 +250,27 @@ def test_a_pool_whose_fork_server_is_killed_says_so_and_the_next_run_works():
         minipar.run(wait, world_size=1, on_report=kill_server)
     assert not launch._servers[0].alive()
     assert minipar.run(lambda world: world.rank, world_size=2) == [0, 1]
+
+
+DETACHED = """
+import minipar, subprocess
+
+def work(world):
+    subprocess.Popen(["sleep", "600"], start_new_session=True)
+    subprocess.Popen(["sh", "-c", "setsid sleep 600 & exit 0"]).wait()
+
+minipar.run(work, world_size=2)
+print("ran", flush=True)
+"""
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a child subreaper")
+@pytest.mark.parametrize("killed", [False, True])
+def test_children_in_sessions_of_their_own_end_with_the_caller(tmp_path, killed):
+    program = Program(tmp_path, DETACHED + ("import time; time.sleep(600)" if killed else ""))
+    read_until(program, "ran")
+    if killed:
+        program.process.kill()
+    program.process.wait()
+    assert program.survivors(timeout_s=20) == []

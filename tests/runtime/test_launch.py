@@ -6,6 +6,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import nbformat
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from nbclient import NotebookClient
 
 import minipar
+from minipar.comm import Comm
+from minipar.comm.objects import broadcast_object
 from minipar.runtime import launch
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
@@ -78,6 +81,54 @@ def test_an_exception_in_on_report_ends_the_run_and_the_next_one_works():
     assert minipar.run(lambda world: world.rank, world_size=2) == [0, 1]
 
 
+def test_a_rank_asks_and_its_caller_answers():
+    def ask(world):
+        return [world.ask((world.rank, i)) for i in range(3)]
+
+    answers = minipar.run(ask, world_size=2, on_ask=lambda rank, value: (rank, *value, "answer"))
+    assert answers == [[(rank, rank, i, "answer") for i in range(3)] for rank in range(2)]
+    assert minipar.run(ask, world_size=1) == [[None] * 3]
+
+
+def test_whoever_asks_outside_a_pool_is_told():
+    elsewhere = SimpleNamespace(_transport=SimpleNamespace(ask=None))
+    with pytest.raises(RuntimeError, match=r"ask was called outside minipar\.run"):
+        Comm.ask(elsewhere, 1)
+
+
+def test_an_object_is_broadcast_from_any_root():
+    def spread(world):
+        return [
+            broadcast_object(world, {"from": world.rank, "long": "x" * 50 * root}, root) for root in (0, 1)
+        ]
+
+    want = [{"from": root, "long": "x" * 50 * root} for root in (0, 1)]
+    assert minipar.run(spread, world_size=2) == [want, want]
+
+
+@pytest.mark.thorough
+def test_torch_compiles_what_a_script_defines_also_around_a_break_in_the_graph(tmp_path):
+    program = Program(
+        tmp_path,
+        """
+        import minipar
+        import torch
+
+        class Net(torch.nn.Linear):
+            def forward(self, x):
+                return torch.relu(super().forward(x))
+
+        def work(world):
+            model = torch.compile(minipar.DDP(Net(4, 4), world), backend="eager")
+            return bool(torch.isfinite(model(torch.ones(2, 4))).all())
+
+        print(minipar.run(work, world_size=2))
+        """,
+    )
+    status, out, err = program.finish()
+    assert (status, out) == (0, "[True, True]\n"), err
+
+
 def test_a_script_needs_no_main_guard_and_leaves_nothing_behind(tmp_path):
     program = Program(
         tmp_path,
@@ -100,6 +151,7 @@ def test_a_script_needs_no_main_guard_and_leaves_nothing_behind(tmp_path):
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints_below_it():
     cells = [
         "import minipar, torch\nscale = 10",
@@ -116,6 +168,7 @@ def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints_below_it():
     assert (results[2], results[4]) == (["[0, 10]"], ["[0, 20]"])
 
 
+@pytest.mark.thorough
 def test_under_torchrun_the_world_is_the_one_it_started(tmp_path):
     program = Program(
         tmp_path,
@@ -260,6 +313,7 @@ def test_a_pool_whose_processes_cannot_start_says_why(server, monkeypatch, tmp_p
         Pool(server, 1, "gloo")
 
 
+@pytest.mark.thorough
 def test_where_forking_is_unsafe_each_rank_is_an_interpreter_of_its_own(monkeypatch):
     launch._end_all()
     monkeypatch.setattr(launch, "ForkServer", partial(ForkServer, "exec"))

@@ -17,20 +17,21 @@ def look():  # registered first, so called last
 atexit.register(look)
 import minipar
 from minipar.runtime import launch
-from minipar.comm.transport import Transport
-from minipar.comm.grouped import Grouped
+from minipar.transport.transport import Transport
+from minipar.transport.grouped import Grouped
 if sys.argv[1] == "stays":
     launch._leave_group = lambda: None
 if sys.argv[1] == "holds":
     for kind in (Transport, Grouped):
         kind.release_groups = lambda self: None
-world = minipar.init_from_env("gloo", timeout_s=10)
+world = minipar.init_from_env("gloo", timeout_s=60)
 transport = world._transport
 world.subgroup([0], "inner").barrier()
 world.all_reduce(__import__("torch").ones(1), algorithm="native")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import minipar
-from minipar.comm.transport import MessageCounts
 from minipar.runtime import launch
 from minipar.runtime.call import Call
 from minipar.runtime.protocol import Status
 from minipar.runtime.serialization import dumps
+from minipar.transport.diagnosis import MessageCounts
 from tests import failures
 from tests.programs import Program
 
@@ -57,14 +57,12 @@ def marked(fails):
     return pytest.param(fails, marks=marks, id=fails.__name__)
 
 
-@pytest.mark.parametrize("fails", map(marked, FAILURES))
-def test_a_failure_is_explained_within_seconds_and_the_next_run_is_unharmed(fails):
+@pytest.mark.parametrize("fails", list(map(marked, FAILURES)))
+def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
     rank, about_it, about_the_other = FAILURES[fails]
     before = minipar.run(lambda world: os.getpid(), world_size=2)
-    start_s = time.monotonic()
     with pytest.raises(minipar.RankError) as caught:
         minipar.run(fails, world_size=2, timeout_s=1 if fails in OWN_DEADLINE else 60)
-    assert time.monotonic() - start_s < 20
     error = caught.value
     assert error.rank == rank
     assert about_it in error.remote_traceback
@@ -76,6 +74,7 @@ def test_a_failure_is_explained_within_seconds_and_the_next_run_is_unharmed(fail
     assert not {pid for pid, _ in after} & set(before)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("hangs", "where"),
     [
@@ -88,12 +87,24 @@ def test_a_failure_is_explained_within_seconds_and_the_next_run_is_unharmed(fail
 )
 def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
     """Past the deadline of the others, some of whom wait for ranks that wait for it."""
+    _names_the_rank_that_hangs(hangs, where)
+
+
+def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
+    """In a pool of more ranks than the run has, torch's collectives need a process group of the run's own."""
+    minipar.run(lambda world: None, world_size=8)
+    _names_the_rank_that_hangs(
+        failures.sleeps_through_a_native_collective, "it is running (failures.py:", "Wait timeout"
+    )
+
+
+def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out"):
     with pytest.raises(minipar.RankError) as caught:
         minipar.run(hangs, world_size=4, timeout_s=1)
     error = caught.value
     assert error.rank == 1
     assert error.remote_traceback.startswith("rank 1 is late: ")
-    assert re.search("waited 1 s to|[Tt]imed out", error.remote_traceback)
+    assert re.search(said, error.remote_traceback)
     assert where in error.remote_traceback
     assert set(error.waiting) == {0, 2, 3}
 
@@ -179,6 +190,7 @@ minipar.run(wait, world_size=2, on_report=lambda rank, value: print(value, flush
 """
 
 
+@pytest.mark.thorough
 def test_an_uncaught_rank_error_ends_the_program_and_its_ranks(tmp_path):
     program = Program(tmp_path, "import minipar\nminipar.run(lambda world: 1 / world.rank, world_size=2)")
     status, _, err = program.finish()
@@ -199,6 +211,7 @@ def test_ctrl_c_in_the_middle_of_a_run_ends_every_process_quietly(tmp_path):
     assert program.leftovers() == []
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path, how):
     program = Program(tmp_path, WAITING)

@@ -1,17 +1,18 @@
 """Where a rank is: from its own frames, and from what faulthandler writes."""
 
+import faulthandler
 import os
+import signal
+import tempfile
 import threading
 from multiprocessing import Pipe
+
+import pytest
 
 import minipar
 from minipar.runtime import stacks, worker
 
-DUMP = """Thread 0x00007f33 (most recent call first):
-  File "/lib/python/connection.py", line 395 in _recv
-  File "{worker}", line 81 in listen
-
-Current thread 0x00007f44 (most recent call first):
+DUMP = """Stack (most recent call first):
   File "/lib/python/thing.py", line 5 in spin
   File "/home of ann/my script.py", line 12 in work
   File "{worker}", line 122 in _call
@@ -50,7 +51,10 @@ def test_a_rank_knows_its_own_stack_from_the_users_function_on():
     assert "return inner()" in stacks.as_text(stack)
 
 
-def test_every_thread_has_its_own_stack():
+@pytest.fixture
+def resting():
+    """A thread that rests in `rests` until the test has ended."""
+
     def rests():
         arrived.set()
         leave.wait(10)
@@ -59,14 +63,31 @@ def test_every_thread_has_its_own_stack():
     thread = threading.Thread(target=rests)
     thread.start()
     arrived.wait(10)
-    found = stacks.all_stacks()
+    yield thread
     leave.set()
     thread.join()
+
+
+def test_a_signal_writes_the_stack_of_no_other_thread(resting):
+    """It comes while another thread may have the interpreter, and would free frames while they are walked over."""
+    with tempfile.TemporaryFile() as file:
+        stacks.write_on_signal(signal.SIGUSR1, file.fileno())
+        signal.raise_signal(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR1)
+        file.seek(0)
+        written = file.read().decode()
+    assert "in test_a_signal_writes_the_stack_of_no_other_thread\n" in written
+    assert "in rests\n" not in written
+
+
+def test_every_thread_has_its_own_stack(resting):
+    thread, found = resting, stacks.all_stacks()
     assert "rests" in [name for _, _, name in found[thread.ident]]
     mine = [name for _, _, name in found[threading.get_ident()]]
     assert mine.index("test_every_thread_has_its_own_stack") < mine.index("all_stacks")
 
 
 def test_a_function_of_a_comm_is_told_from_the_users_own():
-    assert stacks.inside_comm([(minipar.comm.ring.__file__, 1, "all_reduce")])
+    for module in (minipar.comm.ring, minipar.transport.stream):
+        assert stacks.inside_comm([(module.__file__, 1, "all_reduce")])
     assert not stacks.inside_comm([(__file__, 1, "all_reduce")])

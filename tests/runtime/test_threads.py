@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import minipar
-from minipar.comm.stream import ThreadStream
 from minipar.runtime.threads import busy_threads
+from minipar.transport.stream import ThreadStream
 
 
 def joins(end):
@@ -104,6 +104,7 @@ def both_receive(world, receive_on_helper):
     main.recv(*one)
 
 
+@pytest.mark.thorough
 def test_a_helper_thread_that_is_at_work_may_free_a_rank():
     """Both main threads wait for each other's messages, and no deadlock it is: the helper sends, in its own time."""
 
@@ -127,6 +128,7 @@ def test_a_helper_thread_that_is_at_work_may_free_a_rank():
     assert minipar.run(patient, world_size=2) == [None, 1.0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "helper",
     [lambda side, one: side.recv(*one), lambda side, one: threading.Event().wait()],

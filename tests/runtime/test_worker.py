@@ -4,6 +4,7 @@ import importlib
 import io
 import os
 import random
+import re
 import sys
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import minipar
-from minipar.runtime import caller
+from minipar.runtime import caller, worker
 
 
 def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
@@ -38,7 +39,7 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
         )
 
     def spoil(world):
-        world.trace = minipar.trace.Trace()
+        world.trace = minipar.support.trace.Trace()
         torch.set_default_dtype(torch.float64)
         torch.set_default_device("meta")
         torch.set_num_threads(2)
@@ -96,6 +97,50 @@ def test_what_a_failing_rank_printed_appears_before_its_error(capsys):
     with pytest.raises(minipar.RankError):
         minipar.run(fail, world_size=1)
     assert capsys.readouterr().out == "[rank 0] last words\n"
+
+
+def test_an_asynchronous_failure_that_nobody_awaits_is_an_error():
+    def lost(world):
+        world.custom("bad", lambda: 1 / 0, async_op=True)
+        return "done"
+
+    with pytest.raises(
+        minipar.RankError, match=r"(?s)ZeroDivisionError.*bad of comm 'world'.*nobody has waited"
+    ):
+        minipar.run(lost, world_size=1)
+
+
+def test_an_asynchronous_failure_that_was_raised_is_forgiven():
+    def caught(world):
+        with pytest.raises(ZeroDivisionError):
+            world.custom("bad", lambda: 1 / 0, async_op=True).wait()
+        return "done"
+
+    assert minipar.run(caught, world_size=1) == ["done"]
+
+
+def test_a_very_long_exception_text_comes_shortened():
+    def fail(world):
+        raise ValueError("begins" + "x" * 20_000_000 + "ends")
+
+    with pytest.raises(minipar.RankError) as caught:
+        minipar.run(fail, world_size=1)
+    said = str(caught.value)
+    assert len(said) < 2 * worker.MAX_CHARACTERS
+    assert "ValueError: beginsxxx" in said
+    assert said.endswith("xxxends")
+    left_out = int(re.search(r"([\d,]+) characters are left out", said)[1].replace(",", ""))
+    assert 20_000_000 - worker.MAX_CHARACTERS < left_out < 20_000_000
+
+
+@pytest.mark.parametrize("length", [0, 9, 10, 11, 25])
+def test_a_shortened_text_says_how_much_it_leaves_out(length):
+    text = "".join(chr(97 + i) for i in range(length))
+    short = worker.shortened(text, most=10)
+    if length <= 10:
+        assert short == text
+    else:
+        assert short == f"abcde\n... {length - 10} characters are left out ...\n{text[-5:]}"
 
 
 # The caller's own modules ---------------------------------------------------------------------------------------

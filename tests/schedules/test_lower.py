@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.pipeline import lower, needs, one_f_one_b, validate
-from minipar.schedules.lower import Compute, Receive, Send, Wait
-from minipar.schedules.schedule import output_key
+from minipar.schedules.lower import Compute, Receive, Send, Wait, lower
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.schedule import needs, output_key
+from minipar.schedules.validate import validate
 from tests.pipeline.rendezvous import Hang, Machine
 from tests.pipeline.strategies import mutants, schedules
 from tests.strategies import seeds

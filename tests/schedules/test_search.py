@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.pipeline import Costs, simulate, validate, zb_auto, zb_h1, zb_h2
-from minipar.schedules.search import peak_memory
+from minipar.schedules.costs import Costs
+from minipar.schedules.search import peak_memory, zb_auto
+from minipar.schedules.simulate import simulate
+from minipar.schedules.validate import validate
+from minipar.schedules.zero_bubble import zb_h1, zb_h2
 from tests.pipeline.strategies import costs
 
 # m, F, I, W, comm in ms on 8 ranks, bubble over total of ZB-1p and ZB-2p; (layer width, heads) of the model.

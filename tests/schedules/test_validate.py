@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from minipar.pipeline import Action, Deadlock, Schedule, one_f_one_b, simulate, validate, zb_h1
+from minipar.schedules.deadlock import Deadlock
 from minipar.schedules.lower import Receive, Send, lower
-from minipar.schedules.validate import require_matched
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.simulate import simulate
+from minipar.schedules.validate import require_matched, validate
+from minipar.schedules.zero_bubble import zb_h1
 from tests.pipeline.strategies import mutants
 
 F0, B0 = Action("F", 0, 0), Action("B", 1, 0)

@@ -7,12 +7,20 @@ import torch
 import torch.nn.functional as F
 
 import minipar
-from minipar import Mesh, schedules
+from minipar import schedules
 from minipar.comm import autograd, halving_doubling, hierarchical
 from minipar.context import attention_ring
 from minipar.context.token_layout import local_runs
 from minipar.expert.dispatch import AllToAll
-from minipar.mesh import Placement, overlap
+from minipar.inference.blocks import BlockMemory, BlockPool
+from minipar.inference.paged_model import PagedCore, Pass, Rows
+from minipar.inference.policy import FirstCome
+from minipar.inference.request import Request
+from minipar.inference.scheduler import Scheduler, Sequence
+from minipar.inference.speculative import accept_or_resample
+from minipar.mesh import Mesh, Placement, overlap
+from minipar.model.attention import plain_attention
+from minipar.model.cache import KeyValueCache
 from minipar.model.flash import choose, flash_attention
 from minipar.model.mask import Mask
 from minipar.model.transformer import cross_entropy_sum
@@ -22,6 +30,7 @@ from minipar.spec.pipeline import specification as pipeline_specification
 from minipar.tensor_parallel.parallel_linear import project_together
 from minipar.tensor_parallel.sequence import TOKEN_DIM, SequenceParallelRMSNorm
 
+CPU = torch.device("cpu")
 HEADER_BYTES = 80  # by which a stage tells the next one what it sends
 SPECS = {
     **SPECIFICATIONS,
@@ -88,9 +97,9 @@ def pipeline(generator):
 
 def switch(comm, x, router, gate, up, down, capacity_factor):
     E, D = router.shape
-    layer = minipar.SwitchMoE(
-        D, gate.shape[1], E, 1, capacity_factor, comm, balance_coef=1.0, z_coef=1.0
-    ).double()
+    layer = minipar.SwitchMoE(D, gate.shape[1], E, 1, capacity_factor, comm, balance_coef=1.0, z_coef=1.0).to(
+        x.dtype
+    )
     # The caller's own leaves are the layer's weights: their gradients are what is asked for.
     for module, weights in (
         (layer.router, dict(weight=router)),
@@ -135,11 +144,11 @@ def grad_norm(comm, grads, copies):
 
 def placement(box) -> Placement:
     starts, ends = zip(*box)
-    return Placement("matrix", (12, 10), starts, [end - start for start, end in zip(starts, ends)])
+    return Placement("matrix", (60, 50), starts, [end - start for start, end in zip(starts, ends)])
 
 
 def reshard(boxes, load, wanted):
-    """As a checkpoint reads a tensor (`minipar.train.restore.Checkpoint`)."""
+    """As a checkpoint reads a tensor (`minipar.checkpoint.restore.Checkpoint`)."""
     wanted, out = placement(wanted), None
     missing = wanted.numel
     for i, saved in enumerate(map(placement, boxes)):
@@ -181,8 +190,54 @@ def ring_forward(comm, q, k, v, causal=True):
 
 
 def ring_backward(comm, q, k, v, out, lse, dout, causal=True):
+    lse = lse.to(torch.promote_types(lse.dtype, torch.float32))  # as ring_forward returns it
     ctx = Saved(ring=ring(comm, q, causal), saved_tensors=(q, k, v, out, lse))
     return attention_ring._RingAttention.backward(ctx, dout)[:3]
+
+
+def paged_attention(memory, size, pieces, q, k, v):
+    own = BlockMemory(BlockPool(memory.shape[1], size), memory.shape[3], memory.shape[4], memory.dtype, CPU)
+    own.data = memory
+    of_pass = Pass.of([Rows(*piece) for piece in pieces], size, CPU)
+    return PagedCore(plain_attention, own, of_pass)(q, k, v)
+
+
+class Cache:
+    def __init__(self):
+        self.memory = KeyValueCache(max_tokens=110)
+
+    def __call__(self, q, k, v):
+        return plain_attention(q, *self.memory.extend(k, v))
+
+    def cut(self, length):
+        self.memory.length = length
+
+
+class SchedulerOfTheLibrary:
+    """The library's scheduler, asked for one plan at a time; what it decides is done to the caller's texts."""
+
+    def plan(self, pool, waiting, budget):
+        blocks = BlockPool(len(pool.free) + sum(len(text.table) for text in waiting), pool.size)
+        scheduler = Scheduler(blocks, FirstCome(), budget, max_running=len(waiting) or 1)
+        for number, text in enumerate(waiting):
+            table = [blocks.allocate() for _ in text.table]
+            request = Request(tuple(text.tokens), text.end - len(text.tokens))
+            scheduler.add(Sequence(number, request, list(text.tokens), table, text.num_read))
+        plan = scheduler.plan()
+        for sequence, _ in plan.preempted:
+            pool.release(waiting[sequence.number].table)
+            waiting[sequence.number].num_read = 0
+        pieces = [(waiting[read.sequence.number], read.count) for read in plan.reads]
+        for text, count in pieces:
+            assert pool.grow(text.table, text.num_read + count)
+        return [(text, text.unread[:count]) for text, count in pieces]
+
+    def advance(self, pool, pieces, chosen):
+        for (text, tokens), token in zip(pieces, chosen):
+            text.num_read += len(tokens)
+            text.tokens += [token] * (not text.unread)
+            if len(text.tokens) == text.end:
+                pool.release(text.table)
 
 
 COLLECTIVES = {  # the algorithms whose bytes are the formulas
@@ -224,4 +279,8 @@ LIBRARY = {
     "ring_attention": minipar.ring_attention,
     "ulysses_attention": minipar.ulysses_attention,
     "mesh": mesh,
+    "kv_cache": Cache,
+    "paged_attention": SimpleNamespace(BlockPool=BlockPool, paged_attention=paged_attention),
+    "accept_or_resample": accept_or_resample,
+    "scheduler_step": SchedulerOfTheLibrary(),
 }

@@ -2,15 +2,14 @@
 
 import dataclasses
 import re
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minipar.comm.autograd import _Conjugate
-from minipar.museum import floor_faults
-from minipar.museum.floor_faults import HookDDP
+from minipar.learn.museum import floor_faults
+from minipar.learn.museum.floor_faults import HookDDP
 from minipar.schedules import gpipe
 from minipar.simple import autograd, collectives, fsdp, mesh, pipeline, vocab, zero
 from minipar.simple import ring_attention as ring
@@ -33,6 +32,7 @@ WITHOUT_A_FORMULA = {  # the other algorithms: the same results, other bytes
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "algorithm"), [(name, a) for name, algorithms in WITHOUT_A_FORMULA.items() for a in algorithms]
 )
@@ -105,11 +105,12 @@ def all_reduce_that_sums_back(comm, x):
 
 def without_broadcast(module, comm, **options):
     comm_that_does_not = SimpleNamespace(broadcast=lambda x: x, all_reduce=comm.all_reduce)
-    return HookDDP(module, comm_that_does_not, **options, on_gradient=floor_faults.waits_in_the_hook)
+    return floor_faults.WaitsInTheHook(module, comm_that_does_not, **options)
 
 
-def divides_twice(comm, p):
-    p.grad = comm.all_reduce(p.grad, "mean") / comm.size
+class DividesTwice(HookDDP):
+    def on_gradient(self, p):
+        p.grad = self.comm.all_reduce(p.grad, "mean") / self.comm.size
 
 
 class KeepsTheState(zero.Zero1):
@@ -126,9 +127,9 @@ class KeepsTheState(zero.Zero1):
 
 
 class ForgetsToAccumulate(zero.Zero2):
-    def _cut(self, p):
+    def reduce_now(self, p):
         self.gradients.pop(p, None)
-        super()._cut(p)
+        super().reduce_now(p)
 
 
 class KeepsUnits(fsdp.FSDP):
@@ -189,11 +190,12 @@ def loss_with_the_ranks_own_maximum(comm, logits, targets):
     return vocab.cross_entropy(Own, logits, targets)
 
 
-def pipeline_backwards_in_reverse(comm, module, loss_fn, *rest):
-    stage = pipeline.Stage(comm, module, loss_fn, *rest)
-    for k in range(rest[2]):
-        stage.forward(k)
-    for k in reversed(range(rest[2])):
+def pipeline_backwards_in_reverse(comm, module, loss_fn, inputs, targets, m, shape, dtype):
+    stage = pipeline.Stage(comm, module, pipeline.mean_of(loss_fn, m), shape, dtype)
+    xs, ts = pipeline.microbatches(inputs, m), pipeline.microbatches(targets, m)
+    for k in range(m):
+        stage.forward(k, xs[k], ts[k])
+    for k in reversed(range(m)):
         stage.backward(k)
     return stage.end()
 
@@ -206,16 +208,16 @@ def attention_masked_as_if_each_piece_were_first(comm, q, k, v, causal=True):
     class There:
         size, rank, exchange = comm.size, comm.rank, comm.exchange
 
-    places = ring._scores
+    places = ring.scores_of
 
     def scores(comm, q, k, source, causal):
         return places(SimpleNamespace(rank=0), q, k, 0, causal)
 
-    ring._scores = scores
+    ring.scores_of = scores
     try:
         return ring.ring_attention(There, q, k, v, causal)
     finally:
-        ring._scores = places
+        ring.scores_of = places
 
 
 def tp_slowest(*axes, **sizes):
@@ -270,20 +272,20 @@ WRONG = [
     ),
     (
         "ddp",
-        partial(HookDDP, on_gradient=floor_faults.waits_in_the_hook),
+        floor_faults.WaitsInTheHook,
         "order",
         "waits before the last gradient",
     ),
     (
         "ddp",
-        partial(HookDDP, on_gradient=floor_faults.sums_and_never_divides),
+        floor_faults.SumsAndNeverDivides,
         "small",
         "exactly 2 times too large: summed, and not divided",
     ),
-    ("ddp", partial(HookDDP, on_gradient=divides_twice), "small", "exactly 2 times too small: divided"),
+    ("ddp", DividesTwice, "small", "exactly 2 times too small: divided"),
     (
         "ddp",
-        partial(HookDDP, on_gradient=floor_faults.reduces_a_copy),
+        floor_faults.ReducesACopy,
         "small",
         "on 2 ranks: rank 0: the gradient of last.bias",
     ),
@@ -319,6 +321,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "wrong", "stage", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None)
 )

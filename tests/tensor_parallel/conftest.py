@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import minipar
-from minipar.model import ModelConfig, Transformer
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer
 from minipar.tensor_parallel import tensor_parallel
 
 

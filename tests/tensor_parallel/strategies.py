@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from minipar.model import IGNORE_INDEX, ModelConfig, Transformer
+from minipar.config.model_config import ModelConfig
+from minipar.model import IGNORE_INDEX, Transformer
 from tests.strategies import seeds, world_sizes
 
 
@@ -36,19 +37,28 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
+SOMETIMES = st.sampled_from([False, False, True])
+
+
 @st.composite
-def cases(draw, tp=world_sizes, sequence_parallel=None):
+def cases(draw, tp=world_sizes, sequence_parallel=None, latent=SOMETIMES):
     """A small model that tp ranks can cut: as many key/value heads as they divide, or fewer than there are ranks."""
     tp, few = draw(tp), draw(st.integers(1, 2))
     short = draw(st.booleans())
     num_heads = tp * few
     fitting = [kv for kv in divisors(num_heads) if (tp % kv == 0 if short else kv % tp == 0)]
+    attention = {"num_kv_heads": draw(st.sampled_from(fitting))}
+    if draw(latent):
+        attention = {
+            "kv_latent_dim": draw(st.sampled_from([3, 8])),
+            "rope_dim": draw(st.sampled_from([2, 4])),
+        }
     config = ModelConfig(
         vocab_size=tp * draw(st.integers(2, 4)),
         dim=num_heads * draw(st.sampled_from([2, 4])),
         num_layers=draw(st.integers(1, 2)),
         num_heads=num_heads,
-        num_kv_heads=draw(st.sampled_from(fitting)),
+        **attention,
         hidden_dim=tp * draw(st.integers(1, 4)),
         max_seq_len=64,
         tie_embeddings=draw(st.booleans()),

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
@@ -10,7 +10,8 @@ from minipar.model.deferrable_linear import WeightGradients, linear
 from minipar.tensor_parallel import ShardedWeight, column_parallel, gather_matmul, matmul_scatter
 from minipar.tensor_parallel import chunked as module
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
-from tests.model.test_deferrable_linear import CountProducts
+from tests.examples import examples
+from tests.model.products import CountProducts
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
@@ -57,7 +58,7 @@ def compare(world, batch: int, tokens: int, seed: int) -> None:
 
 @given(world_sizes, st.integers(1, 2), st.integers(1, 3), seeds)
 def test_in_pieces_or_whole_numbers_and_bytes_are_the_same(p, batch, tokens, seed):
-    minipar.run(compare, batch, tokens, seed, world_size=p, timeout_s=10)
+    minipar.run(compare, batch, tokens, seed, world_size=p)
 
 
 def deferred_only(world) -> list[int]:
@@ -72,10 +73,10 @@ def deferred_only(world) -> list[int]:
     return [waiting, before is None, w.grad is not None]
 
 
-@settings(max_examples=1)
+@examples(1)
 @given(st.just(2))
 def test_a_weight_that_waits_needs_no_other_gradient(p):
-    assert minipar.run(deferred_only, world_size=p, timeout_s=10) == [[2, True, True]] * p
+    assert minipar.run(deferred_only, world_size=p) == [[2, True, True]] * p
 
 
 def without_needless_products(world) -> tuple[list[int], list[int], list[bool]]:
@@ -100,7 +101,7 @@ def test_a_gradient_that_nobody_needs_is_neither_computed_nor_sent_for():
     p = 2
     chunk_of_y, chunk_of_x = 2 * 4, 2 * 3
     want = ([p, p, p], [(p - 1) * chunk_of_y, (p - 1) * chunk_of_y, (p - 1) * chunk_of_x], [True] * 3)
-    assert minipar.run(without_needless_products, world_size=p, timeout_s=10) == [want] * p
+    assert minipar.run(without_needless_products, world_size=p) == [want] * p
 
 
 def events_of(world) -> list[str]:
@@ -135,7 +136,7 @@ def events_of(world) -> list[str]:
 
 
 def test_every_piece_travels_while_another_is_multiplied():
-    for events in minipar.run(events_of, world_size=3, timeout_s=10):
+    for events in minipar.run(events_of, world_size=3):
         gather, scatter = " ".join(events).split(" | ")
         assert gather == "leave multiply wait leave multiply wait multiply"
         assert scatter == "multiply leave multiply wait leave multiply wait"

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.learn.museum import mesh_faults
 from minipar.mesh import placement_of
-from minipar.model import ModelConfig, Transformer
-from minipar.museum import mesh_faults
+from minipar.model import Transformer
 from minipar.tensor_parallel import column, sequence, tensor_parallel
 from minipar.tensor_parallel import parallel_linear as linear
+from tests.tensor_parallel.programs import compare_outputs, cut
 from tests.tensor_parallel.strategies import Case
-from tests.tensor_parallel.test_split_model import compare_outputs, cut
 
 CONFIG = ModelConfig(
     vocab_size=8, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=16, dropout=0.2
@@ -74,16 +75,13 @@ def seen(world, fault) -> str:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_bug_is_seen(fault):
-    said = minipar.run(seen, fault, world_size=4, timeout_s=10)
+    said = minipar.run(seen, fault, world_size=4)
     assert any("max|a - b|" in line or "shape" in line for line in said), said
 
 
 def test_without_a_bug_nothing_is_seen():
     for sequence_parallel in (False, True):
-        assert (
-            minipar.run(seen, lambda world, sp=sequence_parallel: sp, world_size=4, timeout_s=10)
-            == ["nothing"] * 4
-        )
+        assert minipar.run(seen, lambda world, sp=sequence_parallel: sp, world_size=4) == ["nothing"] * 4
 
 
 def initial(world, how: str) -> str:
@@ -108,7 +106,7 @@ def initial(world, how: str) -> str:
 
 
 def test_shards_from_one_seed_are_copies_and_are_noticed():
-    assert minipar.run(initial, "one seed", world_size=4, timeout_s=10) == ["equal shards"] * 4
+    assert minipar.run(initial, "one seed", world_size=4) == ["equal shards"] * 4
 
 
 def ours(world) -> bool:
@@ -119,9 +117,9 @@ def ours(world) -> bool:
 
 
 def test_our_shards_are_parts_of_one_initial_weight():
-    assert all(minipar.run(ours, world_size=4, timeout_s=10))
+    assert all(minipar.run(ours, world_size=4))
 
 
 def test_a_shard_s_own_fan_in_makes_weights_sqrt_tp_too_large():
-    for ratio in minipar.run(initial, "fan-in", world_size=4, timeout_s=10):
+    for ratio in minipar.run(initial, "fan-in", world_size=4):
         assert 1.7 < float(ratio) < 2.3

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.model import ModelConfig
-from minipar.tensor_parallel import chunked, column, layer_activation_bytes, tensor_parallel
+from minipar.config.model_config import ModelConfig
+from minipar.cost.activations import layer_activation_bytes, layer_bytes
+from minipar.cost.models import ModelShape
+from minipar.tensor_parallel import chunked, column, tensor_parallel
 from tests.tensor_parallel.strategies import Case, bytes_kept, cases
 
 
@@ -21,12 +23,23 @@ def saved_bytes(world, case: Case, dtype: torch.dtype) -> int:
     return bytes_kept(model, x, case)
 
 
-@given(cases(), st.sampled_from([torch.float32, torch.float64]))
+@given(cases(latent=st.just(False)), st.sampled_from([torch.float32, torch.float64]))
 def test_a_layer_keeps_what_the_formula_says(case, dtype):
+    scores = case.length if case.config.attention == "plain" else 0
     parts = layer_activation_bytes(
-        case.config, case.batch, case.length, case.tp, case.sequence_parallel, dtype
+        ModelShape.of(case.config),
+        case.length,
+        case.batch,
+        case.tp,
+        case.sequence_parallel,
+        dtype.itemsize,
+        scores,
     )
-    kept = minipar.run(saved_bytes, case, dtype, world_size=case.tp, timeout_s=10)
+    shape, sizes = ModelShape.of(case.config), (case.length, case.batch, case.tp, case.sequence_parallel)
+    assert sum(parts.values()) == layer_bytes(
+        shape, *sizes, "none", case.length, bool(scores), dtype.itemsize
+    )
+    kept = minipar.run(saved_bytes, case, dtype, world_size=case.tp)
     assert kept == [sum(parts.values())] * case.tp
 
 
@@ -35,7 +48,7 @@ def test_in_round_numbers_a_layer_keeps_6_parts_whole_and_20_split():
     config = ModelConfig(dim=4096, num_layers=1, num_heads=32, hidden_dim=4 * 4096, vocab_size=8)
     for tp in (1, 2, 4, 8):
         for sequence_parallel, parts in ((False, 6 + 20 / tp), (True, 26 / tp)):
-            kept = sum(layer_activation_bytes(config, 8, 1024, tp, sequence_parallel).values())
+            kept = sum(layer_activation_bytes(ModelShape.of(config), 1024, 8, tp, sequence_parallel).values())
             assert abs(kept / (8 * 1024 * 4 * 4096) / parts - 1) < 0.005
 
 
@@ -78,4 +91,4 @@ def gathered_and_alive(world, in_chunks: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_gathered_tokens_are_let_go_when_they_are_multiplied(in_chunks):
     """Two gathers a layer, for q, k, v and for gate, up; the graph keeps this rank's tokens alone."""
-    assert minipar.run(gathered_and_alive, in_chunks, world_size=2, timeout_s=10) == [(2, 0)] * 2
+    assert minipar.run(gathered_and_alive, in_chunks, world_size=2) == [(2, 0)] * 2

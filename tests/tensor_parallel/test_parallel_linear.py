@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -14,6 +14,7 @@ from minipar.mesh import gather, placement_of
 from minipar.model.deferrable_linear import Linear, WeightGradients, linear
 from minipar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, ShardedWeight, column_parallel
 from minipar.tensor_parallel import column as module
+from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
 
@@ -75,7 +76,7 @@ def column_layer(world, case: Layer, gather_output: bool, sequence_parallel: boo
 
 @given(layers, st.booleans(), st.booleans())
 def test_column_parallel_has_its_features_of_one_process(case, gather_output, sequence_parallel):
-    minipar.run(column_layer, case, gather_output, sequence_parallel, world_size=case.tp, timeout_s=10)
+    minipar.run(column_layer, case, gather_output, sequence_parallel, world_size=case.tp)
 
 
 def row(world, case: Layer, input_is_parallel: bool, sequence_parallel: bool) -> None:
@@ -92,7 +93,7 @@ def row(world, case: Layer, input_is_parallel: bool, sequence_parallel: bool) ->
 
 @given(layers, st.booleans(), st.booleans())
 def test_row_parallel_is_the_whole_sum_with_its_bias_once(case, input_is_parallel, sequence_parallel):
-    minipar.run(row, case, input_is_parallel, sequence_parallel, world_size=case.tp, timeout_s=10)
+    minipar.run(row, case, input_is_parallel, sequence_parallel, world_size=case.tp)
 
 
 def pair(world, case: Layer, sequence_parallel: bool) -> None:
@@ -119,7 +120,7 @@ def pair(world, case: Layer, sequence_parallel: bool) -> None:
 
 @given(layers, st.booleans())
 def test_a_pair_is_equal_to_one_process(case, sequence_parallel):
-    minipar.run(pair, case, sequence_parallel, world_size=case.tp, timeout_s=10)
+    minipar.run(pair, case, sequence_parallel, world_size=case.tp)
 
 
 def naive_and_overlapped(world, case: Layer, defer: bool) -> None:
@@ -142,10 +143,10 @@ def naive_and_overlapped(world, case: Layer, defer: bool) -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(weights, again))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(layers, st.booleans())
 def test_the_overlapped_function_computes_what_the_naive_one_does(case, defer):
-    minipar.run(naive_and_overlapped, case, defer, world_size=case.tp, timeout_s=10)
+    minipar.run(naive_and_overlapped, case, defer, world_size=case.tp)
 
 
 def shared_shards(world, num_shards: int) -> list:
@@ -175,7 +176,7 @@ def shared_shards(world, num_shards: int) -> list:
 
 @pytest.mark.parametrize(("tp", "num_shards"), [(2, 1), (4, 2), (4, 1), (6, 3), (8, 2), (4, 4)])
 def test_the_gradient_of_a_shared_shard_is_the_sum_over_its_holders(tp, num_shards):
-    parts = minipar.run(shared_shards, num_shards, world_size=tp, timeout_s=10)
+    parts = minipar.run(shared_shards, num_shards, world_size=tp)
     assert gather([p for part in parts for p in part]).shape == (2 * num_shards, 4)
 
 
@@ -196,7 +197,7 @@ def bystander(world) -> None:
 
 
 def test_no_collective_writes_into_a_gradient_that_others_read():
-    minipar.run(bystander, world_size=2, timeout_s=10)
+    minipar.run(bystander, world_size=2)
 
 
 def overlapped_order(world) -> list[str]:
@@ -224,7 +225,7 @@ def overlapped_order(world) -> list[str]:
 
 
 def test_the_sum_of_dx_travels_while_dw_is_computed():
-    assert minipar.run(overlapped_order, world_size=2, timeout_s=10) == [["launch", "dw", "wait"]] * 2
+    assert minipar.run(overlapped_order, world_size=2) == [["launch", "dw", "wait"]] * 2
 
 
 def refuse(world) -> list[str]:
@@ -241,7 +242,7 @@ def refuse(world) -> list[str]:
 
 
 def test_features_that_cannot_be_cut_are_refused_with_what_can():
-    assert minipar.run(refuse, world_size=2, timeout_s=10)[0] == [
+    assert minipar.run(refuse, world_size=2)[0] == [
         "tp=2 does not divide out_features=9; use 1, 3 or 9",
         "tp=2 does not divide in_features=9; use 1, 3 or 9",
         "num_shards=3 does not divide out_features=8; use 1, 2, 4 or 8",

@@ -4,55 +4,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.config.tensor_limits import check_tensor_parallel, legal_sizes
 from minipar.data_parallel import DDP
 from minipar.mesh import placement_of
-from minipar.model import ModelConfig, Transformer, WeightGradients, defer_weight_gradients
-from minipar.tensor_parallel import check_tensor_parallel, full_state_dict, legal_sizes, tensor_parallel
+from minipar.model import Transformer, WeightGradients, defer_weight_gradients
+from minipar.tensor_parallel import full_state_dict, tensor_parallel
+from tests.examples import examples
 from tests.strategies import assert_equal_to
+from tests.tensor_parallel.programs import assert_gradients_equal, compare_outputs, cut
 from tests.tensor_parallel.strategies import Case, cases
 
 TINY = ModelConfig(vocab_size=8, dim=8, num_layers=1, num_heads=4, num_kv_heads=4, hidden_dim=8)
 
 
-def cut(case: Case, world, **stage):
-    return tensor_parallel(
-        case.model(**stage), world, case.sequence_parallel, chunked=case.chunked, algorithm=case.algorithm
-    )
-
-
-def assert_gradients_equal(model, oracle, but=()) -> None:
-    whole = dict(oracle.named_parameters())
-    for name, parameter in model.named_parameters():
-        if parameter in but:
-            continue
-        want = placement_of(parameter).slice_of(whole[placement_of(parameter).name].grad)
-        assert_equal_to(parameter.grad, want, what=name)
-
-
-def compare_outputs(world, case: Case) -> None:
-    model, oracle = cut(case, world), case.model()
-    tokens, targets = case.tokens()
-    positions = torch.arange(case.length) + (0 if case.config.num_experts else 3)  # experts see whole samples
-    sample_ids = torch.arange(case.batch) * 5 + 1
-    arguments = dict(positions=positions, sample_ids=sample_ids, step=7)
-    assert_equal_to(model(tokens, **arguments), oracle(tokens, **arguments), what="logits")
-    loss, want = (m.loss(tokens, targets, count=11, **arguments) for m in (model, oracle))
-    assert_equal_to(loss, want, what="loss")
-    loss.backward()
-    want.backward()
-    assert_gradients_equal(model, oracle)
-
-
 @given(cases())
 def test_logits_loss_and_all_gradients_are_those_of_one_process(case):
-    minipar.run(compare_outputs, case, world_size=case.tp, timeout_s=10)
+    minipar.run(compare_outputs, case, world_size=case.tp)
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(cases(), st.integers(1, 3), st.sampled_from([0, 8]))
 def test_a_mixture_of_experts_is_cut_too(case, num_experts, shared):
     config = replace(
@@ -62,7 +37,7 @@ def test_a_mixture_of_experts_is_cut_too(case, num_experts, shared):
         moe_every=1,
         shared_dim=shared * case.tp,
     )
-    minipar.run(compare_outputs, case._replace(config=config), world_size=case.tp, timeout_s=10)
+    minipar.run(compare_outputs, case._replace(config=config), world_size=case.tp)
 
 
 def equal_tokens(world, options: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -84,7 +59,7 @@ def equal_tokens(world, options: dict) -> list[tuple[torch.Tensor, torch.Tensor]
 )
 def test_runs_of_equal_tokens_are_routed_as_in_one_process(options):
     """Equal tokens have equal scores but for rounding, which differs between meshes: positions decide, not rounding."""
-    for pairs in minipar.run(equal_tokens, options, world_size=2, timeout_s=10):
+    for pairs in minipar.run(equal_tokens, options, world_size=2):
         for found, want in pairs:
             assert_equal_to(found, want, what="logits")
 
@@ -97,10 +72,10 @@ def gradients_of_logits(world, case: Case) -> None:
     assert_gradients_equal(model, oracle)
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(cases())
 def test_gathered_logits_carry_gradients_too(case):
-    minipar.run(gradients_of_logits, case, world_size=case.tp, timeout_s=10)
+    minipar.run(gradients_of_logits, case, world_size=case.tp)
 
 
 def train(model, case: Case, optimizer_cls, **kwargs):
@@ -131,10 +106,10 @@ OPTIMIZERS = st.sampled_from(
 )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(cases(), OPTIMIZERS)
 def test_five_steps_of_accumulated_microbatches_are_those_of_one_process(case, optimizer):
-    minipar.run(compare_training, case, *optimizer, world_size=case.tp, timeout_s=10)
+    minipar.run(compare_training, case, *optimizer, world_size=case.tp)
 
 
 def compare_states(world, case: Case) -> None:
@@ -151,7 +126,7 @@ def compare_states(world, case: Case) -> None:
 
 @given(cases())
 def test_the_full_state_dict_is_that_of_the_uncut_model(case):
-    minipar.run(compare_states, case, world_size=case.tp, timeout_s=10)
+    minipar.run(compare_states, case, world_size=case.tp)
 
 
 def compare_stages(world, case: Case) -> None:
@@ -179,10 +154,10 @@ def compare_stages(world, case: Case) -> None:
     assert_gradients_equal(last, oracle, but=tied)
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(cases())
 def test_stages_pass_on_hidden_states_or_their_shards(case):
-    minipar.run(compare_stages, case, world_size=case.tp, timeout_s=10)
+    minipar.run(compare_stages, case, world_size=case.tp)
 
 
 def compare_deferred(world, case: Case) -> None:
@@ -193,8 +168,12 @@ def compare_deferred(world, case: Case) -> None:
     defer_weight_gradients(halves, queue)
     halves.loss(tokens, targets).backward()
     # In pieces, the matrices of one input share a round, and so an entry; the tied head is not in pieces.
-    in_pieces = 3 if case.config.parallel_block else 4
-    assert len(queue) == (in_pieces if case.chunked else 7) * case.config.num_layers + 1
+    matrices = (3 if case.config.parallel_block else 4) if case.chunked else 7
+    if (
+        case.config.kv_latent_dim
+    ):  # k_up and v_up in any case; kv_down and k_rope unless their gradients are summed over tp
+        matrices += 2 * case.chunked + 2 * (not case.sequence_parallel)
+    assert len(queue) == matrices * case.config.num_layers + 1
     assert halves.layers["0"].mlp.gate.weight.grad is None
     queue.run()
     for (name, a), (_, b) in zip(whole.named_parameters(), halves.named_parameters()):
@@ -205,10 +184,10 @@ def compare_deferred(world, case: Case) -> None:
             assert torch.equal(a.grad, b.grad), name
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(cases())
 def test_deferred_weight_gradients_are_the_same_bits(case):
-    minipar.run(compare_deferred, case, world_size=case.tp, timeout_s=10)
+    minipar.run(compare_deferred, case, world_size=case.tp)
 
 
 def padded(world, vocab_size: int, sequence_parallel: bool) -> None:
@@ -231,7 +210,7 @@ def padded(world, vocab_size: int, sequence_parallel: bool) -> None:
 @pytest.mark.parametrize("vocab_size", [7, 10, 12])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_padded_vocabulary_gives_the_numbers_of_the_vocabulary_itself(vocab_size, sequence_parallel):
-    minipar.run(padded, vocab_size, sequence_parallel, world_size=4, timeout_s=10)
+    minipar.run(padded, vocab_size, sequence_parallel, world_size=4)
 
 
 def frozen(world) -> None:
@@ -246,7 +225,7 @@ def frozen(world) -> None:
 
 
 def test_a_frozen_parameter_stays_frozen_and_gets_no_gradient():
-    minipar.run(frozen, world_size=2, timeout_s=10)
+    minipar.run(frozen, world_size=2)
 
 
 def on_meta(world) -> list:
@@ -256,7 +235,7 @@ def on_meta(world) -> list:
 
 
 def test_a_model_without_storage_is_cut_without_storage():
-    for name, is_meta, shape in minipar.run(on_meta, world_size=2, timeout_s=10)[1]:
+    for name, is_meta, shape in minipar.run(on_meta, world_size=2)[1]:
         assert is_meta, name
         assert shape == (
             (8,) if "norm" in name else (8, 4) if name.endswith(("o.weight", "down.weight")) else (4, 8)
@@ -307,7 +286,7 @@ def refused(world) -> list[str]:
 
 
 def test_a_refusal_changes_nothing():
-    first, second = minipar.run(refused, world_size=2, timeout_s=10)[0]
+    first, second = minipar.run(refused, world_size=2)[0]
     assert first == "tp=2 does not divide num_heads=3; use 1"
     assert second == "tp=2 does not divide the tokens of a sample=7; use 1 or 7"
 
@@ -326,7 +305,7 @@ def unknown_layer(world) -> None:
 
 
 def test_a_layer_that_cannot_be_split_is_refused_before_any_other_is():
-    minipar.run(unknown_layer, world_size=2, timeout_s=10)
+    minipar.run(unknown_layer, world_size=2)
 
 
 def wrapped_first(world):
@@ -339,4 +318,4 @@ def wrapped_first(world):
 
 
 def test_a_model_whose_replicas_sum_whole_gradients_is_not_cut():
-    minipar.run(wrapped_first, world_size=2, timeout_s=10)
+    minipar.run(wrapped_first, world_size=2)

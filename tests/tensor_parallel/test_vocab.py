@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import minipar
+from minipar.config.model_config import ModelConfig
 from minipar.mesh import placement_of
-from minipar.model import ModelConfig, Transformer, cross_entropy_sum
+from minipar.model import Transformer, cross_entropy_sum
 from minipar.tensor_parallel import VocabParallelEmbedding, tensor_parallel, vocab_parallel_cross_entropy
 from minipar.tensor_parallel.vocab import vocab_bounds
 from tests.strategies import assert_equal_to, seeds, world_sizes
@@ -39,7 +40,7 @@ def test_the_split_embedding_is_the_embedding(data, tp):
     if 0 in [b - a for a, b in zip(vocab_bounds(vocab, tp), vocab_bounds(vocab, tp)[1:])]:
         vocab = tp
     draws = [data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2)), tp * data.draw(st.integers(1, 3))]
-    minipar.run(embed, vocab, *draws, data.draw(st.booleans()), data.draw(seeds), world_size=tp, timeout_s=10)
+    minipar.run(embed, vocab, *draws, data.draw(st.booleans()), data.draw(seeds), world_size=tp)
 
 
 def lose(
@@ -81,7 +82,6 @@ def test_the_split_loss_is_torch_s(data, tp):
         ),  # exponentials that overflow unless the maximum is subtracted
         data.draw(seeds),
         world_size=tp,
-        timeout_s=10,
     )
 
 
@@ -91,7 +91,7 @@ def long_rows(world) -> None:
 
 
 def test_many_logits_are_worked_off_in_blocks():
-    minipar.run(long_rows, world_size=2, timeout_s=10)
+    minipar.run(long_rows, world_size=2)
 
 
 def half_precision(world) -> tuple:
@@ -120,13 +120,13 @@ def gradient_of_bf16_logits(world, at_target: float) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("at_target", [1.0, 8.0, 11.0, 14.0])
 def test_gradients_of_bf16_logits_are_those_of_one_process_however_sure_the_model_is(at_target):
     """To one rounding of bf16: p - 1 is rounded, not p and then the difference."""
-    found, want = minipar.run(gradient_of_bf16_logits, at_target, world_size=2, timeout_s=10)[0]
+    found, want = minipar.run(gradient_of_bf16_logits, at_target, world_size=2)[0]
     assert want.any(1).all()
     assert ((found.double() - want.double()).abs() / want.double().abs()).max() <= 2**-7
 
 
 def test_half_precision_logits_are_summed_in_single():
-    loss, want, dtype = minipar.run(half_precision, world_size=4, timeout_s=10)[0]
+    loss, want, dtype = minipar.run(half_precision, world_size=4)[0]
     assert loss.dtype == torch.float32
     assert dtype == torch.bfloat16
     assert_equal_to(loss, want, rtol=1e-6, what="loss")
@@ -147,7 +147,7 @@ def refuse(world) -> list[str]:
 
 
 def test_bad_requests_are_refused_with_what_would_work():
-    assert minipar.run(refuse, world_size=2, timeout_s=10)[0] == [
+    assert minipar.run(refuse, world_size=2)[0] == [
         "reduction='max' is unknown; use mean, sum or none",
         "tp=2 does not divide num_embeddings=9; use 1, 3 or 9",
     ]
@@ -195,7 +195,7 @@ def refusals_of_what_is_outside(world) -> list[str]:
 
 def test_tokens_and_targets_outside_the_vocabulary_are_refused_in_the_words_of_one_process():
     want = [line for _, _, line in OUTSIDE for _ in range(3)]
-    assert minipar.run(refusals_of_what_is_outside, world_size=2, timeout_s=10) == [want] * 2
+    assert minipar.run(refusals_of_what_is_outside, world_size=2) == [want] * 2
 
 
 def sent_by_the_loss(world, smoothing: float) -> tuple[int, int]:
@@ -211,4 +211,4 @@ def sent_by_the_loss(world, smoothing: float) -> tuple[int, int]:
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_the_loss_sends_three_numbers_a_target(tp, smoothing, numbers):
     want = 2 * (tp - 1) * numbers * 24 * 8 // tp
-    assert minipar.run(sent_by_the_loss, smoothing, world_size=tp, timeout_s=10) == [want] * tp
+    assert minipar.run(sent_by_the_loss, smoothing, world_size=tp) == [want] * tp

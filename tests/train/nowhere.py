@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minipar.comm import Comm
-from minipar.comm.stream import ThreadStream
-from minipar.comm.transport import Transport
+from minipar.transport.stream import ThreadStream
+from minipar.transport.transport import Transport
 
 META = torch.device("meta")
 
@@ -23,7 +23,7 @@ class Nowhere(Transport):
     def make_stream(self, key) -> ThreadStream:
         return ThreadStream(str(key), self.waits)
 
-    def start(self, channel, x, to, out, source):
+    def start(self, channel, send, receive, paired):
         return ()
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from minipar.model import ModelConfig, Transformer
-from minipar.train.train_config import VERIFY_DEFAULTS
-from minipar.train.verification import table, verify
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import VERIFY_DEFAULTS
+from minipar.model import Transformer
+from minipar.verification.verify import table, verify
 
 EXPERTS = replace(VERIFY_DEFAULTS.model, num_experts=4)
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minipar import staging
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.prefetch import prefetch_batches
+from minipar.extras.optimizers import families
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
+from minipar.support import staging
 from minipar.train import optim, parallelize, step
-from minipar.train.made_ahead import made_ahead
-from minipar.train.train_config import TrainConfig
 from tests.train.nowhere import META, HostCopies, world_of
 
 MODEL = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1)
@@ -38,7 +39,11 @@ CASES = {
 
 def copies_of_a_step(monkeypatch, options) -> HostCopies:
     """Of the second step: the first may make things, and agree on what does not change."""
-    for module in (parallelize, optim):  # without values, there are no holders of a part to be found
+    for module in (
+        parallelize,
+        optim,
+        families,
+    ):  # without values, there are no holders of a part to be found
         monkeypatch.setattr(module, "norm_shares", lambda params, comm, count_tied=False: [1.0] * len(params))
     config = replace(BASE, **options)
     world, copies = world_of(config.world_size), HostCopies()
@@ -81,7 +86,9 @@ def test_a_batch_is_pinned_by_the_thread_that_makes_it_and_not_again(monkeypatch
     config = replace(BASE, dp=2, cp=2)
     mesh = Mesh(world_of(4), **config.mesh_sizes)
     with (
-        closing(made_ahead(partial(step.local_batch, mesh, config, TEXT, device=META), range(2))) as batches,
+        closing(
+            prefetch_batches(partial(step.local_batch, mesh, config, TEXT, device=META), range(2))
+        ) as batches,
         copies,
     ):
         for _, batch in batches:

@@ -6,7 +6,7 @@ from torch import nn
 
 import minipar
 from minipar.mesh import Placement, set_placement
-from minipar.train.optim import clip_grad_norm_, learning_rate, norm_shares, parameter_groups
+from minipar.train.optim import ADAMW, BETAS, clip_grad_norm_, grad_norm, learning_rate, norm_shares
 from tests.strategies import assert_equal_to, seeds
 
 
@@ -17,13 +17,20 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth():
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert learning_rate(100, 100, 2.0, 10) == pytest.approx(0.2)
     assert learning_rate(0, 5, 1.0, 0) == 1.0
+    assert learning_rate(1, 4, 1.0, 0) == pytest.approx(0.1 + 0.45 * (1 + 0.5**0.5)), "cos(pi / 4)"
+    assert learning_rate(5, 5, 1.0, 5) == 1.0, "a run that is all warmup"
+
+
+def test_runs_average_gradients_as_gpt_3_did():
+    assert BETAS == (0.9, 0.95), "arXiv:2005.14165, appendix B"
 
 
 def test_matrices_decay_and_vectors_do_not_also_where_a_matrix_is_held_as_a_flat_shard():
     model = nn.Linear(3, 4)
     shard = nn.Parameter(torch.zeros(6))
     set_placement(shard, Placement.whole("w", (3, 4)).flatten_range(0, 6))
-    decays, rests = parameter_groups([*model.named_parameters(), ("shard", shard)], 0.1)
+    frozen = [("frozen", nn.Parameter(torch.zeros(2, 2), requires_grad=False))]
+    decays, rests = ADAMW.groups([*model.named_parameters(), ("shard", shard), *frozen], 0.1)
     assert [id(p) for p in decays["params"]] == [id(model.weight), id(shard)]
     assert [id(p) for p in rests["params"]] == [id(model.bias)]
     assert rests["weight_decay"] == 0
@@ -73,17 +80,50 @@ def parts_of_a_model(world, seed):
     shares = norm_shares(params, world)
     norm = clip_grad_norm_([*params, unused], 1e-3, world)
     want = torch.stack([x.square().sum() for name, x in full.items() if name != "head"]).sum().sqrt()
-    return shares, norm, want, params[1].grad, full["v"], unused.grad
+    tied = norm_shares(params, world, count_tied=True)
+    return shares, tied, norm, want, params[1].grad, full["v"], unused.grad
 
 
 def test_over_a_mesh_every_part_counts_once():
-    for rank, (shares, norm, want, grad, full, unused) in enumerate(
-        minipar.run(parts_of_a_model, 5, world_size=4, timeout_s=10)
+    for rank, (shares, tied, norm, want, grad, full, unused) in enumerate(
+        minipar.run(parts_of_a_model, 5, world_size=4)
     ):
         assert shares == [1 / 2, 1 / 4, *{2: [0], 3: [1]}.get(rank, [])], rank
+        assert tied == [1 / 2, 1 / 4, *{2: [1], 3: [1]}.get(rank, [])], rank
         assert_equal_to(norm.double(), want, what="norm")
         assert_equal_to(grad, full * (1e-3 / (want + 1e-6)))
         assert unused is None
+
+
+def norms_without_the_ranks(world):
+    """What clipping without `comm` says of FSDP's shards, ZeroOptimizer's and tensor-parallel ones."""
+    fsdp = minipar.FSDP(nn.Linear(8, 4), world)
+    fsdp(torch.ones(1, 8)).sum().backward()
+    linear = nn.Linear(8, 4)
+    zero = minipar.ZeroOptimizer(linear.parameters(), torch.optim.SGD, world, lr=0.1)
+    linear(torch.ones(1, 8)).sum().backward()
+    column = nn.Parameter(torch.zeros(4, 4))
+    set_placement(column, Placement.whole("column", (8, 4)).shard(0, world.rank, 2))
+    column.grad = torch.ones(4, 4)
+    said = []
+    for params in (fsdp.parameters(), zero.shards, [column]):
+        params = list(params)
+        before = [p.grad.clone() for p in params if p.grad is not None]
+        for norm in (lambda: clip_grad_norm_(params, 0.1), lambda: grad_norm(params)):  # noqa: B023
+            with pytest.raises(ValueError) as refusal:
+                norm()
+            said.append(str(refusal.value))
+        assert all(torch.equal(p.grad, g) for p, g in zip((p for p in params if p.grad is not None), before))
+    return said
+
+
+def test_a_norm_of_parts_without_the_other_ranks_is_refused():
+    for said in minipar.run(norms_without_the_ranks, world_size=2):
+        assert len(said) == 6
+        for sentence in said:
+            assert sentence.startswith("comm=None says that this process holds all of the model, but of ")
+            assert "clip_grad_norm_(params, max_norm, comm)" in sentence
+        assert "column [8, 4] it holds 16 elements" in said[4]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -1,21 +1,20 @@
 """Every option of a strategy reaches it, and a mesh with it gives the numbers of one process."""
 
 from dataclasses import replace
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 import minipar
-from minipar.comm.collectives import ALGORITHMS
+from minipar.comm.collectives import ALGORITHMS, algorithms_of
+from minipar.config.choices import ALGORITHMS as ALGORITHM_NAMES
+from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.context.usp import usp_attention
-from minipar.data_parallel import Lamb
+from minipar.extras.optimizers.families import lamb_over
+from minipar.extras.optimizers.lamb import Lamb
 from minipar.mesh import Mesh, Placement, set_placement
-from minipar.train.optim import lamb_over
 from minipar.train.parallelize import parallelize
-from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.train.train_config import TrainConfig
-from minipar.train.verification import table, verify
+from minipar.verification.verify import table, verify
 from tests.strategies import assert_equal_to
 
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
@@ -26,10 +25,10 @@ CASES = {
     "hybrid sharding of experts": dict(dp=4, ep=2, zero=3, replicate=2, model=EXPERTS),
     "usp": dict(cp=4, cp_attention="usp", cp_ulysses=2),
     "chunks": dict(pp=2, tp=2, sequence_parallel=True, tp_chunked=True, microbatches=2, schedule="zb-h1"),
-    "two levels": dict(dp=4, ep=4, ep_node_size=2, ep_chunks=2, model=EXPERTS),
-    "once per node": dict(dp=4, ep=4, ep_node_size=2, ep_once_per_node=True, model=EXPERTS),
+    "two levels": dict(dp=4, ep=4, dispatch=("chunks", {"node_size": 2, "chunks": 2}), model=EXPERTS),
+    "once per node": dict(dp=4, ep=4, dispatch=("once-per-node", {"node_size": 2}), model=EXPERTS),
     "shadowed experts": dict(
-        pp=2, dp=2, ep=2, microbatches=2, zero=3, schedule="zb-h1", ep_shadow=0.0, model=EXPERTS
+        pp=2, dp=2, ep=2, microbatches=2, zero=3, schedule="zb-h1", dispatch="shadow", model=EXPERTS
     ),
     "padded vocabulary": dict(tp=2, pad_vocab=True, model=replace(DEFAULTS.model, vocab_size=257)),
     "parallel block": dict(dp=2, tp=2, zero=3, sequence_parallel=True, model=PARALLEL),
@@ -42,9 +41,10 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_with_the_option_gives_the_numbers_of_one_process(name):
-    result = verify(replace(DEFAULTS, steps=3, **CASES[name]))
+    result = verify(DEFAULTS.choosing(steps=3, **CASES[name]))
     assert result.equal, table(result)
 
 
@@ -61,7 +61,7 @@ def of_rank(world, config):
         usp=[c.ranks for c in core.args] if core is not None and core.func is usp_attention else None,
         chunked=getattr(block.attention.o, "chunked", None),
         levels=[
-            (m.overrides.dispatch.route.node_size, m.overrides.dispatch.chunks)
+            (m.overrides.dispatch.route.node_size, getattr(m.overrides.dispatch, "chunks", 1))
             for m in stage.modules()
             if hasattr(m, "load_since_update") and m.overrides.dispatch
         ],
@@ -86,17 +86,14 @@ def of_rank(world, config):
     ],
 )
 def test_the_option_reaches_its_strategy(name, what, want):
-    config = replace(DEFAULTS, **CASES[name])
-    assert minipar.run(of_rank, config, world_size=config.world_size, timeout_s=10)[0][what] == want
+    config = DEFAULTS.choosing(**CASES[name])
+    assert minipar.run(of_rank, config, world_size=config.world_size)[0][what] == want
 
 
 def test_every_algorithm_of_a_collective_can_be_chosen():
-    choices = set(get_args(get_type_hints(TrainConfig)["algorithm"]))
     # pairwise is the only hand-written all-to-all: "auto" takes it
-    assert choices == {name for of_kind in ALGORITHMS.values() for name in of_kind} - {"pairwise"} | {
-        "auto",
-        "native",
-    }
+    names = {name for collective in ALGORITHMS for name in algorithms_of(collective)} - {"pairwise"}
+    assert names | {"auto", "native"} == set(ALGORITHM_NAMES)
 
 
 def norms_of_parts(world):
@@ -119,7 +116,7 @@ def test_lamb_scales_by_the_norms_of_whole_parameters():
     whole = torch.arange(1.0, 9.0, dtype=torch.float64).requires_grad_()
     whole.grad = whole.detach().sin()
     Lamb([whole], lr=0.1).step()
-    parts = minipar.run(norms_of_parts, world_size=4, timeout_s=10)
+    parts = minipar.run(norms_of_parts, world_size=4)
     assert_equal_to(torch.cat([mine for mine, _, _ in parts]), whole.detach())
     for _, same, tied in parts:
         assert_equal_to(same, whole.detach())

@@ -7,26 +7,29 @@ from importlib import import_module
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
+from minipar.data.text import load_text
 from minipar.data_parallel import DynamicLossScaler
 from minipar.mesh import Mesh
 from minipar.model.moe import moe_layers
+from minipar.train.optim import may_step
 from minipar.train.parallelize import parallelize
-from minipar.train.reference import ReferenceRun, compare, may_step, train_in_one_process
+from minipar.train.reference import ReferenceRun, compare, train_in_one_process
 from minipar.train.step import train_step
-from minipar.train.text import load_text
-from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.train.verification import table, verify
-from tests.train.test_verification import configs
+from minipar.verification.verify import table, verify
+from tests.examples import examples
+from tests.verification.test_verify import configs
 
 SHORT = replace(DEFAULTS, steps=3)
 UNTIED = replace(DEFAULTS.model, tie_embeddings=False)
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", range(4))
 def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtype, zero):
@@ -34,6 +37,7 @@ def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtyp
     assert result.equal, table(result)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -51,7 +55,7 @@ def test_other_dtypes_of_the_reduction_and_other_meshes(changes):
     assert result.equal, table(result)
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(configs(), st.sampled_from(["bfloat16", "float16"]))
 def test_any_mesh_in_half_precision_is_one_process_in_half_precision(config, dtype):
     result = verify(replace(config, dtype=dtype, steps=2))
@@ -101,7 +105,7 @@ def with_auxiliary_losses_not_scaled(state):
 
 
 def observe_faulty(fault, world, config, text):
-    place = import_module("minipar.train.verification")
+    place = import_module("minipar.verification.verify")
     right = place.parallelize
 
     def broken(*args):
@@ -130,7 +134,7 @@ def test_a_planted_fault_is_seen_in_half_precision(monkeypatch, fault, says):
         EXPERTS if fault is with_auxiliary_losses_not_scaled else DEFAULTS.model, balance_coef=1.0
     )
     config = replace(SHORT, steps=1, dp=2, dtype="float16", optimizer="lamb", model=model)
-    place = import_module("minipar.train.verification")
+    place = import_module("minipar.verification.verify")
     monkeypatch.setattr(place, "_observe_rank", partial(observe_faulty, fault))
     assert verify(config).first_divergence.what == says
 
@@ -145,7 +149,7 @@ def overflowing(world, config):
 
 def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_process_does():
     config = replace(SHORT, pp=2, dp=2, microbatches=2, dtype="float16", loss_scale=2.0**30, steps=20, zero=1)
-    (lines, scaler), *others = minipar.run(overflowing, config, world_size=4, timeout_s=10)
+    (lines, scaler), *others = minipar.run(overflowing, config, world_size=4)
     assert all(other == (lines, scaler) for other in others)
     scales, skipped = zip(*lines)
     first = skipped.index(0)
@@ -186,6 +190,8 @@ def test_what_is_not_finite_stops_the_run_or_skips_the_step_unless_a_smaller_sca
         with pytest.raises(ArithmeticError, match="step 7: the loss is"):
             may_step(config, 7, loss, norm, scaler)
         assert not may_step(replace(config, on_nan="skip"), 7, loss, norm, None)
+    with pytest.raises(ArithmeticError, match="the loss is nan"):  # no smaller scale mends a loss
+        may_step(config, 7, math.nan, math.inf, DynamicLossScaler(None, initial=4.0))
 
 
 def test_one_process_skips_steps_that_are_not_finite(monkeypatch):
@@ -230,7 +236,7 @@ def test_zero_2_reduces_once_a_step_or_after_every_microbatch():
     config = replace(SHORT, dp=2, zero=2, microbatches=4, algorithm="ring")
     for policy, times in (("step", 1), ("microbatch", 4)):
         chosen = replace(config, reduce_every=policy)
-        for sent, elements, left in minipar.run(sent_and_grads, chosen, world_size=2, timeout_s=10):
+        for sent, elements, left in minipar.run(sent_and_grads, chosen, world_size=2):
             assert sent == times * elements * 8 // 2
             assert left == 0
         assert verify(chosen).equal
@@ -246,6 +252,7 @@ def test_zero_2_reduces_once_a_step_or_after_every_microbatch():
         (dict(zero=2, pp=2, model=UNTIED, schedule="interleaved", microbatches=2, reduce_every="microbatch"),
          "has several stages on a rank"),
         (dict(reduce_dtype="float16"), "reduce_dtype=float16 overflows without a loss scale"),
+        (dict(loss_scale=1024.0), "loss_scale=1024 is used with float16 alone, and dtype is float64; leave it out"),
         (dict(loss_scale=0.0), "loss_scale=0.0 is out of range"),
     ],
 )  # fmt: skip

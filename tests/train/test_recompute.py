@@ -7,17 +7,19 @@ import pytest
 import torch
 
 import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.data_parallel import FSDP
 from minipar.mesh import Mesh
-from minipar.model import Block, ModelConfig, Transformer
+from minipar.model import Block, Transformer
 from minipar.tensor_parallel import tensor_parallel
 from minipar.train.recompute import _Kept, recompute, relocate_activations
-from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.train.verification import table, verify
+from minipar.verification.verify import table, verify
 
 KEPT = dict(recompute="full", partition_activations=True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -59,8 +61,8 @@ def kept_and_sent(world, partition: bool, mode: str):
 def test_partitioned_inputs_are_one_in_tp_and_are_gathered_once(tp, mode, num_inputs):
     inputs = num_inputs * 4 * B * T * CONFIG.dim
     for (_, without), (kept, sent) in zip(
-        minipar.run(kept_and_sent, False, mode, world_size=tp, timeout_s=10),
-        minipar.run(kept_and_sent, True, mode, world_size=tp, timeout_s=10),
+        minipar.run(kept_and_sent, False, mode, world_size=tp),
+        minipar.run(kept_and_sent, True, mode, world_size=tp),
     ):
         assert kept == inputs // tp
         assert sent - without == inputs * (tp - 1) // tp
@@ -78,9 +80,7 @@ def gathered_under_fsdp(world, mode: str) -> int:
 
 
 def test_fsdp_unshards_the_blocks_of_a_unit_but_its_last_once_more():
-    full, in_units = (
-        minipar.run(gathered_under_fsdp, mode, world_size=2, timeout_s=10)[0] for mode in ("full", "every:2")
-    )
+    full, in_units = (minipar.run(gathered_under_fsdp, mode, world_size=2)[0] for mode in ("full", "every:2"))
     block = sum(64 * -(-p.numel() // 64) * 4 for p in Transformer(CONFIG).layers["0"].parameters())
     assert in_units - full == block // 2  # of three blocks, only the first is not the last of its unit
 

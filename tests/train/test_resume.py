@@ -7,18 +7,24 @@ import pytest
 import torch
 
 import minipar
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig, restore, train, trainer
-from minipar.train.restore import TensorFile, agree_on_newest, checkpoints, decided_on_rank_0, newest_whole
+from minipar.checkpoint import restore
+from minipar.checkpoint.restore import (
+    TensorFile,
+    agree_on_newest,
+    checkpoints,
+    decided_on_rank_0,
+    newest_whole,
+)
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import TextId, load_data
+from minipar.train import train, trainer
 from minipar.train.resume import require_same_text
-from minipar.train.text import TextId, load_data
-from tests.train.test_checkpoint import damage_bit
-from tests.train.test_saves import save_each
+from tests.checkpoint.test_checkpoint import damage_bit
+from tests.checkpoint.test_saves import save_each
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32)
-BASE = TrainConfig(
-    model=SMALL, batch_size=4, seq_len=16, steps=4, warmup=2, verify_steps=0, trace_steps=0, timeout_s=10
-)
+BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=4, warmup=2, verify_steps=0, trace_steps=0)
 
 
 def choose(world, folder, blind):
@@ -45,8 +51,8 @@ def choose(world, folder, blind):
     ("blind", "step"), [("", 2), ("lists an older one", 2), ("cannot open the newest", 1)]
 )
 def test_every_rank_goes_on_from_the_checkpoint_that_all_can_read(tmp_path, blind, step):
-    minipar.run(save_each, tmp_path, (1, 2), 0, world_size=4, timeout_s=10)
-    seen = minipar.run(choose, tmp_path, blind, world_size=2, timeout_s=10)
+    minipar.run(save_each, tmp_path, (1, 2), 0, world_size=4)
+    seen = minipar.run(choose, tmp_path, blind, world_size=2)
     assert [path.name for path, _ in seen] == [f"step-{step:08}"] * 2
     if not blind:
         assert [read for _, read in seen] == [128, 128], "of 64 float32 each rank checks half"
@@ -64,7 +70,7 @@ def test_the_trainer_takes_the_choice_of_rank_0(tmp_path):
         text, digest = load_data(config)
         return trainer._choose_start(config, TextId(digest, len(text)), world)
 
-    first, second = minipar.run(rank, world_size=2, timeout_s=10)
+    first, second = minipar.run(rank, world_size=2)
     minipar.shutdown()  # the rank whose view was spoiled
     assert first == second
     assert first.step == 4
@@ -80,15 +86,15 @@ def test_a_refusal_of_rank_0_is_the_refusal_of_all():
         except ValueError as error:
             return str(error)
 
-    assert minipar.run(rank, world_size=2, timeout_s=10) == ["dp=3 is odd"] * 2
+    assert minipar.run(rank, world_size=2) == ["dp=3 is odd"] * 2
     assert minipar.run(lambda world: decided_on_rank_0(world, lambda: world.rank), world_size=2) == [0, 0]
 
 
 def test_ranks_that_have_read_different_texts_say_so():
     rank = lambda world: require_same_text(world, BASE, f"digest {world.rank}")  # noqa: E731
     with pytest.raises(minipar.RankError, match="text=None has other bytes on rank"):
-        minipar.run(rank, world_size=2, timeout_s=10)
-    minipar.run(lambda world: require_same_text(world, BASE, "digest"), world_size=2, timeout_s=10)
+        minipar.run(rank, world_size=2)
+    minipar.run(lambda world: require_same_text(world, BASE, "digest"), world_size=2)
 
 
 def contents(folder) -> dict:
@@ -144,6 +150,7 @@ def test_a_run_on_another_text_batch_or_sample_is_not_continued(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("there", "here"), [(0, 1), (0, 2), (0, 3), (1, 0), (1, 3), (3, 1)])
 def test_a_bfloat16_run_goes_on_under_another_zero_stage(tmp_path, there, here):
     run = replace(BASE, dtype="bfloat16", dp=2)

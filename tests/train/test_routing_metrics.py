@@ -1,7 +1,8 @@
 """A step's routing metrics are of that step's tokens, however often the run evaluates."""
 
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig, train
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.train import train
 
 ROUTING = ("balance_loss", "z_loss", "drop_rate", "unserved", "router_entropy", "imbalance")
 
@@ -19,7 +20,6 @@ def metrics(folder, eval_every: int) -> list[list[float]]:
             verify_steps=0,
             trace_steps=0,
             eval_every=eval_every,
-            timeout_s=10,
             out=folder,
         )
     )

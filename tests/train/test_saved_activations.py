@@ -3,17 +3,19 @@
 import pytest
 import torch
 
-from minipar.live_bytes import LiveBytes
-from minipar.model import ModelConfig, Transformer
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer
+from minipar.support.live_bytes import LiveBytes
 from minipar.train.recompute import recompute, relocate_activations
 
 CONFIG = ModelConfig(vocab_size=16, dim=16, num_layers=3, num_heads=4, max_seq_len=32, attention="plain")
 TOKENS = torch.randint(16, (2, 32), generator=torch.Generator().manual_seed(0))
 
 
-def bytes_kept(mode: str) -> int:
+def bytes_kept(mode: str, offload: bool = False) -> int:
     stage = Transformer(CONFIG)
     recompute(stage, mode)
+    relocate_activations(stage, offload=offload)
     with LiveBytes() as memory:
         loss = stage.loss(TOKENS, TOKENS)
         kept = memory.now
@@ -27,6 +29,10 @@ def test_selective_recomputation_keeps_no_scores_and_full_recomputation_inputs_a
     inputs = 4 * CONFIG.num_layers * 2 * 32 * CONFIG.dim
     assert none - selective >= scores
     assert selective - full >= inputs  # queries, keys, values and the MLPs' tensors are many times these
+
+
+def test_an_activation_that_several_operations_save_is_offloaded_once():
+    assert bytes_kept("none", offload=True) <= bytes_kept("none")
 
 
 def gradients(offload: bool) -> dict[str, torch.Tensor]:

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.model import ModelConfig, from_huggingface
-from minipar.train import TrainConfig, generate_text, train
-from minipar.train.export import export_llama, full_parameters
-from minipar.train.legal_configs import legal_configs
-from minipar.train.restore import Checkpoint, checkpoints, newest_whole
+from minipar.checkpoint.export import export_llama, full_parameters
+from minipar.checkpoint.restore import Checkpoint, checkpoints, newest_whole
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.model import from_huggingface
+from minipar.train import generate_text, train
+from minipar.verification.legal_configs import legal_configs
+from tests.examples import examples
 
 SMALL = ModelConfig(
     dim=16, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32, dropout=0.1, tie_embeddings=True
@@ -26,7 +29,6 @@ BASE = TrainConfig(
     steps=5,
     warmup=2,
     dtype="float64",
-    timeout_s=10,
     verify_steps=0,
     trace_steps=0,
 )
@@ -69,7 +71,8 @@ def never_stopped(tmp_path_factory):
     }
 
 
-@settings(max_examples=4)
+@pytest.mark.sampled(3)
+@examples(4)
 @given(st.data())
 @pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])
 def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, model, data):
@@ -85,18 +88,19 @@ def test_it_goes_on_as_if_it_had_never_stopped(never_stopped, tmp_path_factory, 
 
 GRIDS = {
     "2d": dict(tp=4, tp_layout="2d", zero=1),
-    "2.5d": dict(tp=8, tp_layout="2.5d", tp_depth=2, zero=3),
+    "2.5d": dict(tp=8, tp_layout="2.5d", zero=3),
     "3d": dict(tp=8, tp_layout="3d"),
     "1d": dict(tp=2, dp=2, zero=1),
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("there", "here"), [("2.5d", "1d"), pytest.param("2d", "3d", marks=pytest.mark.slow)]
 )
 def test_blocks_of_a_grid_of_ranks_go_on_on_any_other_mesh(never_stopped, tmp_path, there, here):
     run = replace(BASE, model=SMALL, grad_clip=0.5)
-    train(replace(run, **GRIDS[there], checkpoint_every=3, out=tmp_path / "first"))
+    train(run.choosing(**GRIDS[there], checkpoint_every=3, out=tmp_path / "first"))
     stopped = stop_before_the_last_save(tmp_path / "first")
     resumed = losses(train(replace(run, **GRIDS[here], resume=stopped, out=tmp_path / "second")))
     assert list(resumed) == [3, 4]
@@ -110,6 +114,7 @@ def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_ch
     assert list(losses(train(replace(again, steps=7)))) == [5, 6]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("here", [dict(dp=2, zero=2), dict(tp=2, pp=2, zero=1, microbatches=2)], ids=str)
 def test_master_copies_go_on_without_losing_a_digit(tmp_path, here):
     run = replace(BASE, dtype="bfloat16", dp=2, zero=1)
@@ -126,6 +131,7 @@ def test_master_copies_go_on_without_losing_a_digit(tmp_path, here):
     assert generate_text(tmp_path / "whole", "a", 4, tp=2) == generate_text(tmp_path / "whole", "a", 4)
 
 
+@pytest.mark.thorough
 def test_a_new_run_does_not_write_among_the_checkpoints_of_another(tmp_path):
     run = replace(BASE, steps=4, checkpoint_every=2, out=tmp_path / "first")
     train(run)

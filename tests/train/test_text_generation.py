@@ -7,23 +7,26 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
+from minipar.checkpoint.export import full_parameters
+from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
+from minipar.checkpoint.tensor_file import TensorFile
 from minipar.comm import Comm
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
 from minipar.mesh import Mesh, Placement, placement_of
-from minipar.model import ModelConfig, Transformer, generate
+from minipar.model import Transformer, generate
 from minipar.model.cache import GenerationCache, KeyValueCache
 from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
-from minipar.train import TrainConfig, generate_text, text_generation, train
-from minipar.train.export import full_parameters
-from minipar.train.restore import Checkpoint, checkpoints, find_damage, newest_whole
+from minipar.train import generate_text, text_generation, train
 from minipar.train.state import BUFFER
-from minipar.train.tensor_file import TensorFile
 from minipar.train.text_generation import generate_on_mesh, load_stage
-from tests.model.test_cache import ROUTED_ALONE, ROUTED_TOGETHER, draw_tokens, loud_model
+from tests.examples import examples
+from tests.model.texts import ROUTED_ALONE, ROUTED_TOGETHER, draw_tokens, loud_model
 from tests.strategies import seeds
 
 MESHES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 8]
@@ -62,7 +65,7 @@ def write_and_compare(world, mesh_sizes, config, prompt, num_tokens, temperature
     return mesh.comm("pp").traffic.by_kind
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data())
 def test_every_mesh_writes_what_one_process_writes(data):
     tp, pp = data.draw(st.sampled_from(MESHES))
@@ -71,7 +74,7 @@ def test_every_mesh_writes_what_one_process_writes(data):
     prompt = draw_tokens(seed, max(1, batch), length)
     prompt = prompt if batch else prompt[0]
     args = {"tp": tp, "pp": pp}, config, prompt, num_tokens, (0.0, data.draw(WARM)), seed
-    minipar.run(write_and_compare, *args, world_size=tp * pp, timeout_s=10)
+    minipar.run(write_and_compare, *args, world_size=tp * pp)
 
 
 SMALL = ModelConfig(vocab_size=16, dim=32, num_layers=2, num_heads=8, num_kv_heads=4, max_seq_len=24)
@@ -130,14 +133,14 @@ def write_with_fault(world, fault):
     ],
 )
 def test_a_fault_on_the_mesh_is_seen(fault):
-    right = minipar.run(write_with_fault, fault, world_size=4, timeout_s=10)
+    right = minipar.run(write_with_fault, fault, world_size=4)
     assert all(right) == (fault is None)
 
 
 @pytest.mark.parametrize(("prompt", "num_tokens"), [(1, 1), (5, 7), (3, 0)])
 def test_between_stages_every_token_is_sent_once(prompt, num_tokens):
     args = {"pp": 2}, SMALL, draw_tokens(0, 2, prompt), num_tokens, (0.0,), 0
-    first, last = minipar.run(write_and_compare, *args, world_size=2, timeout_s=10)
+    first, last = minipar.run(write_and_compare, *args, world_size=2)
     assert first.get("send", 0) == (2 * (prompt + num_tokens - 1) * SMALL.dim * 8 if num_tokens else 0)
     assert last.get("send", 0) == 0
 
@@ -156,7 +159,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, Transformer]:
     config = TrainConfig(
         model=ModelConfig(dim=32, num_layers=4, num_heads=4, max_seq_len=32, **model),
         **dict(batch_size=4, seq_len=16, steps=2, verify_steps=0, trace_steps=0, warmup=0, lr=0.01),
-        **dict(dtype="float64", checkpoint_every=1, timeout_s=10, out=tmp_path_factory.mktemp("run")),
+        **dict(dtype="float64", checkpoint_every=1, out=tmp_path_factory.mktemp("run")),
         **mesh,
     )
     train(config)
@@ -169,11 +172,12 @@ def trained(request, tmp_path_factory) -> tuple[Path, Transformer]:
     return config.folder, whole
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("tp", "pp"), FEW)
 def test_any_mesh_goes_on_from_a_checkpoint_of_another(trained, tp, pp):
     folder, model = trained
     for temperature in (0.0, 0.7):
-        text = generate_text(folder, "The é", 30, temperature, tp, pp, seed=3, timeout_s=10)
+        text = generate_text(folder, "The é", 30, temperature, tp, pp, seed=3)
         want = generate(model, list("The é".encode()), 30, temperature, seed=3)
         assert text == bytes(want.tolist()).decode(errors="replace")
     assert len(want.unique()) > 16, "a text that any model might write"
@@ -202,7 +206,7 @@ def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weig
     folder, model = trained
     config = TrainConfig(model=model.config, dtype="float64", seq_len=16, batch_size=8, dp=8 // tp, tp=tp)
     args = config, newest_whole(folder / "checkpoints"), bytes_per_rank
-    texts, loaded = zip(*minipar.run(sample, *args, world_size=8, timeout_s=10))
+    texts, loaded = zip(*minipar.run(sample, *args, world_size=8))
     want = generate(model, list(b"The "), 20, 0.7)
     assert texts == (bytes(want.tolist()).decode(errors="replace"), *[None] * 7)
     whole = sum(x.nbytes for x in model.parameters())
@@ -230,7 +234,7 @@ def test_a_stage_has_its_parts_of_the_weights_and_no_more(trained, tp, pp):
     folder, model = trained
     path, whole = newest_whole(folder / "checkpoints"), model.state_dict()
     args = {"tp": tp, "pp": pp}, path, whole
-    names = minipar.run(check_weights, *args, world_size=tp * pp, timeout_s=10)
+    names = minipar.run(check_weights, *args, world_size=tp * pp)
     assert set().union(*names) >= {name for name, _ in model.named_parameters()}
 
 

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_data
 from minipar.mesh import Mesh, placement_of
-from minipar.model import ModelConfig
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.text import load_data
-from minipar.train.train_config import TrainConfig
 
 MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16, tie_embeddings=True)
-BASE = TrainConfig(
-    model=MODEL, pp=2, dp=3, microbatches=2, batch_size=12, seq_len=16, steps=3, warmup=0, timeout_s=10
-)
+BASE = TrainConfig(model=MODEL, pp=2, dp=3, microbatches=2, batch_size=12, seq_len=16, steps=3, warmup=0)
 CHOSEN = {
     "whole gradients": dict(),
     "cut states": dict(zero=1),
@@ -45,11 +43,12 @@ def _ends(world, config, text) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_a_tied_weight_and_its_copies_stay_equal_bit_for_bit(chosen):
     config = replace(BASE, **CHOSEN[chosen])
     text, _ = load_data(config)
-    seen = minipar.run(_ends, config, text, world_size=config.world_size, timeout_s=10)
+    seen = minipar.run(_ends, config, text, world_size=config.world_size)
     first, *others = [x for ends in seen for x in ends]
     assert len(others) == config.world_size * (2 if config.schedule in ("chimera", "dualpipe") else 1) - 1
     for other in others:

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_text
 from minipar.data_parallel import DDP
 from minipar.data_parallel.buckets import flat_bytes
 from minipar.mesh import Mesh
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
-from minipar.train.text import load_text
 
 MODEL = ModelConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=2, max_seq_len=32)
 BASE = TrainConfig(model=MODEL, batch_size=8, seq_len=32, steps=4, warmup=1, dtype="float64", trace_steps=0)
@@ -54,7 +54,7 @@ def test_a_step_sends_the_sum_of_its_parts_and_nothing_else(mesh):
     pp, dp, tp = config.pp, config.dp, config.tp
     tokens = config.batch_size * config.seq_len // dp  # of this state of the model
     hidden = tokens * MODEL.dim * E8
-    for at, by_axes, total, flat in minipar.run(sent, config, world_size=config.world_size, timeout_s=10):
+    for at, by_axes, total, flat in minipar.run(sent, config, world_size=config.world_size):
         first, last = at.pp == 0, at.pp == pp - 1
         # gpt: 4 all-reduces a layer and one each for embedding and head, of 2(t-1)/t of the hidden states.
         sums = 4 * MODEL.num_layers // pp + first + last

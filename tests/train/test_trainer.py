@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from minipar.model import ModelConfig
-from minipar.train import TrainConfig, train
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_text
+from minipar.support.trace import DATA
+from minipar.train import train
 from minipar.train.reference import compare, train_in_one_process
-from minipar.train.text import load_text
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, dropout=0.1, tie_embeddings=True)
 
@@ -21,12 +23,12 @@ def config(tmp_path, **changes):
         verify_steps=4,
         warmup=2,
         dtype="float64",
-        timeout_s=10,
         out=tmp_path,
     )
     return TrainConfig(**defaults | changes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (2, 1), (4, 2), (8, 1)])
 def test_every_number_of_ranks_gives_the_numbers_of_one_process(tmp_path, dp, microbatches):
     difference = train(config(tmp_path, dp=dp, microbatches=microbatches)).difference
@@ -44,10 +46,14 @@ def test_a_run_leaves_metrics_a_trace_and_a_sample(tmp_path):
     assert [line["step"] for line in lines] == list(range(6))
     assert {"loss", "grad_norm", "lr", "tokens_per_s"} <= lines[0].keys()
     assert lines[-1]["loss"] < lines[0]["loss"] < 6
+    assert all(0 < line["data_wait_s"] < line["seconds"] for line in lines)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {event["name"].split()[0] for event in events if event["ph"] == "X"}
     assert {"F", "B", "optimizer", "all_reduce"} <= names
     assert set(result.traces) == {0, 1}
+    for spans in result.traces.values():
+        assert [s.kind for s in spans if s.name == DATA] == ["wait"] * 2  # one for each traced step
+        assert spans[0].name == DATA
     assert (tmp_path / "sample.txt").read_text().startswith("The ")
     assert not list(tmp_path.glob(".*"))
 

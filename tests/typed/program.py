@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 import minipar
 from minipar import pipeline
-from minipar.comm import Comm, Traffic
+from minipar.comm import Comm
 from minipar.data_parallel import DynamicLossScaler
 from minipar.mesh import Placement, placement_of
 from minipar.schedules import Action, Costs, Schedule, Timeline
 from minipar.spec import SPECIFICATIONS, Report
+from minipar.transport.traffic import Traffic
 
 
 def collectives(world: Comm) -> float:
@@ -95,7 +96,7 @@ def pipelines(world: Comm) -> float | None:
 
 def main() -> None:
     sums: list[float] = minipar.run(collectives, world_size=2)
-    sizes: list[tuple[int, int]] = minipar.run(mesh, world_size=2, timeout_s=10.0)
+    sizes: list[tuple[int, int]] = minipar.run(mesh, world_size=2)
     assert sizes == [(2, 0), (2, 1)]
     assert len(sums) == 2
     minipar.run(strategies, world_size=2)

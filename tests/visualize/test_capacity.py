@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from visualize import capacity
@@ -14,7 +16,7 @@ def test_every_run_is_a_point_a_bar_and_a_line():
 
 
 def test_a_trained_mixture_drops_less_with_more_room_and_nothing_with_room_for_all(monkeypatch):
-    monkeypatch.setattr(capacity, "MODEL", capacity.MODEL | dict(dim=16, hidden_dim=8, max_seq_len=32))
+    monkeypatch.setattr(capacity, "MODEL", replace(capacity.MODEL, dim=16, hidden_dim=8, max_seq_len=32))
     little, more, all_ = (train_with(factor, steps=3) for factor in (0.5, 2.0, None))
     assert little.losses[0] != more.losses[0]
     assert min(little.dropped) >= 0.5  # half the room
@@ -23,7 +25,7 @@ def test_a_trained_mixture_drops_less_with_more_room_and_nothing_with_room_for_a
 
 
 def test_the_command_writes_the_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(capacity, "MODEL", capacity.MODEL | dict(dim=16, hidden_dim=8, max_seq_len=32))
+    monkeypatch.setattr(capacity, "MODEL", replace(capacity.MODEL, dim=16, hidden_dim=8, max_seq_len=32))
     capacity.main((1.0, None), steps=1, out=tmp_path / "capacity.png")
     assert (tmp_path / "capacity.png").stat().st_size > 1000
     assert "capacity factor room for all: loss" in capsys.readouterr().out
@@ -34,7 +36,7 @@ def test_nothing_to_draw_is_refused(tmp_path):
         draw_capacity([], tmp_path / "capacity.png")
     for options, says in (
         (dict(steps=0), "steps=0"),
-        (dict(out=tmp_path / "capacity.txt"), "use one that ends in .png, .svg or .pdf"),
+        (dict(out=tmp_path / "capacity.txt"), "its name says no format"),
         (dict(factors=(1.0, 0.0)), "capacity_factor=0.0"),
     ):
         with pytest.raises(ValueError, match=says):

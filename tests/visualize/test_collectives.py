@@ -33,6 +33,7 @@ def messages(world):
     return sent
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("p", [2, 3, 4, 5])
 def test_each_step_of_the_picture_is_a_message_of_the_code(p):
     sent = minipar.run(messages, world_size=p)

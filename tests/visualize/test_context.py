@@ -1,7 +1,7 @@
 import pytest
 
+from minipar.config.context_limits import LAYOUTS
 from minipar.context import causal_work
-from minipar.context.limits import LAYOUTS
 from visualize.context import balance_figure, draw_balance, work_in_blocks
 
 

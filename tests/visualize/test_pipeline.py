@@ -6,7 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.pipeline import Costs, Timeline, interleaved, make_schedule, one_f_one_b, simulate, zb_h2
+from minipar.schedules.costs import Costs
+from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
+from minipar.schedules.registry import make_schedule
+from minipar.schedules.simulate import simulate
+from minipar.schedules.timeline import Timeline
+from minipar.schedules.zero_bubble import zb_h2
 from tests.pipeline.strategies import costs, schedules
 from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline
 from visualize.pipeline_command import timeline
@@ -96,7 +101,7 @@ def test_the_command_prints_and_draws_schedules_on_one_axis(tmp_path, capsys):
 
 
 def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
-    with pytest.raises(ValueError, match="^v=2 chunks a rank with schedule='1f1b'"):
+    with pytest.raises(ValueError, match="^chunks=2 stages a rank with schedule='1f1b'"):
         timeline(("1f1b",), 4, 8, chunks=2, out=tmp_path / "t")
     with pytest.raises(ValueError, match="^chunks=0; use a whole number of 1 or more$"):
         timeline(("interleaved",), 4, 8, chunks=0, out=tmp_path / "t")

@@ -1,6 +1,7 @@
 import pytest
 
 from minipar.simple.grad_norm import grad_norm
+from minipar.simple.zero import Zero1
 from visualize.source import source, source_text
 
 
@@ -10,6 +11,12 @@ def test_source_is_highlighted_and_linked_to_its_first_line():
     assert where.startswith("[`minipar/simple/grad_norm.py`](../minipar/simple/grad_norm.py), from line ")
     assert code.startswith("```python\ndef grad_norm(comm, grads, copies):\n    ")
     assert code.endswith("\n```")
+
+
+def test_a_decorated_function_is_linked_to_its_own_file():
+    assert source_text(Zero1.step).startswith(
+        "[`minipar/simple/zero.py`](../minipar/simple/zero.py), from line "
+    )
 
 
 def test_methods_are_dedented_and_several_follow_each_other():

@@ -5,7 +5,8 @@ import torch
 from matplotlib.image import imread
 
 import minipar
-from minipar.model import ModelConfig, Transformer
+from minipar.config.model_config import ModelConfig
+from minipar.model import Transformer
 from minipar.tensor_parallel import tensor_parallel
 from visualize.tensor_parallel import draw_kept, draw_layer, draw_layouts, layer_points
 

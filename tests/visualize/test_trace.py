@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from matplotlib.image import imread
 
-from minipar.trace import Span
-from tests.test_trace import spans_on_a_grid
+from minipar.support.trace import DATA, Span
+from tests.support.test_trace import spans_on_a_grid
 from visualize.trace import draw_trace, trace_figure
 
 
@@ -35,6 +35,11 @@ def test_the_hidden_part_of_communication_is_written_beside_each_rank():
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert [text for text in texts if text.endswith("%")] == ["100%", "0%"]
     assert texts.count("dp") == 1
+
+
+def test_a_wait_for_data_has_its_name_and_others_have_none():
+    figure = trace_figure({0: [Span("wait", DATA, 0, 4), Span("wait", "for B of microbatch 0", 4, 8)]})
+    assert [text.get_text() for text in figure.axes[0].texts] == ["data", "rank 0"]
 
 
 def test_a_file_is_written_and_nothing_to_draw_is_refused(tmp_path):

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
-from minipar.train.train_config import VERIFY_DEFAULTS as DEFAULTS
-from minipar.train.verification import Row, Verification
+from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
+from minipar.verification.verify import Row, Verification
 from visualize.verify import draw_sweep, sweep_markdown
 
 

@@ -58,7 +58,12 @@ def test_the_plan_is_that_of_the_command():
     job = dict(model="llama-7b", gpus=16, machine="h100", seq=4096, batch=64)
     want = json.loads(plan_command(**job, as_json=True).text)
     got = asked("plan", **job)
+    forms = [best.pop("form") for best in got["best"]]
     assert {name: got[name] for name in want} == want
+    for form, best in zip(forms, got["best"], strict=True):
+        sizes = [f"{axis}{form[axis]}" for axis in ("dp", "pp", "tp", "cp", "ep") if form[axis] > 1]
+        assert set(sizes) <= set(best["layout"].split("-"))
+        assert f"zero{form['zero']}" in best["layout"] or form["zero"] == 0
 
 
 def test_one_layout_is_that_of_the_command():

@@ -13,11 +13,14 @@ from urllib.parse import unquote, urlencode, urljoin, urlsplit
 import pytest
 
 from minipar.cost.plan_command import plan_command
+from minipar.learn.puzzles.registry import PUZZLES
+from minipar.learn.puzzles.verdicts import check
 from minipar.schedules import SCHEDULES, make_schedule, simulate
-from minipar.schedules.registry import SLICED, TWO_DIRECTIONS
 from website.build import AXE, SITE, from_npm
 
-INTERACTIVE = [f"interactive/{name}.html" for name in ("pipeline", "planner", "collectives", "mesh")]
+INTERACTIVE = [
+    f"interactive/{name}.html" for name in ("puzzles", "pipeline", "planner", "collectives", "mesh")
+]
 LONG_S = 90  # a deadline, on a busy machine; on an idle one Python starts in a few seconds
 
 
@@ -102,15 +105,58 @@ def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
     opened(browser, site_url, "interactive/pipeline.html")
     until(browser, "document.querySelector('#status').textContent === ''")
     # Two directions at the end: p and m stay even then.
-    for name in sorted(SCHEDULES, key=lambda name: name in TWO_DIRECTIONS):
-        for p, m in ((2, 2), (4, 6)) if name in TWO_DIRECTIONS else ((1, 1), (2, 5), (4, 8)):
+    for name, schedule in sorted(SCHEDULES.usable().items(), key=lambda item: item[1].copies):
+        for p, m in ((2, 2), (4, 6)) if schedule.copies > 1 else ((1, 1), (2, 5), (4, 8)):
             for field, value in (("p", p), ("m", m)):
                 bubble_after(
                     browser, lambda field=field, value=value: set_field(browser, "#settings", field, value)
                 )
             shown = bubble_after(browser, lambda name=name: set_field(browser, "#settings", "schedule", name))
-            want = simulate(make_schedule(name, p, m, slices=2 if name in SLICED else 1))
+            want = simulate(make_schedule(name, p, m, **({"slices": 2} if schedule.sliced else {})))
             assert shown == pytest.approx(want.bubble_over_total, abs=1e-12), name
+
+
+def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_numbers(browser, site_url):
+    from website.gather import HOME_MICROBATCHES, HOME_RANKS, HOME_SCHEDULES
+
+    opened(browser, site_url, "index.html")
+    assert drawn(browser) == "1f1b 4 8"
+    for name in HOME_SCHEDULES:
+        set_field(browser, "#settings", "schedule", name)
+        for place in (0, 3):
+            for field in ("p", "m"):
+                set_field(browser, "#settings", field, place)
+            p, m = HOME_RANKS[place], HOME_MICROBATCHES[place]
+            shown = browser.execute_script(
+                "return document.querySelector('#status [data-bubble]').dataset.bubble"
+            )
+            want = simulate(make_schedule(name, p, m))
+            assert float(shown) == pytest.approx(want.bubble_over_total, abs=1e-12)
+            assert len(browser.find_elements("css selector", "#first [data-row]")) == p
+            actions = sum(map(len, want.schedule.actions))
+            assert len(browser.find_elements("css selector", "#first .action")) == actions
+    assert "python" not in browser.execute_script("return document.body.dataset")
+    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
+
+
+def test_the_home_page_is_light():
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    assert (SITE / "index.html").stat().st_size <= 300_000
+
+
+def test_the_layout_that_is_shown_is_the_one_in_the_form(browser, site_url):
+    """At first, from the plan that was recorded when the site was built, and after a click on another layout."""
+    opened(browser, site_url, "interactive/planner.html")
+    until(browser, "document.body.dataset.plan")
+    for number in (0, 1):
+        browser.execute_script("document.querySelectorAll('#best button')[arguments[0]].click()", number)
+        named = until(browser, "document.body.dataset.layout")
+        read = "return Number(document.querySelector('#one').elements[arguments[0]].value)"
+        for axis in ("dp", "pp", "tp", "cp"):
+            size = browser.execute_script(read, axis)
+            assert (f"{axis}{size}-" in f"{named}-") == (size > 1), named
 
 
 def test_the_planners_page_is_minipar_plan(browser, site_url):
@@ -188,6 +234,73 @@ def test_collectives_and_mesh_follow_their_settings(browser, site_url):
     until(browser, "document.body.dataset.mesh === '8 3'")
 
 
+def ran(browser, program: str) -> str:
+    """Put a program into the puzzles' editor and run it; return what the page says then."""
+    before = browser.execute_script("return document.body.dataset.verdict ?? ''")
+    browser.execute_script(
+        "const editor = document.querySelector('.editor textarea'); editor.value = arguments[0];"
+        "editor.dispatchEvent(new Event('input', {bubbles: true})); document.querySelector('#run').click()",
+        program,
+    )
+    until(browser, f"(document.body.dataset.verdict ?? '') !== {json.dumps(before)}")
+    return status(browser)
+
+
+def test_every_puzzle_is_judged_in_the_page_as_here(browser, site_url):
+    opened(browser, site_url, "interactive/puzzles.html")
+    for name, puzzle in PUZZLES.items():
+        browser.find_element("css selector", f'[data-name="{name}"]').click()
+        assert ran(browser, puzzle.answer) == f"{check(puzzle, puzzle.answer).text}."
+        assert len(browser.find_elements("css selector", "#picture .action")) > 2
+        assert ran(browser, puzzle.stub).endswith("this is where your program goes.")
+        assert puzzle.stub.splitlines()[
+            int(browser.execute_script("return document.body.dataset.line")) - 1
+        ].strip() == ("raise NotImplementedError")
+
+
+def test_a_puzzles_link_carries_the_program(browser, site_url):
+    program = PUZZLES["mlp"].answer
+    opened(browser, site_url, "interactive/puzzles.html", puzzle="mlp", program=program)
+    read = "return document.querySelector('.editor textarea').value"
+    assert browser.execute_script(read) == program
+    changed = program.replace("hidden", "h")
+    assert ran(browser, changed).startswith("right")
+    link = browser.current_url
+    browser.get("about:blank")
+    browser.get(link)
+    assert browser.execute_script(read) == changed
+    shown = (
+        "return [...document.querySelectorAll('section.puzzle')].filter((s) => !s.hidden).map((s) => s.id)"
+    )
+    assert browser.execute_script(shown) == ["puzzle-mlp"]
+
+
+def test_a_loop_inside_one_line_can_be_stopped(browser, site_url):
+    opened(browser, site_url, "interactive/puzzles.html")
+    assert "an endless loop?" in ran(
+        browser, "async def program(comm, gradient):\n    while True:\n        pass\n"
+    )
+    browser.execute_script(
+        "document.querySelector('.editor textarea').value = arguments[0]; document.querySelector('#run').click();"
+        "document.querySelector('#stop').click()",
+        "async def program(comm, gradient):\n    return sum(iter(int, 1))\n",
+    )
+    until(browser, "document.querySelector('#status').textContent === 'stopped'")
+    until(browser, "document.body.dataset.python === 'ready'")
+    assert ran(browser, PUZZLES["naive"].answer).startswith("right")
+
+
+def test_puzzles_can_be_read_without_javascript():
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    text = (SITE / "interactive" / "puzzles.html").read_text(encoding="utf-8")
+    text = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    plain = re.sub(r"<[^>]+>", "", text)
+    for number, puzzle in enumerate(PUZZLES.values(), 1):
+        assert f"{number}. {puzzle.title}" in plain
+    assert text.count("async") >= 2 * len(PUZZLES)  # a stub and an answer each
+
+
 def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_do(browser):
     if not html_pages():
         pytest.skip("the site is not built: make site")
@@ -217,7 +330,7 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
-@pytest.mark.parametrize("page", INTERACTIVE)
+@pytest.mark.parametrize("page", ["index.html", *INTERACTIVE])
 def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
     opened(browser, site_url, page)
     browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)

@@ -5,6 +5,8 @@ export const COLOURS = {
   B: ["#d55e00", "#fff"],
   I: ["#e69f00", "#000"],
   W: ["#00614a", "#fff"],
+  C: ["#aedcf4", "#000"],
+  S: ["#cc79a7", "#000"],
 };
 export const RANKS = ["#56b4e9", "#d55e00", "#f0e442", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#9a9a9a"];
 
@@ -40,6 +42,16 @@ export function ask(name, request) {
     pending.set(id, resolve);
     python().postMessage({ id, name, request });
   });
+}
+
+// End whatever Python is doing, and start it anew; what was asked is answered with an error.
+export function restart(reason) {
+  worker?.terminate();
+  worker = undefined;
+  document.body.removeAttribute("data-python");
+  for (const answered of pending.values()) answered({ error: reason });
+  pending.clear();
+  python();
 }
 
 // Only the newest of several requests is sent on, once the one before has been answered.
@@ -146,4 +158,60 @@ export function stacked(parts, limit, unit, label) {
     .map(([name, value], i) => `<li><span class="swatch" style="background:${RANKS[i % RANKS.length]}"></span>${escape(name)} <b>${unit(value)}</b></li>`)
     .join("");
   return `<svg class="bar" viewBox="0 0 1000 40" preserveAspectRatio="none" role="img" aria-label="${escape(label)}">${boxes.join("")}${line}</svg><ul class="legend">${list}</ul>`;
+}
+
+// A schedule's timeline -------------------------------------------------------------------------------------------------
+
+const ROW = 26;
+const LIVE = 14;
+const MOST_TEXTS = 3000;
+
+// Where samples are cut, unit k is slice k % slices of microbatch k / slices: "1.3".
+export const unitOf = ({ slices }) => (k) => (slices > 1 ? `${Math.floor(k / slices)}.${k % slices}` : k);
+
+export const span = (answer) => Math.max(...answer.ranks.flat().map((action) => action[4]), 1e-9);
+
+// What a bar says before its number: a message is an arrow to a rank.
+const SIGNS = { C: "", S: "→" };
+
+// One row a rank (or as `answer.names` says) and, where `answer.live` is given, a row of the activations that it holds. `end` is the last time shown.
+export function timeline(answer, width, end, label, critical = new Set()) {
+  const left = 54;
+  const scale = (width - left - 8) / end;
+  const p = answer.ranks.length;
+  const count = answer.ranks.reduce((sum, own) => sum + own.length, 0);
+  const chunkOf = new Map();
+  const seen = new Map();
+  answer.stage_rank.forEach((rank, stage) => {
+    chunkOf.set(stage, seen.get(rank) ?? 0);
+    seen.set(rank, chunkOf.get(stage) + 1);
+  });
+  const unit = unitOf(answer);
+  const many = new Set(answer.stage_rank).size < answer.stage_rank.length;
+  const parts = [];
+  const last = p * ROW + 8;
+  for (let rank = 0; rank < p; rank++) {
+    const y = rank * ROW + 4;
+    parts.push(`<g data-row="${rank}"><rect class="idle" x="${left}" y="${y}" width="${end * scale}" height="${ROW - 4}"/><text x="0" y="${y + 15}">${escape(answer.names?.[rank] ?? `rank ${rank}`)}</text></g>`);
+    answer.ranks[rank].forEach(([op, stage, k, start, stop], position) => {
+      const [fill] = COLOURS[op];
+      const w = Math.max((stop - start) * scale, 0.4);
+      const inset = op === "W" ? 3 : 0;
+      const critically = critical.has([op, stage, k].join(",")) ? " critical" : "";
+      const text = count <= MOST_TEXTS && w > 11 ? `<text class="on" x="${left + start * scale + w / 2}" y="${y + 15}" fill="${COLOURS[op][1]}">${w > 24 ? (SIGNS[op] ?? op) : ""}${unit(k)}${many && w > 30 ? "abcdefgh"[chunkOf.get(stage)] : ""}</text>` : "";
+      parts.push(`<g class="action${critically}" data-at="${rank},${position}"><rect x="${left + start * scale}" y="${y + inset}" width="${w}" height="${ROW - 4 - 2 * inset}" fill="${fill}"/>${text}</g>`);
+    });
+  }
+  const most = Math.max(...answer.peak_live, 1);
+  (answer.live ?? []).forEach((own, rank) => {
+    const base = last + (rank + 1) * LIVE;
+    const steps = own.map(([time, n]) => `H${left + time * scale}V${base - (n / most) * (LIVE - 3)}`).join("");
+    parts.push(`<path class="live" d="M${left},${base}${steps}H${left + end * scale}V${base}Z"/><text class="small" x="0" y="${base - 2}">${answer.live_word ?? "live"} ${answer.peak_live[rank]}</text>`);
+  });
+  const height = last + (answer.live?.length ?? 0) * LIVE + 22;
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => `<text class="small" text-anchor="${part === 1 ? "end" : "middle"}" x="${left + part * end * scale}" y="${height - 6}">${number(part * end)}</text>`);
+  const svg = `<svg class="timeline" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" aria-label="${escape(label)}">
+      <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#dcdcdc"/><line x1="0" y1="0" x2="0" y2="6" stroke="#f4f4f4" stroke-width="3"/></pattern></defs>
+      ${parts.join("")}${ticks.join("")}<line class="head" x1="${left}" x2="${left}" y1="0" y2="${last}" visibility="hidden"/></svg>`;
+  return { svg, scale, left, end };
 }

@@ -5,7 +5,7 @@ const form = $("#settings");
 const KINDS = ["tp", "cp", "dp", "pp", "ep", "edp"];
 const colour = (axis) => RANKS[KINDS.indexOf(axis)];
 
-const meshes = newest("mesh", (answer) => {
+function show(answer) {
   if (answer.error) return say(answer.error, true);
   say("");
   const groupsOf = (rank) => KINDS.filter((axis) => answer.groups[axis].length > 1 && answer.groups[axis].includes(rank));
@@ -35,8 +35,11 @@ const meshes = newest("mesh", (answer) => {
     <div class="scroll"><table><thead><tr><th>group</th><th>ranks</th><th>messages</th></tr></thead><tbody>${rows.join("")}</tbody></table></div>
     <p>Gradients of everything but experts are summed over dp and cp: ranks ${list(answer.gradients)}. Those of experts over edp: ranks ${list(answer.expert_gradients)}.</p>`;
   document.body.dataset.mesh = `${answer.world} ${answer.rank}`;
-});
+}
+
+const meshes = newest("mesh", show);
 
 fromLink(form);
 onChange(form, () => meshes(settings(form)));
+if (!location.hash) show(JSON.parse($("#first-mesh").textContent)); // computed when the site was built: there before Python is
 meshes(settings(form));

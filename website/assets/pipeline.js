@@ -1,14 +1,11 @@
 // The pipeline explorer: Python simulates, this page draws.
-import { $, COLOURS, ask, escape, fill, fromLink, newest, number, onChange, percent, save, say, settings, toLink } from "./common.js";
+import { $, ask, escape, fill, fromLink, newest, number, onChange, percent, save, say, settings, span, timeline, toLink, unitOf } from "./common.js";
 
 const form = $("#settings");
 const pictures = [
   { box: $("#first"), answer: null, orders: null, request: null, chosen: null },
   { box: $("#second"), answer: null, orders: null, request: null, chosen: null },
 ];
-const ROW = 26;
-const LIVE = 14;
-const MOST_TEXTS = 3000;
 
 function requestOf(index) {
   const values = settings(form);
@@ -45,11 +42,6 @@ function show(index, answer, request) {
   document.body.dataset.drawn = `${answer.name} ${request.p} ${request.m} ${Number(document.body.dataset.drawn?.split(" ")[3] ?? 0) + 1}`;
 }
 
-// Where samples are cut, unit k is slice k % slices of microbatch k / slices: "1.3".
-const unitOf = ({ slices }) => (k) => (slices > 1 ? `${Math.floor(k / slices)}.${k % slices}` : k);
-
-const span = (answer) => Math.max(...answer.ranks.flat().map((action) => action[4]), 1e-9);
-
 function mark(index, ranks) {
   for (const rank of ranks) $(`[data-row="${rank}"]`, pictures[index].box)?.classList.add("blocked");
 }
@@ -58,49 +50,13 @@ function mark(index, ranks) {
 
 function draw(picture, end) {
   const { answer, box } = picture;
-  const width = Math.max(300, box.clientWidth || 900);
-  const left = 54;
-  const scale = (width - left - 8) / end;
-  const p = answer.ranks.length;
-  const count = answer.ranks.reduce((sum, own) => sum + own.length, 0);
   const critical = new Set(form.elements.critical.checked ? answer.critical.map(String) : []);
-  const chunkOf = new Map();
-  const seen = new Map();
-  answer.stage_rank.forEach((rank, stage) => {
-    chunkOf.set(stage, seen.get(rank) ?? 0);
-    seen.set(rank, chunkOf.get(stage) + 1);
-  });
-  const unit = unitOf(answer);
-  const many = new Set(answer.stage_rank).size < answer.stage_rank.length;
-  const parts = [];
-  const last = p * ROW + 8;
-  for (let rank = 0; rank < p; rank++) {
-    const y = rank * ROW + 4;
-    parts.push(`<g data-row="${rank}"><rect class="idle" x="${left}" y="${y}" width="${end * scale}" height="${ROW - 4}"/><text x="0" y="${y + 15}">rank ${rank}</text></g>`);
-    answer.ranks[rank].forEach(([op, stage, k, start, stop], position) => {
-      const [fill] = COLOURS[op];
-      const w = Math.max((stop - start) * scale, 0.4);
-      const inset = op === "W" ? 3 : 0;
-      const critically = critical.has([op, stage, k].join(",")) ? " critical" : "";
-      const label = count <= MOST_TEXTS && w > 11 ? `<text class="on" x="${left + start * scale + w / 2}" y="${y + 15}" fill="${COLOURS[op][1]}">${w > 24 ? op : ""}${unit(k)}${many && w > 30 ? "abcdefgh"[chunkOf.get(stage)] : ""}</text>` : "";
-      parts.push(`<g class="action${critically}" data-at="${rank},${position}"><rect x="${left + start * scale}" y="${y + inset}" width="${w}" height="${ROW - 4 - 2 * inset}" fill="${fill}"/>${label}</g>`);
-    });
-  }
-  const most = Math.max(...answer.peak_live, 1);
-  for (let rank = 0; rank < p; rank++) {
-    const base = last + (rank + 1) * LIVE;
-    const steps = answer.live[rank].map(([time, n]) => `H${left + time * scale}V${base - (n / most) * (LIVE - 3)}`).join("");
-    parts.push(`<path class="live" d="M${left},${base}${steps}H${left + end * scale}V${base}Z"/><text class="small" x="0" y="${base - 2}">live ${answer.peak_live[rank]}</text>`);
-  }
-  const height = last + p * LIVE + 22;
-  const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => `<text class="small" text-anchor="${part === 1 ? "end" : "middle"}" x="${left + part * end * scale}" y="${height - 6}">${number(part * end)}</text>`);
+  const label = `Timeline of ${answer.name}, ${answer.ranks.length} ranks. Arrow keys choose an action, shift with left or right moves it, Escape undoes.`;
+  const { svg, ...placed } = timeline(answer, Math.max(300, box.clientWidth || 900), end, label, critical);
   box.innerHTML = `
     <h3>${escape(answer.name)}: bubble <output data-bubble="${answer.bubble_over_total}">${percent(answer.bubble_over_total)}</output> of the time, ${percent(answer.bubble_over_ideal)} of useful time; step ${number(answer.own_span)}, ideal ${number(answer.ideal)}; at most ${Math.max(...answer.peak_live)} activations on a rank</h3>
-    <svg class="timeline" tabindex="0" role="application" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}"
-      aria-label="Timeline of ${escape(answer.name)}, ${p} ranks. Arrow keys choose an action, shift with left or right moves it, Escape undoes.">
-      <defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#dcdcdc"/><line x1="0" y1="0" x2="0" y2="6" stroke="#f4f4f4" stroke-width="3"/></pattern></defs>
-      ${parts.join("")}${ticks.join("")}<line class="head" x1="${left}" x2="${left}" y1="0" y2="${last}" visibility="hidden"/></svg>`;
-  Object.assign(picture, { scale, left, end });
+    ${svg.replace("<svg ", '<svg tabindex="0" role="application" ')}`;
+  Object.assign(picture, placed);
   wire(picture);
 }
 
@@ -110,13 +66,15 @@ function boxOf(picture, rank, position) {
   return $(`[data-at="${rank},${position}"]`, picture.box);
 }
 
-async function choose(picture, rank, position) {
+// `hovering`: the pointer only passes by, which leaves an error on the status line where it is.
+async function choose(picture, rank, position, hovering = false) {
   const own = picture.answer.ranks[rank];
   if (!own?.[position]) return;
   picture.chosen = [rank, position];
   const [op, stage, k] = own[position];
   const detail = await ask("action", { ...picture.request, action: [op, stage, k] });
   if (detail.error) return say(detail.error, true);
+  if (hovering && $("#status").classList.contains("wrong")) return;
   for (const box of picture.box.querySelectorAll(".action")) box.classList.remove("chosen", "needed", "waiting");
   boxOf(picture, rank, position)?.classList.add("chosen");
   const places = new Map(picture.answer.ranks.flatMap((actions, r) => actions.map((a, i) => [a.slice(0, 3).join(","), [r, i]])));
@@ -144,7 +102,7 @@ function wire(picture) {
   const at = (event) => event.target.closest?.(".action")?.dataset.at.split(",").map(Number);
   svg.addEventListener("pointerover", (event) => {
     const place = at(event);
-    if (place && !drag && event.pointerType === "mouse") choose(picture, ...place);
+    if (place && !drag && event.pointerType === "mouse") choose(picture, ...place, true);
   });
   svg.addEventListener("pointerdown", (event) => {
     const place = at(event);

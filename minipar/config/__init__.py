@@ -1,0 +1,20 @@
+"""The settings of a run and of a model, and every rule of what is legal. Imports no torch. In reading order:
+
+model_config.py    ModelConfig: a model's sizes
+moe_config.py      its mixture of experts
+choices.py         settings chosen by name, with the core's own choices
+llama_config.py    the sizes in a Hugging Face Llama's config.json
+train_config.py    TrainConfig: model, batch, optimizer, mesh
+toml_config.py     a configuration as a TOML file
+check_config.py    which meshes, models and batches fit each other
+mesh_rules.py      which sizes of a mesh are legal
+check_experts.py   which numbers of experts ep can divide
+tensor_limits.py   tp sizes that a model's dimensions allow
+context_limits.py  cp sizes, and the tokens of each cp rank
+check_paths.py     which files and folders can be read and written
+"""
+
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
+
+__all__ = ["VERIFY_DEFAULTS", "ModelConfig", "TrainConfig"]

@@ -1,0 +1,60 @@
+"""The legal mesh sizes, and the batches and numbers of layers that a mesh can divide. Imports no torch."""
+
+from __future__ import annotations
+
+from math import prod
+
+from minipar.support.errors import one_of, require_divides, require_positive, why_not_divisor
+
+
+def check_mesh(
+    world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, mirrored: bool = False
+) -> None:
+    """Raise ValueError, saying what would work, if `world_size` ranks cannot form a mesh of these sizes.
+
+    They cannot if a size is not a positive int, pp*dp*cp*tp is not `world_size`, ep does not divide dp*cp, or pp is odd in
+    a mirrored mesh.
+    """
+    require_positive(world=world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+    _require_product(world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
+    require_divides("ep", ep, "dp*cp", dp * cp)
+    if mirrored and pp % 2:
+        raise ValueError(
+            f"pp={pp} of a mirrored mesh: each rank mirrors another; use an even number, such as {pp + 1}"
+        )
+
+
+def _require_product(world_size: int, sizes: dict[str, int]) -> None:
+    product = prod(sizes.values())
+    if product == world_size:
+        return
+    # Suggest each axis whose size alone could be changed to fill the world.
+    others = {axis: product // size for axis, size in sizes.items()}
+    fits = [f"{axis}={world_size // n}" for axis, n in others.items() if world_size % n == 0]
+    raise ValueError(
+        " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+        + f" = {product} ranks, but the world has {world_size}; "
+        + (f"use {one_of(fits)}, or " if fits else "no single axis would mend it: change two, or ")
+        + f"start {product} ranks"
+    )
+
+
+def why_batch_illegal(batch_size: int, dp: int, parts: int, what: str = "microbatches") -> str | None:
+    """Return why dp does not divide the batch, or `parts` a rank's samples; None if both do.
+
+    parts  the number of microbatches, or the samples per microbatch
+    what   the name of `parts` in the message
+    """
+    return why_not_divisor("dp", dp, "batch_size", batch_size) or why_not_divisor(
+        what, parts, "a rank's samples (batch_size/dp)", batch_size // dp
+    )
+
+
+def why_stages_illegal(num_stages: int, num_layers: int, pp: int, schedule: str) -> str | None:
+    """Return why a model cannot be cut into the stages of a schedule; None if it can."""
+    if num_stages <= num_layers:
+        return None
+    return (
+        f"pp={pp} with schedule={schedule!r} has {num_stages} stages, and num_layers={num_layers}; use at most "
+        f"{num_layers} stages"
+    )

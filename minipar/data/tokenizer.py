@@ -1,0 +1,168 @@
+"""Codecs between text and token ids: bytes, a tokenizer of the package `tokenizers`, or the written ids themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from minipar.config.train_config import TrainConfig
+from minipar.support.atomic_files import whole_file
+
+PIECE = 1 << 20  # characters encoded at a time, unless one line is longer
+TOKENIZER = "tokenizer.json"  # the text's tokenizer, in the run's folder
+
+
+class Bytes:
+    """The bytes of UTF-8 as tokens. Invalid bytes are decoded as replacement characters."""
+
+    vocab_size = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(min(i, 255) for i in ids).decode(errors="replace")
+
+
+class Ids:
+    """Written token ids, such as "17 4 256", for a run on a file of tokens without a tokenizer."""
+
+    vocab_size = 0
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(
+                f"prompt={text!r}: the run has no tokenizer; give token ids, as '17 4 256'"
+            ) from None
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+class Tokenizer:
+    """A tokenizer.json. Raises ValueError if it cannot be read, or the package is not installed."""
+
+    def __init__(self, path: Path):
+        self.content = read_tokenizer(path)
+        try:
+            import tokenizers
+        except ImportError:
+            raise ValueError(
+                f"tokenizer={path} needs the package tokenizers; pip install 'minipar[tokenizers]'"
+            ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
+        except Exception as error:  # the package raises plain Exceptions
+            raise ValueError(f"tokenizer={path} is no tokenizer.json: {error}") from None
+        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
+    def digest(self) -> str:
+        return digest_of_tokenizer(self.content)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+
+def read_tokenizer(path: Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"tokenizer={path}: {error.strerror}; give a tokenizer.json") from None
+
+
+def digest_of_tokenizer(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+Codec = Bytes | Ids | Tokenizer
+
+
+def codec_of(config: TrainConfig) -> Codec:
+    """Return the codec of this run."""
+    if config.tokenizer is not None:
+        return Tokenizer(config.tokenizer)
+    return Bytes() if config.tokens is None else Ids()
+
+
+def codec_of_run(folder: Path, extra: dict[str, Any]) -> Codec:
+    """Return the codec of the run in `folder`; `extra` is from the run's checkpoint.
+
+    Raises ValueError if the folder lacks the tokenizer that the run was trained with.
+    """
+    name = extra.get("codec", "bytes")
+    if name in ("bytes", "ids"):
+        return Bytes() if name == "bytes" else Ids()
+    tokenizer = Tokenizer(folder / TOKENIZER)
+    if tokenizer.digest != name:
+        raise ValueError(f"{folder / TOKENIZER} is not the tokenizer that the run was trained with")
+    return tokenizer
+
+
+def name_of_codec(config: TrainConfig) -> str:
+    """Return the name of the codec in a checkpoint: bytes, ids, or the checksum of a tokenizer.json."""
+    if config.tokenizer is not None:
+        return digest_of_tokenizer(read_tokenizer(config.tokenizer))
+    return "bytes" if config.tokens is None else "ids"
+
+
+def encoded(path: Path, codec: Tokenizer) -> Iterator[np.ndarray[Any, np.dtype[np.uint32]]]:
+    """Yield the token ids, uint32, of a file of UTF-8 text, in pieces of whole lines, with one piece in memory at a time.
+
+    No token spans two pieces, and no token is added at the beginning or end.
+    Raises ValueError if the file cannot be read, or is not UTF-8.
+    """
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            while lines := file.readlines(PIECE):
+                yield np.array(codec.encode("".join(lines)), np.uint32)
+    except OSError as error:
+        raise ValueError(f"text={path}: {error.strerror}; give a readable file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"text={path} is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def tokens_of_text(path: Path | None, codec: Tokenizer) -> torch.Tensor:
+    """Return all token ids of a text, int32, in memory; for a larger text, `minipar tokenize` writes them to a file."""
+    if path is None:
+        from pydoc_data.topics import topics
+
+        pieces = [np.array(codec.encode("\n".join(topics.values())), np.uint32)]
+    else:
+        pieces = list(encoded(path, codec))
+    ids = np.concatenate(pieces) if pieces else np.zeros(0, np.uint32)
+    return torch.from_numpy(ids.astype(np.int32))
+
+
+def write_tokens(path: Path, codec: Tokenizer, out: Path) -> int:
+    """Write a text's token ids to `out`, as `token_file.open_tokens` reads them by that name; return their number."""
+    count, dtype = 0, np.dtype(np.uint16 if codec.vocab_size <= 1 << 16 else np.uint32)
+    has_header = out.suffix == ".npy"
+    with whole_file(out) as file:
+        if has_header:
+            _write_header(file, dtype, 0)
+        for ids in encoded(path, codec):
+            file.write(ids.astype(dtype).tobytes())
+            count += len(ids)
+        if has_header:  # numpy's header leaves room for any count, so the second one is as long as the first
+            file.seek(0)
+            _write_header(file, dtype, count)
+    return count
+
+
+def _write_header(file: IO[bytes], dtype: np.dtype[Any], count: int) -> None:
+    descr = np.lib.format.dtype_to_descr(dtype)
+    header = {"descr": descr, "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(file, header)

@@ -1,0 +1,105 @@
+"""A callback at the end of a backward, to reduce the remaining gradients; hooks that do not keep their wrapper alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from minipar.data_parallel.arguments import refuse_copy
+
+
+class WeakCall:
+    """A function that calls a method, with `args` first, while something else keeps the method's object alive.
+
+    A wrapper's hooks are of this kind. A bound method would keep the wrapper alive until the garbage collector runs or, as
+    a parameter's hook, until the process ends, because the collector does not see such hooks.
+    """
+
+    def __init__(self, method: Callable[..., None], *args: Any):
+        self._method, self._args = weakref.WeakMethod(method), args
+
+    def __call__(self, *args: Any) -> None:
+        if (method := self._method()) is not None:
+            method(*self._args, *args)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        owner = getattr(self._method(), "__self__", self)
+        refuse_copy(type(owner).__name__, "make another of an unwrapped copy of the model")
+
+
+class BackwardEnd:
+    """A callback to the method `finish`, made once at the end of the backward in which `arm` is called.
+
+    Only between `arm` and the callback does it keep the method's object alive.
+    """
+
+    def __init__(self, finish: Callable[[], None]):
+        self.armed = False
+        self._finish = weakref.WeakMethod(finish)
+
+    def arm(self) -> None:
+        if not self.armed:
+            self.armed = True
+            Variable._execution_engine.queue_callback(partial(self._end, self._finish()))
+
+    def disarm(self) -> None:
+        self.armed = False
+
+    def _end(self, finish: Callable[[], None] | None) -> None:
+        if finish is not None:
+            finish()
+        self.armed = False
+
+
+class LastOf:
+    """A hook for several tensors, which makes one call when a backward has computed the gradients of all of them.
+
+    The hooks of torch's `register_multi_grad_hook(mode="all")` refer to the nodes they are on, a cycle that is never freed.
+    """
+
+    def __init__(self, number: int, call: Callable[[], None]):
+        self._number, self._call = number, call
+        self._backward, self._missing = -1, 0
+
+    def __call__(self, gradient: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._missing = backward, self._number
+        self._missing -= 1
+        if self._missing == 0:
+            self._call()
+
+
+def in_backward() -> bool:
+    """Return whether the calling thread is inside a backward; a forward that runs there is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def arm_on_backward(outputs: object, arm: Callable[[], None]) -> None:
+    """Call `arm` in the backward of any output, so that a rank takes part even if no parameter there gets a gradient."""
+    for x in tensors_in(outputs):
+        if x.requires_grad:
+            x.register_hook(lambda _: arm())
+
+
+def tensors_in(outputs: object, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in a module's outputs, including those in containers and in attributes of objects."""
+    for x in tree_leaves(outputs):
+        if isinstance(x, Tensor):
+            yield x
+        elif depth and not isinstance(x, type | nn.Module | Callable):
+            yield from tensors_in(_attributes(x), depth - 1)
+
+
+def _attributes(x: object) -> list[object]:
+    if is_dataclass(x):
+        return [getattr(x, field.name, None) for field in fields(x)]
+    return list(getattr(x, "__dict__", {}).values())

@@ -1,0 +1,46 @@
+"""Gradients compressed, or averaged less often. In reading order:
+
+codecs.py              encode a vector in few bytes, and decode it: sign, int8, fp8, top-k, random-k
+error_feedback.py      a codec's error is added to the next vector
+plain_mean.py          the interface of a compressor; the mean of tensors uncompressed, in one message
+compressed_mean.py     the mean over ranks in two compressed phases
+two_level.py           a mean that is plain inside a node, compressed across nodes
+selective.py           a mean that is compressed for some layers only
+power_sgd.py           the mean of a matrix as a product of two thin factors
+momentum_optimizer.py  the base of three optimizers that average momenta instead of gradients:
+onebit_adam.py         1-bit Adam: momentum by signs, with a frozen variance
+zero_one_adam.py       0/1 Adam: a variance updated less and less often, and steps that send nothing
+onebit_lamb.py         1-bit LAMB: each layer's scale is taken from the warm-up
+one_process.py         the averages of all of these in one process, for `minipar verify`
+run_state.py           the compression of a run, and its state in checkpoints
+choices.py             the methods of --compress, and which configurations they refuse
+local_sgd.py           local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise
+
+From the flag `--compress sign` to the bits:
+
+    choices.py          SIGN, found by its entry point "compress.sign" in pyproject.toml
+    run_state.py        COMPRESSED.compressor(config), which `minipar.train.parallelize` gives to DDP or ZeroOptimizer
+    selective.py        averages vectors uncompressed, and matrices by
+    compressed_mean.py  an all-to-all and an all-gather of payloads from
+    codecs.py           Sign: one bit per element
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "compressed_mean": ["CompressedMean"],
+        "codecs": ["CODECS", "Float8", "Int8", "RandomK", "Sign", "TopK", "make_codec"],
+        "error_feedback": ["ErrorFeedback"],
+        "local_sgd": ["DiLoCo"],
+        "momentum_optimizer": ["MomentumOptimizer"],
+        "onebit_adam": ["OneBitAdam"],
+        "onebit_lamb": ["OneBitLamb"],
+        "plain_mean": ["OwnGradients", "PlainMean"],
+        "power_sgd": ["PowerSGD"],
+        "selective": ["Selective"],
+        "two_level": ["TwoLevelMean"],
+        "zero_one_adam": ["ZeroOneAdam"],
+    },
+)

@@ -1,0 +1,262 @@
+"""The methods of `--compress`: what each averages, its options, and the configurations it refuses. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from minipar.config.choices import Averaging
+from minipar.support.errors import divisors, one_of, require_divides
+from minipar.support.options import option
+
+WARMUP = "number of first steps without compression"
+NODE_SIZE = "compress only between nodes of this many dp x cp ranks; none: between all ranks"
+EVERY = "number of local steps after which the replicas synchronise"
+
+
+@dataclass(frozen=True)
+class CodecOptions:
+    """The options of a method that encodes gradients."""
+
+    warmup: int = option(0, WARMUP)
+    node_size: int | None = option(None, NODE_SIZE)
+    feedback: bool = option(
+        True,
+        "add what was not sent to the next step's gradients, for 4 bytes a parameter on every rank; no-feedback forgets it",
+    )
+
+
+@dataclass(frozen=True)
+class TopKOptions(CodecOptions):
+    """The options of top-k, which sends only the largest gradients."""
+
+    fraction: float = option(0.01, "fraction of the gradients that are sent, the largest ones")
+
+
+@dataclass(frozen=True)
+class PowerSGDOptions:
+    """The options of PowerSGD, which sends a matrix as two thin factors."""
+
+    rank: int = option(4, "rank of the factors")
+    warmup: int = option(0, WARMUP)
+
+
+@dataclass(frozen=True)
+class MomentumOptions:
+    """The options of a method that sends the signs of a momentum."""
+
+    warmup: int = option(30, WARMUP)
+    node_size: int | None = option(None, NODE_SIZE)
+
+
+@dataclass(frozen=True)
+class ZeroOneOptions(MomentumOptions):
+    """The options of 0/1 Adam, which sends the signs of a momentum less and less often."""
+
+    every: int = option(10, EVERY)
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """The options of a method that averages weights every few steps."""
+
+    every: int = option(10, EVERY)
+    warmup: int = option(0, f"{WARMUP} (post-local SGD)")
+
+
+class Method(Averaging):
+    """A method of `--compress`.
+
+    averages   "gradient": the all-reduce of gradients is compressed, with any optimizer. "momentum": the method's own
+               optimizer replaces adamw or lamb. "weights": weights are averaged once in `every` local steps
+    replaces   the value of `optimizer` that the method requires; "" for any
+    """
+
+    implementation = "minipar.extras.compress.run_state:COMPRESSED"
+    depends_on_mesh = True
+
+    def __init__(
+        self,
+        averages: Literal["gradient", "momentum", "weights"],
+        options: type,
+        help: str,
+        replaces: str = "",
+    ):
+        super().__init__(help=help, options=options)
+        self.averages, self.replaces = averages, replaces
+
+    @property
+    def steps_locally(self) -> bool:
+        """True if replicas take local steps, so that their weights differ until they next synchronise."""
+        return self.options in (ZeroOneOptions, LocalOptions)
+
+    def check(self, config: Any) -> None:
+        own = config.options["compress"]
+        _check_options(own, least=1 if self.averages == "momentum" else 0)
+        self._check_optimizer(config)
+        self._check_mesh(config)
+        if self.steps_locally:
+            for name in ("steps", "checkpoint_every"):
+                if (value := getattr(config, name)) % own.every:
+                    raise ValueError(
+                        f"{name}={value} is no multiple of compress.every={own.every}: the replicas of "
+                        f"compress={config.compress} would still differ then; use one, or compress.every="
+                        f"{one_of([d for d in divisors(value) if d > 1] or [1])}"
+                    )
+
+    def _check_optimizer(self, config: Any) -> None:
+        of = f"compress={config.compress}"
+        if self.replaces and config.optimizer != self.replaces:
+            raise ValueError(
+                f"{of} is a form of {self.replaces}, and optimizer={config.optimizer}; use {self.replaces}"
+            )
+        if config.dtype == "float16" or config.on_nan == "skip":
+            raise ValueError(
+                f"{of} never encodes nan or inf: it stops there, and dtype={config.dtype}, on_nan={config.on_nan} would go "
+                "on; use bfloat16 or float32, and on_nan=stop"
+            )
+        if self.averages != "gradient" and config.mixed_precision:
+            raise ValueError(
+                f"{of} updates the weights themselves, and dtype={config.dtype} has masters; use float32"
+            )
+        if self.averages == "gradient" and config.zero > 1:
+            self._check_scatter(config, of)
+        if self.averages != "gradient" and config.zero:
+            raise ValueError(
+                f"{of} needs all of the optimizer's state on every rank, which zero={config.zero} cuts; use zero=0"
+            )
+
+    def _check_scatter(self, config: Any, of: str) -> None:
+        """Check that a method can take the place of ZeRO-2's reduce-scatter."""
+        if config.zero == 3:
+            raise ValueError(
+                f"{of} compresses the reduce-scatter of zero=2, and zero=3 gathers parameters, too, whole; use 0, 1 or 2"
+            )
+        if config.compress == "powersgd":
+            raise ValueError(
+                f"{of} needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1, or "
+                "another method"
+            )
+        if config.options["compress"].node_size is not None:
+            raise ValueError(
+                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and zero=2 in a "
+                "reduce-scatter; use none, or zero=1"
+            )
+        if config.reduce_every == "microbatch":
+            raise ValueError(f"{of} would round every microbatch; use reduce_every=step")
+
+    def _check_mesh(self, config: Any) -> None:
+        of = f"compress={config.compress}"
+        if self.averages != "gradient" and config.model.tie_embeddings and config.pp > 1:
+            raise ValueError(
+                f"{of} averages each stage by itself: with pp={config.pp} the two copies of the tied embedding would drift "
+                "apart; use pp=1, or untie the embeddings"
+            )
+        if self.steps_locally and (config.cp > 1 or config.ep > 1):
+            axis = "cp" if config.cp > 1 else "ep"
+            raise ValueError(
+                f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; "
+                f"use {axis}=1"
+            )
+        if self.steps_locally and _copies(config) > 1:
+            raise ValueError(
+                f"{of}: the two copies of the model in schedule={config.schedule!r} compute one batch together, and their "
+                "weights would differ; use a schedule with one copy, such as dualpipe-v"
+            )
+        if config.compress == "onebit-lamb" and (config.tp > 1 or config.ep > 1):
+            axis = "tp" if config.tp > 1 else "ep"
+            raise ValueError(
+                f"{of} needs the norms of whole layers, which {axis}={getattr(config, axis)} cuts; use {axis}=1"
+            )
+        node_size = getattr(config.options["compress"], "node_size", None)
+        if node_size is not None:
+            ranks = _ranks_of_a_parameter(config) // config.ep
+            what = f"dp*cp{'*2' * (_copies(config) > 1)}/ep"
+            require_divides("compress.node_size", node_size, f"the ranks of a parameter ({what})", ranks)
+
+    def begins_after(self, stored: str) -> bool:
+        return stored == "none" and self.averages == "gradient"
+
+    def require_resumable(self, config: Any, stored: dict[str, Any], of: str) -> None:
+        super().require_resumable(config, stored, of)
+        before = stored.get("compress", "none")
+        if before == "none":
+            return
+        then, now = stored["options"]["compress"], vars(config.options["compress"])
+        then = {"feedback": True} | then  # an older version always had it
+        kept = ("node_size", "rank", "feedback")
+        fixed = {f"compress.{name}": (now[name], then[name]) for name in kept if name in now}
+        if before == "powersgd":
+            fixed["tp"] = config.tp, stored.get("tp")
+        for name, (value, stored_value) in fixed.items():
+            if value != stored_value:
+                raise ValueError(
+                    f"{name}={value}, but {of} with {name}={stored_value}, and the residuals and factors of "
+                    f"compress={before} belong to that; use it"
+                )
+
+    @property
+    def averages_gradients(self) -> bool:
+        return self.averages == "gradient"
+
+    def plain_steps(self, config: Any) -> int:
+        """Return how many steps from the start average gradients uncompressed. 0/1 Adam counts its own warm-up."""
+        return 0 if config.compress == "zero-one-adam" else int(config.options["compress"].warmup)
+
+    def keeps_own_gradients(self, config: Any, step: int) -> bool:
+        return self.averages != "gradient" and step >= self.plain_steps(config)
+
+    # Equality -----------------------------------------------------------------------------------------------------
+
+    def exact_steps(self, config: Any) -> int:
+        if self._loses_nothing(config):
+            exact = config.steps
+        elif config.compress == "zero-one-adam":
+            exact = 0
+        else:
+            exact = min(config.steps, config.options["compress"].warmup)
+        return int(exact)
+
+    def _loses_nothing(self, config: Any) -> bool:
+        own = config.options["compress"]
+        if isinstance(own, TopKOptions) and own.fraction == 1:
+            return True
+        if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
+            return True
+        plain = self.averages == "gradient" or config.compress == "local-sgd"
+        return plain and _ranks_of_a_parameter(config) == 1
+
+
+def _check_options(own: Any, least: int) -> None:
+    """Raise ValueError if a number is out of range; the warm-up must have at least `least` steps."""
+    if own.warmup < least:
+        raise ValueError(f"compress.warmup={own.warmup} is out of range; use {least} or more")
+    for name in ("rank", "every"):
+        if getattr(own, name, 1) < 1:
+            raise ValueError(f"compress.{name}={getattr(own, name)} is out of range; use 1 or more")
+    if not 0 < getattr(own, "fraction", 1) <= 1:
+        raise ValueError(
+            f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
+        )
+
+
+def _copies(config: Any) -> int:
+    return int(config.choice("schedule").copies)
+
+
+def _ranks_of_a_parameter(config: Any) -> int:
+    """Return over how many ranks a dense parameter's gradient is averaged, counting both copies in a two-copy schedule."""
+    return int(config.dp * config.cp) * _copies(config)
+
+
+SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per block")
+INT8 = Method("gradient", CodecOptions, "gradients in 8 bits")
+FP8 = Method("gradient", CodecOptions, "gradients in 8-bit floats")
+TOPK = Method("gradient", TopKOptions, "the largest gradients")
+TAGC = Method("gradient", TopKOptions, "the largest gradients of feed-forward layers; all of the others")
+POWERSGD = Method("gradient", PowerSGDOptions, "two thin factors of a gradient")
+ONEBIT_ADAM = Method("momentum", MomentumOptions, "signs of Adam's momentum", "adamw")
+ZERO_ONE_ADAM = Method("momentum", ZeroOneOptions, "signs of Adam's momentum, less and less often", "adamw")
+ONEBIT_LAMB = Method("momentum", MomentumOptions, "signs of LAMB's momentum", "lamb")
+LOCAL_SGD = Method("weights", LocalOptions, "weights, averaged every few steps", "adamw")
+DILOCO = Method("weights", LocalOptions, "weights, averaged every few steps by an outer optimizer", "adamw")

@@ -1,0 +1,224 @@
+"""Codecs encode a vector of n floats in few bytes, given by `num_bytes`, and decode it.
+
+
+A codec is contractive if |x - decode(encode(x))|^2 <= (1 - delta) |x|^2 with delta > 0. Error feedback then converges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.model.value_check import assert_async
+from minipar.support.errors import one_of
+
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Codec(Protocol):
+    """The interface of a codec."""
+
+    def num_bytes(self, n: int) -> int: ...
+
+    def encode(self, x: Tensor) -> Tensor: ...
+
+    def decode(self, payload: Tensor, n: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Sign:
+    """One bit per element, packed 8 to a byte, and one float32 scale per block: the block's mean of |x|.
+
+    block  number of elements that share a scale; None: all elements, as in the papers. With short blocks, rows of small
+           values, such as those of rare words, keep their small values beside rows of large values
+
+    decode = scale * sign(x), with sign(0) = 1. Contractive, delta = |x|_1^2 / (n |x|_2^2) of the worst block.
+    No other scale has a smaller error. 1-bit Adam's scale, |x|_2 / sqrt(n), preserves the norm of x instead; its error, 2
+    |x|_2^2 (1 - |x|_1 / (sqrt(n) |x|_2)), exceeds |x|_2^2 for sparse x.
+    Bytes: ceil(n/8) + 4 ceil(n/block).   Source: EF-SignSGD, arXiv:1901.09847, section 4.
+    """
+
+    block: int | None = None
+
+    def num_bytes(self, n: int) -> int:
+        return ceil(n / 8) + 4 * self._num_scales(n)
+
+    def _num_scales(self, n: int) -> int:
+        return 1 if self.block is None else ceil(n / self.block)
+
+    def encode(self, x: Tensor) -> Tensor:
+        bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
+        packed = (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
+        return torch.cat((packed, _bytes(self._scales(x.abs()).float())))
+
+    def _scales(self, size: Tensor) -> Tensor:
+        if self.block is None:
+            return size.mean()
+        sums, short = _blocks(size, self.block).sum(1), -len(size) % self.block
+        counts = torch.full_like(sums, self.block)
+        counts[-1:] -= short
+        return sums / counts
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        split = ceil(n / 8)
+        packed, scale = payload[:split], _from_bytes(payload[split:], torch.float32)
+        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
+        signs = bits.flatten()[:n].float() * 2 - 1
+        return signs * (scale if self.block is None else scale.repeat_interleave(self.block)[:n])
+
+
+@dataclass(frozen=True)
+class Int8:
+    """8 bits per element and a float32 scale per block: the block's largest |x| over 127. Error at most half a scale.
+
+    Bytes: n + 4 ceil(n/block).
+    """
+
+    block: int = 256
+
+    def num_bytes(self, n: int) -> int:
+        return n + 4 * ceil(n / self.block)
+
+    def encode(self, x: Tensor) -> Tensor:
+        blocks = _blocks(x, self.block)
+        scale = blocks.abs().amax(1) / 127
+        codes = (blocks / _nonzero(scale)[:, None]).round().to(torch.int8)
+        return torch.cat((_bytes(codes.flatten()[: len(x)]), _bytes(scale.float())))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        codes, scale = payload[:n].view(torch.int8).float(), _from_bytes(payload[n:], torch.float32)
+        return (_blocks(codes, self.block) * scale[:, None]).flatten()[:n]
+
+
+@dataclass(frozen=True)
+class Float8:
+    """fp8 numbers and a float32 scale per block, which maps the block's largest |x| to the format's largest number.
+
+
+    e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344. Bytes: n + 4 ceil(n/block).
+    """
+
+    kind: str = "e4m3"
+    block: int = 256
+
+    def num_bytes(self, n: int) -> int:
+        return n + 4 * ceil(n / self.block)
+
+    def encode(self, x: Tensor) -> Tensor:
+        dtype, blocks = FLOAT8[self.kind], _blocks(x, self.block)
+        scale = blocks.abs().amax(1) / torch.finfo(dtype).max
+        codes = (blocks / _nonzero(scale)[:, None]).to(dtype)
+        return torch.cat((_bytes(codes.flatten()[: len(x)]), _bytes(scale.float())))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        codes = payload[:n].view(FLOAT8[self.kind]).float()
+        scale = _from_bytes(payload[n:], torch.float32)
+        return (_blocks(codes, self.block) * scale[:, None]).flatten()[:n]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The k = ceil(fraction * n) elements with the largest |x|: their values in `dtype`, and int32 indices. delta = k/n.
+
+
+    Bytes: 8 k; 12 k in float64.
+    """
+
+    fraction: float = 0.01
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction={self.fraction}: k would be 0, or above n; use above 0, at most 1")
+
+    def k(self, n: int) -> int:
+        return min(n, ceil(self.fraction * n))
+
+    def num_bytes(self, n: int) -> int:
+        return (4 + self.dtype.itemsize) * self.k(n)
+
+    def encode(self, x: Tensor) -> Tensor:
+        index = x.abs().topk(self.k(len(x)), sorted=False).indices
+        return torch.cat((_bytes(x[index].to(self.dtype)), _bytes(index.to(torch.int32))))
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        split = self.dtype.itemsize * self.k(n)
+        index = _from_bytes(payload[split:], torch.int32).long()
+        values = _from_bytes(payload[:split], self.dtype)
+        return values.new_zeros(n).index_copy_(0, index, values)
+
+
+@dataclass(frozen=True)
+class RandomK:
+    """k = ceil(fraction * n) random elements. All ranks draw the indices from `seed`, so that only values are sent.
+
+    delta = k/n on average over seeds. Bytes: 4 k. `at(step)` returns a codec with another seed for each step.
+    """
+
+    fraction: float = 0.01
+    seed: int = 0
+
+    def at(self, step: int) -> RandomK:
+        return RandomK(self.fraction, self.seed * 1_000_003 + step)
+
+    def k(self, n: int) -> int:
+        return min(n, ceil(self.fraction * n))
+
+    def num_bytes(self, n: int) -> int:
+        return 4 * self.k(n)
+
+    def _index(self, n: int, device: torch.device) -> Tensor:
+        return torch.randperm(n, generator=torch.Generator().manual_seed(self.seed))[: self.k(n)].to(device)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return _bytes(x[self._index(len(x), x.device)].float())
+
+    def decode(self, payload: Tensor, n: int) -> Tensor:
+        values = _from_bytes(payload, torch.float32)
+        return values.new_zeros(n).index_copy_(0, self._index(n, payload.device), values)
+
+
+CODECS: dict[str, Callable[[], Codec]] = {
+    "sign": Sign,
+    "int8": Int8,
+    "fp8-e4m3": Float8,
+    "fp8-e5m2": lambda: Float8("e5m2"),
+    "top-k": TopK,
+    "random-k": RandomK,
+}
+
+
+def make_codec(name: str) -> Codec:
+    """Return the codec of this name. Raises ValueError, with the nearest name, if there is none."""
+    if name not in CODECS:
+        raise ValueError(f"codec={name!r} is unknown; use {one_of(CODECS, near=name)}")
+    return CODECS[name]()
+
+
+def require_finite(x: Tensor, what: str) -> None:
+    """Raise ArithmeticError if x has nan or inf, which a codec would spread or hide."""
+    sentence = f"{what} is not finite: it is not compressed"
+    if not assert_async(torch.isfinite(x).all(), sentence):
+        raise ArithmeticError(sentence)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    return F.pad(x, (0, -len(x) % block)).view(-1, block)
+
+
+def _nonzero(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _from_bytes(payload: Tensor, dtype: torch.dtype) -> Tensor:
+    return payload.clone().view(dtype)  # cloned, since a view in another dtype needs aligned bytes

@@ -1,0 +1,97 @@
+"""Local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minipar.comm import Comm
+from minipar.data_parallel.arguments import CommOf, ParamGroup, function_of_parameter
+from minipar.data_parallel.compressors import Compressors
+from minipar.extras.compress.plain_mean import PlainMean
+from minipar.support.errors import require_positive
+
+
+class DiLoCo:
+    """Wrap an optimizer: once in `every` of its steps, synchronise the ranks' weights by an outer step.
+
+    d = mean over ranks of (w at the last outer step - w now)                          the outer gradient
+    u = momentum u + d;   w = w at the last outer step - outer_lr (d + momentum u)     Nesterov's step
+
+    outer_lr=1, momentum=0 is local SGD, which averages the weights; DiLoCo is AdamW inside, outer_lr=0.7, momentum=0.9.
+    With every=1, plain SGD of rate lr inside, outer_lr=1 and momentum=0, it is data parallelism.
+
+    With warmup=n, it is post-local SGD: the first n steps average gradients instead, so the replicas stay equal. With
+    reduces_warmup=False, something else, such as DDP, averages these gradients. The ranks synchronise after each step
+    whose number `every` divides.
+    Sends 2(p-1)/p of the parameters once in `every` steps. Holds one more copy of the parameters; with momentum, two.
+    The replicas must start equal, and after the warm-up nothing else may reduce gradients. `comm` is the ranks' Comm, or a
+    function from parameter to Comm.
+    Sources: local SGD, arXiv:1805.09767; post-local SGD, arXiv:1808.07217; DiLoCo, arXiv:2311.08105, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        comm: Comm | CommOf,
+        every: int = 50,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+        warmup: int = 0,
+        reduces_warmup: bool = True,
+    ):
+        require_positive(every=every)
+        self.optimizer, self.every = optimizer, every
+        self.outer_lr, self.momentum = outer_lr, momentum
+        self.warmup, self.reduces_warmup = warmup, reduces_warmup
+        self.num_steps = 0
+        self.plain = Compressors(PlainMean, function_of_parameter(comm))
+        self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        self.agreed = [p.detach().clone() for p in self.params]
+        self.velocity = [torch.zeros_like(x) for x in self.agreed] if momentum else []
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Step the inner optimizer; return whether the ranks have equal weights after the step."""
+        self.num_steps += 1
+        warm = self.num_steps <= self.warmup
+        if warm and self.reduces_warmup:
+            grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in self.params}
+            for param, grad in self.plain.means(grads).items():
+                param.grad = grad
+        with torch.enable_grad():
+            self.optimizer.step()
+        if warm:
+            for agreed, param in zip(self.agreed, self.params):
+                agreed.copy_(param)
+        if warm or self.num_steps % self.every:
+            return warm
+        self._agree()
+        return True
+
+    def _agree(self) -> None:
+        outer = self.plain.means({p: a - p for a, p in zip(self.agreed, self.params)})
+        for i, (param, agreed) in enumerate(zip(self.params, self.agreed)):
+            d = outer[param]
+            if self.momentum:
+                self.velocity[i].mul_(self.momentum).add_(d)
+                d = d + self.momentum * self.velocity[i]
+            param.copy_(agreed.sub_(d, alpha=self.outer_lr))
+
+    def state_dict(self) -> dict[str, Any]:
+        outer = {"agreed": self.agreed, "velocity": self.velocity, "num_steps": self.num_steps}
+        return {"inner": self.optimizer.state_dict(), **outer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["inner"])
+        self.num_steps = state["num_steps"]
+        for own, saved in zip([*self.agreed, *self.velocity], [*state["agreed"], *state["velocity"]]):
+            own.copy_(saved)

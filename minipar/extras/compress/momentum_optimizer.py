@@ -1,0 +1,82 @@
+"""The base of 1-bit Adam, 0/1 Adam and 1-bit LAMB, which average a momentum over ranks instead of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from minipar.comm import Comm
+from minipar.data_parallel.arguments import CommOf, ParamGroup, function_of_parameter
+from minipar.data_parallel.compressors import Compressor, Compressors
+from minipar.extras.compress.codecs import Sign, require_finite
+from minipar.extras.compress.compressed_mean import CompressedMean
+from minipar.extras.compress.plain_mean import PlainMean, Tensors
+from minipar.mesh import placement_of
+
+Pairs = list[tuple[ParamGroup, Tensor]]
+
+
+class MomentumOptimizer(torch.optim.Optimizer):
+    """An optimizer that averages over ranks itself. The replicas must start equal; a missing gradient counts as zero.
+
+    comm      the ranks that hold a replica, or a function from parameter to Comm
+    warmup    number of first steps, in which gradients are averaged uncompressed
+    compress  a function from Comm to the compressor that averages after the warm-up; default: signs, one scale per chunk
+    reduces_warmup  False: something else, such as DDP, averages the gradients of the warm-up
+
+    `step` calls `_step(pairs, grads, warm)`: the pairs are (group, parameter), and the gradients are averaged only in the
+    warm-up. A parameter's state is "step" and what the subclass adds.
+    """
+
+    def __init__(
+        self, params: ParamsT, comm: Comm | CommOf, defaults: ParamGroup, warmup: int,
+        compress: Callable[[Comm], Compressor] | None = None, reduces_warmup: bool = True, error_feedback: bool = True,
+    ):  # fmt: skip
+        super().__init__(params, defaults)
+        self.warmup, self.reduces_warmup = warmup, reduces_warmup
+        comm_of = function_of_parameter(comm)
+        signs = partial(CompressedMean, codec=Sign(), error_feedback=error_feedback)
+        self.compressors = Compressors(compress or signs, comm_of)
+        self.plain = Compressors(PlainMean, comm_of)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take a step, like torch's optimizers. Raises ArithmeticError, naming the parameter, for nan or inf gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pairs = [(group, p) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for _, p in pairs}
+        for param, grad in grads.items():
+            require_finite(grad, f"the gradient of {_name(param)}")
+        for _, param in pairs:
+            if not self.state[param]:
+                self.state[param].update(self._new_state(param))
+            self.state[param]["step"] += 1
+        warm = self.num_steps <= self.warmup
+        if warm and self.reduces_warmup:
+            grads = self.plain.means(grads)
+        self._step(pairs, grads, warm)
+        return loss
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps, including the current one."""
+        return int(next((state["step"] for state in self.state.values()), 0))
+
+    def _new_state(self, param: Tensor) -> dict[str, Tensor]:
+        zeros = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": torch.tensor(0.0), **zeros}
+
+    def _step(self, pairs: Pairs, grads: Tensors, warm: bool) -> None:
+        raise NotImplementedError
+
+
+def _name(param: Tensor) -> str:
+    return placement_of(param).name if getattr(param, "placement", None) is not None else "a parameter"

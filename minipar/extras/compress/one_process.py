@@ -1,0 +1,135 @@
+"""The averages of `--compress`, computed in one process from every rank's tensors: without a Comm, and without messages.
+
+`minipar verify` compares a lossy run with these averages. They are the means of compressed_mean.py, two_level.py and
+power_sgd.py, which name the sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.extras.compress.codecs import Codec
+from minipar.extras.compress.plain_mean import widened
+from minipar.train.averaging import Average
+
+IsCompressed = Callable[[Average, int], bool]
+
+
+class OneProcessMeans:
+    """Computes the means of each message of all ranks, and keeps the residuals and factors of every rank, by name.
+
+    codec          encodes a vector, or None for PowerSGD
+    rank           the rank of PowerSGD's factors
+    node_size      compress only between nodes of this many ranks; None: between all ranks
+    is_compressed  whether tensor i of a message is compressed; other tensors are averaged
+    feedback       whether what was not sent is added to the next vector
+    """
+
+    def __init__(
+        self,
+        is_compressed: IsCompressed,
+        codec: Codec | None,
+        node_size: int | None = None,
+        rank: int = 0,
+        feedback: bool = True,
+    ):
+        self.is_compressed, self.codec, self.node_size, self.rank = is_compressed, codec, node_size, rank
+        self.feedback = feedback
+        self._residuals: dict[object, Tensor] = {}
+        self._factors: dict[object, Tensor] = {}
+
+    def __call__(self, message: Sequence[Average]) -> list[Tensor]:
+        """Return the mean of each tensor of one message, given by all ranks of its Comm in their order."""
+        first = message[0]
+        given = [[widened(x) for x in one.given] for one in message]
+        means = [torch.stack(xs).mean(0) for xs in zip(*given)]
+        chosen = [i for i in range(len(means)) if first.is_compressed and self.is_compressed(first, i)]
+        key = (
+            first.comm,
+            first.ranks,
+            tuple((first.placements[i].name, first.placements[i].part) for i in chosen),
+        )
+        if self.codec is None:
+            for i in chosen:
+                means[i] = self._by_powers((key, i), [xs[i] for xs in given])
+        elif first.cuts is not None:
+            for r, cuts in enumerate(first.cuts):
+                self._scatter((key, r), [(i, cuts[i]) for i in chosen], given, means)
+        elif chosen:
+            flat = self._by_codec(key, [torch.cat([xs[i].flatten() for i in chosen]) for xs in given])
+            for i, part in zip(chosen, flat.split([means[i].numel() for i in chosen])):
+                means[i] = part.view(means[i].shape)
+        return [mean.to(x.dtype) for mean, x in zip(means, first.given)]
+
+    def _scatter(
+        self,
+        key: object,
+        pieces: list[tuple[int, tuple[int, int]]],
+        given: list[list[Tensor]],
+        means: list[Tensor],
+    ) -> None:
+        """Every rank sends one rank its pieces, elements (from, to) of tensor i; put their means into `means`."""
+        pieces = [(i, (low, high)) for i, (low, high) in pieces if high > low]
+        if not pieces:
+            return
+        sent = []
+        for rank, xs in enumerate(given):
+            x = torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces])
+            sent.append(self._sent((key, rank), x, len(x)))
+        parts = torch.stack(sent).mean(0).split([high - low for _, (low, high) in pieces])
+        for (i, (low, high)), part in zip(pieces, parts):
+            means[i].view(-1)[low:high] = part
+
+    def _by_codec(self, key: object, xs: list[Tensor]) -> Tensor:
+        if self.node_size is None:
+            return self._two_phases(key, xs)
+        g, n = self.node_size, len(xs[0])
+        nodes = [torch.stack(xs[i : i + g]).mean(0) for i in range(0, len(xs), g)]
+        if len(nodes) == 1:
+            return nodes[0]
+        chunk = -(-n // g)
+        parts = [[x[start : start + chunk] for x in nodes] for start in range(0, n, chunk)]
+        return torch.cat([self._two_phases((key, i), part) for i, part in enumerate(parts)])
+
+    def _two_phases(self, key: object, xs: list[Tensor]) -> Tensor:
+        """Every rank sends chunk r to rank r, which sends the mean to all: [n] of every rank -> [n]."""
+        p, total = len(xs), len(xs[0])
+        n = -(-total // p)
+        means = []
+        for chunk in range(p):
+            held = min(max(total - chunk * n, 0), n)
+            own = [F.pad(x, (0, n * p - total))[chunk * n : (chunk + 1) * n] for x in xs]
+            sent = [self._sent((key, rank, chunk), x, held) for rank, x in enumerate(own)]
+            means.append(self._sent((key, "mean", chunk), torch.stack(sent).mean(0), held))
+        return torch.cat(means)[:total]
+
+    def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
+        """Return x plus the residual, as it is decoded; keep the error as the residual, 0 in the padding after `held`."""
+        assert self.codec is not None
+        wanted = x + self._residuals[key] if key in self._residuals else x
+        sent = self.codec.decode(self.codec.encode(wanted), len(x))
+        if self.feedback:
+            self._residuals[key] = wanted - sent
+            self._residuals[key][held:] = 0
+        return sent
+
+    def _by_powers(self, key: object, xs: list[Tensor]) -> Tensor:
+        shape, matrices = xs[0].shape, [x.flatten(1) for x in xs]
+        n, m = matrices[0].shape
+        if self.rank * (n + m) >= n * m:
+            return torch.stack(xs).mean(0)
+        if key not in self._factors:
+            generator = torch.Generator().manual_seed(0)
+            self._factors[key] = torch.randn(m, self.rank, generator=generator).to(matrices[0])
+        wanted = [x + self._residuals.get((key, r), 0) for r, x in enumerate(matrices)]
+        mean = torch.stack(wanted).mean(0)
+        columns = torch.linalg.qr(mean @ self._factors[key]).Q
+        self._factors[key] = mean.t() @ columns
+        sent: Tensor = columns @ self._factors[key].t()
+        for r, x in enumerate(wanted):
+            self._residuals[key, r] = x - sent
+        return sent.view(shape)

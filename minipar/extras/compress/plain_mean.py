@@ -1,0 +1,106 @@
+"""The interface of a compressor, and two compressors that do not compress: the plain mean, and no mean at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.data_parallel.compressors import Compressor
+
+Tensors = Mapping[Any, Tensor]  # by key, such as a parameter
+Means = dict[Any, Tensor]
+State = dict[Any, dict[str, Tensor]]  # by key and name
+
+
+@runtime_checkable
+class StatefulCompressor(Compressor, Protocol):
+    """A compressor with a state for checkpoints.
+
+    means   return the mean of each tensor over ranks, the same on all ranks, in one message. All ranks must pass the same
+            keys in the same order, in every step, because a tensor's residual is found by its key
+    state   return the state that the next step needs; a collective call. Tensors named "residual" are this rank's own, in
+            the shape of the tensor with that key; all others are the same on every rank
+    load    called before the first `means`
+    """
+
+    def means(self, tensors: Tensors) -> Means: ...
+
+    def state(self) -> State: ...
+
+    def load(self, state: State) -> None: ...
+
+
+class PlainMean:
+    """The uncompressed mean, with all tensors in one all-reduce. Sends 2(p-1)/p of their bytes."""
+
+    def __init__(self, comm: Comm, algorithm: str = "auto"):
+        self.comm, self.algorithm = comm, algorithm
+
+    @torch.no_grad()
+    def means(self, tensors: Tensors) -> Means:
+        if self.comm.size == 1 or not tensors:
+            return dict(tensors)
+        return unfused(self.comm.all_reduce(fused(tensors), "mean", algorithm=self.algorithm), tensors)
+
+    @torch.no_grad()
+    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
+        """Return the means of this rank's pieces, by one reduce-scatter: (p-1)/p of all pieces' bytes where all are equal.
+
+        parts  for each rank the pieces that it keeps, flat
+        """
+        sizes = [sum(map(len, part.values())) for part in parts]
+        pieces = [x for part in parts for x in part.values()]
+        if not pieces:
+            return {}
+        flat = torch.cat([widened(x) for x in pieces])
+        mean = self.comm.reduce_scatter(flat, "mean", sizes, self.algorithm)
+        return unfused(mean, parts[self.comm.rank])
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None:
+        """Do nothing: there is no state."""
+
+
+class OwnGradients:
+    """No mean at all: each rank keeps its own gradient, because the optimizer itself averages something else, or later."""
+
+    sends_nothing = True
+
+    def __init__(self, comm: Comm):
+        self.comm = comm
+
+    def means(self, tensors: Tensors) -> Means:
+        return dict(tensors)
+
+    def state(self) -> State:
+        return {}
+
+    def load(self, state: State) -> None:
+        """Do nothing: there is no state."""
+
+
+def fused(tensors: Tensors) -> Tensor:
+    """Concatenate all tensors into one vector of float32, or of float64 if the tensors are float64."""
+    return torch.cat([widened(x).flatten() for x in tensors.values()])
+
+
+def unfused(flat: Tensor, tensors: Tensors) -> Means:
+    """Cut a vector made by `fused` into tensors of the shapes and dtypes of `tensors`."""
+    return {key: part.to(tensors[key].dtype) for key, part in cut(flat, tensors).items()}
+
+
+def cut(flat: Tensor, tensors: Tensors) -> Means:
+    """Cut a vector into tensors of the shapes of `tensors`, keeping the vector's dtype; the rest is padding."""
+    sizes = [x.numel() for x in tensors.values()]
+    parts = flat[: sum(sizes)].split(sizes)
+    return {key: part.view(x.shape) for (key, x), part in zip(tensors.items(), parts)}
+
+
+def widened(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

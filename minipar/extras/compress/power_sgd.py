@@ -1,0 +1,106 @@
+"""PowerSGD: the mean of a matrix over ranks, approximated by the product of two thin matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.extras.compress.codecs import require_finite
+from minipar.extras.compress.plain_mean import Means, PlainMean, State, Tensors, widened
+from minipar.support.errors import require_positive
+
+
+class PowerSGD:
+    """One step of subspace iteration on M = mean over ranks of (gradient + residual), [n, m], with warm start.
+
+    P = mean M Q       all-reduce of n r elements
+    P = orthonormal columns of P
+    Q = mean M^T P     all-reduce of m r elements
+    sent = P Q^T;   residual = (gradient + residual) - sent
+
+    Both products are linear in M, so plain all-reduces can sum them; signs and top-k need two phases of their own. All
+    matrices share the same two all-reduces. Vectors, and matrices with r (n + m) >= n m, are reduced uncompressed in the
+    first of the two. A tensor of more than two dimensions is flattened to a matrix of its first dimension by all others.
+    Sends 2(p-1)/p * r (n + m) elements.
+    Raises ValueError for a rank below 1, ArithmeticError for a gradient that is not finite.
+    Source: arXiv:1905.13727, algorithm 1, with the error feedback of algorithm 2, as in its authors' RankKReducer
+    (epfml/powersgd). Unlike the authors' code, this one uses QR instead of Gram-Schmidt (columns may differ in sign, but P
+    Q^T is the same), sends small matrices uncompressed, and leaves the momentum of algorithm 2 to the optimizer.
+    """
+
+    def __init__(self, comm: Comm, rank: int = 2, seed: int = 0, error_feedback: bool = True):
+        require_positive(rank=rank)
+        self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
+        self.plain = PlainMean(comm)
+        self.residuals: dict[object, Tensor] = {}
+        self._factors: dict[object, Tensor] = {}  # Q of the last step, with which the next begins
+
+    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
+        """Return an approximation of the mean of x over ranks, in the shape and dtype of x."""
+        return self.means({key: x})[key]
+
+    @torch.no_grad()
+    def means(self, tensors: Tensors) -> Means:
+        """Return approximate means of the tensors, in two all-reduces; see plain_mean.py."""
+        for x in tensors.values():
+            require_finite(x, "a gradient")
+        if self.comm.size == 1:
+            return dict(tensors)
+        thin = {key: x for key, x in tensors.items() if not self._is_whole(x)}
+        local = {key: widened(x).reshape(_matrix_shape(x)) for key, x in thin.items()}
+        for key in self.residuals.keys() & local.keys():
+            local[key] = local[key] + self.residuals[key].view_as(local[key])
+        products = {key: x @ self._factor(key, x) for key, x in local.items()}
+        found = self.plain.means(products | {key: x for key, x in tensors.items() if key not in thin})
+        p = {key: _orthonormal(found[key]) for key in thin}
+        q = self.plain.means({key: x.t() @ p[key] for key, x in local.items()})
+        self._factors |= q
+        for key, x in thin.items():
+            mean = p[key] @ q[key].t()
+            if self.error_feedback:
+                self.residuals[key] = (local[key] - mean).view(x.shape)
+            found[key] = mean.view(x.shape).to(x.dtype)
+        return {key: found[key] for key in tensors}
+
+    def _is_whole(self, x: Tensor) -> bool:
+        return x.dim() < 2 or self._is_small(*_matrix_shape(x))
+
+    def _is_small(self, n: int, m: int) -> bool:
+        return self.rank * (n + m) >= n * m
+
+    def _factor(self, key: object, local: Tensor) -> Tensor:
+        if key not in self._factors:
+            generator = torch.Generator().manual_seed(self.seed)  # the same on every rank
+            self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).to(local)
+        return self._factors[key]
+
+    def sent_elements(self, shape: Sequence[int]) -> int:
+        """Return the number of elements that are all-reduced for a tensor of this shape."""
+        n, m = _matrix_shape(torch.empty(shape, device="meta")) if len(shape) > 1 else (1, shape[0])
+        return n * m if len(shape) < 2 or self._is_small(n, m) else self.rank * (n + m)
+
+    def state(self) -> State:
+        """Return, by key, this rank's "residual", and "factor", which is Q [m, r]. Sends nothing."""
+        found = {key: {"residual": x} for key, x in self.residuals.items()}
+        for key, q in self._factors.items():
+            found.setdefault(key, {})["factor"] = q
+        return found
+
+    def load(self, state: State) -> None:
+        for key, own in state.items():
+            if "residual" in own:
+                self.residuals[key] = own["residual"]
+            if "factor" in own:
+                self._factors[key] = own["factor"]
+
+
+def _matrix_shape(x: Tensor) -> tuple[int, int]:
+    return x.shape[0], x[0].numel()
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    q: Tensor = torch.linalg.qr(x).Q
+    return q

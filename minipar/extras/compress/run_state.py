@@ -1,0 +1,310 @@
+"""Compression in a run: the compressors, the optimizers that do the averaging themselves, and their checkpointed state.
+
+choices.py has the table of methods. Each rank has its own residuals, and a checkpoint stores the residuals of all replicas,
+by rank. When a run resumes with another number of replicas, each replica takes the mean of the stored residuals, so that
+what was not sent yet is still sent. Tensors are stored under the names of their parameters, so every other axis may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from minipar.checkpoint.saver import StoredPart
+from minipar.comm import Comm
+from minipar.data_parallel.compressors import Compressors
+from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchOptimizerAdapter
+from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
+from minipar.extras.compress.compressed_mean import CompressedMean
+from minipar.extras.compress.local_sgd import DiLoCo
+from minipar.extras.compress.one_process import OneProcessMeans
+from minipar.extras.compress.onebit_adam import OneBitAdam
+from minipar.extras.compress.onebit_lamb import OneBitLamb
+from minipar.extras.compress.plain_mean import OwnGradients, State, StatefulCompressor
+from minipar.extras.compress.power_sgd import PowerSGD
+from minipar.extras.compress.selective import Selective
+from minipar.extras.compress.two_level import TwoLevelMean
+from minipar.extras.compress.zero_one_adam import ZeroOneAdam
+from minipar.mesh import Placement, placement_of
+from minipar.train.averaging import Average, CommOf, Means, Plain
+from minipar.train.optim import BETAS, Group
+
+if TYPE_CHECKING:
+    from minipar.checkpoint.restore import Checkpoint
+    from minipar.config.train_config import TrainConfig
+    from minipar.train.parallelize import RankState
+
+MakeCompressor = Callable[[Comm], StatefulCompressor]
+
+KIND = "compression"  # the kind of these parts in a checkpoint
+# Number of elements that share a scale: small, so that rows of rare words, whose values are small, get small scales.
+SIGN_BLOCK = 256
+
+# Compressors -----------------------------------------------------------------------------------------------------------
+
+
+class Compressed(Plain):
+    """The `GradientAveraging` that uses the compression method named in the run's configuration."""
+
+    def compressor(self, config: TrainConfig) -> MakeCompressor:
+        """Return the compressor that DDP and ZeroOptimizer average gradients by.
+
+        It averages nothing if the method averages momenta or weights instead.
+        """
+        if config.choice("compress").averages != "gradient":
+            return OwnGradients
+        chosen = _in_feed_forward if config.compress == "tagc" else _is_compressed
+        return partial(Selective, compress=_vector_compressor(config), select=chosen)
+
+    def make_optimizer(
+        self,
+        config: TrainConfig,
+        groups: list[Group],
+        optimizer_cls: type[Optimizer],
+        comm_of: CommOf,
+        **options: Any,
+    ) -> OptimizerInterface | None:
+        """Return the optimizer of a method that averages momenta or weights; None for other methods.
+
+        optimizer_cls, options  the optimizer that takes the local steps between two averages of weights
+        """
+        return _make_own_optimizer(config, groups, optimizer_cls, comm_of, **options)
+
+    def begin_step(self, config: TrainConfig, state: RankState, step: int) -> None:
+        """Switch compression on once the warm-up is over. 0/1 Adam counts its own warm-up."""
+        is_on = step >= config.choice("compress").plain_steps(config)
+        for compressors in state.compressors:
+            compressors.on = is_on
+
+    def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]:
+        """Return the compressors of an optimizer that does the averaging itself, and whether each compresses."""
+        own = getattr(optimizer, "optimizer", None)
+        found = ((getattr(own, name, None), name == "compressors") for name in ("compressors", "plain"))
+        return [(one, compresses) for one, compresses in found if isinstance(one, Compressors)]
+
+    def one_process(self, config: TrainConfig) -> Means:
+        """Return the function that computes in one process the means of messages that `record` recorded."""
+        own = config.options["compress"]
+        if config.compress == "powersgd":
+            return OneProcessMeans(_of_matrices, None, rank=own.rank)
+        select = _of_feed_forward if config.compress == "tagc" else _of_matrices
+        node_size = getattr(own, "node_size", None)
+        return OneProcessMeans(select, _codec(config), node_size, feedback=_feedback(config))
+
+    def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
+        return _stored_parts(state, comm_of)
+
+    def restore(self, state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
+        _restore(state, checkpoint, comm_of)
+
+
+COMPRESSED = Compressed()
+
+
+def _vector_compressor(config: TrainConfig) -> MakeCompressor:
+    if config.compress == "powersgd":
+        return partial(PowerSGD, rank=config.options["compress"].rank)
+    node_size, codec = config.options["compress"].node_size, _codec(config)
+    if node_size is not None:
+        return partial(TwoLevelMean, codec=codec, node_size=node_size, error_feedback=_feedback(config))
+    return partial(CompressedMean, codec=codec, error_feedback=_feedback(config))
+
+
+def _feedback(config: TrainConfig) -> bool:
+    """Return whether what was not sent is added to the next step's; always of momenta."""
+    return getattr(config.options["compress"], "feedback", True)
+
+
+def _codec(config: TrainConfig) -> Codec:
+    if config.compress in ("topk", "tagc"):
+        fraction = config.options["compress"].fraction
+        return TopK(fraction, torch.promote_types(config.torch_reduce_dtype, torch.float32))
+    codecs: dict[str, Codec] = {"int8": Int8(), "fp8": Float8()}
+    return codecs.get(config.compress, Sign(SIGN_BLOCK))
+
+
+def _is_compressed(param: Tensor) -> bool:
+    """Return whether to compress a parameter: a matrix with no copies on other tp ranks.
+
+    Each copy would be rounded together with other elements, and the copies would become unequal. Vectors have few elements
+    and are sensitive to rounding.
+    """
+    return param.dim() > 1 and "tp" not in placement_of(param).replicated
+
+
+def _in_feed_forward(param: Tensor) -> bool:
+    name = placement_of(param).name
+    return _is_compressed(param) and ".mlp." in name
+
+
+def _of_matrices(message: Average, i: int) -> bool:
+    """Return whether tensor i of a recorded message is compressed, as `_is_compressed`."""
+    return message.given[i].dim() > 1 and "tp" not in message.placements[i].replicated
+
+
+def _of_feed_forward(message: Average, i: int) -> bool:
+    return _of_matrices(message, i) and ".mlp." in message.placements[i].name
+
+
+# Optimizers that average over ranks themselves ----------------------------------------------------------------------
+
+
+def _make_own_optimizer(
+    config: TrainConfig, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf, **options: Any
+) -> TorchOptimizerAdapter | None:
+    averages, own = config.choice("compress").averages, config.options["compress"]
+    if averages == "gradient":
+        return None
+    if averages == "weights":
+        outer = {"outer_lr": 1.0, "momentum": 0.0} if config.compress == "local-sgd" else {}
+        inner = optimizer_cls(groups, **options)
+        return LocalOptimizer(
+            DiLoCo(inner, comm_of, own.every, warmup=own.warmup, reduces_warmup=False, **outer)
+        )
+    compress = partial(Selective, compress=_vector_compressor(config), select=_is_compressed)
+    cls: Any = {"onebit-adam": OneBitAdam, "onebit-lamb": OneBitLamb}.get(config.compress)
+    if cls is None:
+        cls = partial(ZeroOneAdam, every=own.every)
+    return TorchOptimizerAdapter(
+        cls(groups, comm_of, own.warmup, compress=compress, reduces_warmup=False, lr=config.lr, betas=BETAS)
+    )
+
+
+class LocalOptimizer(TorchOptimizerAdapter):
+    """The `OptimizerInterface` of DiLoCo and local SGD. Ranks share the outer velocity; each has its own inner state."""
+
+    def __init__(self, optimizer: DiLoCo):
+        super().__init__(optimizer)  # type: ignore[arg-type]  # it has all that the adapter uses
+        self.outer = optimizer
+        self.shared: dict[Tensor, dict[str, Tensor]] = {p: {} for p in optimizer.params}
+        for param, velocity in zip(optimizer.params, optimizer.velocity):
+            self.shared[param]["velocity"] = velocity
+
+    def tensors_and_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        return iter(self.shared.items())
+
+    def own_states(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        for param in self.outer.params:
+            state = self.outer.optimizer.state.get(param, {})
+            yield param, {name: x for name, x in state.items() if x.dim()}
+
+    @torch.no_grad()
+    def resume(self, step: int, own: Mapping[Tensor, dict[str, Tensor]]) -> None:
+        """Continue with the restored weights and states of step `step`, after which all ranks had equal weights."""
+        outer = self.outer
+        outer.num_steps = step
+        for i, (param, shared) in enumerate(self.shared.items()):
+            outer.agreed[i].copy_(param)
+            if outer.momentum and "velocity" in shared:
+                outer.velocity[i].copy_(shared["velocity"])
+            if own[param]:
+                outer.optimizer.state[param] = {"step": torch.tensor(float(step)), **own[param]}
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
+    """Yield the parts of this rank's compression state. A collective call."""
+    for compressors in _all_compressors(state):
+        for comm, compressor in compressors.by_comm.items():
+            assert isinstance(compressor, StatefulCompressor)
+            for param, tensors in compressor.state().items():
+                for name, x in tensors.items():
+                    yield StoredPart(KIND, _place(name, param, x, comm.rank), x)
+    if isinstance(state.optimizer, LocalOptimizer):
+        for param, tensors in state.optimizer.own_states():
+            for name, x in tensors.items():
+                yield StoredPart(KIND, _own(name, param, comm_of(param).rank), x)
+
+
+@torch.no_grad()
+def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
+    """Load what `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
+    by_stage = [[p for p in stage.parameters() if p.requires_grad] for stage in state.stages]
+    params, all_compressors = [p for own in by_stage for p in own], _all_compressors(state)
+    one_each = len(all_compressors) == len(
+        by_stage
+    )  # DDP has one per stage; ZeRO or an optimizer has one for all
+    for compressors, own_params in zip(all_compressors, by_stage if one_each else [params]):
+        compressors.on = True
+        by_comm: dict[Comm, State] = {}
+        for param in own_params:
+            if found := _read_state(checkpoint, param, comm_of(param)):
+                by_comm.setdefault(comm_of(param), {})[param] = found
+        for comm, states in by_comm.items():
+            compressor = compressors.of(comm)
+            if isinstance(compressor, StatefulCompressor):
+                compressor.load(states)
+    if isinstance(state.optimizer, LocalOptimizer):
+        moments = ("exp_avg", "exp_avg_sq")
+        own: dict[Tensor, dict[str, Tensor]] = {
+            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments}) for p in params
+        }
+        state.optimizer.resume(checkpoint.step, own)
+
+
+def _all_compressors(state: RankState) -> list[Compressors]:
+    own = getattr(getattr(state.optimizer, "optimizer", None), "compressors", None)
+    return state.compressors if own is None else [own]
+
+
+def _place(name: str, param: Tensor, x: Tensor, data_rank: int) -> Placement:
+    if name == "residual":
+        return _own(name, param, data_rank)
+    return _factor(param, x.shape) if name == "factor" else _renamed(param, f"{name} of")
+
+
+def _own(name: str, param: Tensor, data_rank: int) -> Placement:
+    return _renamed(param, f"data rank {data_rank}'s {name} of")
+
+
+def _renamed(param: Tensor, prefix: str) -> Placement:
+    placement = placement_of(param)
+    return replace(placement, name=f"{prefix} {placement.name}", tied_to=None)
+
+
+def _factor(param: Tensor, shape: tuple[int, ...]) -> Placement:
+    placement = placement_of(param)
+    return Placement.whole(f"factor of {placement.name} from {placement.start}", shape)
+
+
+def _read_state(checkpoint: Checkpoint, param: Tensor, comm: Comm) -> dict[str, Tensor]:
+    found = {
+        "residual": _read_own(checkpoint, "residual", param, comm),
+        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), param),
+    }
+    factor = _factor(param, ())
+    if checkpoint.has(KIND, factor.name):
+        shape = checkpoint.global_shape(KIND, factor.name)
+        found["factor"] = _read(checkpoint, _factor(param, shape), param)
+    return _present(found)
+
+
+def _read_own(checkpoint: Checkpoint, name: str, param: Tensor, comm: Comm) -> Tensor | None:
+    """Return this rank's stored tensor or, for another number of replicas, the mean of all; None if none is stored."""
+    placements = (_own(name, param, i) for i in count())
+    stored = list(takewhile(lambda placement: checkpoint.has(KIND, placement.name), placements))
+    if len(stored) == comm.size:
+        return _read(checkpoint, stored[comm.rank], param)
+    if not stored:
+        return None
+    residuals = [_read(checkpoint, placement, param) for placement in stored]
+    return torch.stack([x for x in residuals if x is not None]).mean(0)
+
+
+def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _read(checkpoint: Checkpoint, placement: Placement, param: Tensor) -> Tensor | None:
+    if not checkpoint.has(KIND, placement.name):
+        return None
+    return checkpoint.read(KIND, placement).to(param.device)

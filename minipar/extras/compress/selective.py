@@ -1,0 +1,60 @@
+"""Layer-selective compression: some tensors are compressed; small or sensitive ones are averaged uncompressed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from minipar.comm import Comm
+from minipar.data_parallel.compressors import can_scatter
+from minipar.extras.compress.plain_mean import Means, PlainMean, State, StatefulCompressor, Tensors
+
+
+class Selective:
+    """Average the tensors whose key `select` accepts by `compress(comm)`, and the others by one all-reduce.
+
+    TAGC's code compresses the feed-forward and vocabulary matrices, and sends attention, position embeddings and norms
+    uncompressed. `minipar train --compress tagc` compresses only the feed-forward matrices, whose gradients no other layer
+    shares, so a tied embedding stays exact. TAGC keeps the elements above a threshold, about a fifth of them, and feeds
+    back the rest. It sums a sketch of the kept elements, and one bit per element for whether it was kept; here, top-k sends
+    values and indices.
+    `select` must not choose a tensor that several tensor-parallel ranks hold copies of. Each copy would be rounded together
+    with other elements, and the copies would drift apart.
+    Sends 2(p-1)/p of the bytes of the tensors not chosen, and what the compressor sends for the others.
+    Source: layer-selective compression of TAGC, arXiv:2504.05638, read in its authors' code (ipolyakov/TAGC).
+    """
+
+    def __init__(
+        self, comm: Comm, compress: Callable[[Comm], StatefulCompressor], select: Callable[[Any], bool]
+    ):
+        self.comm, self.select = comm, select
+        self.compressor, self.plain = compress(comm), PlainMean(comm)
+
+    def __call__(self, x: Tensor, key: object = 0) -> Tensor:
+        return self.means({key: x})[key]
+
+    def means(self, tensors: Tensors) -> Means:
+        chosen = {key: x for key, x in tensors.items() if self.select(key)}
+        others = {key: x for key, x in tensors.items() if key not in chosen}
+        found = self.compressor.means(chosen) | self.plain.means(others)
+        return {key: found[key] for key in tensors}
+
+    @property
+    def scatters(self) -> bool:
+        return can_scatter(self.compressor)
+
+    def scattered_means(self, parts: Sequence[Tensors]) -> Means:
+        """Return the means of this rank's pieces, compressed or not. Sends half of what `means` sends."""
+        assert can_scatter(self.compressor)
+        chosen = [{key: x for key, x in part.items() if self.select(key)} for part in parts]
+        others = [{key: x for key, x in part.items() if not self.select(key)} for part in parts]
+        found = dict(self.compressor.scattered_means(chosen)) | self.plain.scattered_means(others)
+        return {key: found[key] for key in parts[self.comm.rank]}
+
+    def state(self) -> State:
+        return self.compressor.state()
+
+    def load(self, state: State) -> None:
+        self.compressor.load(state)

@@ -1,0 +1,223 @@
+"""Automatic stages, as in Alpa: the layers and GPUs of each stage, and each stage's own layout.
+
+The outer search is dynamic programming over stages and submeshes; the inner search finds the fastest layout of each stage.
+
+    seconds = sum over stages of (t_i + message_i) + (m - 1) max t_i        t_i  seconds of one microbatch on stage i
+
+For every bound on max t_i, F(s, k, d) is the least sum if the layers from k on form s stages on d GPUs:
+
+    F(s, k, d) = min over l, n of t(l layers from k, n GPUs, s live microbatches) + F(s - 1, k + l, d - n)
+
+A stage with s - 1 stages after it keeps s microbatches alive, as in 1F1B. A submesh is a power of two GPUs of one node, or
+whole nodes. A stage's layout is dp x ep x tp, ZeRO 0 or 1, and recomputation; tp stays in a node. Layers are grouped into
+at most MAX_UNITS groups. `minipar train` cannot run stages with different meshes; the result tells how much time they
+would save over the planner's equal meshes.
+
+Source: Zheng et al., arXiv:2201.12023, section 5, where the inner search is an integer program over operators.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from minipar.cost.layout import Job, Layout
+from minipar.cost.links import send_s
+from minipar.cost.memory import held_memory
+from minipar.cost.plan_command import Answer, Asked
+from minipar.cost.planner import divisors_of, plan
+from minipar.cost.ranks import RankContents
+from minipar.cost.reasons import no_fit
+from minipar.cost.timing import stage_seconds
+from minipar.support.errors import divisors
+
+MAX_UNITS = 16
+INFINITY = float("inf")
+
+
+class StageChoice(NamedTuple):
+    """A stage's fastest layout that fits in memory, with its seconds per microbatch and its bytes per rank."""
+
+    seconds: float
+    num_bytes: float
+    layout: Layout
+
+
+class SplitStage(NamedTuple):
+    """A stage of a split: layers first to first + num_layers - 1, on `gpus` GPUs."""
+
+    first: int
+    num_layers: int
+    gpus: int
+    choice: StageChoice
+
+
+class Split(NamedTuple):
+    """A split of the model over stages. `samples` is the size of a microbatch, summed over all GPUs of a stage."""
+
+    seconds: float
+    samples: int
+    stages: tuple[SplitStage, ...]
+
+
+Best = tuple[float, tuple[SplitStage, ...]]  # (the least sum of seconds, the stages that have it)
+
+
+def auto_split(job: Job, units: int = MAX_UNITS) -> Split | None:
+    """Return the fastest split, trying every microbatch size; None if none fits."""
+    found = [split_of(job, samples, units) for samples in microbatch_sizes(job)]
+    return min((split for split in found if split is not None), default=None)
+
+
+def microbatch_sizes(job: Job) -> list[int]:
+    """Return the microbatch sizes to consider: powers of two that divide the batch, up to four samples per GPU."""
+    return [n for n in divisors(job.batch) if n & (n - 1) == 0 and n <= 4 * job.gpus]
+
+
+def submeshes(job: Job) -> list[int]:
+    """Return the sizes of a stage's mesh: powers of two inside a node, whole nodes beyond."""
+    node = job.machine.gpus_per_node
+    inside = [2**k for k in range(node.bit_length()) if 2**k < node]
+    return [n for n in (*inside, *range(node, job.gpus + 1, node)) if n <= job.gpus]
+
+
+def cuts(job: Job, units: int) -> list[int]:
+    """Return the bounds of at most `units` even groups of layers; a stage may begin and end only at a bound."""
+    count = min(units, job.shape.num_layers)
+    return [job.shape.num_layers * i // count for i in range(count + 1)]
+
+
+def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
+    """Return the fastest split for microbatches of `samples` samples; None if none fits."""
+    ends, sizes, m = cuts(job, units), submeshes(job), job.batch // samples
+    last = len(ends) - 1
+
+    @cache
+    def choice(start: int, end: int, gpus: int, live: int) -> StageChoice | None:
+        return best_stage(job, samples, ends[start], ends[end], gpus, min(live, m))
+
+    def least_sum(bound: float) -> Best:
+        @cache
+        def least(stages: int, start: int, gpus: int) -> Best:
+            if stages == 0:
+                return (0.0, ()) if start == last and gpus == 0 else (INFINITY, ())
+            best: Best = (INFINITY, ())
+            for end in range(start + 1, last - stages + 2) if stages > 1 else (last,):
+                for size in sizes if stages > 1 else (gpus,):
+                    if size > gpus or size not in allowed:
+                        continue
+                    here = choice(start, end, size, stages)
+                    if here is None or here.seconds > bound or here.seconds >= best[0]:
+                        continue
+                    rest, others = least(stages - 1, end, gpus - size)
+                    total = here.seconds + message_s(job, samples, here.layout) * (stages > 1) + rest
+                    if total < best[0]:
+                        stage = SplitStage(ends[start], ends[end] - ends[start], size, here)
+                        best = total, (stage, *others)
+            return best
+
+        return min((least(s, 0, job.gpus) for s in range(1, last + 1)), key=lambda found: found[0])
+
+    allowed, bound = set(sizes), INFINITY
+    best: Split | None = None
+    while True:  # find the best sum, then lower the bound on the slowest stage and repeat
+        total, stages = least_sum(bound)
+        if total == INFINITY:
+            return best
+        slowest = max(stage.choice.seconds for stage in stages)
+        seconds = total + (m - 1) * slowest
+        if best is None or seconds < best.seconds:
+            best = Split(seconds, samples, stages)
+        bound = slowest * (1 - 1e-12)
+
+
+def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: int) -> StageChoice | None:
+    """Return the fastest layout that fits for the layers first to end - 1 on `gpus` GPUs; None if none fits.
+
+    live  microbatches whose activations are held at once
+    """
+    shape, best = job.shape, None
+    experts = sum(shape.has_experts(i) for i in range(first, end))
+    held = RankContents(0, 1, end - first, experts, first == 0, end == shape.num_layers)
+    for layout in stage_layouts(job, samples, gpus, live):
+        num_bytes = sum(held_memory(job, layout, held).values())
+        if num_bytes <= job.machine.memory_bytes:
+            found = StageChoice(stage_seconds(job, layout, held), num_bytes, layout)
+            best = found if best is None else min(best, found)
+    return best
+
+
+@cache
+def stage_layouts(job: Job, samples: int, gpus: int, live: int) -> tuple[Layout, ...]:
+    """Return the layouts of a stage on `gpus` GPUs. Their pp is not a size but the number of live microbatches."""
+    shape, found = job.shape, []
+    for tp in divisors_of(gpus, shape.num_heads):
+        dp = gpus // tp
+        uneven = shape.hidden_dim % tp or shape.vocab_size % tp or job.seq_len % tp
+        if (
+            tp > job.machine.gpus_per_node
+            or samples % dp
+            or uneven
+            or (tp % shape.num_kv_heads and shape.num_kv_heads % tp)
+        ):
+            continue
+        for ep in divisors_of(dp, shape.num_experts) if shape.num_experts else (1,):
+            for zero in (0, 1) if dp > 1 else (0,):
+                for recompute in ("none", "full"):
+                    found.append(Layout(dp, live, 1, ep, tp, zero, "1f1b", 1, samples // dp, recompute))
+    return tuple(found)
+
+
+def message_s(job: Job, samples: int, layout: Layout) -> float:
+    """Return the seconds of sending a stage's output to the next stage; each rank sends an equal part."""
+    num_bytes = samples * job.seq_len * job.shape.dim * job.bytes_of.activation
+    apart = Layout(job.gpus // 2 or 1, 2) if job.gpus > 1 else Layout()
+    return send_s(job.machine, apart, num_bytes / (layout.dp * layout.tp))
+
+
+def split_text(job: Job, split: Split | None, equal_s: float | None = None) -> str:
+    """Format the split as a table of its stages. `equal_s`, if given, is the time of the planner's best layout."""
+    if split is None:
+        return f"no split of {job.shape.name} over {job.gpus} x {job.machine.name} fits"
+    m = job.batch // split.samples
+    lines = [
+        f"{split.seconds:.3f} s a step with {len(split.stages)} stages and {m} microbatches of {split.samples} samples",
+        "",
+        f"{'stage':>5} {'layers':>9} {'GPUs':>5} {'GB':>6} {'ms':>8}  layout of the stage",
+    ]
+    for number, stage in enumerate(split.stages):
+        a = stage.choice.layout
+        layers = f"{stage.first}-{stage.first + stage.num_layers - 1}"
+        name = Layout(a.dp, 1, 1, a.ep, a.tp, a.zero, "1f1b", 1, a.microbatch, a.recompute).name
+        lines.append(
+            f"{number:5} {layers:>9} {stage.gpus:5} {stage.choice.num_bytes / 1e9:6.1f} "
+            f"{1e3 * stage.choice.seconds:8.1f}  {name}"
+        )
+    if equal_s is not None:
+        lines += ["", f"the planner's best, whose stages have one mesh: {equal_s:.3f} s"]
+    return "\n".join(lines)
+
+
+def auto_split_view(asked: Asked, options: None) -> Answer:
+    """Return the fastest split, compared with the planner's best layout. Raises ValueError if none fits."""
+    job = asked.job
+    split, equal = auto_split(job), plan(job, 1)
+    best = equal.best[0] if equal.best else None
+    if split is None:
+        raise ValueError(
+            split_text(job, None) if best is not None else f"{split_text(job, None)}; {no_fit(equal)}"
+        )
+    stages = [
+        {
+            "first": stage.first,
+            "layers": stage.num_layers,
+            "gpus": stage.gpus,
+            "seconds": stage.choice.seconds,
+            "bytes": stage.choice.num_bytes,
+            "layout": stage.choice.layout.name,
+        }
+        for stage in split.stages
+    ]
+    entries = {"seconds": split.seconds, "samples": split.samples, "stages": stages}
+    lines = [split_text(job, split, best and best.seconds)]
+    return Answer(lines, entries, layouts=[] if best is None else [best.layout])

@@ -1,0 +1,216 @@
+"""Bytes, passes and seconds of compressed gradients, and whether compression pays.
+
+    seconds = bytes sent / bandwidth + passes * 4 bytes * gradients / memory bandwidth
+
+Encoding runs on the GPU that runs the backward, so the two do not overlap. Messages of compressed gradients overlap with
+the backward, as uncompressed gradients do; a compressed momentum is sent after the backward. So almost every codec pays
+over a 10 Gb/s link, and none over NVLink. The numbers of passes are those of minipar's own code; a fused kernel makes
+fewer. The loss of quality is not predicted; lesson 14 measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from minipar.cost.layout import Job, Layout
+from minipar.cost.links import axis_links, collective_s
+from minipar.cost.plan_command import Answer, Asked
+from minipar.cost.ranks import held_by, held_elems
+from minipar.cost.timing import step_parts
+from minipar.cost.traffic import gradients_bytes
+from minipar.extras.cost.choices import CompressionOptions
+from minipar.support.errors import one_of
+
+SCALE_BYTES = 4 / 256  # bytes per element for the scale of its block
+EVERY, RANK, FRACTION = 10, 4, 0.01  # `minipar train`'s defaults
+
+
+class Codec(NamedTuple):
+    """The bytes that a method sends, and the number of times it reads or writes each element.
+
+    sent_bytes  bytes per element in each phase; None for powersgd, whose bytes depend on the width
+    passes      reads and writes of all elements in float32
+    phases      the collectives that the method calls
+    share       the fraction of steps that send anything
+    hides       True if the messages overlap with the backward
+    """
+
+    sent_bytes: float | None
+    passes: int
+    phases: tuple[str, ...] = ("all_to_all", "all_gather")
+    share: float = 1.0
+    hides: bool = True
+
+
+CODECS = {
+    "sign": Codec(1 / 8 + SCALE_BYTES, 16),
+    "int8": Codec(1 + SCALE_BYTES, 18),
+    "fp8": Codec(1 + SCALE_BYTES, 18),
+    "topk": Codec(8 * FRACTION, 24),
+    "tagc": Codec(8 * FRACTION, 24),
+    "powersgd": Codec(None, 8, ("all_reduce",)),
+    "onebit-adam": Codec(1 / 8 + SCALE_BYTES, 16, hides=False),
+    "onebit-lamb": Codec(1 / 8 + SCALE_BYTES, 26, hides=False),
+    "zero-one-adam": Codec(1 / 8 + SCALE_BYTES, 20, share=1 / EVERY, hides=False),
+    "local-sgd": Codec(4.0, 4, ("all_reduce",), 1 / EVERY, hides=False),
+    "diloco": Codec(4.0, 8, ("all_reduce",), 1 / EVERY, hides=False),
+}
+# Methods that need the whole optimizer state on each rank.
+NEEDS_ZERO0 = ("onebit-adam", "onebit-lamb", "zero-one-adam", "local-sgd", "diloco")
+
+
+class Compressed(NamedTuple):
+    """The cost of compressed gradients in a step: seconds of messages (which may overlap), of encoding, and bytes sent."""
+
+    messages_s: float
+    codec_s: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class CompressedTerm:
+    """The `minipar.cost.timing.GradientTerm` of a compression method: its seconds of messages and of encoding."""
+
+    method: str
+
+    @property
+    def hides(self) -> bool:
+        return CODECS[self.method].hides
+
+    def messages_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+        return compressed_gradients(job, layout, elems, self.method).messages_s
+
+    def codec_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+        return compressed_gradients(job, layout, elems, self.method).codec_s
+
+
+def methods_for(layout: Layout) -> list[str]:
+    """Return the methods that this layout can use: none under ZeRO-3, and under ZeRO-1 and -2 only codecs of gradients.
+
+    PowerSGD needs whole matrices, which ZeRO-2 cuts.
+    """
+    if layout.zero > 2 or layout.dp * layout.cp == 1:
+        return []
+    local = ("zero-one-adam", "local-sgd", "diloco") if layout.cp > 1 or layout.ep > 1 else ()
+    whole = ("onebit-lamb",) if layout.tp > 1 or layout.ep > 1 else ()
+    refused = (
+        *local,
+        *whole,
+        *(NEEDS_ZERO0 if layout.zero else ()),
+        *(["powersgd"] if layout.zero == 2 else ()),
+    )
+    return [name for name in CODECS if name not in refused]
+
+
+def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name: str) -> Compressed:
+    """Return method `name`'s mean cost per step after the warm-up, for a rank with these (dense, expert) elements."""
+    machine, codec = job.machine, CODECS[name]
+    scatters = layout.zero == 2  # a rank gets the mean of its own chunk alone, after the first phase
+    phases, plain = (codec.phases[:1], "reduce_scatter") if scatters else (codec.phases, "all_reduce")
+    messages = codec_s = sent = 0.0
+    for axis, number in zip(("dp", "edp"), elems):
+        links = axis_links(machine, layout, axis)
+        if not number or links.size == 1:
+            continue
+        few, whole = _elements(job, name, number)
+        num_bytes = few * _bytes_of(job, layout, codec)
+        for kind in phases:
+            messages += codec.share * collective_s(machine, links, kind, num_bytes)
+            rounds = 2 if kind == "all_reduce" else 1
+            sent += codec.share * rounds * (links.size - 1) / links.size * num_bytes
+        if whole:
+            rounds = 1 if scatters else 2
+            messages += collective_s(machine, links, plain, whole * job.bytes_of.gradient)
+            sent += rounds * (links.size - 1) / links.size * whole * job.bytes_of.gradient
+        codec_s += codec.passes * 4 * few / machine.hbm_bytes_per_s
+    return Compressed(messages, codec_s, sent)
+
+
+def _bytes_of(job: Job, layout: Layout, codec: Codec) -> float:
+    """Return the bytes sent per element. PowerSGD's factors have r (D + D/tp) elements per D^2/tp of a D x D/tp matrix."""
+    if codec.sent_bytes is not None:
+        return codec.sent_bytes
+    return min(4.0, 4 * RANK * (1 + layout.tp) / job.shape.dim)
+
+
+def _elements(job: Job, name: str, number: int) -> tuple[float, float]:
+    """Return the numbers of elements (compressed, uncompressed); tagc compresses only the feed-forward layers."""
+    if name != "tagc":
+        return number, 0.0
+    shape = job.shape
+    feed_forward = 3 * shape.dim * shape.hidden_dim
+    attention = 2 * shape.dim * (shape.dim + shape.num_kv_heads * shape.head_dim)
+    share = feed_forward / (feed_forward + attention)
+    return share * number, (1 - share) * number
+
+
+# The answer of `minipar plan --view compression` ------------------------------------------------------------------------
+
+
+PAYS = (
+    # Compression pays if a step takes less than this fraction; a smaller gain is within the model's error.
+    0.98
+)
+
+
+def check_method(name: str) -> None:
+    """Raise ValueError, with the nearest name, if there is no such method."""
+    if name not in ("auto", *CODECS):
+        raise ValueError(f"view.method={name!r} is unknown; use {one_of(('auto', *CODECS), near=name)}")
+
+
+def compression_view(asked: Asked, options: CompressionOptions) -> Answer:
+    """Say whether compression pays on the layout, and whether another layout would be faster with compression."""
+    job, layout, name = asked.job, asked.layout, options.method
+    assert layout is not None
+    rows = compression_rows(job, layout, name)
+    entries = {method: {"seconds": seconds, "sent_bytes": sent} for method, seconds, sent in rows}
+    lines = [*advice(job, layout, name), *faster_layout(job, layout, asked.others, name)]
+    return Answer(lines, {"compress": entries})
+
+
+def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, float, float]]:
+    """Return rows (method, seconds of a step, bytes sent): without compression, then with `name` or, for "auto", all."""
+    elems = held_elems(job, layout, held_by(job, layout, 0))
+    plain_bytes = sum(gradients_bytes(job, layout, 0))
+    weight_bytes = plain_bytes * job.bytes_of.weight / (job.bytes_of.gradient + job.bytes_of.weight)
+    rows = [("none", sum(step_parts(job, layout).values()), plain_bytes)]
+    for method in methods_for(layout):
+        if name in ("auto", method):
+            sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes * (
+                layout.zero > 0
+            )
+            rows.append((method, sum(step_parts(job, layout, CompressedTerm(method)).values()), sent))
+    return rows
+
+
+def faster_layout(job: Job, winner: Layout, others: Sequence[Layout], name: str) -> list[str]:
+    """Return a line that names the fastest other layout with compression, if it is faster than the winner."""
+    own_s = min(seconds for _, seconds, _ in compression_rows(job, winner, name))
+    found = [
+        (seconds, layout.name, method)
+        for layout in others
+        for method, seconds, _ in compression_rows(job, layout, name)[1:]
+    ]
+    seconds, layout, method = min(found, default=(own_s, "", ""))
+    return [f"with {method}, {layout} would take {seconds:.3g} s a step"] if seconds < PAYS * own_s else []
+
+
+def advice(job: Job, layout: Layout, name: str) -> list[str]:
+    """Return lines that say whether the method pays on this layout, and the cost of each method."""
+    (_, plain_s, plain_bytes), *others = compression_rows(job, layout, name)
+    if not others:
+        if layout.dp * layout.cp == 1:
+            return ["", f"compress: no, {layout.name} has one data-parallel rank, which sends no gradients"]
+        methods = name if methods_for(layout) else "every method"
+        return ["", f"compress: no, {layout.name} cuts or shares what {methods} needs whole on each rank"]
+    best = min(others, key=lambda row: row[1])
+    if best[1] < PAYS * plain_s:
+        verdict = f"compress: yes, {best[0]} takes {plain_s:.3g} s a step to {best[1]:.3g} s, at some loss of quality"
+    else:
+        verdict = f"compress: no, {best[0]} would take {best[1]:.3g} s a step in place of {plain_s:.3g} s"
+    lines = ["", f"{verdict}; on {layout.name}", f"{'s/step':>8} {'GB sent':>8}  method"]
+    rows = [("none", plain_s, plain_bytes), *sorted(others, key=lambda row: row[1])]
+    return lines + [f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}" for method, seconds, num_bytes in rows]

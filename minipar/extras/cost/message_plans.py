@@ -1,0 +1,126 @@
+"""The messages of each all-reduce algorithm of `minipar.comm`, as (from, to, bytes), by formula. Imports no torch.
+
+In an all-reduce of n bytes over p members (k nodes of g members), all members together send
+
+    ring, double_tree                       2 (p-1) n
+    tree                                    2 (p-1) n
+    halving_doubling, p a power of two      2 (p-1) n
+    hierarchical                            2 (kg-1) n, of which 2 (k-1) n between nodes
+
+All algorithms send the same total; they differ in the pairs of members that send it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from minipar.support.chunks import chunk_sizes
+from minipar.support.errors import divisors, one_of, require_divides, require_positive
+
+# (source, destination) -> bytes; members are numbered by their place in the group
+Sends = Counter[tuple[int, int]]
+Messages = Iterator[tuple[int, int, int]]  # (source, destination, bytes)
+
+
+def all_reduce_sends(algorithm: str, p: int, num_bytes: int, node_size: int | None = None) -> Sends:
+    """Return the bytes that an all-reduce of `num_bytes` sends between each pair of the p members.
+
+    node_size   for "hierarchical", consecutive members on a node; None: the largest divisor of p up to sqrt(p)
+
+    Raises ValueError for an unknown algorithm, or if node_size does not divide p.
+    """
+    if algorithm not in PLANS:
+        raise ValueError(f"algorithm={algorithm!r} has no plan; use {one_of(PLANS, near=algorithm)}")
+    require_positive(p=p)
+    if num_bytes < 0:
+        raise ValueError(f"num_bytes={num_bytes}; use 0 or more")
+    plan = PLANS[algorithm]
+    if algorithm == "hierarchical":
+        g = node_size or max(d for d in divisors(p) if d * d <= p)
+        require_divides("node_size", g, "the number of members", p)
+        plan = partial(plan, g=g)
+    total: Sends = Counter()
+    for source, destination, sent in plan(p, num_bytes):
+        if sent and source != destination:
+            total[source, destination] += sent
+    return total
+
+
+def _ring(p: int, n: int) -> Messages:
+    """Yield the messages of a ring over p nearly equal chunks."""
+    return _ring_of(chunk_sizes(n, p))
+
+
+def _ring_of(chunks: list[int]) -> Messages:
+    """Yield a ring's messages: rank r sends chunks r and r+1 once, and all others twice, to its right neighbour."""
+    p, n = len(chunks), sum(chunks)
+    for r in range(p):
+        yield r, (r + 1) % p, 2 * n - chunks[r] - chunks[(r + 1) % p]
+
+
+def _halving_doubling(p: int, n: int) -> Messages:
+    """Yield the messages: q core ranks (a power of two) exchange blocks at distances q/2 ... 1 ... q/2; others fold in."""
+    core = 1 << (p.bit_length() - 1)
+    chunks = chunk_sizes(n, core)
+    for r in range(core):
+        for bit in range(core.bit_length() - 1):
+            distance = 1 << bit
+            for holder in (r ^ distance, r):  # the partner's block in the halving, its own in the doubling
+                start = holder // distance * distance
+                yield r, r ^ distance, sum(chunks[start : start + distance])
+    for r in range(core, p):
+        yield r, r - core, n
+        yield r - core, r, n
+
+
+def _tree(p: int, n: int) -> Messages:
+    for r in range(1, p):
+        parent = r & (r - 1)
+        yield r, parent, n
+        yield parent, r, n
+
+
+def _double_tree(p: int, n: int) -> Messages:
+    """Yield the messages of two trees, each with half of the vector.
+
+    The second tree is the first one mirrored or, for odd p, shifted by one.
+    """
+    first, second = chunk_sizes(n, 2)
+    for child, parent in _tree_edges(0, p):
+        yield from ((child, parent, first), (parent, child, first))
+        a, b = (p - 1 - child, p - 1 - parent) if p % 2 == 0 else ((child - 1) % p, (parent - 1) % p)
+        yield from ((a, b, second), (b, a, second))
+
+
+def _tree_edges(low: int, high: int, parent: int | None = None) -> Iterator[tuple[int, int]]:
+    """Yield (child, parent) for each edge of the tree over places low to high-1; its inner nodes are the odd places."""
+    if low >= high:
+        return
+    root = low if high - low == 1 else low + ((high - low) // 2 - 1 | 1)
+    if parent is not None:
+        yield root, parent
+    yield from _tree_edges(low, root, root)
+    yield from _tree_edges(root + 1, high, root)
+
+
+def _hierarchical(p: int, n: int, g: int) -> Messages:
+    """Yield the messages of a ring inside each node and, for each place in a node, of a ring across nodes."""
+    chunks = chunk_sizes(n, p)
+    of_places = [chunks[place::g] for place in range(g)]
+    for node in range(p // g):
+        for source, destination, sent in _ring_of([sum(lengths) for lengths in of_places]):
+            yield node * g + source, node * g + destination, sent
+    for place, lengths in enumerate(of_places):
+        for source, destination, sent in _ring_of(lengths):
+            yield source * g + place, destination * g + place, sent
+
+
+PLANS: dict[str, Callable[..., Messages]] = {
+    "ring": _ring,
+    "halving_doubling": _halving_doubling,
+    "tree": _tree,
+    "double_tree": _double_tree,
+    "hierarchical": _hierarchical,
+}

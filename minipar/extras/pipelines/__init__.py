@@ -1,0 +1,4 @@
+"""Asynchronous pipelines.
+
+pipedream.py  PipeDream with stale, stashed, delayed or predicted weights
+"""

@@ -1,0 +1,196 @@
+"""PipeDream and other asynchronous pipelines: without a flush there is no bubble, but gradients use stale weights.
+
+
+Each stage updates its weights while later microbatches, whose forwards used the old weights, are under way. The methods
+differ in the weights that a microbatch's forward and backward use:
+
+    latest      the newest; the backward uses newer weights than the forward, so the result is not a gradient
+    stashed     PipeDream: the backward uses the forward's weights, which are kept: p-s versions on stage s
+    2bw         PipeDream-2BW: the weights of one update before, with one update per p or more microbatches: 2 versions
+    predicted   SpecTrain: the weights that momentum predicts for the time of the update: p-s versions on stage s
+
+Sources: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3; PipeDream-2BW, arXiv:2006.09503, section 3.1; SpecTrain,
+arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, predicts for other optimizers too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from minipar.schedules.one_f_one_b import one_f_one_b
+from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.simulate import simulate
+from minipar.support.errors import one_of
+
+Weights = dict[str, Tensor]
+OnUpdate = Callable[[int, Weights, Weights], None]
+Method = Literal["latest", "stashed", "2bw", "predicted"]
+METHODS = ("latest", "stashed", "2bw", "predicted")
+
+
+class Versions(NamedTuple):
+    """The versions of a stage's weights that a microbatch's forward uses and its update changes, counted in updates."""
+
+    forward: int
+    update: int
+
+    @property
+    def staleness(self) -> int:
+        """The number of updates between the weights that the gradient was computed with and those it is applied to."""
+        return self.update - self.forward
+
+
+def weight_versions(schedule: Schedule) -> dict[tuple[int, int], Versions]:
+    """Return (stage, microbatch) -> versions, for stages that update their weights right after each backward.
+
+
+    Under 1F1B's order on p ranks, staleness(stage s, microbatch k) = min(p-1-s, k).
+    """
+    versions: dict[tuple[int, int], Versions] = {}
+    for actions in schedule.actions:
+        updates = dict.fromkeys(range(schedule.num_stages), 0)
+        seen: dict[tuple[int, int], int] = {}
+        for op, stage, k in actions:
+            if op == "F":
+                seen[stage, k] = updates[stage]
+            elif op in "BW":
+                versions[stage, k] = Versions(seen[stage, k], updates[stage])
+                updates[stage] += 1
+    return versions
+
+
+def train_asynchronously(
+    stages: Sequence[nn.Module],
+    microbatches: Sequence[tuple[Tensor, Tensor]],
+    loss_fn: Callable[[Tensor, Tensor], Tensor],
+    lr: float,
+    method: Method = "stashed",
+    momentum: float = 0.0,
+    period: int | None = None,
+    on_update: OnUpdate | None = None,
+) -> list[Tensor]:
+    """Train `stages` in place by SGD in one process, as PipeDream's pipeline does; return each microbatch's loss.
+
+    There are p stages; w_s(t) is version t of stage s, and a version below 0 is version 0.
+
+        stashed   w_s(t+1) = w_s(t) - lr * grad_s loss_t(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))
+        2bw       w(t+1)   = w(t) - lr * mean of grad loss_k(w(t-1)) over the `period` microbatches k of update t
+
+    momentum    v = momentum * v + gradient, and lr * v is subtracted in place of lr * gradient
+    period      with 2bw, microbatches per update, at least p (default: p); other methods update after every microbatch
+    on_update   called with (stage, the gradient's weights, the weights that it is applied to), to see how they differ
+
+    Only weights are versioned: stages should have no buffers.
+    Raises ValueError for an unknown method, or a period that the method does not have.
+    """
+    p = len(stages)
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use {one_of(METHODS, near=method)}")
+    if period is not None and (method != "2bw" or period < p):
+        raise ValueError(f"period={period} with method={method!r} on {p} stages; use 2bw, and {p} or more")
+    schedule = one_f_one_b(p, len(microbatches))
+    every = (period or p) if method == "2bw" else 1
+    stale = weight_versions(schedule)
+    pipeline = [
+        _VersionedStage(
+            s,
+            module,
+            method,
+            lr,
+            momentum,
+            every,
+            [stale[s, k].staleness for k in range(len(microbatches))],
+            on_update,
+        )
+        for s, module in enumerate(stages)
+    ]
+    spans = simulate(schedule).spans
+    values: dict[Action, Tensor] = {}
+    losses = []
+    for op, s, k in sorted(spans, key=lambda action: spans[action]):
+        if op == "F":
+            x = microbatches[k][0] if s == 0 else values.pop(Action("F", s - 1, k))
+            values[Action("F", s, k)] = pipeline[s].forward(k, x)
+            continue
+        if s == p - 1:
+            y = values.pop(Action("F", s, k)).requires_grad_()
+            loss = loss_fn(y, microbatches[k][1])
+            losses.append(loss.detach())
+            (dy,) = torch.autograd.grad(loss, y)
+        else:
+            dy = values.pop(Action("B", s + 1, k))
+        dx = pipeline[s].backward(k, dy)
+        if dx is not None:
+            values[Action("B", s, k)] = dx
+    for stage in pipeline:
+        stage.write_back()
+    return losses
+
+
+class _VersionedStage:
+    """A stage with versions of its weights: `history[-1]` is the newest, `kept[k]` is microbatch k's (input, weights)."""
+
+    def __init__(
+        self, number: int, module: nn.Module, method: Method, lr: float, momentum: float, every: int,
+        staleness: Sequence[int], on_update: OnUpdate | None,
+    ):  # fmt: skip
+        self.number, self.module, self.method, self.lr, self.momentum = number, module, method, lr, momentum
+        self.every, self.staleness, self.on_update = every, staleness, on_update
+        self.history: list[Weights] = [{name: w.detach().clone() for name, w in module.named_parameters()}]
+        self.velocity = {name: torch.zeros_like(w) for name, w in self.history[0].items()}
+        self.total: Weights = {}
+        self.updates = 0
+        self.kept: dict[int, tuple[Tensor, Weights]] = {}
+
+    def forward(self, k: int, x: Tensor) -> Tensor:
+        weights = self._weights_of(k)
+        self.kept[k] = (x, weights)
+        with torch.no_grad():
+            y: Tensor = functional_call(self.module, weights, (x,))
+        return y
+
+    def _weights_of(self, k: int) -> Weights:
+        newest = self.history[-1]
+        if self.method == "2bw":
+            # The same version on every stage, even though early stages have updated less often by now.
+            version = max(0, k // self.every - 1)
+            return self.history[version - self.updates - 1]
+        if self.method == "predicted":
+            ahead = self.lr * self.staleness[k]
+            return {name: w - ahead * self.velocity[name] for name, w in newest.items()}
+        return newest
+
+    def backward(self, k: int, dy: Tensor) -> Tensor | None:
+        """Add microbatch k's gradient, update the weights if a period ends, and return the gradient of k's input."""
+        x, weights = self.kept.pop(k)
+        weights = self.history[-1] if self.method == "latest" else weights
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        x = x.detach().requires_grad_(x.is_floating_point())
+        y = functional_call(self.module, leaves, (x,))
+        inputs = [*leaves.values(), *([x] if x.requires_grad else [])]
+        gradients = torch.autograd.grad(y, inputs, dy)
+        for name, gradient in zip(weights, gradients):
+            self.total[name] = self.total[name] + gradient if name in self.total else gradient
+        if (k + 1) % self.every == 0:
+            self._update(weights)
+        return gradients[-1] if x.requires_grad else None
+
+    def _update(self, used: Weights) -> None:
+        if self.on_update:
+            self.on_update(self.number, used, self.history[-1])
+        gradient = {name: total / self.every for name, total in self.total.items()}
+        self.velocity = {name: self.momentum * v + gradient[name] for name, v in self.velocity.items()}
+        # New tensors, never in place: microbatches under way still need the old ones.
+        new = {name: w - self.lr * self.velocity[name] for name, w in self.history[-1].items()}
+        self.history = [*self.history[-1:], new]  # `kept` has the older versions that are still needed
+        self.total, self.updates = {}, self.updates + 1
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            parameter.copy_(self.history[-1][name])

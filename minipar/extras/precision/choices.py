@@ -1,0 +1,145 @@
+"""The choices "fp8", "mxfp8", "mxfp4" and "nvfp4" of `--products`, and the runs that they refuse. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from minipar.config.context_limits import local_ranges
+from minipar.support.errors import divisors, one_of
+from minipar.support.options import option
+from minipar.support.registry import Choice
+
+GRADIENTS = "format of the gradients dy; x and w are e4m3"
+SCALE = "a block's power of two: floor, as the specification says, cuts off the largest numbers; ceil none"
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """The options of fp8, with one scale for a tensor."""
+
+    gradients: Literal["e4m3", "e5m2"] = option("e5m2", GRADIENTS)
+
+
+@dataclass(frozen=True)
+class MXOptions:
+    """The options of formats whose blocks share a power of two."""
+
+    scale: Literal["floor", "ceil"] = option("floor", SCALE)
+
+
+@dataclass(frozen=True)
+class MXFP8Options(MXOptions):
+    """The options of MXFP8."""
+
+    gradients: Literal["e4m3", "e5m2"] = option("e4m3", GRADIENTS)
+
+
+class FewBits(Choice):
+    """A format of the operands of products, emulated.
+
+    block           numbers that share a scale; 1: there are no blocks
+    scales_tensors  whether a tensor has a scale, for which its largest number must be known on all ranks
+    """
+
+    implementation = "minipar.extras.precision.rounded_products:install"
+
+    def __init__(self, help: str, block: int, scales_tensors: bool, options: type | None = None):
+        super().__init__(help=help, options=options)
+        self.block, self.scales_tensors = block, scales_tensors
+
+    def check(self, config: Any) -> None:
+        of = f"products={config.products}"
+        refused = {
+            f"num_experts={config.model.num_experts}: experts multiply in one grouped product; use 0": (
+                config.model.num_experts > 0
+            ),
+            f"kv_latent_dim={config.model.kv_latent_dim} with tp={config.tp}: latents are not cut by tp; use tp=1": (
+                config.model.kv_latent_dim and config.tp > 1
+            ),
+            f"tp_layout={config.tp_layout} multiplies blocks of matrices; use tp_layout=1d": (
+                config.tp_layout != "1d"
+            ),
+            "tp_chunked multiplies a part of the tokens at a time; leave it out": config.tp_chunked,
+            f"compile={config.compile} would take rounding into the graph of a block; use compile=none": (
+                config.compile != "none"
+            ),
+            f"tp={config.tp} ranks share num_kv_heads={config.model.num_kv_heads}, and each has a term of their gradient, "
+            f"which is rounded as a sum; use tp={one_of(divisors(config.model.num_kv_heads))}": (
+                config.tp > config.model.num_kv_heads
+            ),
+        }
+        for why, holds in refused.items():
+            if holds:
+                raise ValueError(f"{of}: {why}")
+        if self.scales_tensors:
+            self._check_whole_tensors(config, of)
+        self._check_features(config, of)
+        self._check_tokens(config, of)
+
+    def _check_whole_tensors(self, config: Any, of: str) -> None:
+        """Check that all parts of a tensor are multiplied at the same time, so that its largest number is known."""
+        slices = config.choice("schedule").unit_sizes(config) or ()
+        if config.microbatches > 1 or len(slices) > 1:
+            what = (
+                f"microbatches={config.microbatches}"
+                if config.microbatches > 1
+                else f"schedule={config.schedule}"
+            )
+            raise ValueError(
+                f"{of} scales a tensor by its largest number, which a part of the batch does not know, and {what}; "
+                "use microbatches=1 and a schedule without slices, or mxfp8 or mxfp4"
+            )
+        if config.choice("compress").steps_locally:
+            raise ValueError(
+                f"{of} scales a tensor by the largest number of all replicas, and those of compress={config.compress} "
+                "differ; use mxfp8 or mxfp4"
+            )
+
+    def _check_features(self, config: Any, of: str) -> None:
+        """Check that tp cuts no block of a matrix."""
+        if config.tp == 1:
+            return
+        model = config.model
+        kv_dim = model.dim // model.num_heads * model.num_kv_heads
+        for name, size in {
+            "dim": model.dim,
+            "num_kv_heads * head_dim": kv_dim,
+            "hidden_dim": model.hidden_dim,
+        }.items():
+            if size % (config.tp * self.block):
+                raise ValueError(
+                    f"{of} rounds {self.block} features together, and tp={config.tp} would cut some of {name}={size}; "
+                    f"use a multiple of {config.tp * self.block}"
+                )
+
+    def _check_tokens(self, config: Any, of: str) -> None:
+        """Check that neither cp nor a schedule's slices cut a block of a sample's tokens."""
+        layout = config.cp_layout, config.cp_ulysses
+        runs = [
+            run for rank in range(config.cp) for run in local_ranges(config.seq_len, rank, config.cp, *layout)
+        ]
+        start = 0
+        for size in config.choice("schedule").unit_sizes(config) or ():
+            runs.append(range(start, start := start + size))
+        for run in runs:
+            whole = run.start % self.block == 0 and (len(run) % self.block == 0 or run.stop == config.seq_len)
+            if self.block > 1 and not (whole and run.step == 1):
+                cut = (
+                    f"cp={config.cp} with cp_layout={config.cp_layout}"
+                    if config.cp > 1
+                    else (f"schedule={config.schedule}")
+                )
+                raise ValueError(
+                    f"{of} rounds {self.block} tokens of a sample together, and {cut} cuts seq_len={config.seq_len} inside "
+                    "such a block; use contiguous or zigzag, and more tokens"
+                )
+
+    def not_priced(self, config: Any) -> str:
+        return f"products={config.products}"
+
+
+FP8 = FewBits("of 8-bit floats, a scale a tensor", 1, True, Fp8Options)
+MXFP8 = FewBits("of 8-bit floats, a power of two for 32", 32, False, MXFP8Options)
+MXFP4 = FewBits("of 4-bit floats, a power of two for 32", 32, False, MXOptions)
+NVFP4 = FewBits("of 4-bit floats, a scale for 16 and a scale a tensor", 16, True)

@@ -1,0 +1,39 @@
+"""The choice "elastic" of `--membership`, and the command `minipar calibrate`. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minipar.support.registry import Choice
+
+
+class Elastic(Choice):
+    """The choice of elastic runs, which continue on the ranks that are left."""
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError if a run has no checkpoints, has latent attention, or has losses that depend on the mesh."""
+        if not config.checkpoint_every:
+            raise ValueError(
+                "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
+            )
+        if config.model.kv_latent_dim:
+            raise ValueError(
+                f"membership=elastic with model.kv_latent_dim={config.model.kv_latent_dim}: the planner, which chooses "
+                "another mesh, has no formulas for latent attention; use membership=fixed"
+            )
+        if config.choice("compress").depends_on_mesh:
+            raise ValueError(
+                f"membership=elastic may go on with another mesh, and the losses of compress={config.compress} depend on "
+                "it; use compress=none"
+            )
+
+
+ELASTIC = Elastic(
+    "minipar.extras.run.elastic:train_on_ranks_there_are",
+    "under torchrun --nnodes MIN:MAX, continue from the newest checkpoint on the ranks that are left: on this mesh if it "
+    "has that many, else on the mesh that the planner predicts to be fastest",
+)
+CALIBRATE = Choice(
+    "minipar.extras.run.calibrate_command:calibrate_command",
+    "measure this machine, and write it to a machine file of `minipar plan`",
+)

@@ -1,0 +1,25 @@
+"""Pipeline schedules that few runs use. In reading order:
+
+two_directions.py   Chimera and DualPipe: two copies of the model, run from both ends
+building_block.py   V-Min and V-Half: memory below 1F1B's, for longer bubbles
+waves.py            Hanayo: chunks placed as several Vs
+sequence_slices.py  TeraPipe and Seq1F1B: samples cut into slices of tokens, and the best cut
+stage_slices.py     keys and values that a stage keeps between the slices of a sample
+slice_costs.py      formulas for tokens, bytes and live slices
+slicing.py          the slices of a run's samples
+optimal.py          the shortest schedule, by exact search, for small p and m
+choices.py          the choices of --schedule, and which configurations they refuse
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "two_directions": ["chimera", "dualpipe", "unfolded"],
+        "building_block": ["v_half", "v_min"],
+        "waves": ["hanayo"],
+        "sequence_slices": ["seq1f1b", "slice_tokens", "terapipe"],
+        "optimal": ["optimal"],
+    },
+)

@@ -1,0 +1,105 @@
+"""The choices of `--schedule` that these modules add. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from minipar.extras.schedules.building_block import v_half, v_min
+from minipar.extras.schedules.optimal import optimal
+from minipar.extras.schedules.sequence_slices import seq1f1b, terapipe
+from minipar.extras.schedules.slicing import check_slices, slice_sizes
+from minipar.extras.schedules.two_directions import chimera, dualpipe
+from minipar.extras.schedules.waves import hanayo
+from minipar.schedules.costs import Costs
+from minipar.schedules.registry import ScheduleChoice
+from minipar.schedules.schedule import Schedule
+from minipar.schedules.search import zb_auto
+from minipar.support.options import option
+from minipar.support.registry import Choice
+
+
+@dataclass(frozen=True)
+class SliceOptions:
+    """The options of a schedule that cuts samples into slices of tokens."""
+
+    slices: int = option(
+        2,
+        "number of slices of a sample's tokens, which pass through the stages one after another; later slices, whose "
+        "tokens attend to more keys, are shorter",
+    )
+
+
+class SlicedSchedule(ScheduleChoice):
+    """A schedule that cuts samples into slices."""
+
+    def __init__(self, build: Any, whole: str, help: str):
+        self.whole = whole  # the same schedule for whole samples
+        super().__init__(
+            build, sliced=True, takes=("slices",), options=SliceOptions, help=help,
+            closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
+        )  # fmt: skip
+
+    def check(self, config: Any) -> None:
+        check_slices(config)
+
+    def priced_as(self, config: Any) -> str:
+        return self.whole if config.options["schedule"].slices == 1 else str(config.schedule)
+
+    def unit_sizes(self, config: Any) -> tuple[int, ...] | None:
+        return slice_sizes(config)
+
+    def variants(self, config: Any) -> list[dict[str, Any]]:
+        return [{"slices": getattr(config.options.get("schedule"), "slices", 2)}]
+
+
+def _optimal(p: int, m: int, costs: Costs | None = None, memory_limit: float | None = None) -> Schedule:
+    """Search for the shortest schedule, starting from zb-auto's. If it is not proved the shortest, its name says so."""
+    limit = 2 * p if memory_limit is None else int(memory_limit)
+    costs = costs or Costs()
+    found = optimal(p, m, costs, limit, start=zb_auto(p, m, costs, limit))
+    if found.proved:
+        return found.schedule
+    return replace(found.schedule, name=f"optimal, not proved: none takes less than {found.bound:g}")
+
+
+class TwoCopies(ScheduleChoice):
+    """A schedule of two copies of the model; the planner prices it as the V-shaped dualpipe-v."""
+
+    def priced_as(self, config: Any) -> str:
+        return "dualpipe-v"
+
+
+class Chimera(TwoCopies):
+    """Chimera, which runs its microbatches in another order than dualpipe-v, so its price is only approximate."""
+
+    def not_priced(self, config: Any) -> str:
+        return f"schedule={config.schedule} (as dualpipe-v)" if config.pp > 1 else ""
+
+
+NO_FORM = "has no closed form, and is not planned; use"
+TERAPIPE = SlicedSchedule(terapipe, "gpipe", "gpipe over slices of tokens")
+SEQ1F1B = SlicedSchedule(seq1f1b, "1f1b", "1f1b over slices of tokens")
+HANAYO = ScheduleChoice(hanayo, None, instead=f"{NO_FORM} interleaved", help="waves down and up the ranks")
+V_HALF = ScheduleChoice(
+    v_half, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with half of 1f1b's memory"
+)
+V_MIN = ScheduleChoice(
+    v_min, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with a third of 1f1b's memory"
+)
+CHIMERA = Chimera(
+    chimera,
+    copies=2,
+    instead="holds two copies of the model, and is no better than twice the dp of a V on half the pp; use zb-v there",
+    help="1f1b from both ends, on two copies of the model",
+)
+DUALPIPE = TwoCopies(
+    dualpipe,
+    copies=2,
+    instead="holds two copies of the model, and is dualpipe-v with twice the dp on half the pp; use that",
+    help="dualpipe-v unfolded, on two copies of the model",
+)
+OPTIMAL = ScheduleChoice(
+    _optimal, takes=("costs", "memory_limit"), help="the shortest schedule, by exact search (needs OR-tools)"
+)
+STAGE_STATE = Choice("minipar.extras.schedules.stage_slices:SequenceSlices")

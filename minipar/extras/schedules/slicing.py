@@ -1,0 +1,106 @@
+"""Slices of a run's samples: where a sample is cut, and which samples can be cut. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import lcm
+from typing import TYPE_CHECKING
+
+from minipar.cost.models import latent_attention_elems
+from minipar.extras.schedules.sequence_slices import slice_tokens
+
+if TYPE_CHECKING:
+    from minipar.config.train_config import TrainConfig
+
+MOST_PARTS = 64  # a cut is tried at about this many places
+
+
+def check_slices(config: TrainConfig) -> None:
+    """Raise ValueError if the samples of a TrainConfig cannot be cut into `schedule.slices` slices."""
+    slices = config.options["schedule"].slices
+    if why := why_slices_illegal(
+        slices, config.seq_len, config.cp, _whole_tokens_of(config), _parts_of(config)
+    ):
+        raise ValueError(why)
+    if slices > 1 and config.compile != "none":
+        raise ValueError(
+            f"schedule.slices={slices} changes what attention sees from slice to slice, and compile={config.compile} makes "
+            "one graph of it; use compile=none"
+        )
+
+
+def why_slices_illegal(
+    slices: int, seq_len: int, cp: int, whole_tokens: int, parts_of: str = ""
+) -> str | None:
+    """Return why a sample cannot be cut into `slices` slices; None if it can be, or is not cut at all.
+
+    whole_tokens  number of tokens between two places at which the sample may be cut
+    parts_of      text that describes these places in the message
+    """
+    if slices == 1:
+        return None
+    if cp > 1:
+        return (
+            f"schedule.slices={slices}: a slice sees those before it on its own rank, and cp={cp} spreads a sample over "
+            "ranks; use one of the two"
+        )
+    parts = -(-seq_len // whole_tokens)
+    if slices > parts:
+        of = parts_of or f"of {whole_tokens} tokens"
+        return f"schedule.slices={slices} are more than the {parts} parts of seq_len={seq_len} {of}; use {parts} or fewer"
+    return None
+
+
+def slice_sizes(config: TrainConfig) -> tuple[int, ...] | None:
+    """Return the tokens of each slice, chosen so that samples get through the stages fastest; None for whole samples."""
+    slices, model = config.options["schedule"].slices, config.model
+    if slices == 1:
+        return None
+    attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)
+    if model.kv_latent_dim:
+        attention = latent_attention_elems(model.dim, model.num_heads, model.kv_latent_dim, model.rope_dim)
+    matrices = attention + 3 * model.dim * model.hidden_dim
+    return equal_costs(config.seq_len, slices, model.core_width // 2, matrices, _whole_tokens_of(config))
+
+
+def whole_tokens(group_tokens: int, tp: int) -> int:
+    """Return the number of tokens between two places at which a sample may be cut.
+
+    group_tokens  tokens of a routing group, which no slice cuts; 1 without experts
+    tp            ranks that share a slice's tokens
+    """
+    return lcm(group_tokens, tp)
+
+
+def _whole_tokens_of(config: TrainConfig) -> int:
+    groups = (config.model.group_tokens or config.seq_len) if config.model.num_experts else 1
+    return whole_tokens(groups, config.tp if config.sequence_parallel else 1)
+
+
+def _parts_of(config: TrainConfig) -> str:
+    if config.model.num_experts:
+        return f"that keep routing groups whole (group_tokens={config.model.group_tokens})"
+    return f"that sequence_parallel cuts over tp={config.tp}" if config.sequence_parallel else "of one token"
+
+
+@cache
+def equal_costs(seq_len: int, slices: int, dim: int, matrices: int, whole: int) -> tuple[int, ...]:
+    """Cut a sample into slices of nearly equal cost, at multiples of `whole` tokens.
+
+    A token costs a layer's `matrices` plus a product with each key and value up to its own, so later slices are shorter.
+    Every cut has the same total cost, so the best cut minimises the largest slice, for any number of stages and
+    microbatches.
+    """
+    if slices == 1:
+        return (seq_len,)
+    multiple = whole * max(1, seq_len // (whole * max(MOST_PARTS, 4 * slices)))
+
+    def cost(before: int, tokens: int) -> int:
+        return slice_cost(before, tokens, dim, matrices)
+
+    return slice_tokens(seq_len, slices, cost, multiple=multiple)
+
+
+def slice_cost(before: int, tokens: int, dim: int, matrices: int) -> int:
+    """Return the multiplications in a layer's forward for `tokens` tokens that follow `before` tokens of their sample."""
+    return tokens * matrices + 2 * dim * (tokens * before + tokens * (tokens + 1) // 2)

@@ -1,0 +1,142 @@
+"""Keys and values that a stage keeps between the slices of a sample, and their gradients from later slices.
+
+`sequence_slices.py` has the order in which slices run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from minipar.model import Transformer
+from minipar.model.attention import Attention
+from minipar.model.block import Block
+from minipar.model.groups import check_whole_groups
+
+
+class SequenceSlices:
+    """The keys and values that a stage's attention layers have computed for the slices of each microbatch under way.
+
+    k_n, v_n  [b, H/g, t, head_dim]    one attention layer's keys and values for slice n, of t tokens; with tp, of this
+                                       rank's heads
+
+    forward of slice n     K = [k_0 ... k_n], V = [v_0 ... v_n]    the slice's queries attend to these causally
+    backward of slice n    (dout, dk_n, dv_n) -> dx and the weights' gradients; adds its terms to dk_i and dv_i, i < n.
+                           dk_n and dv_n are the sums over slices n+1 ..., whose backwards ran earlier
+
+    The positions of a slice's tokens continue from the previous slice. A forward that is recomputed in the backward
+    (activation checkpointing) reads the same keys and values, and does not store them again.
+
+    Keeps k_n and v_n from the forward to the end of the backward of slice n. In addition, attention keeps every slice's K
+    and V for its backward: for s equal slices, (s+1)/2 times the keys and values of whole samples. Sends nothing.
+    Raises ValueError for a stage that has only a part of every sample (context parallelism).
+    """
+
+    def __init__(self, transformer: Transformer, slices: int):
+        if transformer.overrides.default_positions is not None:
+            raise ValueError(
+                f"slices={slices}: default_positions has been replaced, so this stage reads a part of every sample "
+                "(context parallelism); use stages that read all of it"
+            )
+        self.slices, self._transformer = slices, transformer
+        self._attentions: list[Attention] = []
+        for layer in transformer.layers.values():
+            assert isinstance(layer, Block)
+            self._attentions.append(layer.attention)
+        self._kept: dict[
+            int, list[list[_KeysAndValues]]
+        ] = {}  # microbatch -> each attention's keys and values, by slice
+
+    @contextmanager
+    def visible(self, unit: int) -> Iterator[None]:
+        """Let attention read the earlier slices; used around a unit's forward, and its backward, which may recompute."""
+        microbatch, n = divmod(unit, self.slices)
+        kept = self._kept.setdefault(microbatch, [[] for _ in self._attentions])
+        for attention, own in zip(self._attentions, kept):
+            attention.overrides.cache = _EarlierSlices(own, n)
+        self._transformer.overrides.default_positions = partial(self._positions, self._start(unit))
+        try:
+            yield
+        finally:
+            for attention in self._attentions:
+                attention.overrides.cache = None
+            self._transformer.overrides.default_positions = None
+
+    def cut(self, kwargs: dict[str, Any], x: Tensor, unit: int) -> dict[str, Any]:
+        """Cut the positions of whole samples, [T] or [b, T], down to the unit's tokens; `x` is the unit's input."""
+        if kwargs.get("positions") is None:
+            return kwargs
+        start = self._start(unit)
+        end = start + self._transformer.sequence_length(x)
+        return {**kwargs, "positions": kwargs["positions"][..., start:end]}
+
+    def gradients(self, unit: int) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Return the autograd edges of a unit's keys and values, and their gradients accumulated from later slices."""
+        microbatch, n = divmod(unit, self.slices)
+        kept = [x for own in self._kept[microbatch] for x in own[n]]
+        read = [(x.edge, x.leaf.grad) for x in kept if x.edge is not None and x.leaf.grad is not None]
+        return [edge for edge, _ in read], [grad for _, grad in read]
+
+    def release(self, unit: int) -> None:
+        """Drop a unit's keys and values after its backward; after the first slice's, drop all state of the microbatch."""
+        microbatch, n = divmod(unit, self.slices)
+        if n:
+            for own in self._kept[microbatch]:
+                del own[n:]
+        else:
+            del self._kept[microbatch]
+
+    def clear(self) -> None:
+        self._kept = {}
+
+    def _start(self, unit: int) -> int:
+        """Return the index of the unit's first token in its sample."""
+        microbatch, n = divmod(unit, self.slices)
+        return sum(kept.keys.leaf.shape[2] for own in self._kept[microbatch][:1] for kept in own[:n])
+
+    def _positions(self, start: int, T: int, device: torch.device) -> Tensor:
+        positions = torch.arange(start, start + T, device=device)
+        if self._transformer.config.num_experts:
+            check_whole_groups(positions, self._transformer.config.group_tokens)
+        return positions
+
+
+class _Kept(NamedTuple):
+    """A slice's tensor: its edge in the slice's graph, and a leaf that later slices read and add gradients to."""
+
+    edge: GradientEdge | None
+    leaf: Tensor
+
+
+class _KeysAndValues(NamedTuple):
+    keys: _Kept
+    values: _Kept
+
+
+def _kept(x: Tensor) -> _Kept:
+    return _Kept(
+        get_gradient_edge(x) if x.requires_grad else None, x.detach().requires_grad_(x.requires_grad)
+    )
+
+
+class _EarlierSlices:
+    """The `cache` of one attention while it computes slice n: `kept` holds its keys and values by slice."""
+
+    def __init__(self, kept: list[_KeysAndValues], n: int):
+        self._kept, self._n = kept, n
+
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the slice's keys and values [b, H/g, t, head_dim]; return all of slices 0 ... n, [b, H/g, S, head_dim]."""
+        if len(self._kept) == self._n:  # otherwise the backward is recomputing this forward
+            self._kept.append(_KeysAndValues(_kept(k), _kept(v)))
+        earlier = self._kept[: self._n]
+        if not earlier:
+            return k, v
+        keys, values = (x.keys.leaf for x in earlier), (x.values.leaf for x in earlier)
+        return torch.cat((*keys, k), dim=2), torch.cat((*values, v), dim=2)

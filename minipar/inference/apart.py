@@ -1,0 +1,259 @@
+"""Prefill and decode on different ranks: one side reads prompts, the other writes tokens, and the cache is sent in between.
+
+    prefill ranks   read prompt 0 | read prompt 1 | read prompt 2 | ...      never wait for a decode
+                              \\ cache, token     \\ cache, token
+    decode ranks                write 0 | write 0 | write 0 1 | write 0 1    never wait for a long prompt
+
+Each side is an `Engine` of its own, with its own tp and its own blocks. The prefill side serves every request up to its
+first token. Then it sends the decode side that token and the request's keys and values, which the decode side loads into
+its own blocks, as if they had been swapped out. The decode side may preempt a request and read its text again, like any
+engine.
+
+Neither side tells the other what it plans. The time at which a prompt is read depends only on the arrivals and the prompts,
+which all ranks know. So every decode rank computes when each first token will come (`first_tokens`), in the prefill side's
+virtual time, and receives in that order.
+
+Costs: the weights are held twice; the bytes of a transfer are those of `transfer.py`, sent while the prefill side reads on,
+which waits only once `MAX_UNSENT` requests have been handed over and not yet received.
+Source: DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from minipar.comm import Comm
+from minipar.comm.objects import all_gather_objects
+from minipar.config.model_config import ModelConfig
+from minipar.inference.blocks import BlockPool
+from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second
+from minipar.inference.events import Event, Kind, StepCounts
+from minipar.inference.policy import find_policy
+from minipar.inference.prefix import PrefixCache
+from minipar.inference.request import Request, check_request
+from minipar.inference.scheduler import Scheduler, Sequence
+from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
+from minipar.mesh import Mesh
+from minipar.model.transformer import Transformer
+from minipar.support.errors import require_positive
+from minipar.transport.stream import Pending
+
+MAX_UNSENT = 16  # requests whose caches a prefill rank keeps while the decode ranks have not received them
+
+
+class Served(NamedTuple):
+    """The outcome, the same on every rank: results, the log of both sides, and the steps of each."""
+
+    results: list[Result]
+    events: list[Event]
+    prefill_steps: list[StepCounts]
+    decode_steps: list[StepCounts]
+
+
+def _to_nobody(number: int, result: Result) -> None:
+    pass
+
+
+def serve_apart(
+    world: Comm,
+    load: Callable[[Mesh], Transformer],
+    requests: Items[Request],
+    options: Options,
+    prefill_tp: int = 1,
+    duration: Duration = one_second,
+    transfer_s: Callable[[int], float] = lambda num_tokens: 0.0,
+    decode_duration: Duration | None = None,
+    on_result: Callable[[int, Result], None] = _to_nobody,
+) -> Served:
+    """Serve requests on `prefill_tp` ranks that read prompts and, on the other ranks of `world`, tp ranks that decode.
+
+    load        mesh of this rank's side -> its shard of the model; every rank calls it once
+    options     the options of both sides; only the decode side uses drafts
+    duration    (tokens read, 0) -> seconds of a step; it may depend on the tokens only, as every rank computes it
+    transfer_s  (tokens) -> seconds between a first token and its arrival on the decode side; see cost/serving.py
+    decode_duration  None: as on the prefill side; or the decode side's own, which may use the measured time
+    on_result   called on the first decode rank with a request's number and result, as soon as it is finished or refused
+
+    Every rank calls this with the same arguments.
+    Raises ValueError if the cache cannot be sent or no rank is left to decode.
+    """
+    require_positive(prefill_tp=prefill_tp, decode_tp=world.size - prefill_tp)
+    prefills = world.rank < prefill_tp
+    ranks = range(prefill_tp) if prefills else range(prefill_tp, world.size)
+    mesh = Mesh(world.subgroup(ranks, "prefill" if prefills else "decode"), tp=len(ranks))
+    model = load(mesh)
+    refused = refusals(requests, options, model.config)
+    numbers = [number for number in range(len(requests)) if number not in refused]
+    served = [requests[number] for number in numbers]
+    times, results = first_tokens(served, options, duration), [Result() for _ in served]
+
+    def predicted(num_tokens: int, measured_s: float) -> float:
+        return duration(num_tokens, 0.0)
+
+    side: Side
+    if prefills:
+        side = PrefillSide(model, replace(options, draft=None), mesh, predicted, world, prefill_tp)
+        side.read_prompts(served, results)
+    else:
+        side = DecodeSide(model, options, mesh, decode_duration or predicted, world, prefill_tp)
+        told = on_result if world.rank == prefill_tp else _to_nobody
+        for number, error in refused.items():
+            told(number, Result(error=error))
+        arrivals = transfer_ends(times, served, transfer_s)
+        arriving = [replace(request, arrival_s=time) for request, time in zip(served, arrivals)]
+        for number in side.ended(arriving, results):
+            told(numbers[number], results[number])
+    logs = all_gather_objects(world, (results, side.events, side.steps))
+    (_, prefill_events, prefill_steps), (texts, decode_events, decode_steps) = logs[0], logs[-1]
+    events = [event for event in prefill_events if event.kind != Kind.FINISH] + decode_events
+    events = [event._replace(number=numbers[event.number]) for event in events]
+    for number in refused:
+        request = requests[number]
+        events.append(Event(Kind.REFUSE, number, request.arrival_s, request.arrival_s, len(request.prompt)))
+    events.sort(key=lambda event: event.end_s)
+    outcome = [Result(error=refused.get(number)) for number in range(len(requests))]
+    for number, result in zip(numbers, texts):
+        outcome[number] = result
+    return Served(outcome, events, prefill_steps, decode_steps)
+
+
+def transfer_ends(
+    times: Items[float], requests: Items[Request], transfer_s: Callable[[int], float]
+) -> list[float]:
+    """Return when each request's cache arrives, if there is one link and caches are sent in the order of first tokens."""
+    arrivals, free_s = [0.0] * len(requests), 0.0
+    for number in sorted(range(len(requests)), key=lambda i: (times[i], i)):
+        free_s = max(free_s, times[number]) + transfer_s(len(requests[number].prompt))
+        arrivals[number] = free_s
+    return arrivals
+
+
+def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_tp: int) -> None:
+    """Raise ValueError if caches of such a model cannot be sent from prefill_tp ranks to decode_tp ranks."""
+    if config.kv_latent_dim or options.cache_bits is not None:
+        raise ValueError(NOT_SENDABLE)
+    for tp in (prefill_tp, decode_tp):
+        heads_of(0, tp, config.num_kv_heads)
+
+
+def refusals(requests: Items[Request], options: Options, config: ModelConfig) -> dict[int, str]:
+    """Return number -> why a request cannot be served, before any rank reads a token."""
+    found, scheduler = {}, _scheduler(options)
+    for number, request in enumerate(requests):
+        try:
+            check_request(request, config)
+            scheduler.add(Sequence.of(number, request))
+        except ValueError as error:
+            found[number] = str(error)
+    return found
+
+
+def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> list[float]:
+    """Return when the prefill side writes each request's first token, by running its schedule without a model."""
+    scheduler, now_s, times = _scheduler(options), 0.0, [0.0] * len(requests)
+    coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
+    while coming or scheduler.sequences:
+        if not scheduler.sequences:
+            now_s = max(now_s, coming[0][1].arrival_s)
+        while coming and coming[0][1].arrival_s <= now_s:
+            number, request = coming.pop(0)
+            scheduler.add(Sequence.of(number, replace(request, max_new_tokens=1)))
+        plan = scheduler.plan()
+        now_s += duration(plan.num_tokens, 0.0)
+        for read in plan.reads:
+            writes = read.writes
+            scheduler.advance(read.sequence, read.count)
+            if writes:
+                scheduler.remove(read.sequence)
+                times[read.sequence.number] = now_s
+    return times
+
+
+def _scheduler(options: Options) -> Scheduler:
+    pool = BlockPool(options.num_blocks, options.block_size)
+    prefix = PrefixCache(pool) if options.prefix_cache else None
+    swap = options.preemption == "swap"
+    return Scheduler(
+        pool, find_policy(options.policy), options.token_budget, options.max_running, prefix, swap=swap
+    )
+
+
+class Side(Engine):
+    """An engine on the ranks of one side; `world` has the ranks of both."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: Options,
+        mesh: Mesh,
+        duration: Duration,
+        world: Comm,
+        prefill_tp: int,
+    ):
+        super().__init__(model, options, mesh, duration)
+        require_sendable(self.paged)
+        self.world, self.prefill_tp = world, prefill_tp
+        self._finished: dict[
+            int, tuple[int, list[int], int]
+        ] = {}  # number -> first token, blocks, tokens read
+        self._unsent: deque[list[Pending]] = deque()  # a request's messages each
+
+
+class PrefillSide(Side):
+    """Reads prompts; sends each request's cache and first token to the decode ranks.
+
+    Keeps in memory what the decode ranks have not received yet, so that prompts need not wait for them. That cannot hang:
+    the decode ranks receive requests in the order in which they are handed over.
+    """
+
+    def _retire(self, sequence: Sequence) -> None:
+        self._finished[sequence.number] = sequence.text[-1], [*sequence.table], sequence.num_read
+        super()._retire(sequence)
+
+    def read_prompts(self, requests: Items[Request], results: Results) -> None:
+        """Serve requests up to their first tokens, and send what the decode ranks need; return when all is sent."""
+        for _ in self.iterate([replace(request, max_new_tokens=1) for request in requests], results):
+            self.hand_over()
+        self.wait_for_sends(0)
+
+    def hand_over(self) -> None:
+        """Send the requests that this step has finished, in order of their numbers, as the decode ranks expect them."""
+        for number in sorted(self._finished):
+            token, table, num_tokens = self._finished.pop(number)
+            messages = []
+            if self.world.rank == 0:
+                for rank in range(self.prefill_tp, self.world.size):
+                    sent = torch.tensor([token], device=self.paged.device)
+                    messages.append(self.world.send(sent, rank, async_op=True))
+            messages += send_cache(self.world, self.prefill_tp, self.paged, table, num_tokens)
+            self._unsent.append(messages)
+            self.wait_for_sends(MAX_UNSENT)
+
+    def wait_for_sends(self, most: int) -> None:
+        """Wait until the decode ranks have received all but at most so many of the requests handed over."""
+        while len(self._unsent) > most:
+            for message in self._unsent.popleft():
+                message.wait()
+
+
+class DecodeSide(Side):
+    """Continues requests whose prompts other ranks have read."""
+
+    def add(self, number: int, request: Request, results: Results) -> None:
+        """Receive a request's first token and cache; queue it as if its blocks had been swapped out."""
+        token = int(self.world.recv((1,), torch.int64, 0).item())
+        num_tokens = len(request.prompt)
+        self._saved[number] = recv_cache(self.world, self.prefill_tp, self.paged, num_tokens)
+        sequence = Sequence(number, request, [*request.prompt, token], num_read=num_tokens, is_swapped=True)
+        results[number].tokens.append(token)
+        if request.is_finished_by(sequence.text):
+            del self._saved[number]
+            self.events.append(Event(Kind.FINISH, number, self.now_s, self.now_s, 1))
+        else:
+            self.scheduler.add(sequence)

@@ -1,0 +1,192 @@
+"""Blocks of the key/value cache: which request holds which block, and the memory behind them.
+
+Adds to `simple/paged.py`: blocks that requests share, a count of the holders of each block, other kinds of models.
+
+A contiguous cache reserves memory for the longest text that a request may become. Here memory is cut into blocks of b
+tokens, and a request has a table of the blocks that its tokens fill, in order; it takes a block when it needs one:
+
+    token t of the request   lies in block table[t // b], at place t % b
+
+    table [7, 2, 5], b = 4   tokens 0-3 in block 7, tokens 4-7 in block 2, tokens 8-9 in block 5, whose last two are unused
+
+So each request wastes less than one block, and requests whose texts begin alike can share the blocks of that beginning.
+A block has a count of holders and becomes free when the last one releases it. A request that must write to a shared block
+first copies it.
+
+Source: PagedAttention, arXiv:2309.06180, sections 4.1 to 4.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.config.model_config import ModelConfig
+from minipar.support.errors import require_positive
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return the number of blocks that S = `num_tokens` tokens need: ceil(S / b)."""
+    return -(-num_tokens // block_size)
+
+
+def cache_bytes(config: ModelConfig, num_tokens: int, block_size: int, element_bytes: int) -> int:
+    """Return the bytes that a request of S tokens holds, in all layers: ceil(S / b) * b * 2 L h_kv d e.
+
+    With latent attention: ceil(S / b) * b * L (c + r) e.
+    """
+    per_token = config.num_layers * config.cache_elems * element_bytes
+    return blocks_for(num_tokens, block_size) * block_size * per_token
+
+
+class Share(NamedTuple):
+    """The tokens of every text that one of `size` ranks stores: every size-th token; see `split_keys.py`.
+
+    Each rank stores b / size tokens of a block of b tokens. `WHOLE` means that this rank stores all tokens.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def tokens(self, begin: int, end: int) -> range:
+        """Return which of the tokens begin, ..., end - 1 of a text this rank stores."""
+        return range(begin + (self.rank - begin) % self.size, end, self.size)
+
+    def slot(self, table: Sequence[int], token: int, block_size: int) -> int:
+        """Return the slot of a token that this rank stores: its index among this rank's tokens of all blocks."""
+        block, place = divmod(token, block_size)
+        return table[block] * (block_size // self.size) + place // self.size
+
+
+WHOLE = Share()
+
+
+class BlockPool:
+    """A pool of `num_blocks` blocks: which of them are free, and how many holders each of the others has.
+
+    Raises ValueError unless both sizes are positive.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        require_positive(num_blocks=num_blocks, block_size=block_size)
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.holders = [0] * num_blocks
+        self._free = list(reversed(range(num_blocks)))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take a free block and return it, now with one holder. Raises RuntimeError if there is none."""
+        if not self._free:
+            raise RuntimeError(f"all {self.num_blocks} blocks are held; release one first")
+        block = self._free.pop()
+        self.holders[block] = 1
+        return block
+
+    def share(self, block: int) -> int:
+        """Add a holder to the block, and return the block. Raises RuntimeError if it is free."""
+        self._require_held(block)
+        self.holders[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        """Remove a holder of the block; without holders it is free. Raises RuntimeError if it is free already."""
+        self._require_held(block)
+        self.holders[block] -= 1
+        if self.holders[block] == 0:
+            self._free.append(block)
+
+    def require_writable(self, block: int) -> None:
+        """Raise RuntimeError unless the block has exactly one holder, who may write to it."""
+        self._require_held(block)
+        if self.holders[block] > 1:
+            raise RuntimeError(f"block {block} has {self.holders[block]} holders; write to a copy of it")
+
+    def _require_held(self, block: int) -> None:
+        if self.holders[block] == 0:
+            raise RuntimeError(f"block {block} is free; it was released by its last holder")
+
+
+class BlockMemory:
+    """The keys and values of one attention module, in blocks.
+
+    data     [2, num_blocks, b, h_kv, head_dim]    keys, then values; all heads of a block's tokens are contiguous
+    tensors  the tensors that hold the blocks: the number of a block is its index in dim 1 of each
+
+    Under tensor parallelism h_kv counts the heads of this rank; the tables are the same on every rank.
+    """
+
+    tensors: tuple[Tensor, ...]
+
+    def __init__(
+        self, pool: BlockPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ):
+        # Zeros, not uninitialised memory: the unused end of a block is gathered too, and only then cut off.
+        shape = 2, pool.num_blocks, pool.block_size, num_kv_heads, head_dim
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensors = (self.data,)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k and v, [N, h_kv, head_dim], to the tokens' slots, [N] int64: block * b + offset in the block."""
+        self.data.flatten(1, 2)[:, slots] = torch.stack((k, v))
+
+    def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Gather the first S tokens of a request by its table, [ceil(S / b)]: keys and values, [1, h_kv, S, head_dim]."""
+        tokens = self.data[:, table].flatten(1, 2)[:, :num_tokens]  # [2, S, h_kv, head_dim]
+        keys, values = tokens.transpose(1, 2).unsqueeze(1)
+        return keys, values
+
+    def views(self, table: Tensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the keys and values that tokens begin ... end - 1 see, as (end of a range of tokens, its keys, its values).
+
+        Here all these tokens form one range. If blocks are rounded, what a token sees depends on the block that it is in.
+        """
+        yield end, *self.read(table, end)
+
+    def settle(self, table: Sequence[int], num_tokens: int) -> None:
+        """Note that the first tokens of a request are final: no guess among them can still be rejected."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
+
+    def copy(self, source: int, destination: int) -> None:
+        for x in self.tensors:
+            x[:, destination] = x[:, source]
+
+    def save(self, table: Tensor) -> list[Tensor]:
+        """Return copies of these blocks in CPU memory."""
+        return [x[:, table].cpu() for x in self.tensors]
+
+    def load(self, table: Tensor, saved: list[Tensor]) -> None:
+        """Write saved blocks to the first blocks of another table."""
+        for x, blocks in zip(self.tensors, saved, strict=True):
+            x[:, table[: blocks.shape[1]]] = blocks.to(x.device)
+
+
+class LatentBlockMemory(BlockMemory):
+    """The latents of one `LatentAttention`, in blocks: keys and values are the same tensor, which is stored once.
+
+    data  [1, num_blocks, b, 1, c + r]    a token's latent and its rotated key
+
+    Every head reads every latent, so under tensor parallelism each rank stores all of them: the cache does not shrink.
+    """
+
+    def __init__(self, pool: BlockPool, latent_dim: int, dtype: torch.dtype, device: torch.device):
+        shape = 1, pool.num_blocks, pool.block_size, 1, latent_dim
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
+        self.tensors = (self.data,)
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write latents, [N, 1, c + r], to the tokens' slots; k and v are the same."""
+        self.data.flatten(1, 2)[:, slots] = k
+
+    def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Gather the latents of a request's first S tokens, [1, 1, S, c + r], as its keys and as its values."""
+        latents = self.data[:, table].flatten(1, 2)[:, :num_tokens].transpose(1, 2)
+        return latents, latents

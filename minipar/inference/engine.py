@@ -1,0 +1,413 @@
+"""The engine: requests in, texts out, one step after another.
+
+    arrivals -> Scheduler.plan -> save, copy, load blocks -> one pass of the model -> choose tokens -> Scheduler.advance
+                begin                                                                 end
+
+On a mesh of tp x pp x cp ranks every rank runs this same loop on the same requests. The scheduler sees only counts, so all
+ranks make the same plans and the same tables without a message. The tp ranks of a stage compute its layers together, the
+stages compute one after another, and one rank chooses the tokens and broadcasts them. Up to pp steps are under way at once,
+each for different requests (`rotation.py`); every rank begins and ends the same steps in the same order. The cp ranks
+divide the tokens of every text among them (`split_keys.py`), and the ep ranks the experts (`expert_shares.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minipar.inference.blocks import BlockPool
+from minipar.inference.events import Event, Kind, StepCounts
+from minipar.inference.paged_model import PagedModel, Rows
+from minipar.inference.policy import find_policy
+from minipar.inference.prefix import PrefixCache
+from minipar.inference.quantized_weights import quantize_weights
+from minipar.inference.request import Request, check_request, distribution
+from minipar.inference.rotation import StageClock
+from minipar.inference.scheduler import Plan, Read, Scheduler, Sequence
+from minipar.inference.speculative import DRAWS, RULES, Draft, Guess, KeyedDice, check_draft
+from minipar.inference.stages import Answer, Stages
+from minipar.inference.streamed_weights import check_streaming, stream_weights
+from minipar.mesh import Mesh
+from minipar.model.transformer import Transformer
+from minipar.support.errors import one_of, require_positive
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an engine. Only cache_bits, weight_bits, and the rule "rejection" for sampled text change what is written.
+
+    block_size     tokens per block of the cache; under cp, a multiple of cp
+    num_blocks     blocks of the cache, for all requests together
+    token_budget   the most tokens that a step reads; prompts are read in pieces that fit what decodes leave of it
+    max_running    the most requests in a step
+    policy         which request goes first: "first-come", "shortest-remaining" or "multi-level-feedback"
+    prefix_cache   keep blocks of earlier texts for requests that begin alike
+    preemption     what happens to the blocks that a request loses: "recompute" them later, or "swap" them to CPU memory
+    draft          None, or the draft that guesses tokens to be verified
+    num_drafts     the most guesses per request in a step
+    rule           when a guess is accepted: "same text" or "rejection"; see speculative.py
+    cache_bits     None, or 8, 4 or 2: keys and values of full blocks are rounded to so many bits. The text changes, and
+                   depends on block_size, but is the same in every batch
+    cache_group    features of a value that share a rounding step; all features of a head, if it has fewer
+    weight_bits    None, or 8 or 4: the layers' weights are rounded to so many bits, in the model that the engine is given.
+                   The text changes, but is the same in every batch and on every mesh
+    weight_group   with 4 bits, the number of inputs that share a scale
+    offload        "none", or the choice of `--offload` that stores the layers; see streamed_weights.py
+    offload_folder for "disk": the folder of the file; None: the system's folder for temporary files
+    one_by_one     read each token in a pass of its own: the same bits in every batch, but slower; see paged_model.py
+    """
+
+    block_size: int = 16
+    num_blocks: int = 256
+    token_budget: int = 256
+    max_running: int = 64
+    policy: str = "first-come"
+    prefix_cache: bool = True
+    preemption: Literal["recompute", "swap"] = "recompute"
+    draft: Draft | None = None
+    num_drafts: int = 4
+    rule: str = "same text"
+    cache_bits: int | None = None
+    cache_group: int = 64
+    weight_bits: int | None = None
+    weight_group: int = 64
+    offload: str = "none"
+    offload_folder: str | None = None
+    one_by_one: bool = False
+
+    def __post_init__(self) -> None:
+        require_positive(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            token_budget=self.token_budget,
+            max_running=self.max_running,
+            num_drafts=self.num_drafts,
+        )
+        find_policy(self.policy)
+        check_streaming(self.offload, self.offload_folder)
+        if self.preemption not in ("recompute", "swap"):
+            raise ValueError(f"preemption={self.preemption!r} is unknown; use recompute or swap")
+        if self.rule not in RULES:
+            raise ValueError(f"rule={self.rule!r} is unknown; use {one_of(RULES)}")
+
+
+@dataclass
+class Result:
+    """A request's answer.
+
+    tokens  the new tokens, without the prompt
+    error   why the request was refused, in one line; None if it was served
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    error: str | None = None
+
+
+Results = Items[Result] | Mapping[int, Result]  # results by the number of the request
+
+
+def nothing_more() -> bool:
+    return False
+
+
+# (tokens read, measured seconds) -> the seconds of a step. In virtual time each stage takes an equal part of them.
+Duration = Callable[[int, float], float]
+
+
+def one_second(num_tokens: int, measured_s: float) -> float:
+    """Return 1: time is counted in steps, so the log is the same on every machine."""
+    return 1.0
+
+
+def as_measured(num_tokens: int, measured_s: float) -> float:
+    """Return the seconds measured on the choosing rank, since the last step's tokens or, if later, this step's start."""
+    return measured_s
+
+
+@dataclass
+class Step:
+    """A step under way.
+
+    ready_s  when it was planned
+    ends     the sequences that write tokens, in the order of the answer
+    answer   the tokens, [len(ends), num_drafts + 1], padded with NO_TOKEN
+    """
+
+    plan: Plan
+    guesses: dict[int, list[Guess]]
+    ready_s: float
+    ends: list[Sequence]
+    answer: Answer
+
+
+class Engine:
+    """Serves requests with one model.
+
+    model     the whole model; on a mesh, this rank's stage, cut over tp, and by `expert_parallel` over ep
+    mesh      None, or the mesh of tp x pp x cp ranks; every rank makes an engine and calls `run` with the same requests.
+              The ep ranks are among the cp ranks, or, if cp is 1, hold the same cache: Mesh(dp=n, ep=n)
+    duration  the time that a step takes; if it uses the measured time, all ranks use that of the rank that chooses
+
+    Raises ValueError if the model's keys and values cannot be cached, the weights cannot be rounded in such groups, the
+    draft has another vocabulary, cp does not divide the block size, or the experts are not split over the ep ranks.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        options: Options | None = None,
+        mesh: Mesh | None = None,
+        duration: Duration = one_second,
+    ):
+        self.options = options = options or Options()
+        if options.weight_bits is not None:
+            tp = None if mesh is None else mesh.comm("tp")
+            quantize_weights(model, options.weight_bits, options.weight_group, tp)
+        stream_weights(model, options.offload, options.offload_folder)
+        self.pool = BlockPool(options.num_blocks, options.block_size)
+        self.prefix = PrefixCache(self.pool) if options.prefix_cache else None
+        self.paged = PagedModel(
+            model, self.pool, options.one_by_one, options.cache_bits, options.cache_group, mesh
+        )
+        self.stages = Stages(self.paged, mesh)
+        self.config, self.duration = model.config, duration
+        self.num_stages = 1 if mesh is None else mesh.sizes["pp"]
+        self.num_groups = self.num_stages  # as many steps under way at once, so that no stage idles
+        if options.draft is not None:
+            check_draft(options.draft, model.config.vocab_size)
+        self.events: list[Event] = []
+        self.steps: list[StepCounts] = []
+        self._saved: dict[int, list[list[Tensor]]] = {}
+        self.now_s = 0.0
+
+    def run(self, requests: Items[Request]) -> list[Result]:
+        """Serve these requests; return their results in order. One that cannot be served has an error instead of tokens."""
+        results = [Result() for _ in requests]
+        for _ in self.iterate(requests, results):
+            pass
+        return results
+
+    def iterate(
+        self, requests: Items[Request], results: Results, more: Callable[[], bool] = nothing_more
+    ) -> Iterator[Plan]:
+        """Serve requests step by step: fill in `results`, and yield each step's plan once the step is done.
+
+        more  called before each step, on every rank: it may `add` and `cancel` requests, the same ones on every rank, and
+              returns whether more requests may still arrive
+        """
+        options = self.options
+        self.events, self.steps, self.now_s = [], [], 0.0
+        self.scheduler = scheduler = Scheduler(
+            self.pool,
+            find_policy(options.policy),
+            options.token_budget,
+            options.max_running,
+            self.prefix,
+            options.num_drafts if options.draft is not None else 0,
+            swap=options.preemption == "swap",
+            rounded=options.cache_bits is not None,
+            num_groups=self.num_groups,
+        )
+        self._clock = StageClock(self.num_stages)
+        under_way: deque[Step] = deque()
+        coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
+        try:
+            while more() or coming or scheduler.sequences or under_way:
+                if coming and not scheduler.sequences:
+                    self.now_s = max(self.now_s, coming[0][1].arrival_s)
+                while coming and coming[0][1].arrival_s <= self.now_s:
+                    self.add(*coming.pop(0), results)
+                while len(under_way) < self.num_groups and (step := self._begin(len(under_way))):
+                    under_way.append(step)
+                if under_way:
+                    yield self._end(under_way.popleft(), results)
+        except GeneratorExit:  # all ranks stop here; this one still receives what was sent to it
+            for step in under_way:
+                step.answer.wait()
+            raise
+        finally:  # after an early stop or an error, no block may stay taken
+            for sequence in list(scheduler.sequences):
+                scheduler.remove(sequence)
+            self._saved.clear()
+
+    def ended(self, requests: Items[Request], results: Results) -> Iterator[int]:
+        """Serve these requests like `iterate`; yield the number of each as soon as it is finished or refused."""
+        told = 0
+
+        def news() -> Iterator[int]:
+            nonlocal told
+            events, told = self.events[told:], len(self.events)
+            return (event.number for event in events if event.kind in (Kind.FINISH, Kind.REFUSE))
+
+        for _ in self.iterate(requests, results):
+            yield from news()
+        yield from news()
+
+    def add(self, number: int, request: Request, results: Results) -> None:
+        """Queue a request that has arrived; if it cannot be served, its result says why."""
+        try:
+            check_request(request, self.config)
+            self.scheduler.add(Sequence.of(number, request))
+            kind = Kind.ARRIVE
+        except ValueError as error:
+            results[number].error, kind = str(error), Kind.REFUSE
+        self.events.append(Event(kind, number, request.arrival_s, request.arrival_s, len(request.prompt)))
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, and release its blocks; nothing happens if it is finished already."""
+        for sequence in self.scheduler.sequences:
+            if sequence.number == number:
+                self.scheduler.remove(sequence)
+                self._saved.pop(number, None)
+                count = len(sequence.text) - len(sequence.request.prompt)
+                self.events.append(Event(Kind.CANCEL, number, self.now_s, self.now_s, count))
+                return
+
+    def _begin(self, num_under_way: int) -> Step | None:
+        """Plan a step and compute this rank's part of it; return None if no request can be read until another step ends."""
+        started = time.perf_counter()
+        plan = self.scheduler.plan(num_under_way)
+        self._move_blocks(plan)
+        for sequence, _ in plan.preempted:
+            self.events.append(Event(Kind.PREEMPT, sequence.number, self.now_s, self.now_s))
+        if not plan.reads:
+            return None
+        guesses = self._guess(plan)
+        ends = [read.sequence for read in plan.reads if read.writes]
+        chosen = self._read(plan, guesses, len(ends))
+        answer = self.stages.tell(chosen, time.perf_counter() - started)
+        return Step(plan, guesses, self.now_s, ends, answer)
+
+    def _end(self, step: Step, results: Results) -> Plan:
+        """Wait for a step's tokens, and write them to its requests."""
+        plan, guesses, scheduler = step.plan, step.guesses, self.scheduler
+        chosen, measured_s = step.answer.wait()
+        answers = {
+            sequence.number: [token for token in tokens if token != NO_TOKEN]
+            for sequence, tokens in zip(step.ends, chosen.tolist())
+        }
+        num_tokens = sum(read.count for read in plan.reads) + sum(map(len, guesses.values()))
+        begin, self.now_s = self._clock.run(step.ready_s, self._stage_seconds(num_tokens, measured_s))
+        held = {block for s in scheduler.sequences for block in s.table}
+        waiting = sum(not s.table for s in scheduler.sequences)
+        prefixes = self.pool.num_blocks - self.pool.num_free - len(held)
+        self.steps.append(StepCounts(begin, self.now_s, num_tokens, len(held), prefixes, waiting))
+        self._log(plan, guesses, begin)
+        for read in plan.reads:
+            sequence, written = read.sequence, answers.get(read.sequence.number, [])
+            if sequence not in scheduler.sequences:
+                continue  # it was cancelled while the step was under way
+            self._write(scheduler, read, written, len(guesses.get(sequence.number, ())))
+            results[sequence.number].tokens += written
+            if written and sequence.request.is_finished_by(sequence.text):
+                self._retire(sequence)
+                count = len(results[sequence.number].tokens)
+                self.events.append(Event(Kind.FINISH, sequence.number, self.now_s, self.now_s, count))
+        return plan
+
+    def _stage_seconds(self, num_tokens: int, measured_s: float) -> list[float]:
+        """Return a step's seconds in each stage; measured seconds count from the end of the previous step."""
+        seconds = self.duration(num_tokens, measured_s)
+        if self.duration is as_measured:
+            return [0.0] * (self.num_stages - 1) + [seconds]
+        return [seconds / self.num_stages] * self.num_stages
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Forget a sequence whose text is finished."""
+        self.scheduler.remove(sequence)
+
+    def _move_blocks(self, plan: Plan) -> None:
+        if self.options.preemption == "swap":
+            for sequence, table in plan.preempted:
+                self._saved[sequence.number] = self.paged.save(table)
+        for source, destination in plan.copies:
+            self.paged.copy_block(source, destination)
+        for sequence in plan.restored:
+            self.paged.load(sequence.table, self._saved.pop(sequence.number))
+
+    def _guess(self, plan: Plan) -> dict[int, list[Guess]]:
+        """Return guesses for each sequence that the plan lets verify some; on a mesh, every rank makes the same ones."""
+        draft = self.options.draft
+        return {
+            read.sequence.number: draft.guess(
+                read.sequence.text, read.sequence.request, read.num_drafts, DRAWS[self.options.rule]
+            )
+            for read in plan.reads
+            if draft is not None and read.num_drafts
+        }
+
+    def _read(self, plan: Plan, guesses: dict[int, list[Guess]], num_ends: int) -> Tensor:
+        """Run this rank's part of the model; return the new tokens of each sequence whose text has been read to its end.
+
+        Returns [num_ends, num_drafts + 1], padded with NO_TOKEN. Only the rank that chooses has tokens, others only
+        padding.
+        """
+        rows = [
+            Rows(
+                [
+                    *s.text[s.num_read : s.num_read + read.count],
+                    *(g.token for g in guesses.get(s.number, ())),
+                ],
+                s.num_read,
+                s.table,
+                len(guesses.get(s.number, ())) + 1 if read.writes else 0,
+            )
+            for read in plan.reads
+            for s in [read.sequence]
+        ]
+        logits, end, i = self.stages.logits(rows), 0, 0
+        chosen = torch.full((num_ends, self.options.num_drafts + 1), NO_TOKEN)
+        for read, row in zip(plan.reads, rows):
+            end += len(row.tokens)
+            if read.writes:
+                if logits is not None and self.stages.chooses:
+                    guessed = guesses.get(read.sequence.number, [])
+                    written = self._choose(read.sequence, guessed, logits[end - len(guessed) - 1 : end])
+                    chosen[i, : len(written)] = torch.tensor(written)
+                i += 1
+        return chosen
+
+    def _choose(self, sequence: Sequence, guesses: list[Guess], logits: Tensor) -> list[int]:
+        """Return the tokens that a sequence writes, given logits [g + 1, V] of its last token and of each guess."""
+        request = sequence.request
+        p = [distribution(row, request) for row in logits]
+        dice = KeyedDice(request.seed, begin=len(sequence.text))
+        written = RULES[self.options.rule](p, guesses, dice)
+        for i, token in enumerate(written):
+            if token in request.end_tokens:
+                return written[: i + 1]
+        return written
+
+    def _write(self, scheduler: Scheduler, read: Read, written: list[int], num_guesses: int) -> None:
+        """Append the chosen tokens. All but the last were right guesses, already read; wrong guesses are dropped."""
+        sequence = read.sequence
+        sequence.text += written
+        right = max(0, len(written) - 1)
+        scheduler.advance(sequence, read.count + right)
+        self.paged.settle(sequence.table, sequence.num_read)
+        if written:
+            self.events.append(Event(Kind.WRITE, sequence.number, self.now_s, self.now_s, len(written)))
+        if num_guesses:
+            self.events.append(Event(Kind.GUESSED, sequence.number, self.now_s, self.now_s, num_guesses))
+            self.events.append(Event(Kind.ACCEPTED, sequence.number, self.now_s, self.now_s, right))
+
+    def _log(self, plan: Plan, guesses: dict[int, list[Guess]], begin_s: float) -> None:
+        for sequence, num_tokens in plan.hits:
+            self.events.append(Event(Kind.HIT, sequence.number, begin_s, begin_s, num_tokens))
+        for sequence in plan.restored:
+            self.events.append(Event(Kind.RESTORE, sequence.number, begin_s, begin_s, sequence.num_read))
+        for read in plan.reads:
+            sequence = read.sequence
+            decodes = read.writes and len(sequence.text) > len(sequence.request.prompt) and read.count == 1
+            count = read.count + len(guesses.get(sequence.number, ()))
+            kind = Kind.DECODE if decodes else Kind.PREFILL
+            self.events.append(Event(kind, sequence.number, begin_s, self.now_s, count))

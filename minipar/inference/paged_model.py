@@ -1,0 +1,261 @@
+"""The model over a paged cache: one pass reads new tokens of any number of requests, each at its own place in its text.
+
+All tokens of a pass form one batch of N rows with one token each. Everything in the model except attention processes each
+row independently, so rows of several requests can be in one batch without padding. Attention distinguishes the requests.
+It writes the keys and values of the new tokens to the blocks, gathers each request's keys and values by the request's
+table, and computes the model's attention for that request alone:
+
+    rows     request 0: tokens 5 6 7  |  request 1: token 12  |  request 2: tokens 0 1
+    layer    norms, projections, MLP: [N, 1, D], for the rows of all requests at once
+    core     request by request: queries [1, H, T, d] over keys [1, h_kv, S, d]
+
+With multi-head latent attention, the blocks hold the latents, and the core runs on these, with absorbed matrices: see
+`LatentAttention`.
+
+What "the same text in every batch" means: for each request the same numbers are added, but a matrix product may add them
+in another order when the batch has other rows, so logits differ by rounding. In float64 the difference is 1e-15 of the
+logits, and the text is identical unless the logits of two tokens are that close. In float32 and bfloat16 such ties are
+less rare. With `one_by_one`, every token goes through the model in a pass of its own. Then no shape depends on other
+requests, on blocks, or on how a prompt is divided, and the logits are bitwise equal in every dtype. The price is that
+weights are not reused: a pass reads all of them for one token instead of for N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.config.model_config import ModelConfig
+from minipar.inference.blocks import WHOLE, BlockMemory, BlockPool, LatentBlockMemory, Share, blocks_for
+from minipar.inference.expert_shares import OwnShare, spread_mixtures
+from minipar.inference.quantized_blocks import QuantizedBlockMemory, check_quantization
+from minipar.inference.split_keys import SplitCore, SplitPass, goes_by_ring
+from minipar.mesh import Mesh
+from minipar.model.attention import Attention
+from minipar.model.latent_attention import LatentAttention
+from minipar.model.overrides import AttentionCore
+from minipar.model.transformer import Transformer
+from minipar.support.errors import require_divides
+
+
+def require_cacheable(config: ModelConfig, cp: int = 1, cache_bits: int | None = None) -> None:
+    """Raise ValueError if a token's keys and values may depend on other requests, or cannot be split over cp ranks."""
+    if cp > 1 and cache_bits is not None:
+        raise ValueError(f"cache_bits={cache_bits} with cp={cp}: a block is rounded as a whole; use cp=1")
+    if cp > 1 and config.kv_latent_dim:
+        raise ValueError(f"cp={cp}: caches of latents are not spread over cp; use cp=1")
+    if config.num_experts and config.capacity_factor is not None:
+        raise ValueError(
+            f"capacity_factor={config.capacity_factor}: experts that fill up drop tokens of one request for another's; "
+            f"use a model without a capacity"
+        )
+
+
+class Rows(NamedTuple):
+    """New tokens of one request: tokens begin, begin + 1, ... of its text, whose earlier tokens have been read."""
+
+    tokens: Sequence[int]
+    begin: int
+    table: Sequence[int]  # the request's blocks, enough for its last new token
+    num_chosen: int = 0  # how many of the last rows have logits from which a token is chosen
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.tokens)
+
+
+class Pass(NamedTuple):
+    """Where the rows of one pass are stored, computed once for all layers; under cp, only the rows of this rank."""
+
+    requests: Sequence[Rows]
+    tokens: Tensor  # [N, 1]
+    positions: Tensor  # [N, 1] each row's position in its text
+    slots: Tensor  # [N] where its keys and values are stored: block * b + offset in the block
+    tables: Sequence[Tensor]  # each request's block table, [ceil(S / b)]
+
+    @classmethod
+    def of(
+        cls, requests: Sequence[Rows], block_size: int, device: torch.device, share: Share = WHOLE
+    ) -> Pass:
+        places = [(rows, t) for rows in requests for t in share.tokens(rows.begin, rows.end)]
+        slots = [share.slot(rows.table, t, block_size) for rows, t in places]
+        tables = [
+            torch.tensor(rows.table[: blocks_for(rows.end, block_size)], device=device) for rows in requests
+        ]
+        tokens = [[rows.tokens[t - rows.begin]] for rows, t in places]
+        positions = [[t] for _, t in places]
+
+        def column(numbers: list[list[int]]) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int64, device=device).view(-1, 1)
+
+        slots_here = torch.tensor(slots, dtype=torch.int64, device=device)
+        return cls(requests, column(tokens), column(positions), slots_here, tables)
+
+
+class PagedCore:
+    """Replaces the core of one attention module for one pass: finds keys and values by the requests' tables."""
+
+    def __init__(self, core: AttentionCore, memory: BlockMemory, of_pass: Pass):
+        self.core, self.memory, self.of_pass = core, memory, of_pass
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, positions: Tensor | None = None
+    ) -> Tensor:
+        """Return each new token's attention over its own request's tokens so far.
+
+        q, out  [N, H, 1, head_dim]      k, v  [N, h_kv, 1, head_dim]    of the pass's N new tokens
+
+        A request is one document, so `positions` are not needed: the tables determine them.
+        """
+        self.memory.write(self.of_pass.slots, k.squeeze(2), v.squeeze(2))
+        outs, first = [], 0
+        for rows, table in zip(self.of_pass.requests, self.of_pass.tables):
+            begin = rows.begin
+            for end, keys, values in self.memory.views(table, rows.begin, rows.end):
+                own = q[first : first + end - begin].permute(2, 1, 0, 3)  # [1, H, T, head_dim]
+                outs.append(self.core(own, keys, values, causal=True).permute(2, 1, 0, 3))
+                first, begin = first + end - begin, end
+        return torch.cat(outs)
+
+
+class PagedModel:
+    """A model or a stage of it, possibly cut over tp and ep, whose keys and values are stored in the blocks of a pool.
+
+    mesh  None, or the mesh of its ranks: each cp rank stores a part of every block (`split_keys.py`), and each ep rank has
+          its own experts (`expert_shares.py`)
+
+    Raises ValueError if keys and values cannot be cached (experts with a capacity, under which a token's result depends on
+    other requests' tokens, or a model changed by `context_parallel`), if cp does not divide the block size, or if the
+    experts are not split over the ep ranks.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        pool: BlockPool,
+        one_by_one: bool = False,
+        cache_bits: int | None = None,
+        cache_group: int = 64,
+        mesh: Mesh | None = None,
+    ):
+        require_cacheable(model.config, 1 if mesh is None else mesh.sizes["cp"], cache_bits)
+        self.mixtures = spread_mixtures(model, mesh)
+        self.cp = None if mesh is None or mesh.sizes["cp"] == 1 else mesh.comm("cp")
+        self.ep = None if mesh is None else mesh.comm("ep")
+        self.share = WHOLE if self.cp is None else Share(self.cp.rank, self.cp.size)
+        require_divides("cp", self.share.size, "block_size", pool.block_size)
+        if model.overrides.default_positions is not None:
+            raise ValueError("default_positions has been replaced: this model reads a part of every sample")
+        self.model, self.pool, self.one_by_one = model, pool, one_by_one
+        self.attentions = [m for m in model.modules() if isinstance(m, Attention)]
+        weight = next(model.parameters())
+        make: Callable[..., BlockMemory] = BlockMemory
+        if cache_bits is not None:
+            group = min(cache_group, model.config.head_dim)
+            check_quantization(model.config, cache_bits, group)
+            make = partial(QuantizedBlockMemory, bits=cache_bits, group=group)
+        of_share = pool if self.cp is None else BlockPool(pool.num_blocks, pool.block_size // self.share.size)
+        kind = weight.dtype, weight.device
+        self.memories = [
+            LatentBlockMemory(of_share, a.latent_dim + a.rope_dim, *kind)
+            if isinstance(a, LatentAttention)
+            else make(of_share, a.num_kv_heads, a.head_dim, *kind)
+            for a in self.attentions
+        ]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @torch.no_grad()
+    def __call__(self, requests: Sequence[Rows], hidden: Tensor | None = None) -> Tensor:
+        """Read the new tokens of these requests; return the logits of all N rows, [N, V], or a stage's output, [N, 1, D].
+
+        hidden  the input of a stage that is not the first, [N, 1, D]
+
+        Under cp, N counts the rows of this rank: `num_rows`.
+
+        Raises RuntimeError if a request would write to a block that others hold too.
+        """
+        b = self.pool.block_size
+        for rows in requests:
+            for block in rows.table[rows.begin // b : blocks_for(rows.end, b)]:
+                self.pool.require_writable(block)
+        if not self.one_by_one:
+            return self._read(requests, hidden)
+        single = [
+            Rows([token], rows.begin + i, rows.table)
+            for rows in requests
+            for i, token in enumerate(rows.tokens)
+        ]
+        inputs = (
+            [None] * len(single) if hidden is None else hidden.split([self.num_rows([x]) for x in single])
+        )
+        return torch.cat([self._read([row], x) for row, x in zip(single, inputs)])
+
+    def num_rows(self, requests: Sequence[Rows]) -> int:
+        """Return the number of new tokens that this rank computes: its share under cp, otherwise all."""
+        return sum(len(self.share.tokens(rows.begin, rows.end)) for rows in requests)
+
+    def copy_block(self, source: int, destination: int) -> None:
+        for memory in self.memories:
+            memory.copy(source, destination)
+
+    def settle(self, table: Sequence[int], num_tokens: int) -> None:
+        """Note that these tokens are final, so that their blocks may be rounded."""
+        for memory in self.memories:
+            memory.settle(table, num_tokens)
+
+    def save(self, table: Sequence[int]) -> list[list[Tensor]]:
+        """Return copies of a request's blocks in CPU memory, of each layer."""
+        where = torch.tensor(table, device=self.device)
+        return [memory.save(where) for memory in self.memories]
+
+    def load(self, table: Sequence[int], saved: Sequence[list[Tensor]]) -> None:
+        """Write what `save` returned to other blocks."""
+        where = torch.tensor(table, device=self.device)
+        for memory, blocks in zip(self.memories, saved, strict=True):
+            memory.load(where, blocks)
+
+    def _read(self, requests: Sequence[Rows], hidden: Tensor | None) -> Tensor:
+        of_pass = Pass.of(requests, self.pool.block_size, self.device, self.share)
+        with self._paged(of_pass):
+            out: Tensor = self.model(of_pass.tokens if hidden is None else hidden)
+        return out.squeeze(1) if self.model.last else out
+
+    @contextmanager
+    def _paged(self, of_pass: Pass) -> Iterator[None]:
+        was_training, cores = self.model.training, [a.overrides.core for a in self.attentions]
+        self.model.eval()
+        self.model.overrides.default_positions = lambda T, device: of_pass.positions
+        for attention, core in zip(self.attentions, self._cores(of_pass)):
+            attention.overrides.core, attention.overrides.absorbed = core, True
+        dispatches = [moe.overrides.dispatch_tokens for moe in self.mixtures]
+        if self.ep is not None and self.cp is None:
+            for moe in self.mixtures:
+                moe.overrides.dispatch_tokens = partial(OwnShare, self.ep)
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+            self.model.overrides.default_positions = None
+            for attention, old in zip(self.attentions, cores):
+                attention.overrides.core, attention.overrides.absorbed = old, False
+            for moe, dispatch in zip(self.mixtures, dispatches):
+                moe.overrides.dispatch_tokens = dispatch
+
+    def _cores(self, of_pass: Pass) -> list[AttentionCore]:
+        """Return the cores that replace those of the attention modules for one pass."""
+        if self.cp is None:
+            return [PagedCore(a.core, memory, of_pass) for a, memory in zip(self.attentions, self.memories)]
+        a, cp = self.attentions[0], self.cp
+        by_ring = [
+            goes_by_ring(rows, cp.size, a.num_heads, a.num_kv_heads, a.head_dim) for rows in of_pass.requests
+        ]
+        ways = SplitPass.of(of_pass.requests, cp, by_ring, self.device)
+        return [SplitCore(cp, memory, of_pass, ways) for memory in self.memories]

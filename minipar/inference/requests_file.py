@@ -1,0 +1,91 @@
+"""Requests in a file, one JSON object per line, and results in another file, each written as soon as it is known."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from minipar.inference.request import Request
+from minipar.support.errors import one_of
+
+FIELDS = [field.name for field in dataclasses.fields(Request)]
+
+
+def read_requests(path: Path, encode: Callable[[str], list[int]]) -> list[Request | str]:
+    """Return the request of each line that is not blank, or a one-line message where a line is not a request.
+
+    A line has the fields of `Request`; its prompt is a text, or a list of token ids:
+
+        {"prompt": "The ", "max_new_tokens": 20, "temperature": 0.7, "seed": 3, "arrival_s": 0.5}
+    """
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [_request(number, line, encode) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Request | str:
+    try:
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError(
+                'a request is an object of JSON, such as {"prompt": "The ", "max_new_tokens": 20}'
+            )
+        if unknown := [name for name in values if name not in FIELDS]:
+            raise ValueError(
+                f"{unknown[0]!r} is no field of a request; use {one_of(FIELDS, near=unknown[0])}"
+            )
+        if lacking := [name for name in FIELDS[:2] if name not in values]:
+            raise ValueError(f"{lacking[0]} is missing")
+        if isinstance(values["prompt"], str):
+            values["prompt"] = encode(values["prompt"])
+        return Request(**values)
+    except json.JSONDecodeError as error:
+        return f"line {number}: no JSON: {error.msg} at column {error.colno}"
+    except ValueError as error:
+        return f"line {number}: {error}"
+
+
+class ResultsFile:
+    """A file to which each result is appended as soon as it is known, so that results are kept however the service ends.
+
+    Raises ValueError if the file cannot be written; the lines before the failing one remain, and none is cut short.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._end = path, 0
+        try:
+            self._file = path.open("wb", buffering=0)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+
+    def append(self, line: str) -> None:
+        data = line.encode()
+        try:
+            if (written := self._file.write(data)) < len(
+                data
+            ):  # if the disk is full, the next write reports it
+                self._file.write(data[written:])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise ValueError(f"{self.path} cannot be written: {error.strerror}") from None
+        self._end += len(data)
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def result_line(number: int, tokens: list[int], text: str, error: str | None) -> str:
+    """Return the line of a result, with the index of its request among the lines that are not blank."""
+    values: dict[str, Any] = {"request": number}
+    values |= {"tokens": tokens, "text": text} if error is None else {"error": error}
+    return json.dumps(values, ensure_ascii=False) + "\n"

@@ -1,0 +1,30 @@
+"""Exercises: write a function yourself; the library's own specification checks it, and says in a sentence what is wrong.
+
+    minipar exercise list                  all exercises, and your progress
+    minipar exercise start shift           writes exercises/shift.py: signature, shapes, formula, and a hole to fill in
+    minipar exercise check shift           runs it on real ranks; --watch checks again whenever the file is saved
+    minipar exercise hint shift            one of three hints
+    minipar exercise solution shift        the source, in minipar.simple or in the library
+    minipar exercise cards                 ten problems for pen and paper, with new numbers each time; cards 06: a lesson's
+    minipar exercise project my_framework  a small framework in ten pieces, each checked; it can train after each
+
+In reading order:
+
+exercises.toml   every exercise: its specification, its solution, its time, what it builds on, three hints
+registry.py      the exercises as Python values
+stubs/           the files that `start` copies
+folder.py        the learner's folder: start, progress, which hint comes next
+check.py         checking a learner's file against a specification, stage by stage, in the ranks' own processes
+examine.py       faults found before the checks: a missing function, a wrong signature, an error in the file
+recording.py     recording a learner's run, to draw it
+solution.py      the source of a solution, with the helpers it uses
+project.toml     the ten steps of the project
+project.py       the learner's framework: start, check, train with the pieces written so far
+problems/        problems for pen and paper: three for each lesson
+cards.py         asking them, and the page lessons/problems.md
+command.py       the command `minipar exercise`
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

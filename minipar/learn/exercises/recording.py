@@ -1,0 +1,44 @@
+"""Records of a learner's run, to draw it: the messages of four ranks with times, or the schedule that the code makes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from minipar.comm import Comm
+from minipar.learn.exercises.registry import Exercise
+from minipar.runtime.launch import run
+from minipar.schedules import Schedule
+from minipar.spec.all_specifications import SPECIFICATIONS
+from minipar.spec.from_file import FromFile, checked, recorded
+from minipar.support.errors import RankError
+from minipar.support.trace import Span
+
+RANKS, MICROBATCHES = 4, 8
+
+
+def record_schedule(exercise: Exercise, path: Path) -> Schedule | None:
+    """Return the schedule of 4 ranks and 8 microbatches, or None if the exercise makes no schedules."""
+    if not exercise.specification.startswith("schedule_"):
+        return None
+    source = FromFile(str(path.resolve()), tuple(exercise.solution))
+    try:
+        schedule: Schedule = run(checked, _schedule, source, world_size=1)[0]
+        return schedule
+    except RankError:
+        return None
+
+
+def record_spans(exercise: Exercise, path: Path) -> dict[int, list[Span]]:
+    """Record a run of the stage with the fewest calls on the most ranks; return each rank's spans, {} if none sends."""
+    stages = {stage.name: stage for stage in SPECIFICATIONS[exercise.specification].stages}
+    with tempfile.TemporaryDirectory() as folder:
+        source = FromFile(str(path.resolve()), tuple(exercise.solution), trace_to=folder)
+        stages.get("bytes", stages["small"]).test(source)
+        spans = recorded(folder)
+    return spans if any(s.kind == "communicate" for own in spans.values() for s in own) else {}
+
+
+def _schedule(world: Comm, make: Callable[[int, int], Schedule]) -> Schedule:
+    return make(RANKS, MICROBATCHES)

@@ -1,0 +1,8 @@
+"""The files of `minipar exercise project` that are not the stub of an exercise.
+
+comm.py             a group of ranks, and its messages
+collectives.py      reduce-scatter, all-gather and all-reduce
+ddp.py              averaged gradients, and DDP
+tensor_parallel.py  a column- and a row-parallel matrix, between any two operators
+train.py            trains with all of them; it runs from the first step on
+"""

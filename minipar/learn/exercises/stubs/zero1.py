@@ -1,0 +1,23 @@
+"""ZeRO-1: every rank keeps the optimizer state of 1/p of every parameter.
+
+    step    my part of the gradient = 1/p * sum over ranks      (p-1)/p P elements sent, of P parameters
+            update my part of the parameters
+            gather all parts                                    (p-1)/p P elements
+
+Checked: the parameters of one process, with SGD and AdamW; 2(p-1)/p P elements sent; 1/p of the state held.
+"""
+
+
+class Zero1:
+    """Runs optimizer_cls(parts, **options). All ranks start with rank 0's parameters, which are not sharded."""
+
+    def __init__(self, params, optimizer_cls, comm, **options):
+        raise NotImplementedError
+
+    def step(self):
+        """Update all parameters, on every rank, from the mean of the ranks' .grad, each of its own batch."""
+        raise NotImplementedError
+
+    def zero_grad(self):
+        """Forget the gradients."""
+        raise NotImplementedError

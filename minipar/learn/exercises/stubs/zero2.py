@@ -1,0 +1,20 @@
+"""ZeRO-2: gradients are sharded too. Each gradient is reduced to shards as soon as the backward has computed it.
+
+Checked: as for ZeRO-1; between backward() and step(), 1/p of the gradients are held; two backwards before a step accumulate
+gradients.
+"""
+
+
+class Zero2:
+    """Runs optimizer_cls(parts, **options). All ranks start with rank 0's parameters, which are not sharded."""
+
+    def __init__(self, params, optimizer_cls, comm, **options):
+        raise NotImplementedError
+
+    def step(self):
+        """Update all parameters, on every rank."""
+        raise NotImplementedError
+
+    def zero_grad(self):
+        """Forget the gradients."""
+        raise NotImplementedError

@@ -1,0 +1,12 @@
+"""Real bugs of distributed training and inference, each as a small fault that can be run. In reading order:
+
+exhibit.py       an exhibit: the fault, its story, and the check that finds it
+mesh_faults.py   faults in the library, shown by `verify` and by the loss curve of a training
+floor_faults.py  faults in `minipar.simple`, and snippets found in tutorials, shown by a specification
+serving.py       an exhibit of inference compares texts of requests served together with those of each served alone
+serving_faults.py  faults in the library's engine
+drawing.py       a drawing of a pipeline that cannot exist
+gallery.toml     the story of each exhibit, by symptom
+gallery.py       all exhibits: gallery.toml joined with the faulty code
+command.py       `minipar museum`
+"""

@@ -1,0 +1,42 @@
+"""The ten puzzles, in the order in which they build on each other."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from minipar.learn.puzzles.fsdp import FSDP
+from minipar.learn.puzzles.naive_all_reduce import NAIVE_ALL_REDUCE
+from minipar.learn.puzzles.one_f_one_b import ONE_F_ONE_B
+from minipar.learn.puzzles.overlap import OVERLAP
+from minipar.learn.puzzles.puzzle import Puzzle
+from minipar.learn.puzzles.ring_all_reduce import RING_ALL_REDUCE
+from minipar.learn.puzzles.ring_attention import RING_ATTENTION
+from minipar.learn.puzzles.split_mlp import SPLIT_MLP
+from minipar.learn.puzzles.two_halves import TWO_HALVES
+from minipar.learn.puzzles.whole_mesh import WHOLE_MESH
+from minipar.learn.puzzles.zero2 import ZERO2
+
+PUZZLES = {
+    puzzle.name: puzzle
+    for puzzle in (
+        NAIVE_ALL_REDUCE,
+        RING_ALL_REDUCE,
+        TWO_HALVES,
+        OVERLAP,
+        ZERO2,
+        FSDP,
+        ONE_F_ONE_B,
+        SPLIT_MLP,
+        RING_ATTENTION,
+        WHOLE_MESH,
+    )
+}
+
+
+def find_puzzle(name: str) -> Puzzle:
+    """Return the puzzle of this name. Raises ValueError, with the most similar name, if there is none."""
+    if name in PUZZLES:
+        return PUZZLES[name]
+    near = get_close_matches(name, PUZZLES, 1)
+    meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(PUZZLES)}"
+    raise ValueError(f"name={name!r} is no puzzle; {meant}")

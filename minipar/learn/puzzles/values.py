@@ -1,0 +1,185 @@
+"""Values: tensors without numbers, which know whose parts were added into them and which rank's memory they occupy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+Parts = dict[str, Fraction]
+"""Whose part is in a sum, and how often: {"rank 2": 1}; of an average of four, {"rank 2": 1/4}."""
+
+
+class Fault(Exception):
+    """A mistake in the learner's program, in words."""
+
+
+class Memory:
+    """The bytes that one rank holds, and how they changed.
+
+    They are counted whenever the rank's program waits: short-lived results between two awaits cost nothing.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.held_bytes = 0
+        self.history: list[
+            tuple[float, int, int | None]
+        ] = []  # (time in seconds, bytes, line of the program)
+
+    def note(self, time_s: float, line: int | None) -> None:
+        """Count what is held now; `line` is where the program waits."""
+        self.history.append((time_s, self.held_bytes, line))
+
+    def peak(self) -> tuple[float, int, int | None]:
+        """Return the time, the bytes and the line at which the rank held the most."""
+        return max(self.history, key=lambda entry: entry[1], default=(0.0, 0, None))
+
+
+class Storage:
+    """Bytes of a rank's memory, from its creation until nothing refers to it any more."""
+
+    __slots__ = ("_memory", "_num_bytes")
+
+    def __init__(self, memory: Memory, num_bytes: int) -> None:
+        self._memory, self._num_bytes = memory, num_bytes
+        memory.held_bytes += num_bytes
+
+    def __del__(self) -> None:
+        self._memory.held_bytes -= self._num_bytes
+
+
+class Value:
+    """A tensor, or some chunks of one. It never changes; sums are new values, chunks are views of the same memory.
+
+    of      what it is: "gradient of layer 2"; only values of the same thing can be added
+    blocks  the chunks that it has: their number in the whole tensor, and whose parts were added into each
+    about   what a puzzle's own functions need to know, such as the microbatch
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        of: str,
+        blocks: Iterable[tuple[int, Parts]],
+        block_bytes: int,
+        about: tuple[int, ...] = (),
+        storage: Storage | None = None,
+    ) -> None:
+        self.of, self.blocks, self.block_bytes, self.about = of, tuple(blocks), block_bytes, about
+        self._memory = memory
+        self._storage = storage or Storage(memory, len(self.blocks) * block_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its chunks, whether it is a view or not."""
+        return len(self.blocks) * self.block_bytes
+
+    @property
+    def rank(self) -> int:
+        """The rank in whose memory it is."""
+        return self._memory.rank
+
+    def chunks(self, num_chunks: int) -> list[Value]:
+        """Cut into equal chunks, as views: while one of them lives, the whole occupies memory.
+
+        Raises Fault where the number of chunks does not divide the value.
+        """
+        total = len(self.blocks)
+        if not isinstance(num_chunks, int) or num_chunks < 1 or total % num_chunks:
+            raise Fault(f"chunks({num_chunks}) does not cut {self} evenly; it has {total} pieces")
+        each = total // num_chunks
+        cuts = [self.blocks[i * each : (i + 1) * each] for i in range(num_chunks)]
+        return [
+            Value(self._memory, self.of, cut, self.block_bytes, self.about, self._storage) for cut in cuts
+        ]
+
+    def on(self, memory: Memory) -> Value:
+        """Return a copy in this memory, as a message makes one."""
+        return Value(memory, self.of, self.blocks, self.block_bytes, self.about)
+
+    def __add__(self, other: object) -> Value:
+        if hasattr(other, "__await__"):
+            raise Fault("this adds something that was not awaited: write await before the call")
+        if not isinstance(other, Value):
+            raise Fault(f"this adds {other!r} to {self}; only values can be added")
+        same_rank(self, other)
+        if (self.of, self.about) != (other.of, other.about):
+            raise Fault(f"this adds the {other.of} to the {self.of}")
+        if self.indices != other.indices:
+            raise Fault(f"this adds {other} to {self}, which are different elements")
+        blocks = []
+        for (index, mine), (_, theirs) in zip(self.blocks, other.blocks):
+            blocks.append(
+                (index, {who: mine.get(who, Fraction()) + theirs.get(who, 0) for who in mine | theirs})
+            )
+        return Value(self._memory, self.of, blocks, self.block_bytes, self.about)
+
+    def __radd__(self, other: object) -> Value:
+        if other == 0:  # where sum() begins
+            return self
+        return self + other
+
+    def __mul__(self, factor: object) -> Value:
+        if not isinstance(factor, int | float | Fraction):
+            raise Fault(f"this multiplies {self} by {factor!r}, which is no number")
+        exact = Fraction(factor).limit_denominator(10**6)
+        blocks = [(index, {who: n * exact for who, n in parts.items()}) for index, parts in self.blocks]
+        return Value(self._memory, self.of, blocks, self.block_bytes, self.about)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: object) -> Value:
+        if not isinstance(divisor, int | float | Fraction) or divisor == 0:
+            raise Fault(f"this divides {self} by {divisor!r}")
+        return self * (1 / Fraction(divisor))
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The numbers of its chunks in the whole tensor."""
+        return tuple(index for index, _ in self.blocks)
+
+    def __repr__(self) -> str:
+        whole = self.indices == tuple(range(len(self.blocks))) and len(self.blocks) != 1
+        names = " and ".join(f"chunk {index}" for index in self.indices)
+        return f"the {self.of}" if whole else f"{names} of the {self.of}"
+
+
+def join(values: Sequence[Value]) -> Value:
+    """Put chunks together, in the order given, in new memory. Raises Fault where they don't belong together."""
+    values = list(values)
+    for value in values:
+        if not isinstance(value, Value):
+            raise Fault(f"join is given {value!r}; it takes a list of values")
+    if not values:
+        raise Fault("join is given an empty list")
+    first = values[0]
+    for value in values[1:]:
+        same_rank(first, value)
+        if (value.of, value.about) != (first.of, first.about):
+            raise Fault(f"this joins the {value.of} to the {first.of}")
+    blocks = [block for value in values for block in value.blocks]
+    return Value(first._memory, first.of, blocks, first.block_bytes, first.about)
+
+
+def same_rank(mine: Value, other: Value) -> None:
+    """Raise Fault where two values are on different ranks."""
+    if mine.rank != other.rank:
+        raise Fault(
+            f"this uses a value of rank {other.rank} on rank {mine.rank}, and no message brought it there"
+        )
+
+
+def parts_of(*names: str) -> Parts:
+    """Return the parts of a sum into which each of these was added once."""
+    return dict.fromkeys(names, Fraction(1))
+
+
+def missing_parts(names: list[str]) -> str:
+    """Return "the part of a is", or "the parts of a and b are"."""
+    return f"the parts of {listed(names)} are" if len(names) > 1 else f"the part of {names[0]} is"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

@@ -1,0 +1,327 @@
+"""Verdicts: what is wrong with a learner's program, in one sentence; its bytes, time and memory beside the best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from minipar.learn.puzzles.network import Request, Task
+from minipar.learn.puzzles.puzzle import Limit, Puzzle, Wanted
+from minipar.learn.puzzles.running import EndlessLoop, Run, compiled, run
+from minipar.learn.puzzles.values import Fault, Parts, Value, listed, missing_parts
+
+ROUNDING = 1 + 1e-9
+
+
+class Figure(NamedTuple):
+    """A measured figure beside its limit and the best known; in bytes or seconds."""
+
+    name: str
+    value: float
+    most: float
+    best: float
+    formula: str
+
+
+class Verdict(NamedTuple):
+    """Whether the program solves the puzzle; why not, in words; and the line of the program at fault, where one is.
+
+    `run` is the run that was judged, None where the source cannot be compiled; `figures` are of that run.
+    """
+
+    is_right: bool
+    text: str
+    line: int | None
+    figures: tuple[Figure, ...]
+    run: Run | None
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        return "\n".join([f"{where}{self.text}", *(figure_text(f) for f in self.figures)])
+
+
+def check(puzzle: Puzzle, source: str) -> Verdict:
+    """Run a program on each of the puzzle's sizes; return the verdict on the first that is wrong, or on the first size."""
+    try:
+        code = compiled(source)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        return Verdict(
+            False, f"Python cannot read the program: {getattr(error, 'msg', error)}", line, (), None
+        )
+    first = judged(run(puzzle, code, puzzle.sizes[0]))
+    if not first.is_right:
+        return first
+    for size in puzzle.sizes[1:]:
+        verdict = judged(run(puzzle, code, size))
+        if not verdict.is_right:
+            return verdict._replace(text=f"right on {puzzle.sizes[0]} ranks, but on {size}: {verdict.text}")
+    return first
+
+
+def judged(done: Run) -> Verdict:
+    """Return the verdict on one run: what stopped it, who waits, whose parts are wrong, and then what it cost."""
+    for fault in (_stopped, _forgotten, _waiting, _wrong_result, _unread):
+        found = fault(done)
+        if found:
+            return Verdict(False, *found, (), done)
+    figures = _figures(done)
+    for fault in (_sent, _memory, _seconds):
+        found = fault(done)
+        if found:
+            return Verdict(False, *found, figures, done)
+    return Verdict(True, _praise(figures), None, figures, done)
+
+
+Found = tuple[str, int | None] | None
+
+
+# What stopped it ----------------------------------------------------------------------------------------------------------
+
+
+def _stopped(done: Run) -> Found:
+    if done.stopped is None:
+        return None
+    error, rank = done.stopped.error, done.stopped.rank
+    if isinstance(error, Fault):
+        text = str(error)
+        return (text if f"rank {rank}" in text else f"on rank {rank}, {text}"), done.stopped.line
+    if isinstance(error, EndlessLoop):
+        return f"rank {rank} is {error}", done.stopped.line
+    if isinstance(error, NotImplementedError):
+        return "this is where your program goes", done.stopped.line
+    if isinstance(error, RecursionError):
+        return f"on rank {rank}, a function calls itself without end", done.stopped.line
+    return f"on rank {rank}: {type(error).__name__}: {error}", done.stopped.line
+
+
+def _forgotten(done: Run) -> Found:
+    for rank, name, line in done.forgotten:
+        return f"rank {rank} never awaits comm.{name}, so it does not happen: write await before it", line
+    return None
+
+
+# Who waits ----------------------------------------------------------------------------------------------------------------
+
+
+def _waiting(done: Run) -> Found:
+    # Of a rank that waits for several messages, the first wait.
+    stuck = reversed(done.world.tasks)
+    waits = {task.rank: task.waits for task in stuck if task.waits and task.waits.kind == "recv"}
+    if not waits:
+        return None
+    cycle = _cycle({rank: request.peer for rank, request in waits.items()})
+    named = cycle or [next(rank for rank, request in waits.items() if request.peer not in waits)]
+    sentence = "; ".join(_waits(rank, waits[rank], done) for rank in named)
+    kind = "deadlock, " if cycle else ""
+    return f"{kind}after {_ms(done.world.now_s)} nothing moves: {sentence}", waits[named[0]].line
+
+
+def _cycle(waits_for: dict[int, int]) -> list[int]:
+    """Return the ranks of a circle of waiting, [] if there is none."""
+    for first in waits_for:
+        path = [first]
+        while waits_for.get(path[-1]) is not None:
+            after = waits_for[path[-1]]
+            if after in path:
+                circle = path[path.index(after) :]
+                begin = circle.index(min(circle))
+                return circle[begin:] + circle[:begin]
+            path.append(after)
+    return []
+
+
+def _waits(rank: int, request: Request, done: Run) -> str:
+    goes_on = any(task.rank == request.peer for task in done.world.tasks)
+    ended = "" if goes_on else ", which has ended"
+    where = f" in line {request.line}" if request.line else ""
+    return f"rank {rank} waits{where} for a message from rank {request.peer}{ended}"
+
+
+def _unread(done: Run) -> Found:
+    for sender, receiver, line in done.world.unread():
+        return f"rank {sender} sends a message to rank {receiver} that rank {receiver} never receives", line
+    return None
+
+
+# Whose parts are wrong --------------------------------------------------------------------------------------------------
+
+
+def _wrong_result(done: Run) -> Found:
+    for rank, result in enumerate(done.results):
+        found = difference(result, done.job.wanted(rank), rank)
+        if found:
+            return found, None
+    return None
+
+
+def difference(got: Any, wanted: Any, rank: int, place: str = "") -> str | None:
+    """Say in words how a rank's result differs from what is wanted; None where it doesn't."""
+    whose = f"rank {rank}"
+    if isinstance(wanted, list | tuple) and not isinstance(wanted, Wanted):
+        what = f"{len(wanted)} values"
+        if not isinstance(got, list | tuple):
+            return f"{whose} returns {_described(got)}; it should return {what}"
+        if len(got) != len(wanted):
+            return f"{whose} returns {len(got)} values; it should return {what}"
+        for number, (one, other) in enumerate(zip(got, wanted)):
+            found = difference(one, other, rank, f" at place {number}")
+            if found:
+                return found
+        return None
+    if not isinstance(got, Value):
+        return f"{whose} returns {_described(got)}{place}; it should return the {wanted.of}"
+    if got.rank != rank:
+        return f"{whose} returns a value of rank {got.rank}, which no message brought there"
+    if got.of != wanted.of:
+        return f"{whose} returns the {got.of}{place}; it should be the {wanted.of}"
+    return _wrong_chunks(got, wanted, whose) or _wrong_parts(got, wanted, whose)
+
+
+def _described(got: Any) -> str:
+    if got is None:
+        return "nothing"
+    if isinstance(got, Task) or hasattr(got, "__await__"):
+        return "something that was not awaited"
+    if isinstance(got, list | tuple):
+        return f"a {type(got).__name__} of {len(got)}"
+    return str(got) if isinstance(got, Value) else repr(got)[:60]
+
+
+def _wrong_chunks(got: Value, wanted: Wanted, whose: str) -> str | None:
+    have, need = got.indices, tuple(index for index, _ in wanted.blocks)
+    if have == need:
+        return None
+    for index in need:
+        if index not in have:
+            others = f"; it has {_named('chunk', have)}" if len(need) == 1 else ""
+            return f"chunk {index} is missing from what {whose} returns, the {wanted.of}{others}"
+    for index in have:
+        if index not in need:
+            return f"{whose} returns chunk {index} of the {wanted.of} too, which is not its own"
+        if have.count(index) > 1:
+            return (
+                f"chunk {index} is there {_times(have.count(index))} in the {wanted.of} that {whose} returns"
+            )
+    return f"{whose} returns the chunks of the {wanted.of} in the order {list(have)}"
+
+
+def _wrong_parts(got: Value, wanted: Wanted, whose: str) -> str | None:
+    wrong = []
+    for (index, parts), (_, need) in zip(got.blocks, wanted.blocks):
+        said = wrong_parts(parts, need)
+        if said:
+            wrong.append((index, said))
+    if not wrong:
+        return None
+    index, said = wrong[0]
+    everywhere = len(wrong) == len(wanted.blocks) and all(other == said for _, other in wrong)
+    where = "" if everywhere else f", chunk {index}"
+    return f"in the {wanted.of} that {whose} returns{where}, {said}"
+
+
+def wrong_parts(got: Parts, wanted: Parts) -> str | None:
+    """Say whose part is missing, comes too often, or does not belong in a sum; None where all is well."""
+    missing = [who for who in wanted if not got.get(who)]
+    if missing:
+        return f"{missing_parts(missing)} missing"
+    foreign = [who for who, count in got.items() if count and who not in wanted]
+    if foreign:
+        return f"{listed(foreign)} {'have' if len(foreign) > 1 else 'has'} no part, and yet it is there"
+    ratios = {who: Fraction(got[who]) / wanted[who] for who in wanted}
+    unlike = [who for who, ratio in ratios.items() if ratio != 1]
+    if not unlike:
+        return None
+    ratio = ratios[unlike[0]]
+    if len(unlike) == len(wanted) and len(set(ratios.values())) == 1:
+        if ratio > 1:
+            return f"everything counts {_times(ratio)}: {_too_large(ratio, wanted)}"
+        return f"everything counts {ratio}: it was divided once too often"
+    if wanted[unlike[0]] == 1:
+        return f"the part of {unlike[0]} comes {_times(ratio)}"
+    return f"the part of {unlike[0]} counts {got[unlike[0]]}, and should count {wanted[unlike[0]]}"
+
+
+def _too_large(ratio: Fraction, wanted: Parts) -> str:
+    is_average = any(count < 1 for count in wanted.values())
+    return f"a sum, where the average is asked for; divide by {ratio}" if is_average else "it was added twice"
+
+
+def _times(count: Fraction | int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _named(noun: str, numbers: Iterable[int]) -> str:
+    return listed(f"{noun} {number}" for number in numbers) if numbers else f"no {noun}"
+
+
+# What it cost -------------------------------------------------------------------------------------------------------------
+
+
+def _figures(done: Run) -> tuple[Figure, ...]:
+    job, world = done.job, done.world
+    figures = [
+        Figure("sent by the busiest rank", max(world.sent_bytes), *job.sent),
+        Figure("time", world.now_s, *job.seconds),
+    ]
+    peaks = [memory.peak()[1] for memory in world.memories]
+    limits = job.memory
+    if limits is None:
+        figures.append(Figure("held by the fullest rank", max(peaks), float("inf"), float("inf"), ""))
+    else:
+        fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank].most)
+        figures.append(Figure(f"held by rank {fullest}", peaks[fullest], *limits[fullest]))
+    return tuple(figures)
+
+
+def _sent(done: Run) -> Found:
+    most = max(done.world.sent_bytes)
+    limit = done.job.sent
+    if most <= limit.most * ROUNDING:
+        return None
+    rank = done.world.sent_bytes.index(most)
+    return f"the result is right, but rank {rank} sends {_mb(most)}; {_enough(limit, _mb)}", None
+
+
+def _memory(done: Run) -> Found:
+    for rank, limit in enumerate(done.job.memory or ()):
+        time_s, num_bytes, line = done.world.memories[rank].peak()
+        if num_bytes > limit.most * ROUNDING:
+            said = f"rank {rank} holds {_mb(num_bytes)} after {_ms(time_s)}; {_enough(limit, _mb)}"
+            return f"the result is right, but {said}", line
+    return None
+
+
+def _seconds(done: Run) -> Found:
+    limit = done.job.seconds
+    if done.world.now_s <= limit.most * ROUNDING:
+        return None
+    return f"the result is right, but it takes {_ms(done.world.now_s)}; {_enough(limit, _ms)}", None
+
+
+def _enough(limit: Limit, unit: Any) -> str:
+    if limit.most == limit.best:
+        return f"{unit(limit.best)} is enough: {limit.formula}"
+    return f"the limit is {unit(limit.most)}, and the best known {unit(limit.best)}: {limit.formula}"
+
+
+def _praise(figures: tuple[Figure, ...]) -> str:
+    better = {"sent": "sends less", "time": "is faster", "held": "holds less"}
+    unlike = [better[f.name.split()[0]] for f in figures if f.formula and f.value > f.best * (1 + 1e-6)]
+    return f"right; the best known {listed(unlike)}" if unlike else "right, and as good as the best known"
+
+
+def figure_text(figure: Figure) -> str:
+    """Return a figure as a line of text."""
+    unit = _ms if figure.name == "time" else _mb
+    best = f"; best known {unit(figure.best)} = {figure.formula}" if figure.formula else ""
+    return f"{figure.name}: {unit(figure.value)}{best}"
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.6g} MB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

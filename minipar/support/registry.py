@@ -1,0 +1,188 @@
+"""Settings that a run chooses by name, and the extras that add choices. Imports no torch.
+
+A package of the core declares a `Kind` with the core's own choices. An extra, from this project or another, adds a choice
+by an entry point in the group "minipar.extras", named by the kind and the choice:
+
+    [project.entry-points."minipar.extras"]
+    "schedule.hanayo" = "minipar.extras.schedules.choices:HANAYO"
+
+Names are read from the installed packages' metadata, and an extra is imported only when its name is used. If an extra's
+folder is removed, its names disappear and everything else still works.
+
+    kind         chosen by              a choice is                             the interface of what it loads
+    algorithm    --algorithm            a way to compute collectives            comm/collectives.py
+    schedule     --schedule             an order of the pipeline's work         schedules/registry.py
+    stage_state  a schedule's slices    what a stage keeps between two units    pipeline/stage_state.py
+    timeline     minipar timeline       a schedule that is only drawn           schedules/registry.py
+    optimizer    --optimizer            an optimizer over any mesh              train/optim.py
+    compress     --compress             what averages gradients                 train/averaging.py
+    offload      --offload              the memory in which states are stored   data_parallel/memory.py
+    tp_layout    --tp-layout            how tp cuts matrices                    train/parallelize.py
+    dispatch     --dispatch             how tokens reach their experts          expert/dispatch.py
+    products     --products             how linear layers multiply              model/products.py
+    membership   --membership           which ranks a run has                   train/trainer.py
+    view         minipar plan --view    a term of the cost, or another answer   cost/plan_command.py
+    server       minipar serve --NAME   how requests arrive                     cli/serve.py
+    command      minipar NAME           a command                               cli/__init__.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from minipar.support.errors import one_of
+
+GROUP = "minipar.extras"
+
+
+class Choice:
+    """One choice of a kind: what can be said about it without importing torch. Subclasses for a kind add methods.
+
+
+    help            a few words for `--help`
+    implementation  "module:name" of the choice's code, imported by `load`
+    options         None, or a frozen dataclass of `option` fields: the flags --KIND.FIELD, and the table [KIND] in TOML
+    """
+
+    help: str = ""
+    implementation: str = ""
+    options: type | None = None
+
+    def __init__(self, implementation: str = "", help: str = "", options: type | None = None):
+        self.implementation = implementation or self.implementation
+        self.help, self.options = help or self.help, options or self.options
+
+    def load(self) -> Any:
+        """Import and return the code of this choice."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(import_module(module), name)
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError, before any rank starts, if this choice does not fit the rest of a TrainConfig."""
+
+    def check_paths(self, config: Any) -> None:
+        """Raise ValueError if a file or a folder that the options name cannot be used."""
+
+    def variants(self, config: Any) -> Iterable[dict[str, Any]]:
+        """Return the values of `options` that `minipar verify --all` tries in turn."""
+        return ({},)
+
+    def not_priced(self, config: Any) -> str:
+        """Return, as name=value, the part of this choice that the planner does not price; "" if it prices everything."""
+        return ""
+
+
+C = TypeVar("C")
+
+
+class Found(NamedTuple):
+    """An extra's entry point, and the package that provides it."""
+
+    entry: EntryPoint
+    package: str
+
+    @property
+    def source(self) -> str:
+        return f"{self.entry.value} of the package {self.package}"
+
+
+class Kind(Mapping[str, C], Generic[C]):
+    """The choices of one kind by name: first the core's own, then the installed extras'.
+
+    Iterating yields names and imports no extra; `kind[name]` imports the extra with that name.
+    Raises ValueError for a name that no choice has or that two choices have, or if its extra cannot be imported.
+    """
+
+    def __init__(self, name: str, own: Mapping[str, C]):
+        self.name, self.own = name, dict(own)
+
+    def __getitem__(self, name: str) -> C:
+        found = _installed().get((self.name, name), [])
+        sources = ["minipar itself"] * (name in self.own) + [one.source for one in found]
+        if len(sources) > 1:
+            raise ValueError(
+                f"{self.name}={name!r} is the name of two: {' and '.join(sources)}; remove one package"
+            )
+        if name in self.own:
+            return self.own[name]
+        if not found:
+            known = f"use {self._one_of(name)}" if len(self) else "no package that is installed brings one"
+            raise ValueError(f"{self.name}={name!r} is unknown; {known}")
+        try:
+            choice: C = found[0].entry.load()
+            return choice
+        except Exception as error:  # another project's module may raise anything while it is imported
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(
+                f"{self.name}={name!r} is {found[0].source}, which cannot be imported: {why}"
+            ) from None
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.own
+        yield from (name for name in self.extras() if name not in self.own)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own or name in self.extras()
+
+    def extras(self) -> dict[str, str]:
+        """Return the names that extras add, each with its package. Imports no extra."""
+        return {
+            name: found[0].package
+            for (kind, name), found in sorted(_installed().items())
+            if kind == self.name and _is_there(found[0].entry.module)
+        }
+
+    def usable(self) -> dict[str, C]:
+        """Return the choices that can be imported, by name, for a sweep over all of them."""
+        found = {}
+        for name in self:
+            try:
+                found[name] = self[name]
+            except ValueError:
+                continue
+        return found
+
+    def _one_of(self, near: str) -> str:
+        packages = self.extras()
+        choices = one_of(self, near=near)
+        brought = next((name for name in packages if choices.endswith(f"did you mean {name}?")), None)
+        return choices if brought is None else f"{choices} (of the package {packages[brought]})"
+
+
+def _installed() -> dict[tuple[str, str], list[Found]]:
+    """Return the entry points of all extras by kind and name; they are read again if sys.path has changed."""
+    return _read(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _read(path: tuple[str, ...]) -> dict[tuple[str, str], list[Found]]:
+    found: dict[tuple[str, str], list[Found]] = {}
+    for entry in entry_points(group=GROUP):
+        kind, _, name = entry.name.partition(".")
+        package = entry.dist.name if entry.dist is not None else "?"
+        found.setdefault((kind, name), []).append(Found(entry, package))
+    return found
+
+
+def _is_there(module: str) -> bool:
+    """Return whether the module can be found. Imports nothing, not even its parent packages."""
+    top, *inside = module.split(".")
+    try:
+        spec = find_spec(top)
+    except (ImportError, ValueError):
+        return False
+    for name in inside:
+        if spec is None or spec.submodule_search_locations is None:
+            return False
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec is not None

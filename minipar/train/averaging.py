@@ -1,0 +1,110 @@
+"""The interface by which a run's gradients are averaged. The recipe, training steps and checkpoints call it.
+
+The core's implementation, `Plain`, averages uncompressed gradients. `--compress NAME` names another one: see
+`minipar.extras.compress`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from minipar.checkpoint.saver import StoredPart
+from minipar.comm import Comm
+from minipar.data_parallel.compressors import Compressors
+from minipar.data_parallel.optimizer_interface import OptimizerInterface
+from minipar.mesh import Placement
+from minipar.train.optim import Group
+
+if TYPE_CHECKING:
+    from minipar.checkpoint.restore import Checkpoint
+    from minipar.config.train_config import TrainConfig
+    from minipar.train.parallelize import RankState
+
+CommOf = Callable[[Tensor], Comm]  # from a parameter to the Comm over which its gradient is averaged
+Compress = Callable[[Comm], object]
+
+
+class Average(NamedTuple):
+    """One rank's record of a compressor's message: the tensors that this rank gave, and the means that all `ranks` got.
+
+    comm           the name of the Comm: experts may have one of their own with the same ranks
+    is_compressed  False for a plain mean
+    cuts           None, or for each rank the elements (from, to) of each flattened tensor whose mean it alone got
+    """
+
+    comm: str
+    ranks: tuple[int, ...]
+    is_compressed: bool
+    placements: list[Placement]
+    given: list[Tensor]
+    got: list[Tensor]
+    cuts: list[list[tuple[int, int]]] | None = None
+
+
+# A function from one message, as each of its ranks gave it, to the means of its tensors.
+Means = Callable[[list[Average]], list[Tensor]]
+
+
+class GradientAveraging(Protocol):
+    """The interface of what `--compress` names.
+
+    compressor      returns the `compress` of DDP and ZeroOptimizer, a function from Comm to compressor; None: all-reduce
+    make_optimizer  returns an optimizer that averages momenta or weights itself; None: use the run's optimizer
+    begin_step      is called before each step
+    stored_parts    returns this rank's part of the averaging's state, for a checkpoint; collective
+    restore         loads that state, on any number of ranks
+    averages_by     returns the compressors with which an optimizer of `make_optimizer` averages, and whether they compress
+    one_process     returns a function that computes in one process the means that messages lead to
+    """
+
+    def compressor(self, config: TrainConfig) -> Compress | None: ...
+
+    def make_optimizer(
+        self, config: TrainConfig, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf,
+        **options: Any,
+    ) -> OptimizerInterface | None: ...  # fmt: skip
+
+    def begin_step(self, config: TrainConfig, state: RankState, step: int) -> None: ...
+
+    def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterable[StoredPart]: ...
+
+    def restore(self, state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None: ...
+
+    def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]: ...
+
+    def one_process(self, config: TrainConfig) -> Means: ...
+
+
+class Plain:
+    """Average uncompressed gradients: nothing to do, and no state."""
+
+    def compressor(self, config: TrainConfig) -> Compress | None:
+        return None
+
+    def make_optimizer(
+        self, config: TrainConfig, groups: list[Group], optimizer_cls: type[Optimizer], comm_of: CommOf,
+        **options: Any,
+    ) -> OptimizerInterface | None:  # fmt: skip
+        return None
+
+    def begin_step(self, config: TrainConfig, state: RankState, step: int) -> None:
+        pass
+
+    def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterable[StoredPart]:
+        return ()
+
+    def restore(self, state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
+        pass
+
+    def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]:
+        return []
+
+    def one_process(self, config: TrainConfig) -> Means:
+        raise NotImplementedError("whole gradients are averaged without messages of a compressor")
+
+
+PLAIN = Plain()

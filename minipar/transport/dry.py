@@ -1,0 +1,293 @@
+"""A transport that records what a rank would send, and sends nothing: a receive returns at once.
+
+Every rank runs its own program in a thread of this process, one at a time (`turns.py`). A message of floating-point numbers
+has no contents here, since such tensors have none (`verification/dry_tensors.py`). A message of whole numbers, such as a
+shape or the lengths of what follows, is delivered, because the receiver decides by it; only for such a message does a rank
+wait.
+
+A rank's program is recorded as steps. `matching.py` then executes the programs of all ranks against each other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minipar.transport.messages import Channel, ChannelId, Message
+from minipar.transport.stream import OnWait, Operation, Stream
+from minipar.transport.traffic import Traffic
+from minipar.transport.transport import Transport
+
+
+class Refused(ValueError):
+    """The program does what a dry run cannot follow: it reads numbers that only a real run has, or sends unseen."""
+
+
+class Make(NamedTuple):
+    """Make a channel."""
+
+    channel: ChannelId
+
+
+class Post(NamedTuple):
+    """Post a send, a receive, or both as one group; at least one is not None. Posts are numbered over a rank's program."""
+
+    number: int
+    send: Message | None
+    receive: Message | None
+
+
+class Completed(NamedTuple):
+    """Wait for the messages of the post with this number."""
+
+    post: int
+
+
+class Start(NamedTuple):
+    """Give an operation, by its number, to the stream of its channel."""
+
+    operation: int
+
+
+class Finished(NamedTuple):
+    """Wait until an operation has ended."""
+
+    operation: int
+
+
+Step = Make | Post | Completed | Start | Finished
+
+
+@dataclass
+class Recorded:
+    """An operation of a stream: its steps and, if it is a collective, what it is.
+
+    signature  its kind and reduction, such as "all_reduce sum"; "" for a point-to-point message
+    shape      the shape of its tensor
+    """
+
+    channel: ChannelId
+    steps: list[Step] = field(default_factory=list)
+    signature: str = ""
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass
+class Program:
+    """What a rank does, in order.
+
+    main        the steps outside every operation
+    operations  what its streams run
+    ended       False if the rank waited for a whole number that nobody sent, or raised an error
+    """
+
+    rank: int
+    main: list[Step] = field(default_factory=list)
+    operations: list[Recorded] = field(default_factory=list)
+    num_posts: int = 0
+    ended: bool = False
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the messages that this rank sends, in the order in which it posts them."""
+        steps = chain(self.main, *(operation.steps for operation in self.operations))
+        for post in sorted((step for step in steps if isinstance(step, Post)), key=lambda post: post.number):
+            if post.send is not None:
+                yield post.send
+
+
+# A message's identity: its channel, lane, sender, receiver and number.
+Key = tuple[ChannelId, str, int, int, int]
+
+
+class Contents:
+    """What the ranks have sent, for the receivers that read it: key -> the tensor, or None if it has no contents here.
+
+    wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
+    """
+
+    def __init__(self, wait_until: Callable[[Callable[[], bool]], None]):
+        self.wait_until = wait_until
+        self.sent: dict[Key, Tensor | None] = {}
+
+    def take(self, key: Key) -> Tensor | None:
+        self.wait_until(lambda: key in self.sent)
+        return self.sent.pop(key)
+
+
+class RecordedTransport(Transport):
+    """The transport of one rank of a dry run. Its program grows as the rank runs.
+
+    has_contents  whether a tensor has values that its receiver may read
+    on_unknown    called with a tensor into which a message without contents was received
+    """
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        contents: Contents,
+        has_contents: Callable[[Tensor], bool],
+        on_unknown: Callable[[Tensor], None],
+    ):
+        super().__init__(None, ranks, rank, torch.device("cpu"), timeout_s=60.0)
+        self.program = Program(rank)
+        self.contents, self.has_contents, self.on_unknown = contents, has_contents, on_unknown
+        self.running: list[Recorded] = []
+        self.recording = True
+        self._thread = threading.get_ident()
+
+    def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+        key = ChannelId(name, ranks)
+        if key not in self.channels:
+            peers = tuple(self.ranks.index(rank) for rank in ranks)
+            self.channels[key] = RecordedChannel(self, key, peers)
+            self.record(Make(key))
+        return self.channels[key]
+
+    def make_stream(self, key: ChannelId) -> Stream:
+        return RecordedStream(self, key)
+
+    def post(
+        self, channel: Channel, kind: str, x: Tensor | None, to: int | None, out: Tensor | None, source: int | None,
+        traffic: Traffic,
+    ) -> Any:  # fmt: skip
+        send = receive = None
+        if to is not None and x is not None and x.numel():
+            send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
+            traffic.book(channel.kind or kind, x.nbytes)
+            # The copy is what the receiver reads, even if x changes before.
+            value = x.detach().clone() if self.has_contents(x) else None
+            self.contents.sent[channel.key, send.lane, self.rank, send.peer, send.number] = value
+        if source is not None and out is not None and out.numel():
+            receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
+        number = -1
+        if send or receive:
+            number = self.program.num_posts
+            self.program.num_posts += 1
+            self.record(Post(number, send, receive))
+        return RecordedMessages(self, number, receive, out)
+
+    def process_group(self, key: ChannelId) -> Any:
+        raise Refused(
+            "algorithm=native sends by torch's own collectives, whose messages a dry run cannot see; use auto or another"
+        )
+
+    def record(self, step: Step) -> None:
+        """Add a step of the operation that runs, or of the rank's main program.
+
+        Another thread of the rank only waits for messages so as to free their memory; its waits are left out.
+        """
+        if self.recording and threading.get_ident() == self._thread:
+            (self.running[-1].steps if self.running else self.program.main).append(step)
+
+    def receive_contents(self, message: Message, out: Tensor) -> None:
+        """Copy the contents of a message into `out`, as soon as its sender has posted it."""
+        key = message.channel, message.lane, message.peer, self.rank, message.number
+        value = self.contents.take(key)
+        if value is None:
+            self.on_unknown(out)
+        elif value.nbytes == out.nbytes:
+            out.copy_(
+                value.view(out.shape) if value.dtype == out.dtype else value.view(out.dtype).view(out.shape)
+            )
+
+
+class RecordedMessages:
+    """Posted messages of a dry run; it keeps no tensor but the one to receive into."""
+
+    def __init__(self, transport: RecordedTransport, post: int, receive: Message | None, out: Tensor | None):
+        self._transport, self._post, self._receive, self._out = transport, post, receive, out
+
+    def wait(self) -> Tensor | None:
+        out, self._out = self._out, None
+        if self._post >= 0:
+            self._transport.record(Completed(self._post))
+            self._post = -1
+        if self._receive is not None and out is not None and not out.is_meta:
+            self._transport.receive_contents(self._receive, out)
+        self._receive = None
+        return out
+
+
+class RecordedStream:
+    """A stream that runs every operation at once, in the caller, and records when it was started and waited for."""
+
+    def __init__(self, transport: RecordedTransport, key: ChannelId):
+        self._transport, self._key = transport, key
+
+    def inside(self) -> bool:
+        return any(operation.channel == self._key for operation in self._transport.running)
+
+    def idle(self) -> bool:
+        return False  # so that a message posted ahead is an operation, too
+
+    def run(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> Any:
+        return operation() if self.inside() else self.submit(operation).wait()
+
+    def submit(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> RecordedHandle:
+        of, program = self._transport, self._transport.program
+        number = len(program.operations)
+        of.record(Start(number))
+        program.operations.append(Recorded(self._key))
+        with self._running(program.operations[-1]):
+            result = operation()
+        return RecordedHandle(of, number, result)
+
+    @contextmanager
+    def _running(self, operation: Recorded) -> Iterator[None]:
+        self._transport.running.append(operation)
+        try:
+            yield
+        finally:
+            self._transport.running.pop()
+
+    def lane(self) -> str:
+        return "main"
+
+
+class RecordedHandle:
+    """The handle of a recorded operation, which has run; waiting for it is a step of the program."""
+
+    def __init__(self, transport: RecordedTransport, number: int, result: Any):
+        self._transport, self._number, self._result = transport, number, result
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> Any:
+        self._transport.record(Finished(self._number))
+        return self._result
+
+
+class RecordedChannel(Channel):
+    """A channel that records which collective begins, and whose scratch memory has no contents where floats have none."""
+
+    def __init__(self, transport: RecordedTransport, key: ChannelId, peers: tuple[int, ...]):
+        self._transport = transport
+        super().__init__(key, peers, 0, transport.make_stream(key), transport.device)
+
+    @property
+    def num_collectives(self) -> int:
+        return self._num_collectives
+
+    @num_collectives.setter
+    def num_collectives(self, number: int) -> None:
+        self._num_collectives = number
+        if number:  # its `signature` and `shape` are set by now
+            operation = self._transport.running[-1]
+            operation.signature, operation.shape = self.signature, self.shape and tuple(self.shape)
+
+    def scratch(self, num_elems: int, dtype: torch.dtype, use: str) -> Tensor:
+        if not dtype.is_floating_point:
+            return super().scratch(num_elems, dtype, use)
+        view = self._views.get(use)
+        if view is None or view.numel() < num_elems or view.dtype != dtype:
+            self._views[use] = torch.empty(num_elems, dtype=dtype, device="meta")
+        return self._views[use][:num_elems]

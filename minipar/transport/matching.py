@@ -1,0 +1,282 @@
+"""Whether the programs of all ranks fit each other: a proof, or the first disagreement in words. No communication.
+
+`disagreements` takes what a dry run has recorded (`dry.py`) and checks, in this order:
+
+    collectives   the members of a channel call the same collectives of the same shape in the same order
+    channels      any two ranks make the channels that they share in one order, which NCCL needs
+    messages      the programs are executed against each other, twice, by the rules of the two kinds of transports
+
+In the execution a message is delivered when both its send and its receive have been posted, and no sooner: a send has no
+buffer. Whoever waits for a message that is never delivered is named, with the rank that should have posted the other half.
+Since a rank's steps do not depend on who is faster, one execution proves all of them.
+
+    tagged    a message is matched by its operation and number; a message that is posted ahead does not occupy its channel
+    grouped   a message is matched by order alone, and a channel's posts are completed one after another
+
+Costs time in proportion to the number of messages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from minipar.transport.checked import OF_ONE_SHAPE
+from minipar.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
+from minipar.transport.dry import Completed, Finished, Make, Post, Program, Start, Step
+from minipar.transport.messages import ChannelId, Message
+
+MOST_SENTENCES = 8
+
+
+def disagreements(programs: Sequence[Program]) -> list[str]:
+    """Return in words what does not fit, the most telling first; an empty list if every program runs to its end."""
+    if found := _different_collectives(programs):
+        return found[:MOST_SENTENCES]  # what they send differs, too: that would only be said again
+    found = _different_channels(programs) or Execution(programs, in_order=False).run()
+    if not found:
+        found = [f"with NCCL, {sentence}" for sentence in Execution(programs, in_order=True).run()]
+    return found[:MOST_SENTENCES]
+
+
+# Collectives and channels -------------------------------------------------------------------------------------------
+
+
+def _collectives(program: Program) -> dict[ChannelId, list[str]]:
+    """Return what each channel's collectives are, in words, in the order in which this rank starts them."""
+    called: dict[ChannelId, list[str]] = defaultdict(list)
+    for operation in program.operations:
+        if operation.signature:
+            one_shape = operation.signature.split()[0] in OF_ONE_SHAPE and operation.shape is not None
+            of = f" of {list(operation.shape or ())}" if one_shape else ""
+            called[operation.channel].append(operation.signature + of)
+    return called
+
+
+def _different_collectives(programs: Sequence[Program]) -> list[str]:
+    """Name, for each channel, the first collective in which a member differs from most of them."""
+    called = {program.rank: _collectives(program) for program in programs}
+    ended = {program.rank: program.ended for program in programs}
+    found = []
+    for channel in sorted({channel for calls in called.values() for channel in calls}):
+        lists = {rank: called[rank][channel] for rank in channel.ranks if rank in called}
+        for i in range(max(map(len, lists.values()))):
+            # A program that was cut short says nothing about what would have come after it.
+            here = {
+                r: calls[i] if i < len(calls) else None
+                for r, calls in lists.items()
+                if i < len(calls) or ended[r]
+            }
+            if len(set(here.values())) <= 1:
+                continue
+            usual, _ = Counter(here.values()).most_common(1)[0]
+            others = [r for r, call in here.items() if call != usual]
+            like = next(r for r, call in here.items() if call == usual)
+            said = "; ".join(f"rank {r} {_calls(here[r])}" for r in others[:3])
+            found.append(f"collective {i + 1} on {channel}: {said}, and rank {like} {_calls(usual)}")
+            break
+    return found
+
+
+def _calls(collective: str | None) -> str:
+    return "calls no more" if collective is None else f"calls {collective}"
+
+
+def _different_channels(programs: Sequence[Program]) -> list[str]:
+    """Name the first pair of ranks that do not make the channels they share in one order."""
+    made: dict[int, list[ChannelId]] = {}
+    for program in programs:
+        steps = [*program.main, *(step for operation in program.operations for step in operation.steps)]
+        made[program.rank] = [step.channel for step in steps if isinstance(step, Make)]
+    cut = {program.rank for program in programs if not program.ended}
+    for a in made:
+        for b in made:
+            if a >= b:
+                continue
+            of_a = [channel for channel in made[a] if b in channel.ranks]
+            of_b = [channel for channel in made[b] if a in channel.ranks]
+            if {a, b} & cut:
+                of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
+            for i in range(max(len(of_a), len(of_b))):
+                x, y = (str(made[i]) if i < len(made) else "none" for made in (of_a, of_b))
+                if of_a[i : i + 1] != of_b[i : i + 1]:
+                    return [
+                        f"rank {a} and rank {b} make the groups they share in different orders: group {i + 1} is {x} on "
+                        f"rank {a} and {y} on rank {b}; NCCL would hang"
+                    ]
+    return []
+
+
+# Execution ----------------------------------------------------------------------------------------------------------
+
+# A message: channel, lane ("" where order alone counts), sender, receiver, number.
+Key = tuple[ChannelId, str, int, int, int]
+
+
+@dataclass
+class Thread:
+    """Something that executes steps one after another: a rank's main program, or an operation of one of its streams."""
+
+    rank: int
+    steps: list[Step]
+    operation: int | None = None
+    at: int = 0
+
+
+@dataclass
+class RankState:
+    """How far a rank has come.
+
+    queues  operations that each channel's stream has been given and not ended, the running one first
+    posts   number of a post -> its messages' keys, each with its message
+    """
+
+    program: Program
+    queues: dict[ChannelId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
+    finished: set[int] = field(default_factory=set)
+    posts: dict[int, list[tuple[Key, Message]]] = field(default_factory=dict)
+    numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
+    sent: dict[Line, Posted] = field(default_factory=dict)
+    received: dict[Line, Posted] = field(default_factory=dict)
+
+
+class Execution:
+    """Executes the programs of all ranks against each other.
+
+    in_order  the rules of the grouped transport; else those of the tagged one
+    """
+
+    def __init__(self, programs: Iterable[Program], in_order: bool):
+        self.in_order = in_order
+        self.ranks = {program.rank: RankState(program) for program in programs}
+        self.halves: dict[Key, dict[str, Message]] = defaultdict(dict)
+        # What a thread waits for -> the threads: a message's key, or (rank, operation).
+        self.waiting: dict[object, list[Thread]] = defaultdict(list)
+        self.blocked: dict[int, list[Message]] = {}
+        self.ready: deque[Thread] = deque()
+        self.running: set[int] = set()  # ranks whose main program has not ended
+        self.mismatched: list[str] = []
+
+    def run(self) -> list[str]:
+        """Execute as far as possible; return in words why the ranks that have not ended cannot go on."""
+        for rank, state in self.ranks.items():
+            self.ready.append(Thread(rank, state.program.main))
+            self.running.add(rank)
+        while self.ready:
+            self._advance(self.ready.popleft())
+        return [*self.mismatched, *self._explanations()]
+
+    def _advance(self, thread: Thread) -> None:
+        """Execute a thread's steps until it has to wait, or ends."""
+        state = self.ranks[thread.rank]
+        while thread.at < len(thread.steps):
+            step = thread.steps[thread.at]
+            waits_for = self._execute(state, thread, step)
+            if waits_for is not None:
+                self.waiting[waits_for].append(thread)
+                return
+            thread.at += 1
+        if thread.operation is None:
+            self.running.discard(thread.rank)
+            return
+        operation = state.program.operations[thread.operation]
+        queue = state.queues[operation.channel]
+        queue.popleft()
+        state.finished.add(thread.operation)
+        self._wake((thread.rank, thread.operation))
+        if queue:
+            self.ready.append(self._thread_of(thread.rank, queue[0]))
+
+    def _execute(self, state: RankState, thread: Thread, step: Step) -> object | None:
+        """Execute one step; return None, or what it has to wait for."""
+        if isinstance(step, Completed):
+            return self._not_delivered(state, step.post)
+        if isinstance(step, Finished):
+            return None if step.operation in state.finished else (thread.rank, step.operation)
+        if isinstance(step, Start):
+            queue = state.queues[state.program.operations[step.operation].channel]
+            queue.append(step.operation)
+            if len(queue) == 1:
+                self.ready.append(self._thread_of(thread.rank, step.operation))
+        elif isinstance(step, Post):
+            if step.number not in state.posts:
+                self._post(thread.rank, state, step)
+            if self.in_order:
+                return self._not_delivered(state, step.number)
+        return None
+
+    def _thread_of(self, rank: int, operation: int) -> Thread:
+        return Thread(rank, self.ranks[rank].program.operations[operation].steps, operation)
+
+    def _not_delivered(self, state: RankState, post: int) -> Key | None:
+        return next((key for key, _ in state.posts[post] if len(self.halves[key]) < 2), None)
+
+    def _post(self, rank: int, state: RankState, post: Post) -> None:
+        keys = []
+        for message in (post.send, post.receive):
+            if message is None:
+                continue
+            sends = message.verb == "send"
+            lane = "" if self.in_order else message.lane
+            count = (message.channel, lane, message.verb, message.peer)
+            pair = (rank, message.peer) if sends else (message.peer, rank)
+            key = (message.channel, lane, *pair, state.numbers[count])
+            state.numbers[count] += 1
+            table = state.sent if sends else state.received
+            line = message.channel, message.lane, message.peer
+            table[line] = (message.number + 1, message.num_bytes, message.label)
+            keys.append((key, message))
+            self._meet(rank, key, message)
+        state.posts[post.number] = keys
+
+    def _meet(self, rank: int, key: Key, message: Message) -> None:
+        """Match a half of a message with its other half, if that has been posted."""
+        halves = self.halves[key]
+        halves[message.verb] = message
+        if len(halves) < 2:
+            return
+        send, receive = halves["send"], halves["receive"]
+        if (send.num_bytes, send.label) != (receive.num_bytes, receive.label):
+            self.mismatched.append(
+                f"rank {key[2]} sends rank {key[3]} {send.num_bytes} bytes on {send.channel} ({send.label}, message "
+                f"{send.number}), and rank {key[3]} receives {receive.num_bytes} bytes ({receive.label})"
+            )
+        self._wake(key)
+
+    def _wake(self, key: object) -> None:
+        self.ready.extend(self.waiting.pop(key, ()))
+
+    def _explanations(self) -> list[str]:
+        """Explain by the counts of messages, as for a run that hangs; name the ranks in which a circle of waits ends."""
+        waits: dict[int, list[Message]] = defaultdict(list)
+        for key, threads in self.waiting.items():
+            for thread in threads:
+                for _, message in self._messages_of(thread):
+                    if _key_matches(key, message, thread.rank):
+                        waits[thread.rank].append(message)
+        counts = {
+            rank: MessageCounts(list(waits[rank]), state.sent, state.received)
+            for rank, state in self.ranks.items()
+        }
+        found = []
+        if self.running:
+            why = deadlock(counts, set(self.running), set(self.ranks) - self.running)
+            found = [sentence for _, sentence in sorted((why or {}).items())]
+            if not found:
+                found = [
+                    f"rank {rank} waits to {waits[rank][0]}" for rank in sorted(self.running) if waits[rank]
+                ] or [f"ranks {sorted(self.running)} wait for each other's operations"]
+        left = unmatched_messages(counts)
+        return found or [unmatched.sentence for unmatched in left]
+
+    def _messages_of(self, thread: Thread) -> list[tuple[Key, Message]]:
+        step = thread.steps[thread.at]
+        if isinstance(step, Completed):
+            return self.ranks[thread.rank].posts[step.post]
+        return self.ranks[thread.rank].posts[step.number] if isinstance(step, Post) else []
+
+
+def _key_matches(key: object, message: Message, rank: int) -> bool:
+    pair = (rank, message.peer) if message.verb == "send" else (message.peer, rank)
+    return isinstance(key, tuple) and len(key) == 5 and key[0] == message.channel and key[2:4] == pair

@@ -1,0 +1,58 @@
+"""torch's process groups: their backends, their timeouts, and new groups by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def has_backend(group: dist.ProcessGroup, name: str) -> bool:
+    """Return whether a process group has this backend, for any device: "cpu:gloo,cuda:nccl" has two."""
+    return name in dist.get_backend(group)
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float, device: torch.device) -> None:
+    """Set how long an operation on these process groups may take; torch's collectives have no timeout argument.
+
+    On a GPU it is twice `timeout_s`: NCCL's own watchdog ends the process, but the Watch can explain the failure, so it
+    must come first.
+    """
+    limit = timedelta(seconds=timeout_s if device.type == "cpu" else 2 * timeout_s)
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def named_group(
+    ranks: list[int], name: str, timeout_s: float, device: torch.device | None = None
+) -> dist.ProcessGroup:
+    """Create a process group whose members find each other by its name.
+
+    dist.new_group instead matches members by the number of groups that each process has created so far. It hangs if these
+    numbers differ, as in a pool that serves worlds of several sizes.
+    On a GPU NCCL connects the members here, and not by ncclCommSplit, which all ranks of the world would have to call.
+    """
+    c10d: Any = dist.distributed_c10d
+    on_gpu = device is not None and device.type == "cuda"
+    world = c10d._get_default_group()
+    bound = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            "nccl" if on_gpu else dist.get_backend(),
+            c10d._get_default_store(),
+            group_name=f"{name} {ranks}",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
+    finally:
+        world.bound_device_id = bound
+    group: dist.ProcessGroup = made
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

@@ -1,0 +1,38 @@
+"""The choice of a transport: by the backend, the system, or the environment variable MINIPAR_TRANSPORT."""
+
+from __future__ import annotations
+
+import os
+
+from minipar.support.errors import one_of
+from minipar.transport.checked import CheckedGrouped
+from minipar.transport.grouped import Grouped
+from minipar.transport.shared_memory import Shared
+from minipar.transport.transport import Tagged, Transport
+
+VARIABLE = "MINIPAR_TRANSPORT"
+TRANSPORTS = ("tagged", "shared", "grouped")
+
+
+def choose_transport(backend: str) -> type[Transport]:
+    """Return the transport for a backend of torch's, or the one named by MINIPAR_TRANSPORT, which all ranks must set alike.
+
+
+    shared   for gloo on Linux: large messages between two ranks of one machine go through shared memory
+    tagged   for gloo elsewhere: every message goes through gloo
+    grouped  for NCCL; on gloo it holds a program to NCCL's rules, and raises where one is broken
+
+    Raises ValueError for a name that is not in TRANSPORTS, and for tagged or shared on NCCL.
+    """
+    nccl = "nccl" in backend
+    on_gloo = "shared" if hasattr(os, "memfd_create") else "tagged"
+    name = os.environ.get(VARIABLE) or ("grouped" if nccl else on_gloo)
+    if name not in TRANSPORTS:
+        raise ValueError(f"{VARIABLE}={name!r} is unknown; use {one_of(TRANSPORTS)}")
+    if nccl:
+        if name != "grouped":
+            raise ValueError(
+                f"{VARIABLE}={name!r} needs gloo, as NCCL has no tags; use grouped, or backend='gloo'"
+            )
+        return Grouped
+    return {"tagged": Tagged, "shared": Shared, "grouped": CheckedGrouped}[name]

@@ -1,0 +1,130 @@
+"""A dry run as text: what each kind of rank holds and sends, beside the planner's figures, and a verdict."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+
+from minipar.verification.dry_run import DryRank, DryRun
+
+WIDTH = 112
+
+
+def report(result: DryRun) -> str:
+    """Format a dry run: a table with a line for each kind of rank, then what was assumed, and the verdict."""
+    parts = [_table(result), _beside_the_planner(result), _assumptions(result), verdict(result)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def verdict(result: DryRun) -> str:
+    """Return in a sentence whether the run would end and fit, with what is wrong first."""
+    name, size = result.config.mesh_name, result.config.world_size
+    if result.faults:
+        lines = [f"{name} WOULD NOT RUN:", *(f"  {fault}" for fault in result.faults)]
+        return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines)
+    messages = sum(1 for program in result.programs for _ in program.messages())
+    sound = (
+        f"each of {messages:,} messages of {size} ranks has its receive, of the same bytes and in the same order, and "
+        "nobody waits for ever"
+        if size > 1
+        else "one rank sends nothing"
+    )
+    peak = max(rank.holding.peak for rank in result.ranks.values())
+    if over := result.over_memory:
+        assert result.memory_bytes is not None
+        many = f"ranks {_ranges(over)} need" if len(over) > 1 else f"rank {over[0]} needs"
+        said = f"{name} DOES NOT FIT: {many} up to {_bytes(peak)}, of {_bytes(result.memory_bytes)}; {sound}."
+    else:
+        fits = "" if result.memory_bytes is None else f" of {_bytes(result.memory_bytes)}"
+        said = f"{name} would run: {sound}. The fullest rank holds {_bytes(peak)}{fits} at the worst moment of a step."
+    return textwrap.fill(said, WIDTH)
+
+
+def kinds(result: DryRun) -> list[tuple[list[int], DryRank]]:
+    """Group the ranks that hold and send the same bytes; return (ranks, the first of them), in the order of ranks."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, rank in sorted(result.ranks.items()):
+        # Neighbours differ by a few bytes, where a vector does not divide; what is printed is alike.
+        shown = (*rank.holding, *rank.sent.values(), rank.sent_bytes)
+        groups[rank.coordinates.pp, tuple(_bytes(x) for x in shown)].append(number)
+    return [(ranks, result.ranks[ranks[0]]) for ranks in groups.values()]
+
+
+def _table(result: DryRun) -> str:
+    if not result.ranks:
+        return ""
+    axes = [
+        axis
+        for axis in ("tp", "pp", "cp", "ep", "dp", "edp")
+        if any(r.sent[axis] for r in result.ranks.values())
+    ]
+    titles = [
+        "ranks",
+        "parameters",
+        "gradients",
+        "states",
+        "rest",
+        "peak",
+        *(f"over {axis}" for axis in axes),
+        "messages",
+    ]
+    rows = [titles]
+    for ranks, first in kinds(result):
+        held = [_bytes(x) for x in first.holding]
+        sent = [_bytes(first.sent[axis]) for axis in axes]
+        rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:]))])
+        for row in rows
+    ]
+    return "\n".join(["What a rank holds, and sends in a step:", *lines])
+
+
+def _beside_the_planner(result: DryRun) -> str:
+    if not result.compared:
+        return ""
+    ends = sorted({row.pp for row in result.compared} & {0, result.config.pp - 1})
+    whats = list(dict.fromkeys(row.what for row in result.compared))
+    of = {(row.what, row.pp): row for row in result.compared}
+    titles = [f"{what}, pp {pp}" if len(ends) > 1 else what for pp in ends for what in ("planned", "found")]
+    lines = [f"{'Beside the planner:':22}" + "".join(f"{title:>16}" for title in titles)]
+    for what in whats:
+        rows = [of.get((what, pp)) for pp in ends]
+        cells = [
+            cell for row in rows for cell in ((_bytes(row.planned), _bytes(row.found)) if row else ("", ""))
+        ]
+        lines.append(f"{what:22}" + "".join(f"{cell:>16}" for cell in cells))
+    if result.not_planned:
+        lines.append(f"The planner leaves out {', '.join(result.not_planned)}.")
+    return "\n".join(lines)
+
+
+def _assumptions(result: DryRun) -> str:
+    return textwrap.fill(f"Assumed: {'; '.join(result.assumed)}.", WIDTH) if result.assumed else ""
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write ascending numbers as runs: 0-3, 8, or with a stride: 0-12 by 4."""
+    steps = {b - a for a, b in zip(numbers, numbers[1:])}
+    if len(numbers) > 2 and len(steps) == 1:
+        step = steps.pop()
+        return f"{numbers[0]}-{numbers[-1]}" + (f" by {step}" if step > 1 else "")
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _bytes(number: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if abs(number) >= factor:
+            return (
+                f"{number / factor:.3g} {unit}"
+                if number / factor < 1000
+                else f"{number / factor:,.0f} {unit}"
+            )
+    return f"{number:.0f} B"

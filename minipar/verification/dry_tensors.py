@@ -1,0 +1,337 @@
+"""Tensors of a dry run: those of floating-point numbers are on the meta device, with a shape but without contents.
+
+Whole numbers made on the host (tokens, positions, shapes, lengths) keep their values, so that the program goes the way that
+it goes in a run. What is computed from both has no contents. A program that reads a number without contents gets the one
+that is assumed below, or is refused: `ASSUMED` lists every place where the core does so.
+
+Inside, every storage counts towards `DryTensors.now` and `peak`, as if it were in the rank's memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from minipar.support.live_bytes import LiveBytes
+from minipar.transport.dry import Refused
+
+aten = torch.ops.aten
+META = torch.device("meta")
+# Operations that make a tensor from no other tensor, and whose contents nobody needs if they are floats.
+MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn}
+# Operations that write to their first argument, and do nothing else.
+WRITES = {
+    *(getattr(aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")), aten.add_.Scalar, aten.mul_.Scalar,
+    aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.sqrt_.default, aten.copy_.default,
+    aten.zero_.default, aten.fill_.Scalar,
+}  # fmt: skip
+DEVICE_OF = torch.Tensor.device.__get__
+# A tensor to be sent must be on its Comm's device, and torch's kernels are chosen by the device.
+ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
+
+
+class Assumption(NamedTuple):
+    """A number without contents that the core reads: where, what is assumed, and the value as a function of the tensor.
+
+    value  is called with the tensor and the frame of `function`
+    """
+
+    module: str
+    function: str
+    words: str
+    value: Callable[[Tensor, FrameType], Any]
+
+
+def _even(x: Tensor, total: int) -> list[int]:
+    """Divide `total` rows evenly over the elements of x."""
+    share, rest = divmod(total, x.numel())
+    return [share + (i < rest) for i in range(x.numel())]
+
+
+def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
+    """Return what `row_counts` gathers: for every rank, its rows divided evenly over the experts."""
+    assert frame.f_back is not None
+    own, p = frame.f_locals["counts"], frame.f_locals["p"]
+    rows = _even(own, frame.f_back.f_locals["rows"].shape[0])
+    return torch.tensor(rows * p).view(x.shape).tolist()
+
+
+FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
+BALANCED = "the router sends every expert as many tokens, and drops none"
+ASSUMED = (
+    Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
+    Assumption("minipar.train.metrics", "routing", BALANCED, lambda x, frame: [0.0] * x.numel()),
+    Assumption(
+        "minipar.data_parallel.chunk_optimizer",
+        "_refresh",
+        "nothing but the optimizer writes to weights",
+        lambda x, frame: False,
+    ),
+    Assumption(
+        "minipar.model.permute", "plan_kept_rows", BALANCED, lambda x, frame: frame.f_locals["expert"].numel()
+    ),
+    Assumption("minipar.model.permute", "_gather_or_zero", BALANCED, lambda x, frame: True),
+    Assumption(
+        "minipar.model.grouped_mlp",
+        "grouped_swiglu",
+        BALANCED,
+        lambda x, frame: _even(x, frame.f_locals["x"].shape[0]),
+    ),
+    Assumption("minipar.expert.dispatch", "row_counts", BALANCED, _rows_of_every_rank),
+    Assumption("minipar.model.fused", "_kernel", "queries and keys are numbers", lambda x, frame: False),
+)
+
+
+class KnownShapes:
+    """Shapes of results by the shapes of the inputs. All ranks share it, as torch takes long to compute them."""
+
+    def __init__(self) -> None:
+        self._results: dict[object, list[tuple[Any, ...]]] = {}
+        self._fresh: dict[Any, bool] = {}  # whether an operation's results share no memory with its inputs
+
+    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if function not in self._fresh:
+            schema = function._schema
+            values = (*schema.arguments, *schema.returns)
+            self._fresh[function] = all(value.alias_info is None for value in values)
+        if not self._fresh[function]:
+            return function(*args, **kwargs)
+        try:
+            key = (function, _key(args), _key(tuple(kwargs.items())))
+            known = self._results.get(key)
+        except TypeError:  # something that has no hash
+            return function(*args, **kwargs)
+        if known is None:
+            result = function(*args, **kwargs)
+            made = [result] if isinstance(result, Tensor) else result
+            if isinstance(made, list | tuple) and all(type(x) is Tensor for x in made):
+                self._results[key] = [(x.shape, x.stride(), x.dtype) for x in made]
+            return result
+        made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in known]
+        return made[0] if len(function._schema.returns) == 1 and _is_tensor(function) else tuple(made)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts; torch's own function takes most of a dry run's time."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for x in value:
+            yield from _tensors_in(x)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+
+
+def _is_tensor(function: Any) -> bool:
+    return str(function._schema.returns[0].type) == "Tensor"
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(_key(x) for x in value)
+    return type(value), value  # 1, 1.0 and True are equal, and promote a dtype differently
+
+
+class DryTensors(LiveBytes):
+    """The mode in which a rank's program runs: makes floats on the meta device, and counts the bytes of storages.
+
+    assumed  the words of the assumptions that were used
+    """
+
+    def __init__(self, shapes: KnownShapes) -> None:
+        super().__init__()
+        self.assumed: set[str] = set()
+        self._shapes = shapes
+        self._sizes: dict[int, int] = {}  # bytes of each storage that is alive
+        self._unknown: set[int] = (
+            set()
+        )  # storages on the CPU whose contents depend on numbers that do not exist
+
+    def has_contents(self, x: Tensor) -> bool:
+        return not x.is_meta and x.untyped_storage()._cdata not in self._unknown
+
+    def forget_contents(self, x: Tensor) -> None:
+        """Treat the contents of x, on the CPU, as not known."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._unknown:
+            self._unknown.add(storage._cdata)
+            weakref.finalize(storage, self._unknown.discard, storage._cdata)
+
+    def __torch_dispatch__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors_in((args, kwargs)))
+        if not tensors:
+            result = self._make(function, args, kwargs)
+        elif all(self.has_contents(x) for x in tensors):
+            if kwargs.get("device") == META:
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+            result = function(*args, **kwargs)
+        else:
+            try:
+                result = self._compute(function, args, kwargs, tensors)
+            except NotImplementedError as error:
+                why = " ".join(str(error).split())[:200]
+                raise Refused(
+                    f"{function} gives a result whose shape or value depends on numbers, and a dry run has none: {why}"
+                ) from error
+        # `torch.tensor` makes its storage before any mode sees it, and lifts it.
+        self._count(result, [] if function is aten.lift_fresh.default else tensors)
+        return result
+
+    def _make(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if getattr(function, "overloadpacket", None) not in MAKES:
+            return function(*args, **kwargs)
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        if function.overloadpacket is aten.full and kwargs.get("dtype") is None:
+            dtype = torch.tensor(args[1]).dtype
+        if not dtype.is_floating_point:
+            return function(*args, **{**kwargs, "device": torch.device("cpu")})
+        return torch.empty(args[0], dtype=dtype, device=META)
+
+    def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
+        """Run an operation of which an input has no contents: only the shapes of its results are computed."""
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": META}
+        if all(x.is_meta for x in tensors):
+            if function in WRITES:
+                return args[0]  # it has no contents to be written
+            return self._shapes.run(function, args, kwargs)
+        standing_in: dict[int, Tensor] = {}  # id of a copy on the meta device -> the tensor on the CPU
+
+        def on_meta(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.is_meta:
+                return x
+            copy = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=META)
+            standing_in[id(copy)] = x
+            return copy
+
+        new_args, new_kwargs = tree_map(on_meta, (args, kwargs))
+        result = function(*new_args, **new_kwargs)
+        for argument, given in zip(function._schema.arguments, new_args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._forget_all(given, standing_in)
+        for name, given in new_kwargs.items():
+            if name == "out" or name.startswith("out"):
+                self._forget_all(given, standing_in)
+        return tree_map(lambda x: standing_in.get(id(x), x), result)
+
+    def _forget_all(self, written: Any, standing_in: dict[int, Tensor]) -> None:
+        for x in _tensors_in(written):
+            if id(x) in standing_in:
+                self.forget_contents(standing_in[id(x)])
+
+    def _count(self, result: Any, inputs: list[Tensor]) -> None:
+        before = {x.untyped_storage()._cdata for x in inputs}
+        for x in _tensors_in(result):
+            if x.untyped_storage()._cdata not in before | self._alive:
+                self._on_allocate(x.untyped_storage())
+
+    def _on_allocate(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        self._alive.add(key)
+        self._sizes[key] = 0
+        self.resized(key, storage.nbytes())
+        weakref.finalize(storage, self._on_free, key, 0)
+
+    def _on_free(self, key: int, num_bytes: int) -> None:
+        self._alive.discard(key)
+        self.now -= self._sizes.pop(key)
+
+    def resized(self, key: int, num_bytes: int) -> None:
+        """Count a storage that now has this many bytes."""
+        if key in self._sizes:
+            self.now += num_bytes - self._sizes[key]
+            self._sizes[key] = num_bytes
+            self.peak = max(self.peak, self.now)
+
+
+class DryReads(TorchFunctionMode):
+    """The mode in which reading a number without contents returns what is assumed. Raises Refused where nothing is."""
+
+    def __init__(self, tensors: DryTensors):
+        super().__init__()
+        self._tensors = tensors
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if name in READS and not self._tensors.has_contents(args[0]):
+            return self._assume(args[0], sys._getframe(1))
+        if (
+            name == "__get__"
+            and function == DEVICE_OF
+            and sys._getframe(1).f_globals["__name__"] in ASKS_FOR_DEVICE
+        ):
+            return torch.device("cpu")  # where the tensor would be in a run
+        if function is F.scaled_dot_product_attention and args[0].is_meta and kwargs.get("attn_mask") is None:
+            # On the meta device torch takes the attention that keeps all scores; in a run it takes a kernel.
+            return aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, kwargs["is_causal"])[0]
+        if name == "pin_memory":
+            return args[0]
+        if name == "data_ptr" and args[0].is_meta:  # which is 0 for all of them, and is compared
+            return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
+        return function(*args, **kwargs)
+
+    def _assume(self, x: Tensor, frame: FrameType | None) -> Any:
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("minipar."):
+            frame = frame.f_back
+        assert frame is not None
+        module, function = frame.f_globals["__name__"], frame.f_code.co_name
+        for assumption in ASSUMED:
+            if assumption.module == module and assumption.function == function:
+                self._tensors.assumed.add(assumption.words)
+                return assumption.value(x, frame)
+        raise Refused(
+            f"{module}.{function} (line {frame.f_lineno}) decides by numbers that only a real run has, and a dry run "
+            "assumes nothing about them; leave out the option that needs it"
+        )
+
+
+@contextmanager
+def tensors_without_contents(shared: AllRanks) -> Iterator[DryTensors]:
+    """Run a rank's program in this thread on tensors without contents."""
+    tensors = DryTensors(shared.shapes)
+    shared.watchers.append(tensors)
+    with tensors, DryReads(tensors):
+        yield tensors
+
+
+class AllRanks:
+    """What the modes of all ranks share. As a context it tells them of `storage.resize_`, which no mode sees."""
+
+    def __init__(self) -> None:
+        self.watchers: list[DryTensors] = []
+        self.shapes = KnownShapes()
+
+    def __enter__(self) -> AllRanks:
+        resize = torch.UntypedStorage.resize_
+        watchers = self.watchers
+
+        def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = resize(storage, size)
+            for watcher in watchers:
+                watcher.resized(storage._cdata, storage.nbytes())
+            return resized
+
+        self._resize = resize
+        torch.UntypedStorage.resize_ = resize_and_tell  # type: ignore[method-assign,assignment]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]

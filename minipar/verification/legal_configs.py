@@ -1,0 +1,105 @@
+"""The configurations that `minipar verify --all` compares with one process. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, product
+from types import SimpleNamespace
+from typing import Any
+
+from minipar.config.check_config import RECOMPUTE
+from minipar.config.choices import CHOSEN
+from minipar.config.train_config import TrainConfig
+from minipar.support.errors import divisors, require_positive
+
+RECOMPUTATIONS = (*RECOMPUTE, "every:2")
+Named = tuple[str, dict[str, Any]]  # a choice by name, with options
+
+
+def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
+    """Yield every legal mesh of `world_size` ranks with every ZeRO stage, every schedule if pp > 1, and every tp layout.
+
+    Installed extras are among the schedules and layouts. The configurations of a ZeRO stage take turns with the modes of
+    recomputation, the memories of states and, if ep > 1, the dispatches of tokens, unless `base` names one of these.
+    """
+    turns = _Turns(base)
+    for sizes in _mesh_sizes(base, world_size):
+        for schedule in _named("schedule", base) if sizes["pp"] > 1 else [("1f1b", {})]:
+            for zero in range(4):
+                config = _legal(base, **sizes, zero=zero, schedule=schedule)
+                if config is not None:
+                    yield turns.applied(config)
+    if base.tp_layout == "1d":
+        yield from _other_layouts(base, world_size)
+
+
+def _mesh_sizes(base: TrainConfig, world_size: int) -> Iterator[dict[str, int]]:
+    """Yield the sizes of every mesh of `world_size` ranks, with two microbatches where pp > 1."""
+    for pp, dp, cp in product(divisors(world_size), repeat=3):
+        if world_size % (pp * dp * cp) == 0:
+            for ep in divisors(dp * cp) if base.model.num_experts else [1]:
+                tp = world_size // (pp * dp * cp)
+                yield dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, microbatches=2 if pp > 1 else 1)
+
+
+def _other_layouts(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
+    """Yield meshes with every tp layout other than 1d and each ZeRO stage, in `base`'s schedule."""
+    for sizes in _mesh_sizes(base, world_size):
+        wanted = SimpleNamespace(**{**vars(base), **sizes})  # this need not be legal with the layout 1d
+        for layout in _named("tp_layout", wanted) if sizes["ep"] == 1 else []:
+            for zero in range(4) if layout[0] != "1d" else ():
+                config = _legal(base, **sizes, zero=zero, tp_layout=layout)
+                if config is not None:
+                    yield config
+
+
+class _Turns:
+    """Recomputation modes, memories of states and dispatches, used in turn. Each ZeRO stage takes its own turns."""
+
+    def __init__(self, base: TrainConfig):
+        recomputations = RECOMPUTATIONS if base.recompute == "none" else [base.recompute]
+        self._recompute = {zero: cycle(recomputations) for zero in range(4)}
+        self._offload = {
+            zero: cycle(_named("offload", base) if zero else [("none", {})]) for zero in range(4)
+        }
+        self._num_dispatches = dict.fromkeys(range(4), 0)
+        self._base = base
+
+    def applied(self, config: TrainConfig) -> TrainConfig:
+        """Return the configuration with the recomputation, the memory and the dispatch whose turn it is."""
+        zero, base = config.zero, self._base
+        config = replace(config, recompute=next(self._recompute[zero]))
+        if base.offload == "none":
+            config = config.choosing(offload=next(self._offload[zero]))
+        if config.ep > 1 and base.choosing(dispatch="all-to-all") == base:
+            ways = _named("dispatch", config)
+            config = config.choosing(dispatch=ways[self._num_dispatches[zero] % len(ways)])
+            self._num_dispatches[zero] += 1
+        return config
+
+
+def _named(field: str, config: TrainConfig | SimpleNamespace) -> list[Named]:
+    """Return the choices of a kind that the sweep tries, with their options; only `config`'s choice if it names one."""
+    chosen, default = getattr(config, field), TrainConfig.__dataclass_fields__[field].default
+    if chosen != default and field != "schedule":
+        return [(chosen, vars(config.options[field]) if field in config.options else {})]
+    choices = CHOSEN[field].usable().items()
+    return [(name, options) for name, choice in choices for options in choice.variants(config)]
+
+
+def _legal(config: TrainConfig, **changes: Any) -> TrainConfig | None:
+    """Return the configuration with these changes; None if it is not legal for this model or batch."""
+    try:
+        return config.choosing(**changes)
+    except ValueError:
+        return None
+
+
+def configs_to_verify(base: TrainConfig, world_size: int) -> list[TrainConfig]:
+    """Return the legal configurations. Raises ValueError if there are none."""
+    require_positive(world_size=world_size)
+    configs = list(legal_configs(base, world_size))
+    if not configs:
+        raise ValueError(f"world_size={world_size}: no mesh of so many ranks is legal for this model")
+    return configs

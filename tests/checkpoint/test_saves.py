@@ -1,0 +1,150 @@
+"""A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+import minipar
+from minipar.checkpoint import saver as checkpoint
+from minipar.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
+from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
+from minipar.checkpoint.saver import Saver, StoredPart
+from minipar.mesh import Placement
+from tests.checkpoint.test_checkpoint import damage_bit
+
+
+def parts(world, step: float = 0.0) -> list[StoredPart]:
+    placement = Placement.whole("w", (64,)).shard(0, world.rank, world.size)
+    return [StoredPart("parameter", placement, torch.full(placement.local_shape, float(step)))]
+
+
+def fails_in_a_save(world, folder, rank, call):
+    saver = Saver(world, folder)
+    saver.save(1, parts(world), {})
+    saver.finish()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    if world.rank == rank:
+        setattr(checkpoint, call, full)
+    saver.save(2, parts(world), {})
+    for _ in range(2):  # the parts, the manifest
+        saver._task.wait(30)
+        world.barrier()
+        saver.poll()
+    return "nothing was said"
+
+
+@pytest.mark.parametrize(("rank", "call"), [(1, "save_file"), (0, "save_file"), (0, "write_whole")])
+def test_a_rank_that_cannot_write_says_so_at_the_next_step_and_is_the_one_that_is_named(tmp_path, rank, call):
+    with pytest.raises(minipar.RankError, match="No space left on device") as caught:
+        minipar.run(fails_in_a_save, tmp_path, rank, call, world_size=3)
+    assert caught.value.rank == rank
+    assert f"the checkpoint after step 2 could not be written to {tmp_path}: rank {rank}" in str(caught.value)
+    assert newest_whole(tmp_path).name == "step-00000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def writes_when_told(world, folder, deadline_s):
+    saver = Saver(world, folder, deadline_s=deadline_s)
+    plain, told = checkpoint.save_file, threading.Event()
+
+    def slow(*args):
+        assert told.wait(60)
+        plain(*args)
+
+    if world.rank == 1:
+        checkpoint.save_file = slow
+    try:
+        saver.save(1, parts(world), {})
+        saver._task.wait(30 if world.rank == 0 else 0)
+        for _ in range(20):
+            saver.poll()
+        unfinished = saver._task is not None
+        told.set()
+        saver.finish()
+        return unfinished
+    finally:
+        told.set()
+        checkpoint.save_file = plain
+
+
+def test_a_slow_disk_holds_up_no_other_rank(tmp_path):
+    assert minipar.run(writes_when_told, tmp_path, 600.0, world_size=2) == [True, True]
+    assert newest_whole(tmp_path).name == "step-00000001"
+
+
+def test_a_save_past_its_own_deadline_names_the_slow_rank(tmp_path):
+    with pytest.raises(minipar.RankError, match="TimeoutError: .* after step 1 .*rank 1 is still writing"):
+        minipar.run(writes_when_told, tmp_path, 0.0, world_size=2)
+    assert newest_whole(tmp_path) is None
+
+
+def save_each(world, folder, steps, keep, resumed=None):
+    saver = Saver(world, folder, keep=keep, wait=True, resumed=resumed)
+    for step in steps:
+        saver.save(step, parts(world, step), {})
+
+
+def left(folder) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoints(folder)]
+
+
+def test_a_damaged_checkpoint_is_not_counted_as_kept_and_the_resumed_one_stays(tmp_path):
+    minipar.run(save_each, tmp_path, (10, 20), 2, world_size=2)
+    newest, resumed = checkpoints(tmp_path)
+    damage_bit(newest / "rank-00000.safetensors")
+    minipar.run(save_each, tmp_path, (12, 14, 16), 2, resumed, world_size=2)
+    assert left(tmp_path) == [20, 16, 14, 10]
+    with pytest.warns(UserWarning, match="step-00000020 is damaged"):
+        assert newest_whole(tmp_path).name == "step-00000016"
+
+
+def test_one_that_is_damaged_while_the_run_goes_on_is_seen_too(tmp_path):
+    def rank(world):
+        save_each(world, tmp_path, (1, 2), 2)
+        saver = Saver(world, tmp_path, keep=2, wait=True)
+        saver.save(3, parts(world), {})
+        damage_bit(tmp_path / "step-00000003" / "rank-00000.safetensors")
+        saver.save(4, parts(world), {})
+
+    minipar.run(rank, world_size=1)
+    assert left(tmp_path) == [4, 3, 2]
+
+
+def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
+    minipar.run(save_each, tmp_path, (10, 20), 0, world_size=1)
+    minipar.run(save_each, tmp_path, (5,), 1, world_size=1)
+    assert left(tmp_path) == [20, 5]
+
+
+def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):
+    ranks, names, size = 1024, [f"layers.{i}.weight" for i in range(4)], 1 << 20
+    cut = lambda r: (r * size // ranks, (r + 1) * size // ranks)  # noqa: E731
+    place = lambda name, r: (name, (1024, 1024), (0, 0), (1024, 1024), cut(r))  # noqa: E731
+    listed = [[(place(name, r), {"parameter": "0" * 16}) for name in names] for r in range(ranks)]
+    manifest = {"format": FORMAT, "step": 1, "extra": {}, "files": {f"rank-{r:05}": {} for r in range(ranks)}}
+    text = signed({**manifest, "tensors": by_tensor(listed)})
+    (tmp_path / MANIFEST).write_text(text)
+    assert len(text) < ranks * len(names) * 75
+    opened = Checkpoint(tmp_path)
+    whole = Placement.whole(names[1], (1024, 1024))
+    for wanted, files in [
+        (whole.flatten_range(*cut(7)), {7}),
+        (whole.flatten_range(size // 2 - 1, size // 2 + 1), {511, 512}),
+        (whole.shard(0, 3, 512), {6, 7}),
+        (whole, set(range(ranks))),
+    ]:
+        found = {file for file, _ in opened._overlapping("parameter", wanted)}
+        assert found == {f"rank-{r:05}" for r in files}
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_words(tmp_path):
+    minipar.run(save_each, tmp_path, (1,), 0, world_size=1)
+    (path,) = checkpoints(tmp_path)
+    manifest = json.loads((path / MANIFEST).read_text())
+    (path / MANIFEST).write_text(signed({**manifest, "format": 1}))
+    assert find_damage(path) == f"{MANIFEST}: format 1, this program reads {FORMAT}"

@@ -1,0 +1,51 @@
+import pytest
+
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"dp": 0}, "dp=0 is out of range; use 1 or more"),
+        ({"dp": 3}, "dp=3 does not divide batch_size=16; use 1, 2, 4, 8 or 16"),
+        ({"dp": 4, "microbatches": 3}, "microbatches=3 does not divide"),
+        ({"dp": 128, "batch_size": 128}, "makes 128 ranks on one machine; use at most 64"),
+        ({"steps": 0}, "steps=0"),
+        ({"lr": 0.0}, "lr=0.0"),
+        ({"lr": float("nan")}, "lr=nan"),
+        ({"lr": float("inf")}, "lr=inf is no number to compute with"),
+        ({"steps": 1.5}, "steps=1.5 is a float; use a whole number"),
+        ({"batch_size": 16.0}, "batch_size=16.0 is a float; use a whole number"),
+        ({"microbatches": True}, "microbatches=True is a bool; use a whole number"),
+        ({"name": "../up"}, "name='../up' is not the name of one folder; use out for a path"),
+        (
+            {"moe": 4, "model": ModelConfig(num_layers=1)},
+            "none has experts with moe_every=2; use moe_every=1",
+        ),
+        ({"grad_clip": -1.0}, "grad_clip=-1.0"),
+        ({"dtype": "float8"}, "use float32, float64, bfloat16 or float16"),
+        ({"seq_len": 512}, "seq_len=512 exceeds max_seq_len=256; use 256 or fewer"),
+        ({"model": ModelConfig(vocab_size=100)}, "vocab_size=100 does not hold every byte"),
+    ],
+)
+def test_an_impossible_run_is_refused_with_what_would_work(wrong, says):
+    with pytest.raises(ValueError, match=says.replace(".", r"\.")):
+        TrainConfig(**wrong)
+
+
+def test_the_folder_is_named_after_the_mesh_unless_told(tmp_path):
+    assert str(TrainConfig(dp=4).folder) == "runs/dp4"
+    assert str(TrainConfig(name="mine").folder) == "runs/mine"
+    assert TrainConfig(out=tmp_path, name="mine").folder == tmp_path
+
+
+def test_the_learning_rate_is_scaled_from_the_batch_size_it_was_found_for():
+    rates = [TrainConfig(lr=0.1, batch_size=16, **scale).highest_lr for scale in [
+        {}, {"lr_scale": "linear", "lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 4},
+        {"lr_scale": "linear", "lr_batch_size": 64}, {"lr_scale": "sqrt", "lr_batch_size": 16},
+    ]]  # fmt: skip
+    assert rates == pytest.approx([0.1, 0.4, 0.2, 0.025, 0.1], rel=1e-12)
+    for wrong in ({"lr_scale": "linear"}, {"lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 0}):
+        with pytest.raises(ValueError, match="lr_batch_size"):
+            TrainConfig(**wrong)

@@ -1,0 +1,130 @@
+"""Text through a tokenizer of the package `tokenizers`: encoded in pieces, trained on, and generated from."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data import tokenizer
+from minipar.data.token_file import open_tokens
+from minipar.data.tokenizer import Bytes, Ids, Tokenizer, encoded, write_tokens
+from minipar.train import generate_text, train
+from tests.cli.test_cli import outcome
+
+WORDS = [
+    "the rank sends its part to the next rank\n",
+    "and the next rank sends it on,\r\n",
+    "über alle Ränge 🙂 \n\n",
+]
+
+SUFFIXES = (".bin", ".npy")  # bare ids, and ids with a header
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """A byte-level tokenizer of 300 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12), st.integers(1, 200))
+def test_a_text_encoded_in_pieces_is_the_text_and_no_piece_is_much_longer_than_asked(
+    tmp_path_factory, path, words, size
+):
+    text = tmp_path_factory.mktemp("text") / "text"
+    text.write_text("".join(words), newline="")
+    codec = Tokenizer(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer, "PIECE", size)
+        pieces = list(encoded(text, codec))
+        counts = [write_tokens(text, codec, text.with_suffix(suffix)) for suffix in SUFFIXES]
+    assert "".join(codec.decode(piece.tolist()) for piece in pieces) == "".join(words)
+    assert all(len(piece) <= size + 60 for piece in pieces)
+    assert counts == [sum(map(len, pieces))] * 2
+    for suffix in SUFFIXES if counts[0] else []:
+        written = open_tokens(text.with_suffix(suffix), codec.vocab_size).array
+        assert written.tolist() == np.concatenate(pieces).tolist()
+
+
+@given(st.text())
+def test_bytes_and_ids_come_back(text):
+    assert Bytes().decode(Bytes().encode(text)) == text
+    assert Ids().encode(Ids().decode([3, 14, 15])) == [3, 14, 15]
+
+
+RUN = dict(batch_size=4, seq_len=16, steps=2, warmup=1, verify_steps=1, trace_steps=0)
+SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, vocab_size=300)
+
+
+def test_a_run_is_encoded_continued_and_generated_from_with_its_tokenizer(capsys, tmp_path, path):
+    text, tokens = tmp_path / "text", tmp_path / "tokens.bin"
+    text.write_text("".join(WORDS * 40))
+    config = TrainConfig(
+        model=SMALL, text=text, tokenizer=path, checkpoint_every=1, out=tmp_path / "run", **RUN
+    )
+    result = train(replace(config, dp=2))
+    assert result.difference.loss < 1e-5
+    assert result.sample.startswith("The ")
+    written = generate_text(tmp_path / "run", "the next", 5)
+    assert written.startswith("the next")
+    assert written == generate_text(tmp_path / "run", "the next", 5, tp=2)
+    code, out, err = outcome(capsys, "tokenize", str(text), "--tokenizer", str(path), "--out", str(tokens))
+    assert code == 0, err
+    assert f"--tokens {tokens} --tokenizer {path} --model.vocab-size 300" in out
+    # The ids of a file are those of the text, so the run goes on with either.
+    on = replace(
+        config, text=None, tokens=tokens, steps=3, resume=tmp_path / "run", out=tmp_path / "on", eval_every=0
+    )
+    assert len(train(on).metrics) == 1
+    with pytest.raises(ValueError, match="tokenizer=None, but .* with another one, or none"):
+        train(replace(on, tokenizer=None, out=tmp_path / "third"))
+    (tmp_path / "run" / "tokenizer.json").write_text(path.read_text() + " ")
+    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+        generate_text(tmp_path / "run", "the next", 5)
+
+
+def test_a_run_on_ids_alone_is_continued_by_ids(tmp_path):
+    np.save(tmp_path / "tokens.npy", np.arange(200).astype(np.uint16))
+    config = TrainConfig(
+        model=SMALL, tokens=tmp_path / "tokens.npy", checkpoint_every=2, out=tmp_path / "run", **RUN
+    )
+    assert len(train(config).sample.split()) == 301
+    assert generate_text(tmp_path / "run", "5 6", 4).startswith("5 6 ")
+    with pytest.raises(ValueError, match="prompt='The': the run has no tokenizer; give token ids"):
+        generate_text(tmp_path / "run", "The", 4)
+
+
+def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, path, monkeypatch):
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{}")
+    for says, changes in [
+        ("wrong.json is no tokenizer.json", dict(tokenizer=wrong)),
+        ("missing.json: No such file", dict(tokenizer=tmp_path / "missing.json")),
+        (
+            "vocab_size=299 does not hold the 300 tokens .* use 300",
+            dict(model=replace(SMALL, vocab_size=299)),
+        ),
+        ("is not UTF-8: invalid start byte at byte 0", dict(text=tmp_path / "latin")),
+    ]:
+        (tmp_path / "latin").write_bytes(b"\xff" * 100)
+        with pytest.raises(ValueError, match=says):
+            train(
+                TrainConfig(**{"model": SMALL, "tokenizer": path, "out": tmp_path / "run"} | changes, **RUN)
+            )
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(
+        ValueError, match=r"needs the package tokenizers; pip install 'minipar\[tokenizers\]'"
+    ):
+        Tokenizer(path)

@@ -1,0 +1,477 @@
+"""Cheap messages: what is sent plus what is left is the sum of all gradients; bytes by formula; equal bits on all ranks."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.extras.compress import (
+    CODECS,
+    CompressedMean,
+    DiLoCo,
+    ErrorFeedback,
+    Float8,
+    Int8,
+    OneBitAdam,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TopK,
+    make_codec,
+)
+from minipar.simple import power_sgd, sign_compression
+from tests.examples import examples
+
+
+def vector(n: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+# Codecs ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from(sorted(CODECS)), st.integers(1, 700), st.integers(0, 99))
+def test_a_codec_has_the_bytes_of_its_formula_and_is_contractive(name, n, seed):
+    codec, x = make_codec(name), vector(n, seed, 10.0 ** (seed % 9 - 4))
+    payload = codec.encode(x)
+    assert payload.dtype == torch.uint8
+    assert len(payload) == codec.num_bytes(n)
+    got = codec.decode(payload, n)
+    assert got.shape == x.shape
+    assert (x - got).square().sum() <= x.square().sum() * (1 + 1e-6)
+    assert torch.equal(codec.decode(codec.encode(torch.zeros(n)), n), torch.zeros(n))
+
+
+def test_codecs_keep_what_they_say():
+    x = vector(1000, 0)
+    sign = Sign().decode(Sign().encode(x), 1000)
+    assert torch.equal(sign.sign(), x.sign())
+    assert sign.abs().unique().tolist() == pytest.approx([x.abs().mean().item()])
+    assert (Int8().decode(Int8().encode(x), 1000) - x).abs().max() <= x.abs().max() / 254 * 1.0001
+    for kind, bits in (("e4m3", 4), ("e5m2", 3)):
+        y = Float8(kind).decode(Float8(kind).encode(x), 1000)
+        normal = x.abs() > x.abs().max() / 1000
+        assert ((y - x).abs() / x.abs())[normal].max() <= 2.0**-bits * 1.01
+    top = TopK(0.1).decode(TopK(0.1).encode(x), 1000)
+    kept = x.abs().topk(100).indices
+    assert torch.equal(top[kept], x[kept])
+    assert top.count_nonzero() == 100
+    assert torch.equal(TopK(1.0).decode(TopK(1.0).encode(x), 1000), x)
+    assert torch.equal(RandomK(1.0).decode(RandomK(1.0).encode(x), 1000), x)
+    blocks = Sign(block=64).decode(Sign(block=64).encode(x), 1000).split(64)  # the last one has 40
+    assert torch.allclose(
+        torch.stack([b.abs().mean() for b in blocks]), torch.stack([b.abs().mean() for b in x.split(64)])
+    )
+
+
+@given(st.integers(2, 99), st.floats(0.1, 3), st.integers(0, 9))
+def test_no_other_scale_of_signs_loses_less_and_the_length_of_x_may_lose_more_than_x(n, other, seed):
+    def lost(x, scale):
+        return (x - scale * torch.where(x >= 0, 1.0, -1.0)).square().sum().item()
+
+    x = vector(n, seed)
+    size, best = x.square().sum().item(), (x - Sign().decode(Sign().encode(x), n)).square().sum().item()
+    assert best <= lost(x, other * x.abs().mean()) + 1e-4 * size
+    length = size**0.5
+    formula = 2 * size * (1 - x.abs().sum().item() / (n**0.5 * length))
+    assert lost(x, length / n**0.5) == pytest.approx(formula, rel=1e-3, abs=1e-4 * size)
+    one = torch.eye(1, 16)[0]
+    assert lost(one, 0.25) == 1.5 > one.square().sum()
+
+
+def test_random_k_is_unbiased_over_its_seeds_once_rescaled():
+    x, codec = vector(40, 3), RandomK(0.25)
+    mean = torch.stack([codec.at(i).decode(codec.at(i).encode(x), 40) * 4 for i in range(4000)]).mean(0)
+    assert (mean - x).abs().max() < 0.2
+
+
+@given(st.sampled_from(sorted(CODECS)), st.integers(1, 99), st.booleans())
+def test_what_was_sent_and_what_is_left_is_all_there_was(name, n, forgets):
+    feedback = ErrorFeedback(make_codec(name), enabled=not forgets)
+    given_, sent = torch.zeros(n), torch.zeros(n)
+    for step in range(5):
+        x = vector(n, step)
+        given_ += x
+        sent += feedback.codec.decode(feedback.encode("w", x), n)
+    left = given_ - sent - feedback.residuals.get("w", torch.zeros(n))
+    lossless = bool(torch.equal(feedback.codec.decode(feedback.codec.encode(x), n), x))
+    assert (left.abs().max() < 1e-4) == (not forgets or lossless) or forgets and left.abs().max() < 0.1
+
+
+# The mean over ranks -----------------------------------------------------------------------------------------------
+
+
+def means(world, name, n, steps, feedback):
+    mean = CompressedMean(world, make_codec(name), feedback)
+    world.traffic.reset()
+    out = [mean(vector(n, 10 * step + world.rank)) for step in range(steps)]
+    return out, world.traffic.sent_bytes, mean.sent_bytes(n), mean.worker.residuals, mean.server.residuals
+
+
+@examples(6)
+@given(st.sampled_from(sorted(CODECS)), st.integers(1, 4), st.integers(1, 300))
+def test_all_ranks_get_the_same_bits_and_nothing_is_lost(name, size, n):
+    steps = 3
+    ranks = minipar.run(means, name, n, steps, True, world_size=size)
+    for out, sent, formula, _, _ in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(out, ranks[0][0]))
+        assert sent == steps * formula
+    true = sum(vector(n, 10 * step + rank) for step in range(steps) for rank in range(size)) / size
+    padded = -(-n // size)
+    left = torch.zeros(padded * size)
+    for _, _, _, worker, _ in ranks:
+        for (_, chunk), residual in worker.items():
+            left[chunk * padded : (chunk + 1) * padded] += residual / size
+    for rank, (*_, server) in enumerate(ranks):
+        left[rank * padded : (rank + 1) * padded] += server.get((0,), 0.0)
+    total = sum(ranks[0][0]) + left[:n]
+    assert (total - true).abs().max() < 1e-4
+
+
+def scattered(world, name, sizes, steps, feedback):
+    """Two tensors cut over the ranks; return this rank's pieces of the means, what was sent, and the residuals."""
+    mean = CompressedMean(world, make_codec(name), feedback)
+    world.traffic.reset()
+    out = []
+    for step in range(steps):
+        x = vector(sum(sizes), 10 * step + world.rank)
+        parts = [{"w": piece} if len(piece) else {} for piece in x.split(sizes)]
+        out.append(mean.scattered_means(parts).get("w", torch.empty(0)))
+    return out, world.traffic.sent_bytes, mean.scattered_bytes(sizes), mean.worker.residuals
+
+
+@examples(6)
+@given(st.sampled_from(sorted(CODECS)), st.lists(st.integers(0, 90), min_size=1, max_size=4), st.booleans())
+def test_a_scattered_mean_sends_half_and_loses_nothing_with_feedback(name, sizes, feedback):
+    steps, size = 3, len(sizes)
+    ranks = minipar.run(scattered, name, sizes, steps, feedback, world_size=size)
+    true = sum(vector(sum(sizes), 10 * step + r) for step in range(steps) for r in range(size)) / size
+    found = torch.cat([sum(out) for out, *_ in ranks])
+    assert len(found) == len(true)
+    for _, sent, formula, residuals in ranks:
+        assert sent == steps * formula
+        assert sum(map(len, residuals.values())) == (sum(sizes) if feedback and size > 1 else 0)
+    starts = [sum(sizes[:r]) for r in range(size)]
+    for *_, residuals in ranks:
+        for (_, r), residual in residuals.items():
+            found[starts[r] : starts[r] + len(residual)] += residual / size
+    if feedback:
+        assert (found - true).abs().max() < 1e-4 if len(true) else True
+
+
+def test_a_scattered_mean_sends_half_of_a_mean_to_all():
+    mean = CompressedMean(Comm_of(4), Sign())
+    assert 2 * mean.scattered_bytes([100] * 4) == mean.sent_bytes(400)
+
+
+class Comm_of:
+    """As much of a Comm as a formula needs."""
+
+    def __init__(self, size: int):
+        self.size, self.rank = size, 0
+
+
+def test_without_compression_it_is_the_mean():
+    def whole(world):
+        got = CompressedMean(world, TopK(1.0))(vector(50, world.rank))
+        return got, world.all_reduce(vector(50, world.rank), "mean")
+
+    for got, want in minipar.run(whole, world_size=3):
+        assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)
+
+
+def test_nan_and_inf_are_never_encoded():
+    def refused(world, value):
+        mean = CompressedMean(world, Sign())
+        x = vector(20, world.rank)
+        mean(x)
+        kept = {k: v.clone() for k, v in mean.worker.residuals.items()}
+        with pytest.raises(ArithmeticError, match="not finite"):
+            mean(torch.full((20,), value))
+        with pytest.raises(ArithmeticError, match="not finite"):
+            PowerSGD(world)(torch.full((9, 9), value))
+        return all(torch.equal(v, kept[k]) for k, v in mean.worker.residuals.items())
+
+    for value in (float("nan"), float("inf")):
+        assert minipar.run(refused, value, world_size=2) == [True, True]
+
+
+# PowerSGD ------------------------------------------------------------------------------------------------------------
+
+
+def by_power(world, rank, shape, steps):
+    reducer, plain = PowerSGD(world, rank), torch.zeros(shape)
+    world = world.using("ring")
+    reducer.comm = world
+    world.traffic.reset()
+    sent = torch.zeros(shape)
+    for step in range(steps):
+        x = vector(torch.Size(shape).numel(), 7 * step + world.rank).view(shape)
+        sent += reducer(x)
+        plain += x
+    left = reducer.residuals.get(0, torch.zeros(shape).view(shape[0], -1)).view(shape)
+    traffic = world.traffic.sent_bytes
+    return (
+        sent,
+        world.all_reduce(plain, "mean"),
+        world.all_reduce(left, "mean"),
+        traffic,
+        reducer.sent_elements(shape),
+    )
+
+
+@examples(4)
+@given(st.integers(1, 3), st.sampled_from([(16, 24), (8, 4, 6), (40, 8)]), st.sampled_from([1, 2, 4]))
+def test_power_sgd_loses_nothing_and_sends_two_thin_matrices(rank, shape, size):
+    ranks = minipar.run(by_power, rank, shape, 4, world_size=size)
+    for sent, total, left, traffic, elements in ranks:
+        assert torch.equal(sent, ranks[0][0])
+        assert (sent + left - total).abs().max() < 1e-4
+        if size in (2, 4) and elements % size == 0:
+            assert traffic <= 4 * 2 * (size - 1) / size * 4 * elements + 4 * 8 * size
+            assert traffic >= 4 * 2 * (size - 1) / size * 4 * elements * 0.95
+
+
+def test_power_sgd_of_full_rank_and_of_vectors_is_the_mean():
+    def full(world):
+        matrix, bias = vector(60, world.rank).view(6, 10), vector(6, world.rank)
+        reducer = PowerSGD(world, 6)
+        return (
+            reducer(matrix, 0),
+            world.all_reduce(matrix, "mean"),
+            reducer(bias, 1),
+            world.all_reduce(bias, "mean"),
+        )
+
+    for a, b, c, d in minipar.run(full, world_size=3):
+        assert torch.equal(a, b)
+        assert torch.equal(c, d)
+
+
+def test_power_sgd_finds_a_mean_of_low_rank():
+    def low(world):
+        common = torch.outer(vector(20, 100), vector(30, 101))
+        reducer = PowerSGD(world, 1)
+        got = [reducer(common) for _ in range(3)][-1]
+        return (got - common).abs().max().item()
+
+    assert max(minipar.run(low, world_size=2)) < 1e-4
+
+
+# The ground floor's ------------------------------------------------------------------------------------------------
+
+
+def simple_and_library(world):
+    simple, ours = sign_compression.SignMean(world), CompressedMean(world, Sign())
+    power, library = power_sgd.PowerSGD(world, 2), PowerSGD(world, 2)
+    same = []
+    for step in range(3):
+        x = vector(16 * world.size, 5 * step + world.rank)
+        same.append(torch.equal(simple(x), ours(x)))
+        matrix = vector(120, 50 + 5 * step + world.rank).view(10, 12)
+        same.append(torch.equal(power(matrix), library(matrix)))
+    return all(same)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_ground_floors_versions_are_the_librarys(size):
+    assert all(minipar.run(simple_and_library, world_size=size))
+
+
+# Optimizers --------------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def loss_of(model, rank: int, step: int) -> torch.Tensor:
+    x = vector(48, 1000 * rank + step).view(8, 6)
+    return (model(x) - x[:, :2] * 2).square().mean()
+
+
+def onebit(world, warmup, steps, feedback=True):
+    model, plain = net(), net()
+    optimizer = OneBitAdam(model.parameters(), world, warmup, lr=1e-2, error_feedback=feedback)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for m, o in ((model, optimizer), (plain, adam)):
+            o.zero_grad()
+            loss = loss_of(m, world.rank, step)
+            loss.backward()
+            if o is adam:
+                flat = torch.cat([p.grad.flatten() for p in plain.parameters()])
+                parts = world.all_reduce(flat, "mean").split([p.numel() for p in plain.parameters()])
+                for p, part in zip(plain.parameters(), parts):
+                    p.grad = part.view_as(p)
+            o.step()
+        losses.append(loss_of(model, 9, 0).item())
+    pair = [[p.detach() for p in m.parameters()] for m in (model, plain)]
+    return pair, losses
+
+
+def test_the_warm_up_is_adam_bit_for_bit():
+    for (ours, adam), _ in minipar.run(onebit, 10, 10, world_size=2):
+        assert all(torch.equal(a, b) for a, b in zip(ours, adam))
+
+
+def test_one_bit_adam_goes_on_learning_on_replicas_that_stay_equal():
+    ranks = minipar.run(onebit, 40, 160, world_size=2)
+    (first, adam), losses = ranks[0]
+    assert all(torch.equal(a, b) for (ours, _), _ in ranks for a, b in zip(ours, first))
+    assert not all(torch.equal(a, b) for a, b in zip(first, adam))
+    assert losses[-1] < 0.8 * losses[39]
+
+
+def test_one_bit_adam_needs_a_warm_up():
+    with pytest.raises(ValueError, match="warmup=0; use at least 1"):
+        OneBitAdam(net().parameters(), None, warmup=0)
+
+
+def quadratic(world, feedback):
+    """Gradient descent by signs on a convex function whose curvatures are far apart; each rank has its own minimum."""
+    mean, w = CompressedMean(world, Sign(), feedback), torch.zeros(64)
+    target, curvature = vector(64, world.rank), torch.logspace(-2, 0, 64)
+    for step in range(600):
+        w = w - 0.5 * (1 - step / 600) * mean(curvature * (w - target))
+    best = world.all_reduce(target, "mean")
+    return (curvature * (w - best).square()).sum().item() / (curvature * best.square()).sum().item()
+
+
+@pytest.mark.thorough
+def test_signs_reach_the_optimum_with_error_feedback_and_not_without():
+    with_feedback = minipar.run(quadratic, True, world_size=2)[0]
+    without = minipar.run(quadratic, False, world_size=2)[0]
+    assert with_feedback < 0.02 < without
+
+
+def local(world, every, outer_lr, momentum, steps):
+    model, plain = net(), net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, sgd = (
+        DiLoCo(inner, world, every, outer_lr, momentum),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
+    world.traffic.reset()
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, world.rank, step).backward()
+        optimizer.step()
+    sent = world.traffic.sent_bytes
+    for step in range(steps):
+        sgd.zero_grad()
+        loss_of(plain, world.rank, step).backward()
+        for p in plain.parameters():
+            p.grad = world.all_reduce(p.grad, "mean")
+        sgd.step()
+    pair = [[p.detach() for p in m.parameters()] for m in (model, plain)]
+    return pair, sent, loss_of(model, 9, 0).item(), copy.deepcopy(optimizer.state_dict())
+
+
+def test_agreeing_after_every_step_is_data_parallelism():
+    for (ours, plain), *_ in minipar.run(local, 1, 1.0, 0.0, 6, world_size=3):
+        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(ours, plain))
+
+
+def test_agreeing_rarely_sends_little_and_ends_on_equal_replicas():
+    often = minipar.run(local, 1, 1.0, 0.0, 12, world_size=2)
+    rarely = minipar.run(local, 6, 0.7, 0.9, 12, world_size=2)
+    assert rarely[0][1] * 6 == often[0][1]
+    assert all(torch.equal(a, b) for a, b in zip(rarely[0][0][0], rarely[1][0][0]))
+    with pytest.raises(ValueError, match="every=0"):
+        DiLoCo(torch.optim.SGD(net().parameters(), lr=0.1), None, every=0)
+
+
+def synchronise(world, warmup):
+    """DiLoCo's weights after two outer steps, and those of torch's SGD on the same outer gradients; SGD inside."""
+    (w,), (outer,) = ([nn.Parameter(vector(9, 1))] for _ in range(2))
+    diloco = DiLoCo(torch.optim.SGD([w], lr=0.1), world, every=2, warmup=warmup)
+    nesterov = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(4 + warmup):
+        w.grad = vector(9, 10 * step + world.rank)
+        diloco.step()
+        if step < warmup:
+            outer.data.copy_(w)
+        elif step % 2:
+            walked = 0.1 * (vector(9, 10 * step + world.rank) + vector(9, 10 * step - 10 + world.rank))
+            outer.grad = world.all_reduce(walked, "mean")
+            nesterov.step()
+    return w.detach(), outer.detach()
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_outer_step_is_torchs_nesterov_after_any_warm_up(warmup):
+    for got, want in minipar.run(synchronise, warmup, world_size=2):
+        assert torch.allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_residuals_are_state_of_their_rank():
+    def saved(world):
+        mean = CompressedMean(world, Sign())
+        first = [mean(vector(30, world.rank + 3 * i)) for i in range(4)]
+        again = CompressedMean(world, Sign())
+        [again(vector(30, world.rank + 3 * i)) for i in range(2)]
+        resumed = CompressedMean(world, Sign())
+        resumed.load(again.state())
+        rest = [resumed(vector(30, world.rank + 3 * i)) for i in (2, 3)]
+        return all(torch.equal(a, b) for a, b in zip(first[2:], rest))
+
+    assert all(minipar.run(saved, world_size=2))
+
+
+def test_an_unknown_codec_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean sign"):
+        make_codec("sing")
+    with pytest.raises(ValueError, match="rank=0"):
+        PowerSGD(None, rank=0)
+
+
+# In DDP -----------------------------------------------------------------------------------------------------------
+
+
+def by_ddp(world, compress, reduce, steps):
+    model = net()
+    ddp = minipar.DDP(
+        model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, reduce=reduce, compress=compress
+    )
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1 if reduce == "mean" else 0.1 / world.size)
+    world.traffic.reset()
+    for step in range(steps):
+        sgd.zero_grad()
+        loss_of(ddp, world.rank, step).backward()
+        sgd.step()
+    sent = world.traffic.sent_bytes
+    return (
+        [p.detach() for p in model.parameters()],
+        loss_of(model, 9, 0).item(),
+        sent,
+        len(ddp.compressors.by_comm),
+    )
+
+
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_ddp_with_a_codec_that_loses_nothing_is_ddp(reduce):
+    plain = minipar.run(by_ddp, None, reduce, 4, world_size=3)
+    for compress in (partial(CompressedMean, codec=TopK(1.0)), partial(PowerSGD, rank=16)):
+        for (params, *_, used), (want, *_) in zip(
+            minipar.run(by_ddp, compress, reduce, 4, world_size=3), plain
+        ):
+            assert used == 1
+            assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(params, want))
+
+
+@pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
+def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
+    plain = minipar.run(by_ddp, None, "mean", 60, world_size=2)
+    ranks = minipar.run(by_ddp, compress, "mean", 60, world_size=2)
+    start = loss_of(net(), 9, 0).item()
+    assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0]))
+    assert ranks[0][1] < 0.5 * start + 0.5 * plain[0][1]
+    assert ranks[0][2] < 0.8 * plain[0][2]

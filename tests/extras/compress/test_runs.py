@@ -1,0 +1,368 @@
+"""`--compress` in whole runs: every method on meshes, what equality means, what resumes, what is refused in words."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import minipar
+from minipar.checkpoint.initial_weights import whole_model
+from minipar.checkpoint.restore import Checkpoint, newest_whole
+from minipar.config.choices import AVERAGINGS
+from minipar.config.model_config import ModelConfig
+from minipar.config.train_config import TrainConfig
+from minipar.data.text import load_data
+from minipar.expert import gradient_comm
+from minipar.extras.compress import CompressedMean, Sign
+from minipar.extras.compress.choices import Method
+from minipar.extras.compress.run_state import COMPRESSED, KIND
+from minipar.mesh import Mesh, placement_of
+from minipar.train import train
+from minipar.train.parallelize import parallelize
+from minipar.train.step import train_step
+from minipar.verification.verify import _lossy_rows, _observe_rank, table, verify
+
+SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16)
+BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=6, warmup=2, verify_steps=0, trace_steps=0)
+OPTIONS = {
+    "onebit-adam": dict(warmup=2),
+    "zero-one-adam": dict(warmup=2, every=3),
+    "onebit-lamb": dict(warmup=2),
+    "local-sgd": dict(every=3),
+    "diloco": dict(every=3, warmup=1),
+}
+METHODS = {name: method for name, method in AVERAGINGS.usable().items() if isinstance(method, Method)}
+
+
+def config_of(method: str, options: dict | None = None, **more) -> TrainConfig:
+    if method == "onebit-lamb":
+        more |= dict(optimizer="lamb", lr=0.05)
+    return BASE.choosing(compress=(method, OPTIONS.get(method, {}) | (options or {})), **more)
+
+
+def exact_steps(config: TrainConfig) -> int:
+    return config.choice("compress").exact_steps(config)
+
+
+def run_all(world, configs, text):
+    """Of each run: the losses, and whether ranks with the same part of a parameter have the same bits."""
+    found = []
+    for config in configs:
+        state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+        losses = [train_step(world, state, config, text, step)["loss"] for step in range(config.steps)]
+        params = [p for stage in state.stages for p in stage.parameters()]
+        found.append((losses, [(placement_of(p).part, p.detach()) for p in params]))
+    return found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 4}])
+def test_every_method_ends_on_equal_replicas_of_every_mesh(mesh):
+    if mesh == {"dp": 4}:
+        two_levels = {"node_size": 2}
+    configs = []
+    for method, row in METHODS.items():
+        if method == "onebit-lamb" and "tp" in mesh:
+            continue
+        nodes = two_levels if mesh == {"dp": 4} and hasattr(row.options, "node_size") else {}
+        configs.append(config_of(method, nodes, **mesh))
+    plain = replace(BASE, **mesh)
+    ranks = minipar.run(run_all, [plain, *configs], load_data(BASE)[0], world_size=4)
+    for i, config in enumerate([plain, *configs]):
+        copies: dict = {}
+        for losses, params in (rank[i] for rank in ranks):
+            assert losses == ranks[0][i][0]
+            assert losses[-1] < losses[0], config.compress
+            for part, param in params:
+                copies.setdefault(part, []).append(param)
+        for part, params in copies.items():
+            assert all(torch.equal(p, params[0]) for p in params), (config.compress, part[0])
+        if i:
+            assert ranks[0][i][0] != ranks[0][0][0], f"{config.compress} compresses nothing"
+
+
+# Equality -----------------------------------------------------------------------------------------------------------
+
+
+EXACT = [
+    dict(compress=("topk", {"fraction": 1.0}), dp=2, tp=2),
+    dict(compress=("powersgd", {"rank": 16}), dp=2, pp=2, zero=1),
+    dict(compress="sign", tp=2),
+    dict(compress=("onebit-adam", {"warmup": 2}), dp=2, tp=2),
+]
+
+
+TWO_COPIES = dict(dp=1, pp=2, schedule="chimera", microbatches=2)
+
+
+@pytest.mark.parametrize("options", EXACT, ids=str)
+def test_what_loses_nothing_has_the_numbers_of_one_process(options):
+    result = verify(BASE.choosing(steps=2, dtype="float64", **options))
+    assert result.equal, result.first_divergence
+
+
+def scattered_run(world, config, text):
+    """Bytes that a rank sent to reduce a step's gradients, their formula, and the bytes of the residuals that it holds."""
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    train_step(world, state, config, text, 0)
+    (comm,) = state.compressors[0].by_comm
+    comm.traffic.reset()
+    train_step(world, state, config, text, 1)
+    (selective,) = state.compressors[0].by_comm.values()
+    formula = 0
+    for bucket in state.optimizer.buckets:
+        parts = bucket._parts_by_rank(torch.empty(len(bucket.flat)))
+        chosen = [sum(x.numel() for p, x in part.items() if p.dim() > 1) for part in parts]
+        others = [sum(x.numel() for p, x in part.items() if p.dim() == 1) for part in parts]
+        formula += selective.compressor.scattered_bytes(chosen)
+        formula += sum(4 * n for r, n in enumerate(others) if r != comm.rank)
+    residuals = sum(x.nbytes for x in selective.compressor.worker.residuals.values())
+    return comm.traffic.by_kind["compressed_reduce_scatter"], formula, residuals
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_zero_2_sends_codes_to_who_keeps_the_mean_and_no_residual_without_feedback(feedback):
+    config = config_of("int8", {"feedback": feedback}, dp=2, zero=2, algorithm="ring")
+    matrices = sum(p.numel() for p in whole_model(config).parameters() if p.dim() > 1)
+    for sent, formula, residuals in minipar.run(scattered_run, config, load_data(BASE)[0], world_size=2):
+        assert sent == formula
+        assert residuals == (4 * matrices if feedback else 0)
+
+
+def test_a_chunk_that_another_rank_should_have_is_noticed():
+    """The planted fault: what arrives is taken for the next piece."""
+
+    def faulty(world, config, text):
+        kept = CompressedMean.scattered_means
+
+        def turned(self, parts):
+            return kept(self, [{p: x.flip(0) for p, x in part.items()} for part in parts])
+
+        CompressedMean.scattered_means = turned
+        try:
+            return _observe_rank(world, config, text)
+        finally:
+            CompressedMean.scattered_means = kept
+
+    config = config_of("int8", dp=2, zero=2, steps=2, dtype="float64")
+    text = load_data(config)[0]
+    rows = [
+        _lossy_rows(config, text, minipar.run(f, config, text, world_size=2)) for f in (_observe_rank, faulty)
+    ]
+    assert [all(row.equal for row in own) for own in rows] == [True, False]
+
+
+def test_zero_1_of_a_run_has_the_losses_of_zero_0():
+    configs = [config_of(method, dp=2, zero=zero) for method in ("sign", "powersgd") for zero in (0, 1)]
+    (sign0, sign1, power0, power1) = minipar.run(run_all, configs, load_data(BASE)[0], world_size=2)[0]
+    assert sign0[0] == pytest.approx(sign1[0], rel=1e-6)
+    assert power0[0] == pytest.approx(power1[0], rel=1e-6)
+
+
+EXPERTS = replace(SMALL, num_experts=4, top_k=2, group_tokens=4)
+LOSSY = [
+    dict(compress=("sign", {"warmup": 1}), dp=2, tp=2),
+    dict(compress=("int8", {"node_size": 2}), dp=4, zero=1),
+    dict(compress="fp8", dp=2, cp=2, ep=2, model=EXPERTS),
+    dict(compress=("topk", {"fraction": 0.2}), dp=2, pp=2, model=replace(SMALL, tie_embeddings=True)),
+    dict(compress="tagc", cp=2, pp=2, zero=1, model=replace(SMALL, tie_embeddings=True)),
+    dict(compress=("powersgd", {"rank": 1}), dp=2, tp=2, optimizer="lamb"),
+    dict(compress=("onebit-adam", {"warmup": 1}), dp=2, model=EXPERTS),
+    dict(compress=("zero-one-adam", {"warmup": 1, "every": 3}), dp=2, tp=2),
+    dict(compress=("onebit-lamb", {"warmup": 1, "node_size": 2}), dp=4, optimizer="lamb", lr=0.05),
+    dict(compress=("local-sgd", {"every": 3, "warmup": 1}), dp=2, pp=2),
+    dict(compress=("diloco", {"every": 3}), dp=2, tp=2, model=replace(EXPERTS, balance_bias=True)),
+    TWO_COPIES | dict(compress="sign"),
+    dict(compress="int8", dp=3, batch_size=6, zero=2, model=replace(SMALL, tie_embeddings=True)),
+    dict(compress=("sign", {"warmup": 1, "feedback": False}), dp=2, tp=2, zero=2),
+    dict(compress=("fp8", {"feedback": False}), dp=2, cp=2, ep=2, zero=2, model=EXPERTS),
+    dict(
+        compress=("topk", {"fraction": 0.2}),
+        dp=2,
+        pp=2,
+        zero=2,
+        microbatches=2,
+        model=replace(SMALL, tie_embeddings=True),
+    ),
+    dict(compress="tagc", dp=2, zero=2, optimizer="muon"),
+    dict(compress=("sign", {"feedback": False}), dp=2),
+    dict(compress="fp8", dp=2, dtype="bfloat16", reduce_dtype="float64"),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("options", LOSSY, ids=lambda options: str(options["compress"]))
+def test_what_is_lossy_has_the_numbers_of_its_form_in_one_process(options):
+    result = verify(BASE.choosing(**dict(steps=3, dtype="float64") | options))
+    assert result.equal, table(result)
+
+
+def test_each_part_of_a_lossy_step_is_compared():
+    """A rank's gradient, what it gave to the compressor, what it got, its weights: each is changed in the second step."""
+    config = BASE.choosing(
+        steps=2, dtype="float64", dp=2, compress=("zero-one-adam", {"warmup": 2, "every": 2})
+    )
+    text = load_data(config)[0]
+    seen = minipar.run(_observe_rank, config, text, world_size=2)
+    message = seen[1].messages[1][-1]
+    places = {
+        "gradients, step 1": seen[1].snapshots[3].tensors[0][1],
+        "averages, step 1": message.got[0],
+        "weights, step 1": seen[1].snapshots[4].tensors[0][1],
+    }
+    assert all(row.equal for row in _lossy_rows(config, text, seen))
+    for want, tensor in (*places.items(), ("averages, step 1", message.given[0])):
+        kept = tensor.clone()
+        tensor.mul_(1.01)
+        assert next(row.what for row in _lossy_rows(config, text, seen) if not row.equal) == want
+        tensor.copy_(kept)
+
+
+def test_two_levels_are_of_the_ranks_of_both_copies_of_the_model():
+    result = verify(
+        BASE.choosing(
+            steps=1, dtype="float64", **TWO_COPIES, compress=("topk", {"fraction": 1.0, "node_size": 2})
+        )
+    )
+    assert result.equal, result.first_divergence
+    with pytest.raises(
+        ValueError, match=r"compress.node_size=4 does not divide .* \(dp\*cp\*2/ep\)=2; use 1 or 2"
+    ):
+        BASE.choosing(**TWO_COPIES, compress=("int8", {"node_size": 4}))
+
+
+# Resuming -----------------------------------------------------------------------------------------------------------
+
+
+def losses_of(config) -> list[float]:
+    return [line["loss"] for line in train(config).metrics]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "method",
+    ["sign", "zero-one-adam", "diloco", "int8 under zero 2"]
+    + [
+        pytest.param(m, marks=pytest.mark.slow)
+        for m in METHODS
+        if m not in ("sign", "zero-one-adam", "diloco")
+    ],
+)
+def test_a_stopped_run_goes_on_to_the_losses_of_one_that_was_not_stopped(method, tmp_path):
+    method, _, under = method.partition(" under ")
+    config = config_of(
+        method, dp=2, out=tmp_path / "whole", checkpoint_every=3, keep=0, zero=2 if under else 0
+    )
+    whole = losses_of(config)
+    (tmp_path / "whole" / "checkpoints" / "step-00000006").rename(tmp_path / "last")
+    assert losses_of(replace(config, resume=tmp_path / "whole", out=tmp_path / "whole")) == whole[3:]
+    if under:  # with whole messages again, which have another error, of the mean
+        (tmp_path / "whole" / "checkpoints" / "step-00000006").rename(tmp_path / "again")
+        other = replace(config, zero=1, resume=tmp_path / "whole", out=tmp_path / "whole")
+        assert losses_of(other) == pytest.approx(whole[3:], rel=0.01)
+    if method == "sign":
+        (tmp_path / "whole" / "checkpoints" / "step-00000006").rename(tmp_path / "again")
+        other = replace(config, dp=4, resume=tmp_path / "whole", out=tmp_path / "whole")
+        assert losses_of(other) == pytest.approx(whole[3:], rel=0.01), "on another number of replicas"
+        for change, words in (
+            (
+                dict(compress="none"),
+                "compress=none, but .* of a run with compress=sign, whose state is of another kind",
+            ),
+            (
+                dict(compress=("sign", {"node_size": 1})),
+                "compress.node_size=1, but .* with compress.node_size=None",
+            ),
+        ):
+            with pytest.raises(ValueError, match=words):
+                train(config.choosing(steps=9, resume=tmp_path / "whole", out=tmp_path / "new", **change))
+
+
+def test_residuals_in_a_checkpoint_are_all_that_was_not_sent(tmp_path):
+    """The mean of the ranks' residuals plus that of the mean, as stored, is what a state of two ranks lacks."""
+    config = config_of("sign", dp=2, steps=3, checkpoint_every=3, out=tmp_path)
+    train(config)
+    stored = Checkpoint(newest_whole(tmp_path / "checkpoints"))
+
+    def rank(world, config, text):
+        state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+        for step in range(3):
+            train_step(world, state, config, text, step)
+        return list(COMPRESSED.stored_parts(state, gradient_comm(state.mesh)))
+
+    parts = [part for own in minipar.run(rank, config, load_data(config)[0], world_size=2) for part in own]
+    assert len(parts) == 2 * 2 * 16, "two ranks, two residuals of 16 matrices: 7 a layer, embedding and head"
+    for part in parts:
+        assert torch.equal(stored.read(KIND, part.placement), part.tensor)
+    assert {part.placement.name.split(" of ")[0] for part in parts} == {
+        "data rank 0's residual", "data rank 1's residual", "residual_of_mean"
+    }  # fmt: skip
+
+
+# Refusals, before any rank starts ------------------------------------------------------------------------------------
+
+
+REFUSED = [
+    (dict(compress="sing"), "did you mean sign"),
+    (dict(compress=("topk", {"fraction": 1.5})), "k would be 0, or above n"),
+    (dict(compress=("powersgd", {"rank": 0})), "compress.rank=0 is out of range; use 1 or more"),
+    (
+        dict(compress=("sign", {"rank": 2})),
+        "compress.rank is no option; use compress.warmup, compress.node_size or compress.feedback",
+    ),
+    (dict(options={"compress": {"warmup": 3}}), "compress.warmup: compress=none has no options"),
+    (dict(compress=("onebit-adam", {"warmup": 0})), "compress.warmup=0 is out of range; use 1 or more"),
+    (
+        dict(compress="sign", zero=3),
+        "compresses the reduce-scatter of zero=2, and zero=3 gathers .* use 0, 1 or 2",
+    ),
+    (
+        dict(compress="powersgd", zero=2),
+        "needs whole matrices of gradients, of which zero=2 leaves a rank a piece",
+    ),
+    (dict(compress=("int8", {"node_size": 2}), zero=2, dp=4), "compress.node_size=2 ends in an all-gather"),
+    (
+        dict(compress="int8", zero=2, reduce_every="microbatch"),
+        "would round every microbatch; use reduce_every=step",
+    ),
+    (dict(compress="onebit-adam", zero=1), "which zero=1 cuts; use zero=0"),
+    (dict(compress="onebit-adam", optimizer="lamb"), "optimizer=lamb; use adamw"),
+    (dict(compress="onebit-lamb"), "is a form of lamb, and optimizer=adamw; use lamb"),
+    (dict(compress="onebit-lamb", optimizer="lamb", tp=2), "norms of whole layers, which tp=2 cuts"),
+    (dict(compress="sign", on_nan="skip"), "never encodes nan or inf"),
+    (dict(compress="int8", dtype="float16"), "never encodes nan or inf"),
+    (dict(compress=("diloco", {"every": 3}), dtype="bfloat16"), "dtype=bfloat16 has masters; use float32"),
+    (
+        dict(compress="local-sgd"),
+        "steps=6 is no multiple of compress.every=10.*use one, or compress.every=2, 3 or 6",
+    ),
+    (dict(compress=("diloco", {"every": 3}), checkpoint_every=2), "checkpoint_every=2 is no multiple"),
+    (dict(compress=("local-sgd", {"every": 3}), cp=2), "cp=2 ranks compute one sample together"),
+    (dict(compress=("sign", {"node_size": 3}), dp=4), "compress.node_size=3 does not divide"),
+    (
+        dict(compress="onebit-adam", pp=2, model=replace(SMALL, tie_embeddings=True)),
+        "copies of the tied embedding would drift",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_in_words(options, words):
+    with pytest.raises(ValueError, match=words):
+        BASE.choosing(**({"dp": 2} | options))
+
+
+def test_exact_steps_are_compared_and_no_others():
+    assert exact_steps(replace(BASE, dp=2)) == 6
+    assert exact_steps(config_of("sign", dp=2)) == 0
+    assert exact_steps(config_of("sign")) == 6
+    assert exact_steps(config_of("onebit-adam", dp=2)) == 2
+    assert exact_steps(config_of("zero-one-adam", dp=2)) == 0
+    assert exact_steps(config_of("diloco")) == 1
+    assert exact_steps(config_of("local-sgd")) == 6
+
+
+def test_signs_with_a_scale_for_each_block_say_zero_where_a_block_is_zero():
+    codec, x = Sign(4), torch.tensor([0.0, 0, 0, 0, 3, -1, 2, 2, 5])
+    assert codec.num_bytes(9) == 2 + 4 * 3 == len(codec.encode(x))
+    assert codec.decode(codec.encode(x), 9).tolist() == [0, 0, 0, 0, 2, -2, 2, 2, 5]

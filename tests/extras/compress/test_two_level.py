@@ -1,0 +1,196 @@
+"""Compression across nodes alone, and of some layers alone: the same mean, the bytes of the slow link, nothing lost."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minipar
+from minipar.data_parallel import DDP, ZeroOptimizer
+from minipar.extras.compress import (
+    CompressedMean,
+    OwnGradients,
+    PlainMean,
+    PowerSGD,
+    Selective,
+    Sign,
+    TopK,
+    TwoLevelMean,
+)
+from tests.examples import examples
+from tests.extras.compress.test_compress import loss_of, net, vector
+
+
+def two_levels(world, node_size, n, codec, steps=3):
+    mean, plain, sent = TwoLevelMean(world, codec, node_size), torch.zeros(n), torch.zeros(n)
+    world.traffic.reset()
+    for step in range(steps):
+        x = vector(n, 10 * step + world.rank)
+        sent += mean(x)
+        plain += x
+    across, total = mean.across.traffic.sent_bytes, world.traffic.sent_bytes
+    left = mean.state().get(0, {})
+    missing = world.all_reduce(left.get("residual", torch.zeros(n)), "mean") + left.get(
+        "residual_of_mean", 0.0
+    )
+    held = mean._held(n)
+    return (
+        sent,
+        world.all_reduce(plain, "mean") - missing,
+        across,
+        mean.mean.sent_bytes(held),
+        total,
+        mean.sent_bytes(n),
+    )
+
+
+@examples(4)
+@given(st.sampled_from([(2, 1), (4, 2), (4, 1), (4, 4)]), st.integers(2, 90))
+def test_only_the_slow_link_sees_the_codec_and_nothing_is_lost(sizes, n):
+    size, node_size = sizes
+    ranks = minipar.run(two_levels, node_size, n, Sign(), world_size=size)
+    for sent, want, across, slow_formula, total, formula in ranks:
+        assert torch.equal(sent, ranks[0][0]), "the same bits on every rank"
+        assert (sent - want).abs().max() < 1e-4
+        assert across == 3 * slow_formula
+        assert total == 3 * formula
+
+
+def test_two_levels_that_lose_nothing_are_the_mean_and_a_node_size_must_divide():
+    def whole(world):
+        with pytest.raises(
+            ValueError, match="node_size=3 does not divide the number of ranks=4; use 1, 2 or 4"
+        ):
+            TwoLevelMean(world, Sign(), 3)
+        x = vector(50, world.rank)
+        return TwoLevelMean(world, TopK(1.0), 2)(x), world.all_reduce(x, "mean")
+
+    for got, want in minipar.run(whole, world_size=4):
+        assert torch.allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+def resumed(world, make):
+    """Whether a compressor that goes on from the state of another one gives the bits of one that never stopped."""
+    tensors = [
+        {"a": vector(24, i + 9 * world.rank).view(4, 6), "b": vector(5, 50 + i + world.rank)}
+        for i in range(4)
+    ]
+    whole, first, second = make(world), make(world), make(world)
+    want = [whole.means(x) for x in tensors]
+    for x in tensors[:2]:
+        first.means(x)
+    second.load(first.state())
+    got = [second.means(x) for x in tensors[2:]]
+    return all(torch.equal(a[key], b[key]) for a, b in zip(got, want[2:]) for key in a)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(CompressedMean, codec=Sign(8)),
+        partial(TwoLevelMean, codec=Sign(8), node_size=2),
+        partial(PowerSGD, rank=1),
+        partial(Selective, compress=partial(CompressedMean, codec=TopK(0.2)), select=lambda key: key == "a"),
+    ],
+)
+def test_a_compressor_goes_on_from_its_state(make):
+    assert all(minipar.run(resumed, make, world_size=4))
+
+
+def test_several_tensors_share_their_messages():
+    def count(world):
+        tensors = {i: vector(30 + i, i + world.rank).view(-1, 1 + i % 2) for i in range(0, 12, 2)}
+        matrices = {i: vector(60, i + world.rank).view(6, 10) for i in range(5)}
+        found = []
+        for compressor, keys in (
+            (CompressedMean(world, Sign()), tensors),
+            (PowerSGD(world, 1), matrices),
+            (PlainMean(world), tensors),
+        ):
+            world.traffic.reset()
+            compressor.means(keys)
+            many = world.traffic.messages
+            world.traffic.reset()
+            compressor.means({"one": next(iter(keys.values()))})
+            found.append((many, world.traffic.messages))
+        return found
+
+    for rank in minipar.run(count, world_size=2):
+        assert all(many == one for many, one in rank)
+
+
+def test_tensors_that_are_not_chosen_are_exact():
+    def selective(world):
+        mean = Selective(world, partial(CompressedMean, codec=Sign()), lambda key: key == "big")
+        tensors = {"small": vector(7, world.rank), "big": vector(99, 5 + world.rank)}
+        got = mean.means(tensors)
+        return got, {key: world.all_reduce(x, "mean") for key, x in tensors.items()}
+
+    for got, want in minipar.run(selective, world_size=2):
+        assert list(got) == ["small", "big"]
+        assert torch.equal(got["small"], want["small"])
+        assert not torch.equal(got["big"], want["big"])
+
+
+# In DDP and ZeRO-1 ----------------------------------------------------------------------------------------------
+
+
+def trained(world, compress, zero, plain_steps=0):
+    model = net()
+    adam = dict(lr=1e-2)
+    if zero:
+        wrapped = model
+        optimizer = ZeroOptimizer(
+            model.parameters(), torch.optim.Adam, world, bucket_mb=0.0002, compress=compress, **adam
+        )
+        compressors = optimizer.compressors
+    else:
+        wrapped = DDP(model, world, bucket_mb=0.0002, first_bucket_mb=0.0002, compress=compress)
+        optimizer, compressors = torch.optim.Adam(model.parameters(), **adam), wrapped.compressors
+    for step in range(5):
+        compressors.on = step >= plain_steps
+        optimizer.zero_grad()
+        loss_of(wrapped, world.rank, step).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
+def test_zero_1_has_the_bits_of_ddp(compress):
+    ddp = minipar.run(trained, compress, False, 2, world_size=2)
+    zero = minipar.run(trained, compress, True, 2, world_size=2)
+    plain = minipar.run(trained, None, False, world_size=2)
+    assert all(torch.equal(a, b) for x, y in zip(ddp, zero) for a, b in zip(x, y))
+    assert not all(torch.equal(a, b) for a, b in zip(ddp[0], plain[0]))
+
+
+def test_a_warm_up_is_uncompressed_to_the_bit():
+    plain = minipar.run(trained, None, False, world_size=3)
+    warm = minipar.run(trained, partial(CompressedMean, codec=Sign()), False, 5, world_size=3)
+    assert all(torch.equal(a, b) for x, y in zip(plain, warm) for a, b in zip(x, y))
+
+
+def test_ddp_with_own_gradients_sends_nothing():
+    def local(world):
+        ddp = DDP(net(), world, compress=OwnGradients)
+        world.traffic.reset()
+        loss_of(ddp, world.rank, 0).backward()
+        alone = net()
+        loss_of(alone, world.rank, 0).backward()
+        pairs = zip(ddp.module.parameters(), alone.parameters())
+        return world.traffic.sent_bytes, all(torch.equal(p.grad, q.grad) for p, q in pairs)
+
+    assert minipar.run(local, world_size=2) == [(0, True)] * 2
+
+
+def test_a_gradient_of_one_rank_that_is_not_finite_stops_ddp():
+    def broken(world):
+        ddp = DDP(nn.Linear(4, 4), world, compress=partial(CompressedMean, codec=Sign()))
+        x = torch.full((2, 4), float("inf") if world.rank else 1.0)
+        ddp(x).sum().backward()
+
+    with pytest.raises(minipar.RankError, match="is not finite: it is not compressed"):
+        minipar.run(broken, world_size=2)

@@ -1,0 +1,124 @@
+"""When compressed gradients pay, by formula: over a slow link they do, over NVLink they do not."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import minipar
+from minipar.config.choices import AVERAGINGS
+from minipar.cost.layout import Job, parse_layout
+from minipar.cost.machines import find_machine
+from minipar.cost.model_table import find_model
+from minipar.cost.plan_command import plan_command
+from minipar.cost.traffic import gradients_bytes
+from minipar.extras.compress import CompressedMean, Int8, PlainMean, Sign, TopK
+from minipar.extras.cost import compression
+from minipar.extras.cost.compression import (
+    CODECS,
+    compressed_gradients,
+    compression_rows,
+    faster_layout,
+    methods_for,
+)
+from tests.extras.compress.test_compress import vector
+
+SLOW = """
+peak_flops = 312e12
+matmul_fraction = 0.87
+memory_bytes = 80e9
+hbm_bytes_per_s = 2.0e12
+gpus_per_node = 1
+link_bytes_per_s = 300e9
+cards_per_node = 1
+card_bytes_per_s = 1.25e9
+"""
+LAYOUT = "dp8-zero0-mb1-full"
+
+
+METHODS = set(AVERAGINGS) - {"none"}
+
+
+def advice(machine: str, compress: str = "auto", layout: str = LAYOUT, **options) -> str:
+    options |= dict(view="compression", view_options={"method": compress})
+    return plan_command("llama-7b", 8, machine, 1024, 64, explain=layout, **options).text
+
+
+def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
+    slow = tmp_path / "slow.toml"
+    slow.write_text(SLOW)
+    assert "compress: yes, " in advice(str(slow))
+    assert "compress: no, " in advice("h100")
+    assert "one data-parallel rank" in advice(str(slow), layout="pp8-mb8-full")
+    assert "needs whole" in advice(str(slow), layout="dp8-zero3-mb1-full")
+    rows = json.loads(advice(str(slow), as_json=True))["compress"]
+    assert rows["none"]["seconds"] > 2 * rows["sign"]["seconds"]
+    assert rows["none"]["sent_bytes"] > 10 * rows["sign"]["sent_bytes"]
+    assert list(json.loads(advice(str(slow), "sign", as_json=True))["compress"]) == ["none", "sign"]
+
+
+def test_a_layout_that_compression_makes_faster_than_the_winner_is_named(tmp_path, monkeypatch):
+    slow = tmp_path / "slow.toml"
+    slow.write_text(SLOW)
+    job = Job(find_model("llama-7b"), find_machine(str(slow)), 8, 1024, 64)
+    whole, mixed, pipeline = (
+        parse_layout(name) for name in ("dp8-zero0-mb1-full", "dp2-pp4-mb4-full", "pp8-mb8-full")
+    )
+    seconds = {
+        (layout, method): s
+        for layout in (whole, mixed, pipeline)
+        for method, s, _ in compression_rows(job, layout, "auto")
+    }
+    own = seconds[pipeline, "none"]
+    assert own < min(seconds[whole, "none"], seconds[mixed, "none"]), "uncompressed, it wins"
+    (layout, method), least = min(seconds.items(), key=lambda item: item[1])
+    line = f"with {method}, {layout.name} would take {least:.3g} s a step"
+    assert faster_layout(job, pipeline, [mixed, pipeline, whole], "auto") == [line]
+    assert faster_layout(job, whole, [mixed, pipeline, whole], "auto") == [], (
+        "compressed, the winner is fastest"
+    )
+    assert faster_layout(job, pipeline, [pipeline], "auto") == faster_layout(job, pipeline, [], "auto") == []
+    fast = replace(
+        job, machine=find_machine("h100")
+    )  # where whole gradients are faster still: that is no advice
+    assert faster_layout(fast, pipeline, [whole], "sign")[0].startswith(f"with sign, {whole.name} ")
+    for pays, lines in ((1.01, [line]), (0.99, [])):
+        monkeypatch.setattr(compression, "PAYS", pays * least / own)
+        assert faster_layout(job, pipeline, [mixed, whole], "auto") == lines
+
+
+def test_an_unknown_method_is_refused_with_the_nearest():
+    with pytest.raises(ValueError, match="did you mean powersgd"):
+        advice("h100", "power-sgd")
+
+
+def test_the_table_has_every_method_of_training():
+    assert set(CODECS) == METHODS
+    assert set(methods_for(parse_layout(LAYOUT))) == METHODS
+    assert "onebit-adam" not in methods_for(parse_layout("dp8-zero1-mb1"))
+    assert set(methods_for(parse_layout("dp8-zero2-mb1"))) == {"sign", "int8", "fp8", "topk", "tagc"}
+
+
+@pytest.mark.parametrize(("name", "codec"), [("sign", Sign(256)), ("int8", Int8()), ("topk", TopK(0.01))])
+def test_the_bytes_are_those_that_ranks_send(name, codec):
+    n, p = 256 * 200, 2
+    job = Job(find_model("llama-7b"), find_machine("h100"), p, 1024, 64, "float32")
+
+    def sent(world):
+        counts = []
+        for send in (
+            lambda x: CompressedMean(world, codec)(x),
+            lambda x: CompressedMean(world, codec).scattered_means([{0: part} for part in x.chunk(p)]),
+            lambda x: PlainMean(world).means({0: x}),
+        ):
+            world.traffic.reset()
+            send(vector(n, world.rank))
+            counts.append(world.traffic.sent_bytes)
+        return counts
+
+    for to_all, scattered, plain in minipar.run(sent, world_size=p):
+        for layout, number in ((parse_layout("dp2-mb1"), to_all), (parse_layout("dp2-zero2-mb1"), scattered)):
+            found = compressed_gradients(job, layout, (n, 0), name).sent_bytes
+            assert found == pytest.approx(number, rel=0.01)
+        assert plain == 2 * (p - 1) / p * 4 * n
+    assert gradients_bytes(job, layout, 0)[0] > 0

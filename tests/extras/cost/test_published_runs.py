@@ -1,0 +1,216 @@
+"""The cost model against published runs: what was fitted, what was held out, and the doubt that `minipar plan` prints."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from minipar.cost.doubt import PROGRAM_SPREADS, SPREADS, doubt, kind_of
+from minipar.cost.layout import Implementation, Job, parse_layout
+from minipar.cost.machines import MACHINES
+from minipar.cost.model_table import MODELS
+from minipar.cost.planner import NEAR, plan, simplicity
+from minipar.cost.programs import PROGRAMS
+from minipar.extras.cost.fit import (
+    FEW,
+    FITTED,
+    fitted_default,
+    fitted_program,
+    held_out_spreads,
+    page,
+    program_spreads,
+    runs_of,
+    spearman,
+)
+from minipar.extras.cost.published_choices import jobs, row
+from minipar.extras.cost.published_runs import TABLES, published_runs, spread
+from tests.cost.published import SC21_TABLE1
+
+ROOT = Path(__file__).parents[3]
+RUNS = published_runs()
+
+
+def test_about_half_of_the_runs_are_held_out_and_every_table_is_used():
+    held = sum(run.held_out for run in RUNS)
+    assert 0.4 < held / len(RUNS) < 0.6
+    assert {run.table for run in RUNS} == set(TABLES)
+    assert {table.program for table in TABLES.values()} == set(PROGRAMS) - {"minipar"}
+
+
+def test_megatrons_table_is_the_one_of_the_other_tests():
+    rows = [run for run in RUNS if run.table == "megatron-table-1"]
+    assert [(run.gpus, run.batch, run.rate) for run in rows] == [
+        (row.gpus, row.batch, row.tflops) for row in SC21_TABLE1
+    ]
+    assert [run.layout.world_size for run in rows] == [row.gpus for row in SC21_TABLE1]
+
+
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if len(runs_of(name, held_out=False)) >= FEW])
+def test_the_numbers_in_use_are_the_fitted_ones(program):
+    fitted, used = fitted_program(program), PROGRAMS[program].implementation
+    assert used.arithmetic == pytest.approx(fitted.arithmetic, abs=0.006)
+    assert [getattr(used, name) for name in FITTED[1:]] == [getattr(fitted, name) for name in FITTED[1:]]
+
+
+def test_an_unknown_program_has_the_numbers_fitted_to_all():
+    arithmetic, overlap = fitted_default()
+    assert Implementation().arithmetic == pytest.approx(arithmetic, abs=0.006)
+    assert Implementation().overlap == overlap
+
+
+def test_fsdp_with_flash_attention_by_an_unknown_program():
+    """17 rows on A100, held out or not: mean absolute error 7.0 %, largest 16 %, to both sides."""
+    runs = [run for run in RUNS if run.table == "mpt-a100-80gb" and run.seq_len <= 4096]
+    found = [math.expm1(-run.error(Implementation())) for run in runs]
+    (thirteen,) = [run for run in runs if (run.model, run.seq_len) == ("mpt 40 5120 40", 2048)]
+    assert thirteen.job().shape.num_params == 12853954560  # as printed
+    assert len(runs) == 17
+    assert fmean(map(abs, found)) < 0.075
+    assert -0.17 < min(found) < 0 < max(found) < 0.07
+
+
+@pytest.mark.parametrize(
+    "run", [run for run in RUNS if run.table == "llama-3"], ids=lambda run: run.layout.name
+)
+def test_llama_3_405b(run):
+    """Within 3 %. How many chunks a rank has is not printed; 7 is as many as 126 layers allow."""
+    assert abs(run.error()) < 0.03
+    # Attention at the rate of a matrix product, as before 2023's kernels were measured: 131,072 tokens tell.
+    speed = run.job().machine.matmul_fraction / run.job().machine.attention_fraction
+    quick = run.error(Implementation(attention_speed=speed))
+    assert quick < run.error()
+    assert quick < -0.25 or run.seq_len < 131072
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run.table == "fsdp"], ids=lambda run: run.layout.name)
+def test_fsdp_of_gpt3_on_128_gpus(run):
+    """7 and 13 % too slow: a fifth of its messages hides, by the numbers of an unknown program."""
+    assert -0.15 < math.expm1(-run.error()) < 0
+
+
+def test_texts_count_the_runs_and_quote_the_doubt():
+    lesson = (ROOT / "lessons" / "12_before_you_pay.ipynb").read_text(encoding="utf-8")
+    for name in ("docs/use.md", "CHANGELOG.md", "lessons/12_before_you_pay.ipynb"):
+        counts = re.findall(r"(\d+) published runs", (ROOT / name).read_text(encoding="utf-8"))
+        assert set(counts) == {str(len(RUNS))}, name
+    text = " ".join(lesson.replace('\\n",', " ").replace('"', " ").split())
+    assert f"with tp or pp lie within {100 * SPREADS['tp or pp']:.0f} %" in text
+    assert f"with ZeRO-3 within {100 * SPREADS['ZeRO-3']:.0f} %" in text
+    assert f"layouts within {NEAR:.0%}".replace("%", " %") in text
+    assert f"arithmetic takes {Implementation().arithmetic} of what" in text
+    assert Implementation().overlap == 1 / 5  # "a fifth of the messages"
+
+
+def test_a_known_program_is_predicted_within_a_tenth():
+    """Of held-out runs: Megatron 1.8 %, Composer's FSDP 4.2 %."""
+    for program, mean in (("megatron-2021", 0.03), ("composer", 0.05)):
+        errors = [abs(run.error()) for run in runs_of(program, held_out=True)]
+        assert len(errors) >= 5
+        assert fmean(errors) < mean
+
+
+def test_the_doubt_is_the_spread_of_held_out_runs():
+    """Four of five held-out runs lie within what `minipar plan` prints; rounded up to a whole per cent."""
+    found = held_out_spreads()
+    assert set(found) == {"ZeRO-3", "tp or pp"}
+    most = max(found.values())
+    assert {kind: math.ceil(100 * found.get(kind, most)) / 100 for kind in SPREADS} == SPREADS
+
+
+def test_a_known_program_has_the_spread_of_its_own_runs():
+    found = program_spreads()
+    assert {name: math.ceil(100 * value) / 100 for name, value in found.items()} == PROGRAM_SPREADS
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64, program="composer")
+    assert doubt(job, parse_layout("dp8-zero3")) == PROGRAM_SPREADS["composer"]
+
+
+def test_a_fault_in_the_model_widens_the_spread():
+    """Messages that all hide; the fastest attention kernel in place of Triton's."""
+
+    def spread_of(change):
+        jobs = [(run, run.job()) for run in runs_of("composer", held_out=True)]
+        errors = [run.error(change(job)) for run, job in jobs]
+        return spread([error - fmean(errors) for error in errors])
+
+    right = spread_of(lambda job: job.implementation)
+    assert spread_of(lambda job: replace(job.implementation, overlap=1.0)) > 1.15 * right
+    assert spread_of(lambda job: replace(job.implementation, attention_speed=1.0)) > 1.3 * right
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "correlation"),
+    [((1, 2, 3, 4), (10, 20, 30, 40), 1), ((1, 2, 3), (3, 2, 1), -1), ((1, 1, 2, 2), (5, 5, 7, 7), 1)],
+)
+def test_spearman(values, others, correlation):
+    assert spearman(values, others) == pytest.approx(correlation)
+
+
+def test_spread_holds_four_of_five():
+    assert spread([0.1, -0.2, 0.3, -0.4, 0.5]) == 0.4
+    assert spread([0.1]) == 0.1
+
+
+def test_the_page_is_written_anew_from_the_table():
+    assert (ROOT / "docs" / "planner.md").read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dp8-zero3", "ZeRO-3"), ("dp2-tp4-zero3", "ZeRO-3"), ("dp2-pp4-zero1", "tp or pp"), ("dp8-zero1", "data parallel"),
+     ("dp4-cp2-zero3", "cp")],
+)  # fmt: skip
+def test_kinds_of_layouts(name, kind):
+    assert kind_of(parse_layout(name)) == kind
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64)
+    assert doubt(job, parse_layout(name)) == SPREADS[kind]
+
+
+def test_the_page_of_choices_is_what_the_planner_chooses():
+    """The two smallest jobs, planned anew; all of them take minutes."""
+    text = (ROOT / "docs" / "planner_choices.md").read_text(encoding="utf-8")
+    assert len(jobs()) >= 12
+    assert text.count("\n| ") == len(jobs()) + 1
+    assert all(f"| `{run.layout.name}` |" in text for run in jobs())
+    for run in jobs()[:2]:
+        assert row(run) in text
+
+
+# The choice ------------------------------------------------------------------------------------------------------------
+
+
+def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_chosen():
+    found = plan(Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64))
+    least = min(c.seconds for c in found.fits)
+    near = [c for c in found.fits if c.seconds <= (1 + NEAR) * least]
+    assert sorted(found.near) == sorted(near)
+    key = {c.name: simplicity(found.job, c.layout) for c in near}
+    assert key[found.choice.name] == min(key.values())
+    shown = found.shown()
+    assert shown[0] == found.choice
+    meshes = [(c.layout.dp, c.layout.pp, c.layout.cp, c.layout.ep, c.layout.tp) for c in shown]
+    assert len(set(meshes)) == len(meshes)
+
+
+@pytest.mark.parametrize(
+    ("simpler", "other"),
+    [
+        ("dp8-zero1", "dp4-cp2-zero3"),
+        ("dp8-zero1", "dp8-zero3"),
+        ("dp8-zero1", "dp8-zero1-full"),
+        ("dp2-pp2-tp2-zero1", "dp2-pp2-cp2-zero1"),
+        ("dp4-pp2-zero1-1f1b", "dp4-pp2-zero1-zb-v"),
+        ("dp4-pp2-zero1-interleaved:2", "dp4-pp2-zero1-interleaved:4"),
+    ],
+)
+def test_simpler(simpler, other):
+    job = Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64)
+    assert simplicity(job, parse_layout(simpler)) < simplicity(job, parse_layout(other))
+
+
+def test_cp_is_not_chosen_for_short_samples_on_one_node():
+    """A ring costs small blocks, merges and messages that are not hidden: a plan of 4,096 tokens does without."""
+    for gpus, model in ((8, "llama-7b"), (64, "llama-70b")):
+        assert plan(Job(MODELS[model], MACHINES["a100-80gb"], gpus, 4096, 16 * gpus)).choice.layout.cp == 1

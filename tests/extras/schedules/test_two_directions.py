@@ -1,0 +1,199 @@
+"""Chimera, DualPipe and other Vs unfolded: idle time, memory and order as published; and what `validate` refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.extras.schedules.building_block import v_half
+from minipar.extras.schedules.two_directions import chimera, dualpipe, unfolded
+from minipar.extras.schedules.waves import hanayo
+from minipar.schedules import (
+    Action,
+    Costs,
+    Schedule,
+    dualpipe_v,
+    one_f_one_b,
+    simulate,
+    to_torch,
+    validate,
+    zb_v,
+)
+from tests.pipeline.strategies import costs, schedules
+
+EVEN_BACKWARD, WHOLE_BACKWARD = Costs(F=1.0, I=0.5, W=0.5), Costs()  # B = F and B = 2F
+halves = st.integers(1, 6)
+vs = schedules(["zb-v", "dualpipe-v", "v-half", "v-min"], max_ranks=4, max_microbatches=8)
+
+
+@given(halves, st.integers(1, 4))
+def test_chimera_has_the_papers_bubble_and_memory(half, rounds):
+    p, m = 2 * half, 2 * half * rounds
+    timeline = simulate(chimera(p, m), EVEN_BACKWARD)
+    assert timeline.longest_own_span - timeline.ideal == p - 2
+    assert timeline.bubble_over_total == pytest.approx((p - 2) / (2 * m + p - 2))
+    longer = simulate(chimera(p, m), WHOLE_BACKWARD)
+    assert longer.longest_own_span - longer.ideal == (p - 2) * (1 + rounds)
+    if rounds == 1:
+        assert longer.bubble_over_total == pytest.approx((p - 2) / (1.5 * m + p - 2) if p > 2 else 0)
+    up = tuple(half + 1 + r for r in range(half))
+    assert timeline.peak_live == longer.peak_live == (*up, *reversed(up))
+
+
+@given(halves, halves)
+def test_half_of_1f1bs_idle_time_or_less(half, rounds):
+    p, m = 2 * half, 2 * half * rounds
+    ours, plain = (simulate(s, EVEN_BACKWARD) for s in (chimera(p, m), one_f_one_b(p, m)))
+    assert plain.longest_own_span - plain.ideal == 2 * (p - 1)
+    assert ours.longest_own_span - ours.ideal == p - 2
+
+
+@given(halves, st.integers(0, 4))
+def test_dualpipe_has_the_published_bubble_and_memory(half, more):
+    """(p/2 - 1)(F&B + B - 3W) with F&B = F + B, where I = F = W: a pair of actions does not overlap here."""
+    p, m = 2 * half, 4 * half + 2 * more
+    timeline = simulate(dualpipe(p, m))
+    assert timeline.longest_own_span - timeline.ideal == (half - 1) * (1 + 2 + 2 - 3 - 1)
+    assert set(timeline.peak_live) == {p + 1}
+
+
+def test_chimera_on_4_ranks_is_the_published_picture():
+    """Microbatches 0 and 2 go down, 1 and 3 up (the paper numbers them 0, 1 and 2, 3)."""
+    rows = [" ".join(f"{a.op}{a.microbatch}" for a in own) for own in chimera(4, 4).actions]
+    assert rows == [
+        "F0 F2 F1 B1 F3 B3 B0 B2",
+        "F0 F1 F2 F3 B1 B0 B3 B2",
+        "F1 F0 F3 F2 B0 B1 B2 B3",
+        "F1 F3 F0 B0 F2 B2 B1 B3",
+    ]
+
+
+@given(halves, st.integers(1, 12))
+def test_no_two_actions_of_chimera_want_one_slot(half, rounds):
+    """Where F = B = 1, its order is that of the slots of two 1F1B pipelines, which then run side by side."""
+    p, m = 2 * half, 2 * half * rounds
+    spans = simulate(chimera(p, m), EVEN_BACKWARD).spans
+    alone = simulate(one_f_one_b(p, half), EVEN_BACKWARD).spans
+    for k in range(half):
+        assert spans[Action("B", 0, 2 * k)] == alone[Action("B", 0, k)]
+        assert spans[Action("B", p, 2 * k + 1)] == alone[Action("B", 0, k)]
+
+
+@given(vs, st.data())
+def test_an_unfolded_v_takes_as_long_and_keeps_as_much_as_the_v(folded, data):
+    """Two pipelines of the V on half of the ranks each (dp=2) would do the same work, with as many parameters a rank."""
+    wide = unfolded(folded)
+    validate(wide)
+    per_stage = data.draw(costs(folded.num_stages))
+    f, i, w = (per_stage.table(folded.num_stages)[op] for op in "FIW")
+    ours = simulate(wide, Costs(f * 2, i * 2, w * 2))
+    v = simulate(folded, Costs(f, i, w))
+    assert ours.makespan == v.makespan
+    assert ours.peak_live == (*v.peak_live, *reversed(v.peak_live))
+    assert wide.num_ranks == 2 * folded.num_ranks
+    assert wide.num_microbatches == 2 * folded.num_microbatches
+
+
+@given(schedules(["chimera", "dualpipe"], max_ranks=8, max_microbatches=16))
+def test_each_direction_has_half_of_the_microbatches_and_each_pair_of_ranks_one_order(schedule):
+    validate(schedule)
+    S = schedule.model_stages
+    down = {a.microbatch for own in schedule.actions for a in own if a.stage < S}
+    up = {a.microbatch for own in schedule.actions for a in own if a.stage >= S}
+    assert down == set(range(0, schedule.num_microbatches, 2))
+    assert up == set(range(1, schedule.num_microbatches, 2))
+    for own, mirror in zip(schedule.actions, reversed(schedule.actions)):
+        assert [(a.op, schedule.part(a.stage)) for a in own] == [
+            (a.op, schedule.part(a.stage)) for a in mirror
+        ]
+
+
+def _swap(schedule, rank, i, j):
+    ranks = [list(own) for own in schedule.actions]
+    ranks[rank][i], ranks[rank][j] = ranks[rank][j], ranks[rank][i]
+    return replace(schedule, actions=tuple(map(tuple, ranks)))
+
+
+def _without(schedule, microbatch):
+    kept = (tuple(a for a in own if a.microbatch != microbatch) for own in schedule.actions)
+    return replace(schedule, actions=tuple(kept))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda s: _swap(s, 0, 4, 5), "ranks 0 and 3 hold the same parts of the model and run them in different orders"),
+        (lambda s: replace(s, stage_rank=(0, 1, 2, 3, 3, 2, 0, 1)), "holds the stage"),
+        (lambda s: replace(s, copies=3), "copies=3 of a model in 8 stages; use 1, or 2 and an even number"),
+        (lambda s: _without(s, 3), "F of microbatch 3 on stage 0 occurs 0 times"),
+        (lambda s: replace(s, copies=1), "F of microbatch 0 on stage 4 occurs 0 times"),
+    ],
+)  # fmt: skip
+def test_what_is_no_mirror_image_is_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        validate(change(chimera(4, 4)))
+
+
+def test_a_microbatch_on_both_copies_is_refused():
+    schedule = chimera(4, 4)
+    ranks = [[a._replace(microbatch=2) if a.microbatch == 3 else a for a in own] for own in schedule.actions]
+    with pytest.raises(ValueError, match="microbatch 2 is on stages .* of two copies of the model"):
+        validate(replace(schedule, actions=tuple(map(tuple, ranks))))
+
+
+def test_a_second_copy_elsewhere_than_the_mirror_is_refused():
+    """Both copies down from rank 0: every rank would hold one part twice."""
+    schedule = chimera(4, 4)
+    ranks = [[a._replace(stage=a.stage % 4) for a in schedule.actions[r] if a.stage < 4] for r in range(4)]
+    both = [own + [a._replace(stage=a.stage + 4, microbatch=a.microbatch + 1) for a in own] for own in ranks]
+    with pytest.raises(ValueError, match="part 0 of the model is on ranks 0 and 0; .* must be on rank 3"):
+        validate(replace(schedule, actions=tuple(map(tuple, both)), stage_rank=(0, 1, 2, 3, 0, 1, 2, 3)))
+
+
+def test_orders_that_cannot_run_in_step_are_refused():
+    """Each rank can come to its end, but not where it waits for the other's shards of the weights at every action."""
+    f0, f1, f2, f3, b0, b1, b2, b3 = (partial(Action, op, stage) for op in "FB" for stage in range(4))
+    down = (f0(0), f3(1), f0(2), f3(3), b3(1), b0(0), b3(3), b0(2))
+    up = (f2(1), f1(0), f2(3), f1(2), b1(0), b2(1), b1(2), b2(3))
+    validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
+    up = (f2(1), f1(2), f2(3), f1(0), *up[4:])
+    says = "ranks 0 and 1 .* cannot run F of microbatch 1 on stage 3 and F of microbatch 2 on stage 1 at the same time"
+    with pytest.raises(ValueError, match=says):
+        validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
+
+
+def test_a_rank_in_the_middle_that_would_hold_a_part_twice_is_refused():
+    f0, f1, f2, f3, f4, f5, b0, b1, b2, b3, b4, b5 = (partial(Action, op, s) for op in "FB" for s in range(6))
+    actions = ((f0(0), f5(1), b5(1), b0(0)), (f1(0), f4(1), b4(1), b1(0)), (f3(1), f2(0), b2(0), b3(1)))
+    with pytest.raises(ValueError, match="on 3 ranks: rank 1 would hold a part twice; use an even number"):
+        validate(Schedule(actions, (0, 1, 2, 2, 1, 0), 2, copies=2))
+
+
+@pytest.mark.parametrize("generator", [chimera, dualpipe])
+def test_odd_sizes_are_refused_with_an_even_one(generator):
+    with pytest.raises(ValueError, match="p=3 ranks in two directions: .* use an even number, such as 4"):
+        generator(3, 4)
+    with pytest.raises(ValueError, match="m=5 microbatches in two directions: .* such as 6"):
+        generator(4, 5)
+
+
+def test_only_a_v_can_be_unfolded():
+    validate(unfolded(v_half(2, 4)))
+    for schedule in (one_f_one_b(4, 4), hanayo(2, 4, 4)):
+        with pytest.raises(ValueError, match=f"schedule {schedule.name} places .* as a V, such as"):
+            unfolded(schedule)
+    with pytest.raises(
+        ValueError, match="schedule chimera has copies=2 and slices=1; to be unfolded .* one of each"
+    ):
+        unfolded(chimera(2, 2))
+    assert unfolded(zb_v(2, 3), "mine").name == "mine"
+    assert dualpipe(4, 8) == unfolded(dualpipe_v(2, 4), "dualpipe")
+
+
+def test_torch_has_one_copy_of_the_model():
+    with pytest.raises(ValueError, match="copies=2 of the model: torch's runtime has one"):
+        to_torch(dualpipe(2, 2))

@@ -1,0 +1,183 @@
+"""Prompts read on some ranks and texts written on others: the texts of one process, and nobody waits for a prompt."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.inference import Engine, NGramDraft, Options, Request, apart, transfer
+from minipar.inference.apart import first_tokens, serve_apart
+from minipar.inference.events import Kind
+from minipar.inference.paged_model import Pass
+from minipar.tensor_parallel import tensor_parallel
+from tests.examples import examples
+from tests.inference.texts import LONGEST, PROMPTS, alone, options, requests
+from tests.model.texts import loud_model
+
+CONFIG = ModelConfig(vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=LONGEST)
+SIDES = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (4, 1), (2, 4)]
+
+
+def load(mesh):
+    return tensor_parallel(loud_model(CONFIG), mesh.comm("tp"))
+
+
+def per_token(num_tokens, measured_s):
+    return 1.0 + num_tokens / 16
+
+
+def served(world, several, options, prefill_tp, plant=None):
+    with patch.object(*plant) if plant else patch.object(transfer, "transfers", transfer.transfers):
+        return serve_apart(world, load, several, options, prefill_tp, per_token, lambda tokens: tokens / 100)
+
+
+def texts_on(sides, several, options, plant=None):
+    ranks = minipar.run(served, several, options, sides[0], plant, world_size=sum(sides))
+    assert all(of_rank == ranks[0] for of_rank in ranks), "every rank has the same outcome"
+    return ranks[0]
+
+
+@given(
+    sides=st.sampled_from(SIDES),
+    several=st.lists(requests(LONGEST), min_size=1, max_size=5),
+    options=options(),
+)
+@examples(20)
+def test_drawn_requests_get_their_texts(sides, several, options):
+    if options.draft is not None and options.draft.vocab_size not in (None, CONFIG.vocab_size):
+        options = replace(options, draft=NGramDraft(1))
+    outcome = texts_on(sides, several, options)
+    want = [alone(loud_model(CONFIG), request) for request in several]
+    assert [result.tokens for result in outcome.results] == want
+
+
+REQUESTS = [
+    Request(PROMPTS[i % 3][: 6 + 3 * (i % 3)], 12 - i % 3, temperature=8.0 * (i % 2), arrival_s=i)
+    for i in range(6)
+]
+TIGHT = Options(block_size=4, num_blocks=9, token_budget=9)
+
+
+def test_in_a_crowd_the_decode_side_preempts_and_a_bad_request_is_named():
+    outcome = texts_on((1, 2), [*REQUESTS, Request((1,) * (LONGEST - 1), 5)], TIGHT)
+    want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
+    assert [result.tokens for result in outcome.results] == [*want, []]
+    assert "exceed max_seq_len" in outcome.results[-1].error
+    assert {event.kind for event in outcome.events} >= {Kind.PREEMPT, Kind.RESTORE, Kind.ARRIVE, Kind.FINISH}
+    for number, text in enumerate(want):
+        own = [event for event in outcome.events if event.number == number]
+        assert sum(event.num_tokens for event in own if event.kind == Kind.WRITE) == len(text)
+
+
+def longest_gap(events, number):
+    written = [event.end_s for event in events if event.number == number and event.kind == Kind.WRITE]
+    return max(b - a for a, b in zip(written[1:], written[2:]))
+
+
+def test_a_long_prompt_delays_nobody_who_writes():
+    long = LONGEST - 4
+    several = [Request(PROMPTS[0][:3], 12), Request(PROMPTS[1][:long], 4, arrival_s=4.0)]
+    plain = Options(block_size=4, num_blocks=40, token_budget=100, prefix_cache=False)
+    together = Engine(loud_model(CONFIG), plain, duration=per_token)
+    want = [result.tokens for result in together.run(several)]
+    outcome = texts_on((1, 1), several, plain)
+    assert [result.tokens for result in outcome.results] == want
+    assert longest_gap(together.events, 0) == per_token(long + 1, 0)  # a decode beside the whole prompt
+    assert longest_gap(outcome.events, 0) <= per_token(2, 0) + 1e-9  # a decode beside the other one's decodes
+
+
+def test_the_times_of_first_tokens_are_those_of_the_prefill_side():
+    outcome = texts_on((2, 1), REQUESTS, TIGHT)
+    times = first_tokens(REQUESTS, TIGHT, per_token)
+    for number, time in enumerate(times):
+        first = min(e.end_s for e in outcome.events if e.number == number and e.kind == Kind.WRITE)
+        assert first == time
+
+
+def unsent_at_most(world, most):
+    """Return the prefill rank's waits, as (caches kept, most allowed), and whether every text is right."""
+    seen, right = [], apart.PrefillSide.wait_for_sends
+
+    def watched(self, limit):
+        right(self, limit)
+        seen.append((len(self._unsent), limit))
+
+    several = [Request(PROMPTS[i % 3][: 3 + i % 4], 3) for i in range(8)]
+    with patch.object(apart, "MAX_UNSENT", most), patch.object(apart.PrefillSide, "wait_for_sends", watched):
+        tokens = [result.tokens for result in served(world, several, Options(), 1).results]
+    return seen, tokens == [alone(loud_model(CONFIG), request) for request in several]
+
+
+def test_a_prefill_rank_keeps_few_caches_that_nobody_has_received():
+    (seen, right), _ = minipar.run(unsent_at_most, 2, world_size=2)
+    assert right
+    assert [limit for _, limit in seen] == [2] * 8 + [0]
+    assert [kept for kept, _ in seen] == [1] + [2] * 7 + [0]
+
+
+def test_finished_and_refused_requests_are_told_at_once():
+    def told(world):
+        heard, several = [], [*REQUESTS, Request((1,) * (LONGEST - 1), 5)]
+        outcome = serve_apart(
+            world, load, several, TIGHT, 1, per_token, on_result=lambda n, result: heard.append((n, result))
+        )
+        return heard, outcome.results
+
+    (prefill, _), (decode, results), (other, _) = minipar.run(told, world_size=3)
+    assert prefill == other == []
+    assert sorted(decode, key=lambda item: item[0]) == list(enumerate(results))
+    assert decode[0][0] == len(REQUESTS)
+    assert "max_seq_len" in decode[0][1].error
+
+
+def permuted(prefill_tp, decode_tp, num_kv_heads, right=transfer.transfers):
+    found = right(prefill_tp, decode_tp, num_kv_heads)
+    return [t._replace(heads=other.heads) for t, other in zip(found, reversed(found))]
+
+
+def one_token_less(comm, prefill_tp, paged, num_tokens, right=transfer.recv_cache):
+    blocks = right(comm, prefill_tp, paged, num_tokens)
+    for (layer,) in blocks:
+        layer.flatten(1, 2)[:, num_tokens - 1] = 0
+    return blocks
+
+
+def one_place_later(*arguments, right=Pass.of):
+    found = right(*arguments)
+    return found._replace(positions=found.positions + 1)
+
+
+FAULTS = {
+    "heads permuted": (transfer, "transfers", permuted),  # on the prefill side, so that the two sides differ
+    "last token not sent": (apart, "recv_cache", one_token_less),
+    "positions off by one": (Pass, "of", one_place_later),  # on the decode side
+}
+
+
+def planted(world, fault):
+    owner, name, wrong = FAULTS[fault]
+    here = (world.rank == 0) == (fault == "heads permuted")
+    return served(world, REQUESTS, TIGHT, 1, (owner, name, wrong if here else getattr(owner, name)))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_changes_a_text(fault):
+    outcome = minipar.run(planted, fault, world_size=3)[0]
+    want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
+    assert [result.tokens for result in outcome.results] != want
+
+
+def refused(world):
+    with pytest.raises(ValueError) as caught:
+        serve_apart(world, load, REQUESTS, Options(block_size=4, cache_bits=8, cache_group=4), 1)
+    return str(caught.value)
+
+
+def test_what_cannot_be_served_apart_is_refused():
+    assert "a cache that is rounded, or of latents, is not sent" in minipar.run(refused, world_size=2)[0]
+    with pytest.raises(minipar.RankError, match="decode_tp=0"):
+        minipar.run(served, REQUESTS, TIGHT, 2, world_size=2)

@@ -1,0 +1,151 @@
+"""What answers of the book state and no lesson shows, computed."""
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from minipar.config.train_config import TrainConfig
+from minipar.cost.activations import gpt_layer_bytes
+from minipar.cost.collectives import sent_share
+from minipar.cost.layout import Job, parse_layout
+from minipar.cost.machines import MACHINES
+from minipar.cost.memory import worst_rank_memory
+from minipar.cost.model_table import MODELS
+from minipar.cost.traffic import critical_tokens_per_gpu
+
+
+def test_through_a_card_hybrid_sharding_sends_two_thirds_of_what_full_sharding_does():
+    """Eight rings through eight cards: each card carries the messages of one eighth of the parameters."""
+    full = 3 * sent_share("all_gather", 512) / 8
+    hybrid = sent_share("all_reduce", 64) / 8
+    assert full / hybrid == pytest.approx(1.5, rel=0.02)
+    a_rank = 3 * sent_share(
+        "all_gather", 512
+    )  # all that a rank sends, most of it to neighbours inside the node
+    assert a_rank / hybrid == pytest.approx(12, rel=0.02)
+
+
+def test_gradients_through_eight_cards_hide_behind_1000_tokens_and_through_one_behind_8000():
+    assert critical_tokens_per_gpu(4096, 400e12, 8 * 50e9) == pytest.approx(1000, rel=1e-3)
+    assert critical_tokens_per_gpu(4096, 400e12, 50e9) == pytest.approx(8000, rel=1e-3)
+
+
+def test_states_of_70b_with_tp8_pp2_dp4_and_15_gb_of_activations():
+    job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
+    plain, zero1 = (worst_rank_memory(job, parse_layout(f"dp4-pp2-tp8-zero{zero}"))[1] for zero in (0, 1))
+    assert round(plain["activations"] / 1e9) == round(zero1["activations"] / 1e9) == 15
+    assert sum(plain.values()) > 80e9 > 50e9 > sum(zero1.values())
+
+
+def test_a_sampler_gives_rank_r_every_nth_entry_of_one_permutation():
+    data = list(range(24))
+    samplers = [DistributedSampler(data, num_replicas=4, rank=rank, seed=1) for rank in range(4)]
+    parts = [list(sampler) for sampler in samplers]
+    assert sorted(sum(parts, [])) == data
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(1)).tolist()
+    assert parts == [order[rank::4] for rank in range(4)]
+    assert list(samplers[0]) == parts[0]  # without set_epoch every epoch has the same order
+    samplers[0].set_epoch(1)
+    assert list(samplers[0]) != parts[0]
+
+
+def test_only_accumulation_and_data_ranks_make_the_global_batch():
+    assert 2 * 8 * 64 == 1024
+    batches = {TrainConfig(dp=2, batch_size=8, **mesh).batch_size for mesh in ({}, {"tp": 2}, {"pp": 2})}
+    assert batches == {8}  # a batch is that of all data ranks, whatever the other axes are
+
+
+def test_gradients_of_old_weights_allow_half_the_rate():
+    """On a slope of curvature 1 gradient descent is stable below a rate of 2, with weights one step old below 1."""
+
+    def ends(rate, delay):
+        weights = [1.0] * (delay + 1)
+        for _ in range(400):
+            weights.append(weights[-1] - rate * weights[-1 - delay])
+        return abs(weights[-1])
+
+    assert ends(1.9, 0) < 1e-9 < 1e9 < ends(2.1, 0)
+    assert ends(0.9, 1) < 1e-6 < 1e6 < ends(1.1, 1)
+
+
+def test_a_switch_that_adds_halves_an_all_reduce():
+    for p in (8, 64, 1024):
+        ring, switch = sent_share("all_reduce", p), 1.0  # of the vector: up once, down once
+        assert ring / switch == pytest.approx(2 * (p - 1) / p)
+    assert sent_share("all_reduce", 8) == 1.75
+
+
+def test_a_switch_that_adds_gives_halves_of_an_all_reduce_no_bandwidth():
+    """Of the vector, out of and into a rank. Its own chunk stays where it is."""
+    for p in (8, 64):
+        reduce_scatter, all_gather = ((p - 1) / p, 1 / p), (1 / p, (p - 1) / p)
+        for alone, name in ((reduce_scatter, "reduce_scatter"), (all_gather, "all_gather")):
+            assert max(alone) == sent_share(name, p)  # the busier direction carries what a ring's does
+        together = [sum(directions) for directions in zip(reduce_scatter, all_gather)]
+        assert together == [1.0, 1.0]
+
+
+def test_a_ring_forward_of_8_key_heads_sends_less_than_half_of_what_ulysses_does():
+    """Heads times tokens, as parts of N times the width of a head: 128 query heads, 8 of keys and values, 8 ranks."""
+    queries, keys, p = 128, 8, 8
+    ring = (p - 1) * 2 * keys / p
+    ulysses = (p - 1) / p * 2 * (queries + keys) / p
+    assert ring == 14
+    assert ring < 0.5 * ulysses == 14.875
+
+
+def test_every_second_block_recomputed_keeps_53_percent_for_a_sixth_more():
+    tokens, width = 4096, 8192
+    with_flash_attention, inputs = (
+        gpt_layer_bytes(tokens, 1, width, 64, recompute=how) / (tokens * width)
+        for how in ("selective", "full")
+    )
+    kept = (with_flash_attention + inputs) / 2
+    assert (kept, round(kept / with_flash_attention, 2)) == (18, 0.53)
+    forward, backward = 1, 2
+    assert (forward / 2) / (forward + backward) == pytest.approx(1 / 6)
+
+
+def test_fp8_halves_activations_and_leaves_most_of_the_states():
+    assert [torch.finfo(dtype).bits // 8 for dtype in (torch.bfloat16, torch.float8_e4m3fn)] == [2, 1]
+    masters_and_moments, weight_and_gradient = 12, 2 + 2
+    assert (masters_and_moments + 1 + 2) / (masters_and_moments + weight_and_gradient) == 15 / 16
+
+
+def test_replicas_that_differ_in_one_bit_have_other_checksums():
+    weights = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    replicas = [weights.clone() for _ in range(4)]
+    replicas[2].view(torch.int32)[17] ^= 1 << 3
+    sums = [replica.view(torch.int32).sum().item() for replica in replicas]
+    odd = [rank for rank, total in enumerate(sums) if sums.count(total) == 1]
+    assert odd == [2]
+
+
+def test_of_two_records_the_first_entry_that_differs_names_the_rank_that_is_behind():
+    agreed = [(0, "all_reduce", 4), (1, "all_gather", 8), (2, "all_reduce", 4)]
+    records = {0: agreed, 1: agreed[:2], 2: agreed}
+    last = {rank: entries[-1][0] for rank, entries in records.items()}
+    assert min(last, key=last.get) == 1
+
+
+def test_outer_copies_of_diloco_make_16_bytes_24():
+    inner, outer = (
+        2 + 2 + 4 + 4 + 4,
+        4 + 4,
+    )  # the weights of the last agreement, and the momentum of the outer step
+    assert inner + outer == 24
+
+
+def test_70b_on_2_trillion_tokens_take_512_h100_48_days():
+    seconds = 6 * 70e9 * 2e12 / (0.4 * MACHINES["h100"].peak_flops * 512)
+    assert round(seconds / 86400) == 48
+
+
+def test_bf16_loses_an_addend_of_a_256th_of_the_sum_and_float32_does_not():
+    for dtype, want in ((torch.bfloat16, 256.0), (torch.float32, 257.0)):
+        assert (torch.tensor(256.0, dtype=dtype) + torch.tensor(1.0, dtype=dtype)).item() == want
+
+
+def test_offloaded_states_of_7b_cross_pcie_in_about_a_second_a_step():
+    gradients_down_and_weights_up = 2 + 2  # bytes a parameter
+    assert round(gradients_down_and_weights_up * 7e9 / 25e9, 1) == 1.1

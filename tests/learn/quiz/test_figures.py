@@ -1,0 +1,168 @@
+"""Figures that answers of the interview book quote and that no lesson computes, each from its formula."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from minipar.config.model_config import ModelConfig
+from minipar.cost.machines import find_machine
+from minipar.cost.model_table import find_model
+from minipar.model import Transformer
+
+H100 = find_machine("h100")
+
+
+def test_square_products_of_885_rows_take_as_long_to_compute_as_to_read():
+    balance = H100.peak_flops / H100.hbm_bytes_per_s  # operations a byte
+    assert round(balance) == 295
+
+    def intensity(n):
+        return 2 * n**3 / (2 * 3 * n**2)  # two operations a product, two bytes an element of three matrices
+
+    assert min(n for n in range(1, 2000) if intensity(n) >= 295) == 885
+
+
+def test_sixteen_multiprocessors_fewer_make_264_tiles_half_as_slow_again():
+    def waves(multiprocessors):
+        return math.ceil(264 / multiprocessors)
+
+    assert (waves(132), waves(132 - 16)) == (2, 3)
+
+
+def test_small_messages_protocols_spend_half_and_a_sixteenth_on_flags():
+    low_latency, low_latency_128 = 4 / 8, 120 / 128  # data in a line of data and flags
+    assert (low_latency, low_latency_128) == (0.5, 0.9375)
+
+
+def test_four_ordinary_losses_make_thirty_percent():
+    kernels, bubble, waiting, the_rest = 0.70, 0.15, 0.25, 0.33
+    assert round(kernels * (1 - bubble) * (1 - waiting) * (1 - the_rest), 2) == 0.30
+
+
+def test_a_backward_takes_twice_the_operations_of_a_forward():
+    model = Transformer(ModelConfig(dim=64, num_layers=2, num_heads=1, max_seq_len=8), dtype=torch.float32)
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    # The embedding copies rows: it multiplies nothing.
+    trained = [(name, p) for name, p in model.named_parameters() if "embedding" not in name]
+    matrices = sum(p.numel() for _, p in trained if p.dim() == 2)
+
+    def operations(backward):
+        with FlopCounterMode(display=False) as counter:
+            out = model(tokens)
+            if backward:
+                out.sum().backward()
+        return counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+
+    assert operations(False) == 2 * matrices * tokens.numel()
+    assert operations(True) == 6 * matrices * tokens.numel()
+
+
+def test_the_best_split_between_fsdp_and_tensor_parallelism():
+    """Elements a layer over 512 GPUs: FSDP of x gathers D F / y weights, tensor parallelism of y sums B D / x rows."""
+    B, D, F, N = 4_000_000, 8192, 28_672, 512
+
+    def sent(x):
+        y = N / x
+        return 4 * D * F / y + 4 * B * D / x
+
+    best = min((x for x in range(1, N + 1)), key=sent)
+    assert best == pytest.approx(math.sqrt(B * N / F), abs=1)
+    assert round(math.sqrt(B * N / F)) == 267
+
+
+def test_bits_an_element_of_the_block_formats():
+    def bits(element, block, scale):
+        return element + scale / block
+
+    assert [bits(8, 32, 8), bits(4, 32, 8), bits(4, 16, 8)] == [8.25, 4.25, 4.5]  # MXFP8, MXFP4, NVFP4
+
+
+def test_gathering_in_8_bits_saves_a_third():
+    in_16_bits, in_8_bits = (
+        2 + 2 + 2,
+        1 + 1 + 2,
+    )  # two gathers of parameters and one reduce-scatter of gradients
+    assert in_8_bits / in_16_bits == pytest.approx(2 / 3)
+
+
+def test_weights_of_70b_leave_a_node_in_a_third_of_a_second():
+    num_bytes = 2 * find_model("llama-70b").num_params
+    assert round(num_bytes / 1e9) == 138
+    assert round(num_bytes / (8 * 50e9), 2) == 0.34
+
+
+def test_over_8_ranks_grouped_keys_are_smaller_than_a_latent():
+    grouped, latent = 2 * 8 * 128 // 8, 512 + 64  # elements a token and layer on each rank
+    assert (grouped, latent) == (256, 576)
+
+
+def test_eight_documents_of_1024_are_an_eighth_of_one_of_8192():
+    def scores(lengths):
+        return sum(n**2 for n in lengths)
+
+    assert scores([8192]) / scores([1024] * 8) == 8
+
+
+def test_a_state_passed_from_rank_to_rank_is_linear_attention():
+    """Causal linear attention out_t = q_t sum_{s <= t} k_s^T v_s, in four parts that hand on a d x d state."""
+    q, k, v = torch.randn(3, 32, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    whole = (q @ k.T).tril() @ v
+    state, parts = torch.zeros(5, 5, dtype=torch.float64), []
+    for a, b, c in zip(q.chunk(4), k.chunk(4), v.chunk(4)):
+        parts.append(a @ state + (a @ b.T).tril() @ c)
+        state = state + b.T @ c
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
+    assert state.numel() == 25  # whatever the length
+
+
+def test_on_a_ring_an_all_to_all_takes_a_quarter_of_an_all_gather():
+    """Blocks that cross the busiest of a bidirectional ring's links: p ranks with a vector of p blocks each."""
+    p = 64
+    crossings = [[0, 0] for _ in range(p)]  # of the link from i to i + 1, and back
+    for source in range(p):
+        for target in range(p):
+            hops = (target - source) % p
+            clockwise = hops < p / 2 or (hops == p / 2 and source % 2 == 0)
+            for hop in range(hops if clockwise else p - hops):
+                link = (source + hop) % p if clockwise else (source - hop - 1) % p
+                crossings[link][not clockwise] += 1
+    all_to_all = max(max(link) for link in crossings)
+    all_gather = p * p / 2  # every rank's p blocks go around, half of them each way
+    assert all_to_all / all_gather == pytest.approx(0.25, rel=0.05)
+
+
+def test_a_pass_over_memory_each_or_one_for_all():
+    unfused = 3 * 2  # three elementwise operations, each reads and writes
+    fused = 2
+    assert unfused / fused == 3
+
+
+def test_a_serial_percent_limits_strong_scaling():
+    def speedup(ranks, serial=0.01):
+        return 1 / (serial + (1 - serial) / ranks)
+
+    assert round(speedup(64)) == 39
+    assert round(speedup(64) / 64, 2) == 0.61
+
+
+def test_one_in_ten_thousand_late_makes_most_steps_late():
+    ranks, late = 10_000, 1e-4
+    assert round(1 - (1 - late) ** ranks, 2) == 0.63
+    draw = random.Random(0)
+    steps = [any(draw.random() < late for _ in range(ranks)) for _ in range(200)]
+    assert 0.5 < sum(steps) / 200 < 0.76
+
+
+def test_one_domain_of_72_gpus_has_18_times_a_network_cards_rate():
+    assert 900e9 / 50e9 == 18
+    assert round(72 * 1.8) == 130  # terabytes a second, both directions
+
+
+def test_a_step_in_memory_of_a_neighbour_is_saved_in_a_second():
+    """12 bytes a parameter of 70B over 512 ranks, by a network card of 50 GB/s each."""
+    per_rank = 12 * find_model("llama-70b").num_params / 512
+    assert round(per_rank / 1e9, 1) == 1.6
+    assert round(per_rank / 50e9 * 1e3) == 32

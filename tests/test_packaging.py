@@ -1,0 +1,44 @@
+"""What the wheel and the source distribution contain: every file that the package reads, and all that the tests need."""
+
+import subprocess
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    """Return every file of the repository, as a path from its root."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: nothing says which files belong to the project")
+    return [Path(line) for line in listed.stdout.splitlines()]
+
+
+def test_the_wheel_has_every_data_file_of_the_package(tracked):
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    files = [path for path in tracked if path.parts[0] in {"minipar", "visualize"} and path.suffix != ".py"]
+    assert files
+    for path in files:
+        package = ".".join(path.parent.parts)
+        patterns = data["*"] + data.get(package, [])
+        assert any(fnmatch(path.name, pattern) for pattern in patterns), f"{path} is missing from the wheel"
+
+
+def test_the_source_distribution_has_every_folder_that_the_tests_read(tracked):
+    """Of the files at the root, all but those that only git reads."""
+    manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    folders = {words[1] for words in manifest if words[0] in {"graft", "recursive-include"}}
+    patterns = [pattern for words in manifest if words[0] == "include" for pattern in words[1:]]
+    added_by_setuptools = {"LICENSE", "pyproject.toml", "MANIFEST.in"}
+    for path in tracked:
+        if len(path.parts) > 1:
+            assert path.parts[0] in folders, f"{path} is missing from the source distribution"
+        elif path.name not in added_by_setuptools | {".gitignore"}:
+            assert any(fnmatch(path.name, pattern) for pattern in patterns), (
+                f"{path} is missing from the source distribution"
+            )

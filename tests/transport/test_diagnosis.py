@@ -1,0 +1,110 @@
+"""Deadlocks and lost messages, told from by_rank alone."""
+
+from minipar.transport.diagnosis import MessageCounts, deadlock, last_waited_for, unmatched_messages
+from minipar.transport.messages import Message
+
+CHANNEL = "comm 'world'"
+
+
+def counts(waiting=(), sent=None, received=None) -> MessageCounts:
+    """`sent` and `received`: peer -> (how many, bytes of the last)."""
+    tables = [
+        {(CHANNEL, "p2p", peer): (*posted, "") for peer, posted in (table or {}).items()}
+        for table in (sent, received)
+    ]
+    return MessageCounts(list(waiting), *tables)
+
+
+def message(verb, peer, number=0, num_bytes=8):
+    return Message(verb, peer, CHANNEL, "p2p", number, num_bytes)
+
+
+def test_a_message_says_what_it_is():
+    assert str(message("send", 3, 2)) == "send 8 bytes to rank 3 on comm 'world' (message 2)"
+    assert str(message("receive", 1)) == "receive 8 bytes from rank 1 on comm 'world' (message 0)"
+
+
+def test_nothing_is_surplus_where_all_was_received():
+    assert unmatched_messages({0: counts(sent={1: (3, 8)}), 1: counts(received={0: (3, 8)})}) == []
+
+
+def test_a_surplus_names_the_pair_and_how_many():
+    by_rank = {0: counts(sent={1: (3, 8)}), 1: counts(received={0: (1, 8)}, sent={0: (0, 0)})}
+    assert unmatched_messages(by_rank) == [
+        (0, f"rank 0 sent rank 1 2 messages on {CHANNEL} that was not received")
+    ]
+    by_rank = {0: counts(), 1: counts(received={0: (1, 8)})}
+    assert unmatched_messages(by_rank) == [
+        (1, f"rank 1 asked rank 0 for 1 message on {CHANNEL} that was not sent")
+    ]
+
+
+def test_lanes_count_apart():
+    sent = MessageCounts([], {(CHANNEL, "collective", 1): (1, 8, "")}, {})
+    assert len(unmatched_messages({0: sent, 1: counts(received={0: (1, 8)})})) == 2
+
+
+def receiving_from(peer, sent=None):
+    return counts([message("receive", peer)], sent=sent, received={peer: (1, 8)})
+
+
+def test_ranks_that_receive_from_each_other_first_are_deadlocked():
+    why = deadlock({0: receiving_from(1), 1: receiving_from(0)}, {0, 1}, set())
+    waits = (
+        "rank {} waits to receive 8 bytes from rank {} on comm 'world' (message 0), which is blocked itself"
+    )
+    assert why == {0: waits.format(0, 1), 1: waits.format(1, 0)}
+
+
+def test_there_is_no_deadlock_while_one_rank_is_at_work():
+    assert deadlock({0: receiving_from(1), 1: counts()}, {0}, set()) is None
+
+
+def test_there_is_no_deadlock_while_nobody_is_blocked():
+    assert deadlock({0: counts(), 1: counts()}, set(), {0, 1}) is None
+
+
+def test_there_is_no_deadlock_while_a_message_is_under_way():
+    """Rank 1 has posted what rank 0 waits for, so rank 0 may yet go on, and then free rank 1."""
+    assert deadlock({0: receiving_from(1), 1: receiving_from(0, sent={0: (1, 8)})}, {0, 1}, set()) is None
+
+
+def test_waiting_for_a_rank_that_has_returned_is_hopeless():
+    why = deadlock({0: receiving_from(1), 1: counts()}, {0}, {1})
+    assert why == {
+        0: "rank 0 waits to receive 8 bytes from rank 1 on comm 'world' (message 0), which has returned"
+    }
+
+
+def test_halves_of_different_lengths_never_meet():
+    sends = counts([message("send", 1, num_bytes=4)], sent={1: (1, 4)})
+    why = deadlock({0: sends, 1: receiving_from(0)}, {0, 1}, set())
+    assert why[0].endswith("but rank 1 posted that receive with 8 bytes")
+    assert why[1].endswith("but rank 0 posted that send with 4 bytes")
+
+
+def test_a_rank_blocked_by_something_else_than_a_message_is_not_judged():
+    assert deadlock({0: counts(), 1: receiving_from(0)}, {0, 1}, set()) is None
+
+
+def test_the_wait_for_a_wait_for_a_rank_leads_to_that_rank():
+    assert last_waited_for(0, {0: 3, 3: 1, 1: 2}) == 2
+    assert last_waited_for(0, {}) == 0
+
+
+def test_a_circle_of_waits_leads_nowhere():
+    assert last_waited_for(0, {0: 1, 1: 2, 2: 1}) == 0
+
+
+def test_a_message_of_another_operation_or_dtype_is_told_from_its_own():
+    mine = MessageCounts([message("send", 1)._replace(label="all_reduce sum float32")], {}, {})
+    theirs = MessageCounts(
+        [message("receive", 0)._replace(label="all_gather float32")],
+        {},
+        {(CHANNEL, "p2p", 0): (1, 8, "all_gather float32")},
+    )
+    why = deadlock({0: mine, 1: theirs}, {0, 1}, set())
+    assert (
+        "(all_reduce sum float32, message 0), but rank 1 posted that receive with 8 bytes of all_gather"
+        in why[0]
+    )

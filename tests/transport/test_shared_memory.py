@@ -1,0 +1,190 @@
+"""Through shared memory arrive the same bits and counts as through gloo, and a peer that ends is found."""
+
+import os
+import re
+import resource
+import signal
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipar.comm.collectives import ALGORITHMS
+from minipar.support.errors import RankError
+from minipar.transport import linking, shared_memory
+from minipar.transport.transports import choose_transport
+from tests.comm.cases import cases
+from tests.examples import examples
+from tests.transport.test_checked import run_on, sends_and_results
+
+NAMES = [(kind, name) for kind in shared_memory.KINDS for name in ALGORITHMS[kind]]
+MILLION = 1 << 20
+
+
+def in_small_slots(world, function, *args):
+    """Call the function where every exchange of a few bytes is one for a link, in slots of 200 bytes."""
+    with mock.patch.multiple(shared_memory, SLOT_BYTES=200, LINKED_BYTES=1):
+        return function(world, *args), [link is not None for link in world._transport._links.values()]
+
+
+@examples(4)
+@given(size=st.integers(2, 4), data=st.data())
+def test_results_bytes_and_messages_are_those_of_the_tagged_transport(size, data):
+    calls = data.draw(st.lists(cases(size, NAMES), min_size=4, max_size=10))
+    tagged = run_on("tagged", sends_and_results, calls, world_size=size)
+    shared = run_on("shared", in_small_slots, sends_and_results, calls, world_size=size)
+    for rank, (one, (other, links)) in enumerate(zip(tagged, shared)):
+        assert all(links)
+        for call, (result, *sent), (same, *also) in zip(calls, one, other):
+            assert sent == also, (rank, call)
+            assert torch.equal(result, same), (rank, call)
+
+
+def sums(world, limit_bytes=None):
+    """Sum 4 MB on this Comm, where a file may have `limit_bytes` on rank 1: the sum, whether links came to be, errors."""
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit_bytes and world.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, old[1]))
+    try:
+        total = world.all_reduce(torch.full((MILLION,), world.rank + 1.0), algorithm="ring")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    links = world._transport._links
+    return total.unique().tolist(), {(verb, peer): bool(link) for (_, verb, peer), link in links.items()}
+
+
+def test_a_rank_without_memory_to_share_sends_through_gloo_and_says_so(capfd):
+    ranks = run_on("shared", sums, MILLION, world_size=3)
+    assert [total for total, _ in ranks] == [[6.0]] * 3
+    assert [links for _, links in ranks] == [
+        {("send", 1): True, ("receive", 2): True},
+        {("send", 2): False, ("receive", 0): True},
+        {("send", 0): True, ("receive", 1): False},
+    ]
+    assert "rank 1 sends through gloo, as it has no memory to share: " in capfd.readouterr().err
+
+
+def on_another_machine(world):
+    with mock.patch.object(linking, "_connection_to", return_value=None):
+        return sums(world)
+
+
+def test_ranks_that_cannot_connect_stay_on_gloo():
+    ranks = run_on("shared", on_another_machine, world_size=2)
+    assert ranks == [([3.0], {("send", 1 - r): False, ("receive", 1 - r): False}) for r in range(2)]
+
+
+def open_after(world, connect):
+    """Open files and waits after a sum on links and the end of all operations, and open files before."""
+    world.all_reduce(torch.ones(1))  # gloo's own connections
+    before = len(os.listdir("/proc/self/fd"))
+    connect(world)
+    world._transport.drain()
+    return before, len(os.listdir("/proc/self/fd")), world._transport.waits
+
+
+@pytest.mark.parametrize("connect", [sums, on_another_machine])
+def test_links_and_refused_memory_are_closed_by_a_drain(connect):
+    for before, after, waits in run_on("shared", open_after, connect, world_size=2):
+        assert before == after
+        assert waits == {}
+
+
+def left_behind(world):
+    """Names in /dev/shm and open files after a run."""
+    return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+
+
+def test_a_run_leaves_no_name_and_no_open_file():
+    def after_a_run():
+        run_on("shared", sums, world_size=2)
+        return run_on("shared", left_behind, world_size=2)
+
+    assert after_a_run() == after_a_run()
+
+
+def ends_between_segments(world, how):
+    """Rank 1 ends after its first segment of the second sum."""
+    sums(world)
+    if world.rank == 1:
+        move, moved = shared_memory.Link.send, []
+
+        def then_ends(*args):
+            if moved:
+                how()
+            moved.append(move(*args))
+
+        shared_memory.Link.send = then_ends
+    world.all_reduce(torch.ones(4 * MILLION), algorithm="ring")
+
+
+def test_the_memory_of_a_link_is_taken_before_it_is_written_to():
+    listener, memory = linking._offer(0, MILLION)
+    with listener:
+        assert os.fstat(memory).st_blocks * 512 >= MILLION
+        os.close(memory)
+
+
+def test_the_name_of_a_link_is_drawn_and_not_counted_up_as_another_machines_would_be():
+    listener, memory = linking._offer(0, 200)
+    with listener:
+        os.close(memory)
+        assert re.fullmatch(rb"\0minipar-[0-9a-f]{32}", listener.getsockname())
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_writer_is_found_long_before_the_deadline():
+    names = os.listdir("/dev/shm")
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed:.*killed by SIGKILL"):
+        run_on("shared", ends_between_segments, killed, world_size=2, timeout_s=600)
+    assert os.listdir("/dev/shm") == names
+
+
+def other_length(world):
+    world.all_reduce(torch.ones((4 + world.rank) * MILLION), algorithm="ring")
+
+
+def test_a_message_of_another_length_is_never_delivered():
+    with pytest.raises(RankError, match=r"(?s)rank \d .*all_reduce sum float32"):
+        run_on("shared", other_length, world_size=2, timeout_s=1)
+
+
+def test_shared_memory_is_chosen_by_name_and_not_for_nccl(monkeypatch):
+    monkeypatch.setenv("MINIPAR_TRANSPORT", "shared")
+    assert choose_transport("gloo") is shared_memory.Shared
+    with pytest.raises(ValueError, match="MINIPAR_TRANSPORT='shared' needs gloo"):
+        choose_transport("nccl")
+
+
+def make_link(header, **connection):
+    """A link whose sender has written 8 bytes of 3 and this header."""
+    memory = os.memfd_create("test")
+    os.posix_fallocate(memory, 0, shared_memory.SLOT_BYTES * shared_memory.NUM_SLOTS)
+    of_header = {"recv.return_value": shared_memory.HEADER.pack(*header)}
+    connection = mock.Mock(**of_header, **connection)
+    link = shared_memory.Link(connection, memory)
+    link._slots[0, :8] = 3
+    return link, connection
+
+
+@pytest.mark.parametrize("ended", [BrokenPipeError, ConnectionResetError])
+def test_a_sender_that_has_ended_wants_no_slot_back(ended):
+    link, connection = make_link((5, 0, 8), **{"send.side_effect": ended})
+    segment = torch.zeros(8, dtype=torch.uint8)
+    link.receive(5, 0, segment)
+    assert segment.tolist() == [3] * 8
+    connection.send.assert_called_once()
+
+
+@pytest.mark.parametrize("header", [(6, 0, 8), (5, 200, 8), (5, 0, 7)], ids=["tag", "offset", "length"])
+def test_a_segment_of_another_message_is_no_message(header):
+    link, _ = make_link(header, **{"gettimeout.return_value": 0.0})
+    segment = torch.zeros(8, dtype=torch.uint8)
+    with pytest.raises(TimeoutError):
+        link.receive(5, 0, segment)
+    assert not segment.any()

@@ -1,0 +1,61 @@
+"""minipar for the browser: a zip of the modules that the pages' answers import, none of which imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Load every extra, and the planner's data on each schedule, so that modules imported late are listed too.
+LIST_MODULES = """
+import sys
+from importlib import import_module
+from pathlib import Path
+import website.answers
+from minipar.config.choices import CHOSEN
+for kind in CHOSEN.values():
+    for choice in kind.usable().values():
+        forms = getattr(choice, "closed_forms", "")
+        if forms:
+            import_module(forms.partition(":")[0])
+assert "torch" not in sys.modules and "numpy" not in sys.modules
+for name in sorted(sys.modules):
+    if name.split(".")[0] in ("minipar", "website"):
+        file = Path(sys.modules[name].__file__)
+        for beside in (file, file.with_suffix(".pyi")):
+            if beside.exists():
+                print(beside.relative_to(Path.cwd()))
+"""
+
+
+def write_bundle(path: Path) -> None:
+    """Write the zip. Unpacked into a folder on sys.path, it is an installed package, and its extras are found by name."""
+    listed = subprocess.run(
+        [sys.executable, "-c", LIST_MODULES], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout.split()
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in listed:
+            archive.write(ROOT / file, file)
+        stub = next(Path(place) for place in find_spec("lazy_loader").submodule_search_locations)
+        for file in stub.glob("*.py"):
+            archive.write(file, f"lazy_loader/{file.name}")
+        for name, text in _metadata().items():
+            archive.writestr(name, text)
+
+
+def _metadata() -> dict[str, str]:
+    """Return name -> text of the metadata files from which Python finds an installed package and its entry points."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), ""]
+    folder = f"{project['name']}-{project['version']}.dist-info"
+    return {
+        f"{folder}/METADATA": f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n",
+        f"{folder}/entry_points.txt": "\n".join(lines),
+    }
