@@ -67,7 +67,7 @@ class TwoHosts:
         for program in self._programs:
             program.wait()
 
-    def torchrun(self, *program: str, restarts: int = 0, timeout_s: float = 60) -> str:
+    def torchrun(self, *program: str, restarts: int = 0, timeout_s: float = 600) -> str:
         """Run `python -m torch.distributed.run ... program`, two ranks a host; what was printed, once both ended well."""
         self._runs += 1
         printed = [self._folder / f"run{self._runs}-host{host}.txt" for host in range(2)]

@@ -30,7 +30,7 @@ NOT_DRAWN = {
     "name": "the name of a folder",
     "tensorboard": "writes the same metrics a second time",
     "peak_tflops": "divides the measured speed",
-    "timeout_s": "how long a message may take; where a draw compiles, longer",
+    "timeout_s": "how long a message may take",
 }
 TRIES = 60
 # (tp_layout, depth) by the number of tp ranks
@@ -233,7 +233,7 @@ def _draw(
         on_nan=pick(["stop", "skip"]) if compress == "none" else "stop",
         seed=rng.randrange(2**63),
         sampling=pick(["random", "epoch"]),
-        timeout_s=30 if compiled == "none" else 300,
+        timeout_s=300,
     )
 
 

@@ -118,8 +118,8 @@ def page() -> str:
         "",
         f"{len(runs)} runs are in the table, {len(held)} of them held out: no number was fitted to them. A run is held out "
         "if the first byte of the SHA-256 of its line (table, model, GPUs, tokens, samples, layout) is odd. The form of "
-        "the model, though, was found by looking at all of them, and most are of two programs: expect larger errors of a new one. An "
-        "error of +5 % means that the predicted step is 5 % longer than the measured one.",
+        "the model, though, was found by looking at all of them, and most are of two programs: expect larger errors of "
+        "a new one. An error of +5 % means that the predicted step is 5 % longer than the measured one.",
         "",
         "## By program",
         "",
