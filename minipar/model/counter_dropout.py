@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # public torch.compiler.disable would import Dynamo here
 
 _LOW_32 = 0xFFFFFFFF
 
@@ -59,16 +59,14 @@ def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices
     return (_hash(num_features, key, sample_ids, indices) + 0.5) / 2**32
 
 
+# Each step of the hash uses the one before twice, which torch's compilers expand: one layer took them minutes.
+@_disable_dynamo
 def _hash(
     num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor, feature_offset: int = 0
 ) -> Tensor:
     """Return a 32-bit hash for each element of [B, T, num_features]."""
-    words: Iterable[int | Tensor] = key
-    if torch.compiler.is_compiling():
-        # An int step would be traced as a symbol once it changes, and the compiler would simplify its hash for hours.
-        words = [torch.full((), word, dtype=torch.int64, device=indices.device) for word in key]
     state: int | Tensor = 0
-    for word in words:
+    for word in key:
         state = mix(mix(state, word & _LOW_32), word >> 32)
     samples = mix(state, sample_ids)
     tokens = mix(samples[:, None], indices)

@@ -233,7 +233,7 @@ def _draw(
         on_nan=pick(["stop", "skip"]) if compress == "none" else "stop",
         seed=rng.randrange(2**63),
         sampling=pick(["random", "epoch"]),
-        timeout_s=300,
+        timeout_s=3600 if compiled == "inductor" else 300,  # each rank compiles, on however busy a machine
     )
 
 
