@@ -25,7 +25,7 @@ from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
-from minipar.cost.stages import LiveActivations, live_chunks, sliced_forms_of
+from minipar.cost.stages import LiveActivations, live_chunks, live_heads, sliced_forms_of
 from minipar.support.errors import require_positive
 
 BUCKET_BYTES = 25 * 2**20
@@ -153,8 +153,7 @@ def _of_whole_samples(job: Job, a: Layout, held: RankContents) -> LiveActivation
     m = a.microbatches(job)
     live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
     of_chunk, recomputed = chunk_bytes(a, held, kept)
-    heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
-    return LiveActivations(of_chunk * live, recomputed, heads * a.tokens(job))
+    return LiveActivations(of_chunk * live, recomputed, live_heads(a.schedule, m) * a.tokens(job))
 
 
 def chunk_bytes(

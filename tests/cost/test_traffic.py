@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import minipar
 from minipar.cost.collectives import collective_s, hierarchical_all_reduce_s, sent_share
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.links import LINK_FRACTION, axis_links, links_of
@@ -16,7 +17,7 @@ from minipar.cost.model_table import MODELS
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import critical_tokens_per_gpu, gradients_bytes, step_traffic
 from minipar.mesh import Mesh, axes_across_nodes
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted
+from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
 
 H100 = MACHINES["h100"]
 
@@ -40,6 +41,7 @@ H100 = MACHINES["h100"]
         dict(dp=4, zero=2),
         dict(dp=2, zero=3, microbatches=2),
         dict(pp=2, dp=2, zero=1, microbatches=2),
+        dict(pp=2, dp=4, zero=3, replicate=2, microbatches=2),
         dict(tp=2, recompute="every:2"),
         dict(tp=2, recompute="every:2", sequence_parallel=True),
         dict(pp=2, microbatches=4, schedule="dualpipe-v"),
@@ -64,6 +66,19 @@ H100 = MACHINES["h100"]
 def test_ranks_send_what_was_predicted(mesh):
     """Activations to the byte; gradients but for padding (64 bytes a tensor and rank) and flags; the loss to 2 numbers."""
     assert_sends_what_was_predicted(replace(RUN, **mesh, bucket_mb=25))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("order", "microbatches"), [("gpipe", 4), ("zb-v", 4), ("1f1b", 2), ("interleaved", 4)]
+)
+def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches):
+    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once."""
+    model = replace(SMALL, dim=128)
+    config = replace(RUN, model=model, pp=2, dp=2, zero=3, schedule=order, microbatches=microbatches)
+    job, layout = job_of(config)
+    for pp, counted, num_tensors in minipar.run(sent, config, world_size=4):
+        assert 0 <= counted["dp"] - step_traffic(job, layout, pp)["dp"].total - num_tensors <= layout.chunks
 
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
