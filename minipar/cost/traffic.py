@@ -15,8 +15,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            capacity factor; 6 instead of 4 if layers are recomputed. With tp, also divided by t
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
-           unit), and sends gradients once, or m times with reduce_every="microbatch". Embedding and head: see `root_gathers`.
-           With replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
+           unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see
+           `root_gathers`. With replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
 
 If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
 slice, not once per microbatch. Nothing else changes.

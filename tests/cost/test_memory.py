@@ -200,6 +200,16 @@ def test_gradients_accumulate_whole():
         assert cut == whole / 8
 
 
+def test_two_gradient_buckets_are_those_of_the_run_and_never_more_than_its_gradients():
+    def buffers(**changes) -> float:
+        return rank_memory(*job_of(replace(RUN, **changes)), 0)["buffers"]
+
+    assert buffers(dp=2, bucket_mb=0.25) == 2 * 2**18
+    gradients = rank_memory(*job_of(replace(RUN, dp=2)), 0)["gradients"]
+    assert buffers(dp=2, bucket_mb=25) == gradients < 50 * 2**20
+    assert buffers(tp=2, bucket_mb=25) == 0
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
     for shape in (MODELS["llama-70b"], MODELS["mixtral-8x7b"]):
