@@ -9,7 +9,8 @@ from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
-from minipar.cost.report import run_lines
+from minipar.cost.planner import plan
+from minipar.cost.report import plan_text, run_lines
 from minipar.cost.stages import unplanned
 from tests.cli.test_cli import outcome
 from tests.cost.printed_commands import config_of
@@ -63,6 +64,12 @@ def test_a_known_program_is_predicted_by_its_own_numbers(capsys):
     assert "+- 8%" in out
 
 
+@pytest.mark.parametrize(("machine", "said"), [("h100", False), ("mi300x", True), ("b200", True)])
+def test_a_machine_without_published_runs_is_said_to_have_none(machine, said):
+    text = plan_text(plan(Job(MODELS["llama-7b"], MACHINES[machine], 8, 4096, 32)))
+    assert (f"no run on {machine} was compared" in text) == said
+
+
 def test_one_layout_is_itemised_against_the_card(capsys):
     code, out, _ = outcome(capsys, "plan", "--explain", "dp4-pp2-tp8")
     job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
@@ -90,6 +97,7 @@ def test_one_layout_is_itemised_against_the_card(capsys):
         (["--top", "0"], "top=0"),
         (["--gpus", "8", "--machine", "v100"], "GB too much"),
         (["--machine", "no/such.toml"], "No such file"),
+        ([*SMALL, "--machine", "tpu-v5p", "--run"], "machine=tpu-v5p runs no torchrun; leave out --run"),
         (["--explain", "dp4-pp2-tp8-zero1", "--picture", "plan.doc"], "plan.doc"),
         (["--explain", "dp4-pp2-tp8-zero1", "--picture", "/dev/null/plan.png"], "cannot be written"),
         (
