@@ -69,8 +69,8 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Args:
             model: a name (llama-7b, llama3-405b, gpt3-175b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
             gpus: number of GPUs.
-            machine: a name (a100-80gb, h100, h200, b200, v100 ...), or a .toml file that describes a GPU and its node;
-                local is this machine, as described by local.toml or, if there is no such file, as measured now.
+            machine: a name (a100-80gb, h100, h200, b200, mi300x, tpu-v5p, v100), or a .toml file that describes a GPU and
+                its node; local is this machine, as described by local.toml or, if there is no such file, as measured now.
             seq: tokens per sample.
             batch: samples per step, over all GPUs.
             precision: mixed (2 + 2 + 12 bytes per parameter), mixed-fp32-grads (2 + 4 + 12), float32 or float64.

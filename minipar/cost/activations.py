@@ -16,7 +16,7 @@ A parallel block has one norm and one dropout, so its term outside the split mat
 
 With recomputation, either layer keeps
 
-    selective   everything except the scores
+    selective   everything except the scores, or the log-sum-exps of attention that stores no scores
     full        only the layer's input
     every:N     only the input of every N-th layer; the backward recomputes N layers at a time
 
@@ -134,7 +134,8 @@ def layer_bytes(
             ffn=shape.hidden_dim, keys=keys, e=e, dropout=shape.dropout, norms=shape.norms_per_layer,
         )  # fmt: skip
     scores = keys if stored == "none" else 0
-    return sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
+    kept = sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
+    return kept - (recompute == "selective") * shape.num_heads // tp * s * b * e
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:

@@ -11,6 +11,9 @@ SPREADS = {"ZeRO-3": 0.13, "tp or pp": 0.04, "data parallel": 0.13, "cp": 0.13}
 # The same by program, for programs with five held-out runs or more, predicted by their own numbers.
 PROGRAM_SPREADS = {"megatron-2021": 0.03, "composer": 0.08}
 
+# The machines of these runs. On others, the fractions of data-sheet rates that programs reach are taken to be the same.
+COMPARED = ("a100-40gb", "a100-80gb", "h100")
+
 
 def kind_of(layout: Layout) -> str:
     """Return "cp", "ZeRO-3", "tp or pp" or "data parallel": the first of them that the layout has."""

@@ -52,6 +52,7 @@ class Implementation:
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
     replicate          number of groups that the dp x cp ranks form, each with all shards of ZeRO-3: hybrid sharding
+    bucket_mb          megabytes (2**20 bytes) of gradients in a bucket
     cp_ulysses         with cp_attention="usp", ranks in a Ulysses group
     group_tokens       tokens that the router handles as one group, which no slice cuts; None: a group is a slice
     arithmetic         seconds of a layer's arithmetic, in multiples of the formulas of work.py
@@ -70,6 +71,7 @@ class Implementation:
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     replicate: int = 1
+    bucket_mb: float = 1.0
     cp_ulysses: int = 1
     group_tokens: int | None = None
     arithmetic: float = 0.95

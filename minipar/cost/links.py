@@ -53,8 +53,12 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
     while size % per_node:
         per_node -= 1
     cards = machine.cards_per_node * machine.card_bytes_per_s
+    reached = (per_node - 1) / (gpus - 1) if machine.pairs else 1.0
     return Links(
-        size, per_node, machine.share * machine.link_bytes_per_s, machine.share * cards * per_node / gpus
+        size,
+        per_node,
+        machine.share * machine.link_bytes_per_s * reached,
+        machine.share * cards * per_node / gpus,
     )
 
 
@@ -111,6 +115,7 @@ def send_s(machine: Machine, layout: Layout, num_bytes: float) -> float:
         return alpha + beta * num_bytes
     links = axis_links(machine, layout, "pp")
     if links.per_node == links.size:
-        return machine.start_latency_s + machine.link_latency_s + num_bytes / links.inside
+        to_one = links.inside / (links.size - 1) if machine.pairs else links.inside
+        return machine.start_latency_s + machine.link_latency_s + num_bytes / to_one
     own_card = links.between / links.per_node
     return machine.start_latency_s + machine.network_latency_s + num_bytes / own_card

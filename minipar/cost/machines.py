@@ -25,7 +25,9 @@ class Machine:
     memory_bytes           usable memory: a card sold as 80 GB has 80 GiB, of which the driver leaves 80e9 bytes
     hbm_bytes_per_s        bandwidth of a GPU's memory
     gpus_per_node          GPUs joined by the fast links
-    link_bytes_per_s       from a GPU to the others of its node, in one direction
+    link_bytes_per_s       from a GPU to the others of its node together, in one direction
+    pairs                  whether each two GPUs of a node have a link of their own, in place of a switch: a group of n then
+                           has (n - 1) of a GPU's (gpus_per_node - 1) links
     cards_per_node         network cards, shared by all GPUs of the node
     card_bytes_per_s       speed of each card, in one direction
     link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple
@@ -56,6 +58,7 @@ class Machine:
     float32_slowdown: float = 8.0
     context_bytes: float = 2e9
     collectives: dict[str, tuple[float, float]] | None = None
+    pairs: bool = False
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -119,6 +122,17 @@ _ALL = (
         "v100", 125e12, 0.8, 32e9, 0.9e12, 16, 150e9, 8, 100 * GIGABIT,
         source="DGX-2 data sheet: 16 V100-32GB on NVSwitch, 8 EDR cards; the matrix product's fraction is assumed",
     ),
+    Machine(
+        "mi300x", 1307.4e12, _H100.matmul_fraction, 192e9, 5.3e12, 8, 7 * 64e9, 8, 400 * GIGABIT, pairs=True,
+        source="Instinct MI300X data sheet: 7 Infinity Fabric links of 128 GB/s in both directions; 8 cards of 400 Gb/s as "
+        "in Azure ND MI300X v5. The matrix product's fraction is an H100's, and no run was compared",
+    ),
+    Machine(
+        "tpu-v5p", 459e12, _H100.matmul_fraction, 95e9, 2.765e12, 4096, 200e9, 4096, 50 * GIGABIT,
+        source="https://cloud.google.com/tpu/docs/v5p: 1200 GB/s of links in both directions for the three axes of a "
+        "torus, of which a group has one; a slice of 4,096 chips counts as a node, 50 Gb/s a chip leave it. The matrix "
+        "product's fraction is an H100's, and no run was compared",
+    ),
 )  # fmt: skip
 MACHINES: dict[str, Machine] = {machine.name: machine for machine in _ALL}
 ALIASES = {
@@ -126,6 +140,7 @@ ALIASES = {
     "h200-141gb": "h200",
     "b200-180gb": "b200",
     "v100-32gb": "v100",
+    "mi300x-192gb": "mi300x",
 }  # names with the memory's size, like those of the A100s
 
 

@@ -8,8 +8,9 @@
                      for samples cut into slices, the schedule's `SlicedForms` give the bytes
     recomputation    all activations of the layers that are recomputed together
     logits           (e + 4) tokens V/t: the head's output and its float32 copy, for each live microbatch of the last stage
-    buffers          two gradient buckets; what a stage receives; for context parallelism, two blocks of keys and values
-                     (ring), the whole sequence's keys and values (all_gather), or the q, k, v and o sent (ulysses)
+    buffers          two gradient buckets, or all gradients if those are fewer bytes; what a stage receives; for context
+                     parallelism, two blocks of keys and values (ring), the whole sequence's keys and values
+                     (all_gather), or the q, k, v and o sent (ulysses)
     context          CUDA's context and libraries
 
 P parameters on this rank, sharded over N ranks (dp x cp; for experts dp x cp / ep); w, g and k are the precision's bytes
@@ -25,10 +26,9 @@ from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
 from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
-from minipar.cost.stages import LiveActivations, live_chunks, sliced_forms_of
+from minipar.cost.stages import LiveActivations, live_chunks, live_heads, sliced_forms_of
 from minipar.support.errors import require_positive
 
-BUCKET_BYTES = 25 * 2**20
 ITEMS = (
     "parameters", "gradients", "optimizer state", "gathered units", "activations", "recomputation", "logits", "buffers",
     "context",
@@ -59,7 +59,7 @@ def held_memory(job: Job, layout: Layout, held: RankContents) -> dict[str, float
         **_states(job, layout, *held_elems(job, layout, held)),
         "gathered units": _gathered(job, layout, held),
         **_activations(job, layout, held),
-        "buffers": _buffers(job, layout),
+        "buffers": _buffers(job, layout, sum(held_elems(job, layout, held))),
         "context": job.machine.context_bytes,
     }
 
@@ -153,8 +153,7 @@ def _of_whole_samples(job: Job, a: Layout, held: RankContents) -> LiveActivation
     m = a.microbatches(job)
     live = live_chunks(a.schedule, held.rank, a.pp, m, a.chunks)
     of_chunk, recomputed = chunk_bytes(a, held, kept)
-    heads = min(m, max(1, live // a.chunks)) if a.schedule in ("gpipe", "breadth-first") else 1
-    return LiveActivations(of_chunk * live, recomputed, heads * a.tokens(job))
+    return LiveActivations(of_chunk * live, recomputed, live_heads(a.schedule, m) * a.tokens(job))
 
 
 def chunk_bytes(
@@ -180,11 +179,12 @@ def chunk_bytes(
     return of_all / a.chunks, whole - kept(a.recompute, held.num_moe > 0)
 
 
-def _buffers(job: Job, layout: Layout) -> float:
+def _buffers(job: Job, layout: Layout, elems: int) -> float:
     e, tokens = job.bytes_of.activation, layout.tokens(job)
     if layout.slices > 1:
         tokens = layout.microbatch * sliced_forms_of(layout.schedule).largest_slice(job, layout)
-    buckets = 2 * BUCKET_BYTES * (layout.dp * layout.cp > 1)
+    in_flight = min(2 * job.implementation.bucket_mb * 2**20, job.bytes_of.gradient * elems)
+    buckets = in_flight * (layout.dp * layout.cp > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)
     return buckets + received + (_context_buffers(job, layout) if layout.cp > 1 else 0.0)

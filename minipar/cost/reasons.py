@@ -127,7 +127,8 @@ def _more_gpus(job: Job) -> Iterator[int]:
 
 
 def _larger_machines(job: Job) -> Iterator[str]:
-    larger = [machine for machine in MACHINES.values() if machine.memory_bytes > job.machine.memory_bytes]
+    gpus = (machine for machine in MACHINES.values() if not machine.name.startswith("tpu"))
+    larger = [machine for machine in gpus if machine.memory_bytes > job.machine.memory_bytes]
     larger.sort(key=lambda machine: machine.memory_bytes)
     return (machine.name for machine in larger if small_layout(replace(job, machine=machine)) is not None)
 

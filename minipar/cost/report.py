@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from minipar.cost.doubt import doubt
+from minipar.cost.doubt import COMPARED, doubt
 from minipar.cost.layout import Job, Layout
+from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan
@@ -51,6 +52,10 @@ def plan_text(plan: Plan) -> str:
         "",
         "+-: 80 % of published runs of such a kind, held out from fitting, lie within; see docs/planner.md",
     ]
+    if job.machine.name in MACHINES and job.machine.name not in COMPARED:
+        lines.append(
+            f"no run on {job.machine.name} was compared: it is taken to reach the fractions of its rates of A100 and H100"
+        )
     if choice.layout.cp > 1 and job.seq_len <= LONG_TOKENS:
         lines.append(f"cp={choice.layout.cp} for {job.seq_len:,} tokens: {_short_cp(plan)}")
     lines += ["", f"why not, instead of {choice.name}"]
@@ -155,8 +160,10 @@ def plan_json(plan: Plan, why: list[Reason]) -> dict[str, Any]:
 def run_lines(job: Job, layout: Layout) -> list[str]:
     """Return the `minipar train` and torchrun commands for a layout.
 
-    Raises ValueError if minipar cannot train the model.
+    Raises ValueError if minipar cannot train the model, or not on the machine.
     """
+    if job.machine.name.startswith("tpu"):
+        raise ValueError(f"machine={job.machine.name} runs no torchrun; leave out --run")
     flags = " ".join(_flags(job, layout))
     nodes = -(-job.gpus // job.machine.gpus_per_node)
     each = min(job.gpus, job.machine.gpus_per_node)

@@ -46,6 +46,9 @@ class ClosedForms(Protocol):
     def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
         """Return whether these formulas hold for m microbatches."""
 
+    def live_heads(self, schedule: str, m: int, slices: int) -> int:
+        """Return the most microbatches (or slices) between forward and backward on the last stage."""
+
 
 class LiveActivations(NamedTuple):
     """The activations that a rank holds at the worst moment.
@@ -169,6 +172,10 @@ class OwnForms:
             return m % pp == 0
         return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
 
+    def live_heads(self, schedule: str, m: int, slices: int) -> int:
+        """Return m for gpipe and breadth-first, else 1: a forward of the last stage is followed by its backward."""
+        return m if schedule in ("gpipe", "breadth-first") else 1
+
 
 OWN_FORMS = OwnForms()
 
@@ -254,6 +261,14 @@ def message_hops(schedule: str, pp: int, m: int, chunks: int = 1, slices: int = 
 def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
     """Return whether there are enough microbatches for the closed forms to hold: enough to fill the pipeline."""
     return forms_of(schedule).enough_microbatches(schedule, pp, m)
+
+
+def live_heads(schedule: str, m: int, slices: int = 1) -> int:
+    """Return the most microbatches (or slices) between forward and backward on the last stage.
+
+    All but one of their backwards follow another backward of the stage, and not its forward.
+    """
+    return forms_of(schedule).live_heads(schedule, m, slices)
 
 
 def chunk_choices(schedule: str, num_layers: int, pp: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import axis_links, collective_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import RankContents, ends_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import RankContents, held_elems, layer_kinds_elems, rank_kinds
 from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
 from minipar.cost.traffic import (
     cp_layer_bytes,
@@ -31,6 +31,7 @@ from minipar.cost.traffic import (
     gathers,
     hidden_bytes,
     message_bytes,
+    root_gathers,
     sharding_links,
     tp_sums,
 )
@@ -109,6 +110,7 @@ def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) 
     if a.pp > 1:
         parts["idle"] = largest * idle_s(a.schedule, a.pp, *_others(a.pp, kinds, works, work), a.chunks)
         parts["pp"] = message_hops(a.schedule, a.pp, m, a.chunks, a.slices) * _message_s(job, a)
+    parts["zero3"] += _root_s(job, a, held)
     parts["gradients"], parts["update"] = _after_backward(job, a, held, work, gradients)
     return parts
 
@@ -116,16 +118,25 @@ def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) 
 def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
     """Return the seconds per microbatch on a rank with contents `held`, with its exposed gradient messages and update."""
     work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
-    return work.seconds.total + sum(_after_backward(job, a, held, work)) / a.microbatches(job)
+    once_a_step = _root_s(job, a, held) + sum(_after_backward(job, a, held, work))
+    return work.seconds.total + once_a_step / a.microbatches(job)
+
+
+def _root_s(job: Job, a: Layout, held: RankContents) -> float:
+    """Return the seconds of a step in which ZeRO-3 gathers parameters outside the layers, which every unit waits for."""
+    if a.zero < 3:
+        return 0.0
+    links, weight = sharding_links(job, a, "dp")[0], job.bytes_of.weight
+    roots = root_gathers(job, a, held)
+    return sum(n * collective_s(job.machine, links, "all_gather", root * weight) for root, n in roots if root)
 
 
 def _after_backward(
     job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
 ) -> tuple[float, float]:
-    """Return the exposed seconds of gradients and gathered parameters, and the seconds of the update."""
+    """Return the exposed seconds of gradients and of gathering updated parameters, and the seconds of the update."""
     elems = held_elems(job, a, held)
-    ends = ends_elems(job, a.tp, held.first, held.last)
-    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems, ends)
+    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems)
     codec_s, hides = 0.0, job.implementation.overlap_gradients
     if a.zero == 3 and job.implementation.reduce_every == "microbatch":
         reduce_s = 0.0  # it is part of the layers' time
@@ -299,9 +310,9 @@ def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
 
 @cache
 def _gradients(
-    job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int], ends: int
+    job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int]
 ) -> tuple[float, float, float]:
-    """Return (seconds of reduction, seconds of gathering updated or root parameters, elements that a rank updates)."""
+    """Return (seconds of reduction, seconds of gathering updated parameters, elements that a rank updates)."""
     machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
     kind = "reduce_scatter" if zero else "all_reduce"
     reduce_s = gather_s = updated = 0.0
@@ -310,7 +321,7 @@ def _gradients(
         if number:
             reduce_s += collective_s(machine, links, kind, number * b.gradient)
             reduce_s += collective_s(machine, copies, "all_reduce", number * b.gradient / links.size)
-        gathered = {0: 0, 3: ends if axis == "dp" else 0}.get(zero, number)
-        gather_s += collective_s(machine, links, "all_gather", gathered * b.weight) if gathered else 0.0
+        if zero in (1, 2) and number:
+            gather_s += collective_s(machine, links, "all_gather", number * b.weight)
         updated += number / (links.size if zero else 1)
     return reduce_s, gather_s, updated

@@ -15,8 +15,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            capacity factor; 6 instead of 4 if layers are recomputed. With tp, also divided by t
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
-           unit), and sends gradients once, or m times with reduce_every="microbatch". With replicate=R, P/R replaces P, and
-           2 (R-1)/R of a shard's gradients are added
+           unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see
+           `root_gathers`. With replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
 
 If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
 slice, not once per microbatch. Nothing else changes.
@@ -29,7 +29,8 @@ from typing import NamedTuple
 from minipar.config.context_limits import ulysses_ranks
 from minipar.cost.layout import Job, Layout
 from minipar.cost.links import Links, axis_links, links_of
-from minipar.cost.ranks import ends_elems, held_by, held_elems
+from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems
+from minipar.cost.stages import live_heads
 from minipar.schedules.registry import SCHEDULES
 
 
@@ -168,9 +169,9 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
-    sent, ends = [], ends_elems(job, layout.tp, held.first, held.last)
+    sent, ends = [], root_gathers(job, layout, held)
     sharers = layout.dp * layout.cp
-    for elems, ranks, root in ((dense, sharers, ends), (expert, sharers // layout.ep, 0)):
+    for elems, ranks, roots in ((dense, sharers, ends), (expert, sharers // layout.ep, [])):
         copies = how.replicate if layout.zero == 3 else 1
         shards = ranks // copies
         # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
@@ -178,9 +179,10 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
         if layout.zero > 1 and how.reduce_every == "microbatch":
             once *= m * layout.slices
         num_bytes: float = (once + again) * elems
-        if layout.zero == 3:  # parameters outside the layers are gathered once
-            units = m * layout.slices
-            num_bytes = once * elems + b.weight * units * (gathers(layout) * (elems - root) + root)
+        if layout.zero == 3:
+            of_layers = elems - sum(root for root, _ in roots)
+            gathered = m * layout.slices * gathers(layout) * of_layers + sum(root * n for root, n in roots)
+            num_bytes = once * elems + b.weight * gathered
         between = 2 * (copies - 1) / copies * b.gradient * elems / shards
         sent.append((num_bytes * (shards - 1) / shards, between))
     return sent
@@ -192,6 +194,23 @@ def gathers(layout: Layout) -> float:
     It gathers them twice, and a third time to recompute a layer, except the last layer of a recomputed unit.
     """
     return 3 - 1 / layout.unit if layout.unit else 2
+
+
+def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int, int]]:
+    """Return (elements, gathers in a step) of each of the rank's roots: parameters outside the layers, with ZeRO-3.
+
+    For u microbatches, or slices of them:
+
+    no pipeline       u     the root's forward ends last, so that its backward finds it gathered
+    the first stage   2 u   its output is that of its last layer, whose backward comes first and reshards the root
+    the last stage    u + live_heads - 1    a backward that follows another backward finds the root resharded
+    """
+    units = layout.microbatches(job) * layout.slices
+    if layout.pp == 1:
+        return [(ends_elems(job, layout.tp, held.first, held.last), units)]
+    again = live_heads(layout.schedule, layout.microbatches(job), layout.slices) - 1
+    first, last = ends_elems(job, layout.tp, True, False), ends_elems(job, layout.tp, False, True)
+    return [(first, 2 * units)] * held.first + [(last, units + again)] * held.last
 
 
 def critical_tokens_per_gpu(ranks: float, flops_per_s: float, bytes_per_s: float) -> float:

@@ -117,7 +117,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _shard(self, groups: list[arguments.ParamGroup]) -> None:
-        """Give the groups' parameters rank 0's values and, where they are trained, buckets."""
+        """Broadcast rank 0's values of the groups' parameters, and put trained parameters into sharded buckets."""
         arguments.place_by_number(self.param_groups)
         params = [p for group in groups for p in group["params"]]
         arguments.require_whole(params, "ZeroOptimizer")
@@ -126,7 +126,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._shard_trained()
 
     def _shard_trained(self) -> None:
-        """Shard the trained parameters that are in no bucket: at first all; later, those added or thawed."""
+        """Put the trained parameters that have no bucket yet into new, sharded buckets.
+
+        The first call finds all trained parameters; later calls find those that were added or thawed.
+        """
         self.reducer.check()
         for bucket in self._make_buckets(self._trained_without_bucket()):
             wide = self._master_dtype or bucket.flat.dtype

@@ -22,7 +22,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     how = Implementation(
         attention="dense" if config.model.attention == "plain" else config.model.attention,
         sequence_parallel=config.sequence_parallel, reduce_every=config.reduce_every, replicate=config.replicate,
-        cp_ulysses=config.cp_ulysses, group_tokens=config.model.group_tokens,
+        bucket_mb=config.bucket_mb, cp_ulysses=config.cp_ulysses, group_tokens=config.model.group_tokens,
     )  # fmt: skip
     precision = "mixed" if config.mixed_precision else config.dtype
     shape = ModelShape.of(config.model)

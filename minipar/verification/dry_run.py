@@ -21,7 +21,7 @@ import torch
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.cost.machines import MACHINES
-from minipar.cost.memory import BUCKET_BYTES, rank_memory
+from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
 from minipar.data.text import Text, load_data
 from minipar.mesh import Mesh
@@ -260,10 +260,7 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
     for pp in range(config.pp):
         rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)
         memory, held = rank_memory(job, layout, pp), rank.holding
-        # The planner has two buckets of its own size, and the memory of a GPU's libraries.
-        total = sum(memory.values()) - memory["context"]
-        if layout.dp * layout.cp > 1:
-            total -= 2 * (BUCKET_BYTES - config.bucket_mb * 2**20)
+        total = sum(memory.values()) - memory["context"]  # a CPU has no libraries of a GPU
         found += [
             Comparison(pp, "parameters", memory["parameters"], held.parameters),
             Comparison(pp, "gradients", memory["gradients"], held.gradients),

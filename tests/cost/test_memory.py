@@ -106,6 +106,19 @@ def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     assert kept == 4 * layer_bytes(ModelShape.of(config), 128, 4, 1, False, recomputed, 128, False, 4)
 
 
+@pytest.mark.parametrize("attention", ["plain", "fused"])
+def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention):
+    """Of attention that stores no scores it saves four bytes a token and head, and repeats all of its work."""
+    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, attention=attention)
+    shape, dense = ModelShape.of(config), attention == "plain"
+    selective, whole = (
+        layer_bytes(shape, 128, 4, 1, False, how, 128, dense, 4) for how in ("selective", "none")
+    )
+    assert counted_bytes(config, "selective")[0] == 4 * selective
+    assert counted_bytes(config, "none")[0] == 4 * whole
+    assert dense or whole - selective == 4 * 4 * 128 * 4
+
+
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
 def test_units_keep_one_input_each_and_are_recomputed_whole(options):
     """What a unit's backward holds besides, gradients of hidden states, is the same for every size of a unit."""
@@ -198,6 +211,16 @@ def test_gradients_accumulate_whole():
         whole, cut = (rank_memory(job, Layout(dp=8, zero=zero, microbatch=b), 0)["gradients"] for b in (4, 8))
         assert whole == 2 * 6738415616
         assert cut == whole / 8
+
+
+def test_two_gradient_buckets_are_those_of_the_run_and_never_more_than_its_gradients():
+    def buffers(**changes) -> float:
+        return rank_memory(*job_of(replace(RUN, **changes)), 0)["buffers"]
+
+    assert buffers(dp=2, bucket_mb=0.25) == 2 * 2**18
+    gradients = rank_memory(*job_of(replace(RUN, dp=2)), 0)["gradients"]
+    assert buffers(dp=2, bucket_mb=25) == gradients < 50 * 2**20
+    assert buffers(tp=2, bucket_mb=25) == 0
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -9,7 +9,8 @@ from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
-from minipar.cost.report import run_lines
+from minipar.cost.planner import Candidate, Plan, plan
+from minipar.cost.report import plan_text, run_lines
 from minipar.cost.stages import unplanned
 from tests.cli.test_cli import outcome
 from tests.cost.printed_commands import config_of
@@ -63,6 +64,57 @@ def test_a_known_program_is_predicted_by_its_own_numbers(capsys):
     assert "+- 8%" in out
 
 
+@pytest.mark.parametrize(("machine", "said"), [("h100", False), ("mi300x", True), ("b200", True)])
+def test_a_machine_without_published_runs_is_said_to_have_none(machine, said):
+    text = plan_text(plan(Job(MODELS["llama-7b"], MACHINES[machine], 8, 4096, 32)))
+    assert (f"no run on {machine} was compared" in text) == said
+
+
+@pytest.mark.parametrize(
+    ("layouts", "seq_len", "said"),
+    [
+        (["cp8", "dp8"], 4096, "cp=8 for 4,096 tokens: few programs split so short samples; without it dp8"),
+        (["cp8", "dp8"], 8192, "cp=8 for 8,192 tokens: few programs split so short samples; without it dp8"),
+        (["cp8"], 4096, "cp=8 for 4,096 tokens: without it nothing fits; recomputation, or more of tp"),
+        (["cp8", "dp8"], 16384, None),
+        (["dp8", "cp8"], 4096, None),
+    ],
+)
+def test_a_plan_that_splits_short_samples_says_what_it_costs_not_to(layouts, seq_len, said):
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, seq_len, 8)
+    seconds = {text: 1.0 + 0.5 * i for i, text in enumerate(layouts)}
+    found = [Candidate(s, 60e9, parse_layout(text), s) for text, s in seconds.items()]
+    families = {("cp", c.layout.cp): c for c in found}
+    text = plan_text(Plan(job, 10, ("1f1b",), found, families, found, seen=2, legal=2))
+    if said is None:
+        assert "tokens: " not in text  # the headline has "tokens a step"
+    else:
+        assert said in text
+        assert len(layouts) == 1 or "takes 50% longer" in text
+
+
+@pytest.mark.parametrize(
+    ("margin", "legal"), [(0, True), (79.9, True), (-0.1, False), (80, False), (1e3, False)]
+)
+def test_a_margin_is_at_least_0_and_less_than_the_memory(capsys, margin, legal):
+    layout = [
+        "--model",
+        "llama-7b",
+        "--gpus",
+        "8",
+        "--machine",
+        "h100",
+        "--batch",
+        "8",
+        "--explain",
+        "dp8-zero3",
+    ]
+    code, out, err = outcome(capsys, "plan", *layout, "--margin", str(margin))
+    assert code == (0 if legal else 2)
+    assert legal or (out, err.count("\n")) == ("", 1)
+    assert legal or f"margin={margin:g} GB of 80 GB; use 0 or more, less than the memory" in err
+
+
 def test_one_layout_is_itemised_against_the_card(capsys):
     code, out, _ = outcome(capsys, "plan", "--explain", "dp4-pp2-tp8")
     job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
@@ -90,6 +142,7 @@ def test_one_layout_is_itemised_against_the_card(capsys):
         (["--top", "0"], "top=0"),
         (["--gpus", "8", "--machine", "v100"], "GB too much"),
         (["--machine", "no/such.toml"], "No such file"),
+        ([*SMALL, "--machine", "tpu-v5p", "--run"], "machine=tpu-v5p runs no torchrun; leave out --run"),
         (["--explain", "dp4-pp2-tp8-zero1", "--picture", "plan.doc"], "plan.doc"),
         (["--explain", "dp4-pp2-tp8-zero1", "--picture", "/dev/null/plan.png"], "cannot be written"),
         (

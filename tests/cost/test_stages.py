@@ -10,6 +10,7 @@ from minipar.cost.stages import (
     enough_microbatches,
     idle_s,
     live_chunks,
+    live_heads,
     message_hops,
     planned,
     stage_layers,
@@ -69,6 +70,19 @@ def test_messages_lengthen_a_step_as_the_simulator_says(schedule, pp, rounds):
     span = [simulate(whole, Costs(1, 1, 1, comm)).longest_own_span for comm in (0, c)]
     hops = message_hops(schedule, pp, rounds * pp, whole.num_stages // pp, slices)
     assert (span[1] - span[0]) / c == pytest.approx(hops, abs=1 if schedule == "seq1f1b" else 1e-6)
+
+
+@pytest.mark.parametrize("schedule", planned())
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("rounds", [2, 3])
+def test_the_last_stages_backwards_follow_forwards_but_for_live_heads(schedule, pp, rounds):
+    slices = 3 if SCHEDULES[schedule].sliced else 1
+    whole = made(schedule, pp, rounds * pp, 2, slices)
+    last = whole.num_stages - 1
+    own = next(actions for actions in whole.actions if any(a.stage == last for a in actions))
+    ops = [action.op for action in own if action.stage == last and action.op != "W"]
+    again = sum(before != "F" and op != "F" for before, op in zip(ops, ops[1:]))
+    assert live_heads(schedule, rounds * pp, slices) - 1 == again
 
 
 @pytest.mark.parametrize("row", ZB_1F1B)

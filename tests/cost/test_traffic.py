@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import minipar
 from minipar.cost.collectives import collective_s, hierarchical_all_reduce_s, sent_share
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
-from minipar.cost.links import LINK_FRACTION, axis_links, links_of
+from minipar.cost.links import LINK_FRACTION, axis_links, links_of, send_s
 from minipar.cost.links import collective_s as collective_on
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import critical_tokens_per_gpu, gradients_bytes, step_traffic
 from minipar.mesh import Mesh, axes_across_nodes
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted
+from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
 
 H100 = MACHINES["h100"]
 
@@ -40,6 +41,7 @@ H100 = MACHINES["h100"]
         dict(dp=4, zero=2),
         dict(dp=2, zero=3, microbatches=2),
         dict(pp=2, dp=2, zero=1, microbatches=2),
+        dict(pp=2, dp=4, zero=3, replicate=2, microbatches=2),
         dict(tp=2, recompute="every:2"),
         dict(tp=2, recompute="every:2", sequence_parallel=True),
         dict(pp=2, microbatches=4, schedule="dualpipe-v"),
@@ -64,6 +66,19 @@ H100 = MACHINES["h100"]
 def test_ranks_send_what_was_predicted(mesh):
     """Activations to the byte; gradients but for padding (64 bytes a tensor and rank) and flags; the loss to 2 numbers."""
     assert_sends_what_was_predicted(replace(RUN, **mesh, bucket_mb=25))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("order", "microbatches"), [("gpipe", 4), ("zb-v", 4), ("1f1b", 2), ("interleaved", 4)]
+)
+def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches):
+    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once."""
+    model = replace(SMALL, dim=128)
+    config = replace(RUN, model=model, pp=2, dp=2, zero=3, schedule=order, microbatches=microbatches)
+    job, layout = job_of(config)
+    for pp, counted, num_tensors in minipar.run(sent, config, world_size=4):
+        assert 0 <= counted["dp"] - step_traffic(job, layout, pp)["dp"].total - num_tensors <= layout.chunks
 
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
@@ -108,6 +123,15 @@ def test_eight_members_on_a_node_leave_it_through_all_its_cards_not_through_one(
     assert seconds == pytest.approx(2 * 63 / 64 * gigabytes / (0.8 * 400e9), rel=0.01)
     # Eight groups with a member on each node share the cards: as many bytes leave the node in as much time.
     assert collective_on(H100, one_a_node, "all_reduce", gigabytes / 8) == pytest.approx(seconds, rel=0.12)
+
+
+def test_without_a_switch_a_group_has_only_the_links_between_its_members():
+    mi300x = MACHINES["mi300x"]
+    inside = [links_of(mi300x, size, 1).inside for size in (2, 4, 8)]
+    assert inside == pytest.approx([LINK_FRACTION * n * 64e9 for n in (1, 3, 7)])
+    assert links_of(H100, 2, 1).inside == links_of(H100, 8, 1).inside
+    own_link = send_s(mi300x, Layout(pp=8), 64e9) - send_s(mi300x, Layout(pp=8), 0)
+    assert own_link == pytest.approx(1 / LINK_FRACTION)
 
 
 def test_a_measured_all_reduce_of_four_nodes():

@@ -13,6 +13,7 @@ from minipar.inference import Engine, NGramDraft, Options, Request, apart, trans
 from minipar.inference.apart import first_tokens, serve_apart
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import Pass
+from minipar.inference.serve import step_line
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
 from tests.inference.texts import LONGEST, PROMPTS, alone, options, requests
@@ -169,6 +170,21 @@ def test_a_planted_fault_changes_a_text(fault):
     outcome = minipar.run(planted, fault, world_size=3)[0]
     want = [alone(loud_model(CONFIG), request) for request in REQUESTS]
     assert [result.tokens for result in outcome.results] != want
+
+
+def durations(world):
+    """The seconds of steps of 0 to 4 tokens by the measured line, whatever the steps themselves took."""
+    line = step_line(world, load, Options(block_size=4), 2)
+    return [line(num_tokens, measured_s) for num_tokens in range(5) for measured_s in (0.0, 1e9)]
+
+
+def test_the_prefill_sides_line_is_one_line_on_all_ranks():
+    first, *others = minipar.run(durations, world_size=3)
+    assert all(other == first for other in others)
+    assert first[::2] == first[1::2]
+    steps = [b - a for a, b in zip(first[::2], first[2::2])]
+    assert steps == pytest.approx([steps[0]] * 4, abs=1e-9)
+    assert min(first) >= 0 <= steps[0]
 
 
 def refused(world):

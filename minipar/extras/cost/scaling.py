@@ -73,9 +73,10 @@ def bound_gpus(job: Job, layout: Layout, gpus: Sequence[int]) -> int | None:
 
 
 def scaling_curves(job: Job, layout: Layout) -> tuple[dict[str, list[ScalingPoint]], tuple[int, str] | None]:
-    """Return the scaling curves from one data-parallel rank to MOST_GPUS, and a mark at which communication bounds.
+    """Return the scaling curves from one data-parallel rank to MOST_GPUS, and where gradients begin to limit them.
 
-    The mark is a number of GPUs and a note; None if data-parallel ranks always have enough tokens.
+    The second is (number of GPUs, note): from there on, summing a step's gradients takes longer than its backward. It is
+    None if this happens at none of the numbers.
     """
     gpus = gpu_counts(layout)
     first = replace(job, gpus=gpus[0], batch=max(1, job.batch * gpus[0] // job.gpus))

@@ -12,6 +12,7 @@ per byte), so measurements at two sizes n determine both.
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -91,8 +92,7 @@ def write_machine(path: Path, machine: Machine, rates: dict[int, float] | None =
     """Write a machine as the TOML file that `--machine` reads, with the rates by size as comments."""
     lines = [f"# product of {n} x {n}: {rate:.4g} FLOP/s" for n, rate in (rates or {}).items()]
     for name in (f.name for f in fields(Machine) if f.name != "collectives"):
-        value = getattr(machine, name)
-        lines.append(f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value!r}")
+        lines.append(f"{name} = {json.dumps(getattr(machine, name))}")
     if machine.collectives is not None:
         lines += ["", "[collectives]  # seconds per message, seconds per byte"]
         lines += [f"{kind} = [{alpha!r}, {beta!r}]" for kind, (alpha, beta) in machine.collectives.items()]

@@ -65,6 +65,10 @@ class SlicedForms:
     def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
         return True
 
+    def live_heads(self, schedule: str, m: int, slices: int) -> int:
+        """Return m s for terapipe, s for seq1f1b."""
+        return m * slices if schedule == "terapipe" else slices
+
     def why_illegal(self, job: Job, layout: Layout) -> str | None:
         slices = layout.slices
         if job.shape.num_experts and job.implementation.group_tokens is None and job.seq_len % slices:
