@@ -29,7 +29,17 @@ PLACES = {
     "minipar/simple/README.md": "floor.md",
     **{
         f"docs/{name}.md": f"{name}.md"
-        for name in ("use", "machines", "planner", "planner_choices", "learn", "design", "names", "extras")
+        for name in (
+            "use",
+            "machines",
+            "planner",
+            "planner_choices",
+            "learn",
+            "claims",
+            "design",
+            "names",
+            "extras",
+        )
     },
 }
 PAGES = (".md", ".ipynb")
@@ -71,7 +81,7 @@ def gather(docs: Path) -> list:
                 {"The planner's errors": "planner.md"},
             ]
         },
-        {"Learn": ["learn.md", {"The ground floor": "floor.md"}]},
+        {"Learn": ["learn.md", {"The ground floor": "floor.md"}, {"Claims, computed": "claims.md"}]},
         {
             "Play": [
                 f"interactive/{name}.md" for name in ("puzzles", "pipeline", "planner", "collectives", "mesh")

@@ -4,4 +4,5 @@ exercises  pieces for a learner to write, checked by the specifications
 museum     real bugs that one can run, and the checks that find them
 puzzles    one rank's program to write, on a simulated network, with the verdict in words
 quiz       the interview book, and a quiz from it
+claims.py  numbers that are widely repeated, each computed: docs/claims.md
 """

@@ -527,3 +527,23 @@ def first_token_of_a_long_prompt(prompt, budget, decodes, milliseconds):
         prompt -= budget - decodes
         elapsed += milliseconds
     return elapsed
+
+
+@another_way
+def what_products_do_not_explain(tflop, rate, milliseconds):
+    left = milliseconds - 1e3 * (tflop * T) / (rate * T)
+    return 100 * left / milliseconds
+
+
+@another_way
+def gain_of_mending_a_straggler(p, compute, slower, exposed):
+    step, mended = (max([compute] * (p - 1) + [last]) + exposed for last in (slower * compute, compute))
+    return step / mended
+
+
+@another_way
+def time_saved_by_smaller_microbatches(p, m, compute, pieces):
+    before, after = (
+        simulate(one_f_one_b(p, k), Costs(*[compute / k / 3] * 3)).makespan for k in (m, m * pieces)
+    )
+    return before - after

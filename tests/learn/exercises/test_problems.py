@@ -43,6 +43,8 @@ MISTAKES = {  # what people answer, from the right answer and the numbers
     "bubble_of_a_mesh": lambda right, **_: 100 * right / (100 - right) * 1.2,  # over the ideal time, and more
     "cache_of_a_request": lambda right, **_: right / 2,  # keys alone
     "idle_places_of_a_static_batch": lambda right, **_: 100 - right * 1.1,
+    "gain_of_mending_a_straggler": lambda right, p, slower, **_: 1 + (slower - 1) / p,  # the mean of ranks
+    "time_saved_by_smaller_microbatches": lambda right, pieces, **_: right * pieces / (pieces - 1),  # all of it
 }  # fmt: skip
 
 

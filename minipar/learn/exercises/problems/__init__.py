@@ -9,7 +9,7 @@ data.py        02 data parallelism, 03 ZeRO, 20 the batch
 tensors.py     04 tensor and 05 sequence parallelism, 13 activations, 16 sixteen bits
 pipelines.py   06 bubbles, 07 zero bubble
 splits.py      08 experts, 09 long context
-runs.py        10 the mesh, 11 checkpoints, 12 what a run costs, 15 torch, 17 which mesh
+runs.py        10 the mesh, 11 checkpoints, 12 what a run costs, 15 torch, 17 which mesh, 21 traces
 serving.py     18 one token at a time, 19 many requests
 """
 

@@ -1,4 +1,4 @@
-"""Problems of lessons 10, 11, 12, 15 and 17: the mesh, checkpoints, what a run costs, torch, which mesh."""
+"""Problems of lessons 10, 11, 12, 15, 17 and 21: the mesh, checkpoints, what a run costs, torch, which mesh, traces."""
 
 from __future__ import annotations
 
@@ -230,5 +230,49 @@ def bubble_of_a_mesh(batch: int, dp: int, pp: int, microbatch: int) -> Card:
             f"m = {batch} / ({dp} * {microbatch}) = {m} microbatches a rank",
             "of the whole time: (p-1)/(m+p-1)",
             f"100 * {pp - 1} / ({m} + {pp - 1})",
+        ),
+    )
+
+
+@problem("21", tflop=(80, 120, 160), rate=(400, 500), milliseconds=(500, 600, 900))
+def what_products_do_not_explain(tflop: int, rate: int, milliseconds: int) -> Card:
+    return Card(
+        f"A GPU computes {tflop} TFLOP a step, and its products reach {rate} TFLOP/s. The trace shows steps of "
+        f"{milliseconds} ms. Which part of a step, in %, must something other than products explain?",
+        100 * (1 - 1000 * tflop / rate / milliseconds),
+        "%",
+        (
+            "products take operations/rate, whatever else happens; the rest is waits and other kernels",
+            f"100 * (1 - {tflop} / {rate} * 1000 / {milliseconds})",
+        ),
+    )
+
+
+@problem("21", p=(8, 64), compute=(200, 400), slower=(1.5, 2, 3), exposed=(20, 50, 100))
+def gain_of_mending_a_straggler(p: int, compute: int, slower: float, exposed: int) -> Card:
+    return Card(
+        f"In a trace of {p} data-parallel ranks, all compute {compute} ms a step, but one takes {slower:g} times "
+        f"as long. Messages add {exposed} ms that nothing hides. How many times as fast is the run when that "
+        "rank is mended?",
+        (slower * compute + exposed) / (compute + exposed),
+        "times",
+        (
+            "the slowest rank sets the pace, however many others there are",
+            f"({slower:g} * {compute} + {exposed}) / ({compute} + {exposed})",
+        ),
+    )
+
+
+@problem("21", p=(4, 8), m=(4, 8, 16), compute=(120, 240, 480), pieces=(2, 4))
+def time_saved_by_smaller_microbatches(p: int, m: int, compute: int, pieces: int) -> Card:
+    return Card(
+        f"The trace of a pipeline shows one bubble and nothing else: {p} stages, {m} microbatches, and each rank "
+        f"computes {compute} ms a step. Every microbatch is cut into {pieces}, and kernels stay as fast. By how "
+        "many ms is a step shorter?",
+        compute * (p - 1) / m * (1 - 1 / pieces),
+        "ms",
+        (
+            "the bubble is (p-1)/m of the computing; with k times the microbatches a k-th of that",
+            f"{compute} * {p - 1}/{m} * (1 - 1/{pieces})",
         ),
     )
