@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 from minipar.schedules import SCHEDULES
@@ -50,7 +51,6 @@ def gather(docs: Path) -> list:
     book = _copied(docs, "lessons/interview")
     _write(docs / "museum.md", museum())
     _write(docs / "blind.md", blind())
-    _write(docs / "cards.md", cards())
     _copied(docs, "lessons/exercises")
     _copy(docs, ROOT / "lessons" / "problems.md", "lessons/problems.md")
     _copy(docs, ROOT / "lessons" / "README.md", "lessons/README.md")
@@ -198,6 +198,11 @@ def _interactive(docs: Path) -> None:
         text = text.replace("PUZZLES_MARKDOWN", sections())
         if page.stem == "home":
             _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)
+        elif page.stem == "cards":  # from a folder it is a list to unfold, and needs no line about Python
+            _write(
+                docs / "cards.md",
+                text.replace("CHAPTER_OPTIONS", _chapters()).replace("CARDS_MARKDOWN", cards()),
+            )
         else:
             _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
     shutil.copytree(HERE / "assets", docs / "assets")
@@ -288,21 +293,37 @@ def _story(exhibit) -> str:
 
 
 def cards() -> str:
-    """Return the interview book as folding cards, by topic."""
+    """Return the interview book by chapter: a question to unfold and, inside its answer, the follow-up to unfold."""
     from minipar.learn.quiz.book import book, topics
+    from minipar.learn.quiz.pages import LEVELS, cells_of, proof_link
 
-    parts = ["# Interview cards\n\nSay your answer aloud, then unfold.\n"]
+    cells, parts = cells_of(ROOT / "lessons"), []
     for topic in topics():
-        parts.append(f"## {topic.capitalize()}\n")
+        parts.append(
+            f'<section class="chapter" data-chapter="{topic}" markdown>\n\n## {topic.capitalize()}\n'
+        )
         for q in book():
             if q.topic == topic:
-                parts.append(
-                    _folded(
-                        q.question,
-                        f"{q.answer}\n\n**Next**: {q.follow_up} {q.follow_up_answer}\n\n**Trap**: {q.trap}",
-                    )
-                )
-    return "\n".join(parts)
+                parts += [
+                    f'<details class="card" id="{q.id}" data-chapter="{topic}" '
+                    f'data-level="{topic.capitalize()}: {LEVELS[q.level]}" markdown>',
+                    f"<summary>{escape(q.question)}</summary>\n",
+                    f"{q.answer}\n\n**Trap**: {q.trap}\n\n**Shown by**: {proof_link(q.proof, cells)}\n",
+                    f"<details markdown>\n<summary>Next: {escape(q.follow_up)}</summary>\n",
+                    f"{q.follow_up_answer}\n\n</details>\n</details>\n",
+                ]
+        parts.append("</section>\n")
+    return relinked("\n".join(parts), ROOT / "lessons" / "interview" / "README.md", "cards.md")
+
+
+def _chapters() -> str:
+    """Return the options of the cards' menu: a chapter each, with its number of questions."""
+    from minipar.learn.quiz.book import book, topics
+
+    of = {topic: sum(q.topic == topic for q in book()) for topic in topics()}
+    return f'<option value="">all ({len(book())})</option>' + "".join(
+        f'<option value="{topic}">{topic} ({count})</option>' for topic, count in of.items()
+    )
 
 
 def exercises() -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from html import unescape
 from urllib.parse import unquote, urlencode, urljoin, urlsplit
 
 import pytest
@@ -301,6 +302,92 @@ def test_puzzles_can_be_read_without_javascript():
     assert text.count("async") >= 2 * len(PUZZLES)  # a stub and an answer each
 
 
+ASKED = "document.querySelector('details.now')?.id ?? ''"
+MISSED = "return JSON.parse(localStorage.getItem('minipar.quiz') ?? '{}')"
+
+
+def cards_of(browser, site_url: str, chapter: str):
+    """Open the cards of a chapter in a browser that has kept nothing."""
+    opened(browser, site_url, "cards.html")
+    browser.execute_script("localStorage.clear()")
+    return opened(browser, site_url, "cards.html", chapter=chapter)
+
+
+def test_a_missed_card_comes_again_soon_and_first_the_next_time(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from minipar.learn.quiz.book import questions_on
+
+    cards_of(browser, site_url, "mesh")
+    ids = {question.id for question in questions_on(["mesh"])}
+    missed, asked = until(browser, ASKED), []
+    while now := browser.execute_script(f"return {ASKED}"):
+        asked.append(now)
+        shown = "return document.querySelector('details.now').open"
+        assert not browser.execute_script(shown)
+        keys = ActionChains(browser).send_keys("r")
+        keys.perform()
+        until(browser, "!document.querySelector('#judge').hidden")
+        assert browser.execute_script(shown)
+        ActionChains(browser).send_keys("2" if asked == [missed] else "1").perform()
+        until(browser, f"({ASKED}) !== {json.dumps(now)} || document.querySelector('#judge').hidden")
+    assert asked[5] == missed
+    assert set(asked) == ids
+    assert len(asked) == len(ids) + 1
+    assert browser.execute_script(MISSED)[missed] == {"asked": 2, "missed": 0}
+    for one in (missed, asked[1]):
+        record = json.dumps({one: {"asked": 1, "missed": 1}})
+        browser.execute_script("localStorage.setItem('minipar.quiz', arguments[0])", record)
+        opened(browser, site_url, "cards.html", chapter="mesh")
+        assert until(browser, ASKED) == one
+        assert "1 missed the last time" in status(browser)
+
+
+def test_a_card_shows_question_answer_and_follow_up_by_keys(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from minipar.learn.quiz.book import questions_on
+
+    cards_of(browser, site_url, "zero")
+    question = {question.id: question for question in questions_on(["zero"])}[until(browser, ASKED)]
+    visible = "return document.querySelector('.practice').innerText"
+    said = browser.execute_script(visible)
+    assert question.question in said
+    assert question.answer not in said
+    ActionChains(browser).send_keys("r").perform()
+    until(browser, "document.querySelector('details.now').open")
+    said = browser.execute_script(visible)
+    assert question.answer in said
+    assert question.trap in said
+    assert question.follow_up in said
+    assert question.follow_up_answer not in said
+    ActionChains(browser).send_keys("r").perform()
+    until(browser, "document.querySelector('details.now details').open")
+    assert question.follow_up_answer in browser.execute_script(visible)
+
+
+@pytest.mark.parametrize("kept", ["{", "[]", '"x"', '{"rank": 3, "gone": {"asked": 1, "missed": 1}}'])
+def test_a_record_of_cards_that_is_none_is_passed_over(browser, site_url, kept):
+    opened(browser, site_url, "cards.html")
+    browser.execute_script("localStorage.setItem('minipar.quiz', arguments[0])", kept)
+    opened(browser, site_url, "cards.html", chapter="messages")
+    until(browser, ASKED)
+    assert "0 missed" in status(browser)
+
+
+def test_every_card_can_be_read_without_javascript():
+    from minipar.learn.quiz.book import book
+
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    text = (SITE / "cards.html").read_text(encoding="utf-8")
+    plain = unescape(re.sub(r"<[^>]+>", "", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)))
+    for question in book():
+        for part in (question.question, question.answer, question.follow_up, question.follow_up_answer):
+            assert part in plain
+    assert text.count('<details class="card"') == len(book())
+
+
 def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_do(browser):
     if not html_pages():
         pytest.skip("the site is not built: make site")
@@ -330,7 +417,7 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
-@pytest.mark.parametrize("page", ["index.html", *INTERACTIVE])
+@pytest.mark.parametrize("page", ["index.html", "cards.html", *INTERACTIVE])
 def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
     opened(browser, site_url, page)
     browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
