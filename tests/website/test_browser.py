@@ -5,6 +5,7 @@ Skipped where the site is not built or Chromium is not installed; `make site-tes
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
@@ -145,6 +146,32 @@ def test_the_home_page_is_light():
     if not html_pages():
         pytest.skip("the site is not built: make site")
     assert (SITE / "index.html").stat().st_size <= 300_000
+
+
+def loaded_bytes(browser) -> dict[str, int]:
+    """Return the address and size on the disk of all that the page has loaded, itself included."""
+    urls = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    paths = {unquote(urlsplit(url).path).lstrip("/") for url in urls if url.startswith("http")}
+    return {path: len(gzip.compress((SITE / path).read_bytes())) for path in paths}
+
+
+@pytest.mark.parametrize("page", ["use.html", "lessons/01_ring_all_reduce.html"])
+def test_a_text_page_weighs_300_kb_at_most_until_somebody_searches(browser, site_url, page):
+    opened(browser, site_url, page)
+    until(browser, "document.readyState === 'complete'")
+    time.sleep(1)  # a request that should not be sent would be by now
+    loaded = loaded_bytes(browser)
+    assert not [path for path in loaded if "search_index" in path]
+    assert sum(loaded.values()) <= 300_000, loaded
+    box = browser.find_element("css selector", "input[name=query]")
+    browser.execute_script("arguments[0].focus()", box)
+    box.send_keys("reduce-scatter")
+    until(browser, "document.querySelectorAll('.md-search-result__item').length")
+
+
+def test_a_page_found_by_search_marks_the_words(browser, site_url):
+    browser.get(f"{site_url}/use.html?h=planner")
+    until(browser, "document.querySelectorAll('.md-content mark').length")
 
 
 def test_the_layout_that_is_shown_is_the_one_in_the_form(browser, site_url):
@@ -432,3 +459,28 @@ def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
         if v["impact"] in ("serious", "critical")
     ]
     assert serious == []
+
+
+@pytest.mark.parametrize("page", ["index.html", "lessons/01_ring_all_reduce.html"])
+def test_a_figure_in_the_dark_is_light_on_the_pages_ground(browser, site_url, page):
+    from io import BytesIO
+
+    from PIL import Image
+
+    opened(browser, site_url, page)
+    picture = browser.find_element("css selector", ".md-content img")
+    browser.execute_script(
+        "document.body.setAttribute('data-md-color-scheme', 'slate'); arguments[0].loading = 'eager';"
+        "arguments[0].scrollIntoView({block: 'center'})",
+        picture,
+    )
+    until(browser, "document.querySelector('.md-content img').complete")
+    time.sleep(0.5)  # colours fade
+    image = Image.open(BytesIO(picture.screenshot_as_png)).convert("RGB")
+    shades = sorted(image.convert("L").tobytes())
+    assert shades[len(shades) // 4] < 80  # the ground
+    assert shades[-1] > 180  # lines and letters
+    if "ring" in page:  # rank 2's colour, by which its parts are known
+        reds, greens, blues = (image.getchannel(part).tobytes() for part in "RGB")
+        yellow = sum(r > 150 and g > 140 and b < 100 for r, g, b in zip(reds, greens, blues, strict=True))
+        assert yellow > len(shades) / 200
