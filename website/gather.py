@@ -11,6 +11,7 @@ from pathlib import Path
 
 from minipar.schedules import SCHEDULES
 from website.answers import choices, mesh, pipeline, planned
+from website.explorables import explorable, pipeline_box
 from website.puzzles import sections, stubs
 from website.recorded import recordings
 
@@ -118,9 +119,11 @@ def _lessons(docs: Path) -> list[str]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / picture).write_bytes(data)
             text = text.replace(f"({picture})", f"({file.stem}_files/{picture})")
-        _write(docs / name, relinked(described(text), file, name))
+        text = relinked(described(text), file, name)
         if file.parent.name == "lessons":
             names.append(name)
+            text = explorable(file.name[:2], text, home_pictures)
+        _write(docs / name, text)
     return names
 
 
@@ -187,7 +190,6 @@ def _interactive(docs: Path) -> None:
         "CHOICES_JSON": lambda: choices({}),
         "FIRST_PLAN_JSON": lambda: planned({}),
         "FIRST_MESH_JSON": lambda: mesh(FIRST_MESH),
-        "HOME_JSON": home_pictures,
         "PUZZLES_JSON": stubs,
     }
     for page in sorted((HERE / "pages").glob("*.md")):
@@ -197,6 +199,7 @@ def _interactive(docs: Path) -> None:
                 text = text.replace(mark, json.dumps(value(), separators=(",", ":")).replace("</", "<\\/"))
         text = text.replace("PUZZLES_MARKDOWN", sections())
         if page.stem == "home":
+            text = text.replace("PIPELINE_BOX", pipeline_box(home_pictures(), FIRST["schedule"]))
             _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)
         elif page.stem == "cards":  # from a folder it is a list to unfold, and needs no line about Python
             _write(
@@ -235,7 +238,7 @@ def _whole_numbers(value):
 
 
 def _with_numbers(home: str) -> str:
-    """Fill in how many lessons, exercises, questions and exhibits there are, and the names of the schedules."""
+    """Fill in how many lessons, exercises, questions and exhibits there are."""
     from minipar.learn.exercises.registry import EXERCISES
     from minipar.learn.museum.gallery import EXHIBITS
     from minipar.learn.puzzles.registry import PUZZLES
@@ -247,10 +250,6 @@ def _with_numbers(home: str) -> str:
         "NUM_QUESTIONS": len(book()),
         "NUM_PUZZLES": len(PUZZLES),
         "NUM_EXHIBITS": len(EXHIBITS),
-        "SCHEDULE_OPTIONS": "".join(
-            f'<option value="{name}"{" selected" * (name == FIRST["schedule"])}>{title}</option>'
-            for name, title in HOME_SCHEDULES.items()
-        ),
     }
     for mark, value in values.items():
         home = home.replace(mark, str(value))
@@ -338,7 +337,7 @@ def exercises() -> str:
         text = (STUBS / f"{exercise.name}.py").read_text(encoding="utf-8")
         after = f", after {' and '.join(f'`{name}`' for name in exercise.needs)}" * bool(exercise.needs)
         said = f"`{exercise.name}`: about {exercise.minutes} minutes; lesson {exercise.lesson}{after}."
-        parts.append(f"## {exercise.title}\n\n{said}\n\n```python\n{text}```\n")
+        parts.append(f"## {exercise.title} {{ #{exercise.name} }}\n\n{said}\n\n```python\n{text}```\n")
     return "\n".join(parts)
 
 

@@ -142,6 +142,32 @@ def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_num
     assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
 
 
+@pytest.mark.parametrize(
+    ("page", "schedule"), [("06_pipelines_and_bubbles", "1f1b"), ("07_zero_bubble", "zb-h1")]
+)
+def test_a_lesson_shows_its_pipeline_at_once_without_python(browser, site_url, page, schedule):
+    opened(browser, site_url, f"lessons/{page}.html")
+    assert until(browser, "document.body.dataset.drawn") == f"{schedule} 4 8"
+    want = simulate(make_schedule(schedule, 4, 8))
+    shown = browser.execute_script("return Number(document.querySelector('[data-bubble]').dataset.bubble)")
+    assert shown == pytest.approx(want.bubble_over_total, abs=1e-12)
+    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
+
+
+def test_your_turn_leads_to_the_exercise_and_the_puzzle():
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    exercises = (SITE / "exercises.html").read_text(encoding="utf-8")
+    for number, name, puzzle in (("06", "one_f_one_b", "1f1b"), ("01", "all_reduce_in_place", "ring")):
+        (lesson,) = (SITE / "lessons").glob(f"{number}_*.html")
+        turn = lesson.read_text(encoding="utf-8").partition('<h2 id="your-turn">')[2].partition("<h2")[0]
+        assert f'href="../interactive/puzzles.html#puzzle={puzzle}"' in turn
+        first = re.search(r'href="../exercises.html#(\w+)"', turn)[1]
+        assert f'id="{first}"' in exercises
+        assert name in turn
+
+
 def test_the_home_page_is_light():
     if not html_pages():
         pytest.skip("the site is not built: make site")
