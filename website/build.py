@@ -29,6 +29,8 @@ PYODIDE_FILES = (
     "pyodide-lock.json",
 )
 
+# The theme gives its search's dialog no name, which a screen reader needs.
+DIALOG = 'data-md-component="search" role="dialog"'
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
 PICTURE = re.compile(r'(<img [^>]*src=")([^":]+\.(?:png|gif))"')
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
@@ -111,7 +113,8 @@ def _finish(site: Path) -> None:
         up = "../" * (len(page.relative_to(site).parts) - 1)
         text = page.read_text(encoding="utf-8")
         ours = f'{up}assets/search.js"></script><script src="{up}assets/iframe-worker.js'
-        text = PICTURE.sub(partial(_sized, page.parent), text.replace(FOREIGN_SHIM, ours))
+        text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
+        text = PICTURE.sub(partial(_sized, page.parent), text)
         page.write_text(text, encoding="utf-8")
 
 

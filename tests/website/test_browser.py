@@ -510,3 +510,17 @@ def test_a_figure_in_the_dark_is_light_on_the_pages_ground(browser, site_url, pa
         reds, greens, blues = (image.getchannel(part).tobytes() for part in "RGB")
         yellow = sum(r > 150 and g > 140 and b < 100 for r, g, b in zip(reds, greens, blues, strict=True))
         assert yellow > len(shades) / 200
+
+
+@pytest.mark.parametrize("page", ["index.html", "lessons/06_pipelines_and_bubbles.html"])
+def test_axe_finds_nothing_serious_in_the_themes_parts(browser, site_url, page):
+    opened(browser, site_url, page)
+    browser.execute_script("document.body.setAttribute('data-md-color-scheme', 'default')")
+    time.sleep(0.5)  # colours fade
+    browser.execute_script(from_npm(AXE, "axe.min.js").decode())
+    found = browser.execute_async_script(
+        "const done = arguments[0];"
+        "axe.run(document, {runOnly: ['aria-dialog-name', 'color-contrast', 'link-in-text-block']})"
+        ".then((r) => done(r.violations))"
+    )
+    assert [(v["id"], [n["html"][:120] for n in v["nodes"][:5]]) for v in found] == []
