@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
+from urllib.parse import unquote
 
 import yaml
 
@@ -25,7 +29,10 @@ PYODIDE_FILES = (
     "pyodide-lock.json",
 )
 
+# The theme gives its search's dialog no name, which a screen reader needs.
+DIALOG = 'data-md-component="search" role="dialog"'
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
+PICTURE = re.compile(r'(<img [^>]*src=")([^":]+\.(?:png|gif))"')
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
 
 
@@ -54,7 +61,7 @@ def build() -> Path:
         subprocess.run(
             [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", path], check=True, env=QUIET
         )
-    _serve_shim_ourselves(made)
+    _finish(made)
     shutil.rmtree(SITE, ignore_errors=True)
     made.rename(SITE)
     weights = {file: file.stat().st_size for file in SITE.rglob("*") if file.is_file()}
@@ -95,13 +102,31 @@ def packed(package: str) -> Path:
     return kept
 
 
-def _serve_shim_ourselves(site: Path) -> None:
-    """Put the script of Material's search beside the pages: opened from a folder, they would fetch it from another host."""
+def _finish(site: Path) -> None:
+    """Put the script of Material's search beside the pages, ours before it, and say of each picture how large it is.
+
+    Opened from a folder, pages would fetch that script from another host. Ours holds back the search's index. Pictures
+    load when they come into view; with their size known, nothing jumps then.
+    """
     (site / "assets" / "iframe-worker.js").write_bytes(from_npm(IFRAME_WORKER, "shim/index.js"))
     for page in site.rglob("*.html"):
         up = "../" * (len(page.relative_to(site).parts) - 1)
         text = page.read_text(encoding="utf-8")
-        page.write_text(text.replace(FOREIGN_SHIM, f"{up}assets/iframe-worker.js"), encoding="utf-8")
+        ours = f'{up}assets/search.js"></script><script src="{up}assets/iframe-worker.js'
+        text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
+        text = PICTURE.sub(partial(_sized, page.parent), text)
+        page.write_text(text, encoding="utf-8")
+
+
+def _sized(folder: Path, found: re.Match) -> str:
+    width, height = picture_size(folder / unquote(found[2]))
+    return f'{found[1]}{found[2]}" loading="lazy" width="{width}" height="{height}"'
+
+
+def picture_size(file: Path) -> tuple[int, int]:
+    """Return width and height in pixels of a PNG or GIF, from its header."""
+    head = file.read_bytes()[:24]
+    return struct.unpack("<HH", head[6:10]) if head.startswith(b"GIF8") else struct.unpack(">II", head[16:24])
 
 
 if __name__ == "__main__":

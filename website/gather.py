@@ -6,10 +6,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 from minipar.schedules import SCHEDULES
 from website.answers import choices, mesh, pipeline, planned
+from website.explorables import explorable, pipeline_box
 from website.puzzles import sections, stubs
 from website.recorded import recordings
 
@@ -60,7 +62,6 @@ def gather(docs: Path) -> list:
     book = _copied(docs, "lessons/interview")
     _write(docs / "museum.md", museum())
     _write(docs / "blind.md", blind())
-    _write(docs / "cards.md", cards())
     _copied(docs, "lessons/exercises")
     _copy(docs, ROOT / "lessons" / "problems.md", "lessons/problems.md")
     _copy(docs, ROOT / "lessons" / "README.md", "lessons/README.md")
@@ -128,9 +129,11 @@ def _lessons(docs: Path) -> list[str]:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / picture).write_bytes(data)
             text = text.replace(f"({picture})", f"({file.stem}_files/{picture})")
-        _write(docs / name, relinked(described(text), file, name))
+        text = relinked(described(text), file, name)
         if file.parent.name == "lessons":
             names.append(name)
+            text = explorable(file.name[:2], text, home_pictures)
+        _write(docs / name, text)
     return names
 
 
@@ -197,7 +200,6 @@ def _interactive(docs: Path) -> None:
         "CHOICES_JSON": lambda: choices({}),
         "FIRST_PLAN_JSON": lambda: planned({}),
         "FIRST_MESH_JSON": lambda: mesh(FIRST_MESH),
-        "HOME_JSON": home_pictures,
         "PUZZLES_JSON": stubs,
     }
     for page in sorted((HERE / "pages").glob("*.md")):
@@ -207,7 +209,13 @@ def _interactive(docs: Path) -> None:
                 text = text.replace(mark, json.dumps(value(), separators=(",", ":")).replace("</", "<\\/"))
         text = text.replace("PUZZLES_MARKDOWN", sections())
         if page.stem == "home":
+            text = text.replace("PIPELINE_BOX", pipeline_box(home_pictures(), FIRST["schedule"]))
             _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)
+        elif page.stem == "cards":  # from a folder it is a list to unfold, and needs no line about Python
+            _write(
+                docs / "cards.md",
+                text.replace("CHAPTER_OPTIONS", _chapters()).replace("CARDS_MARKDOWN", cards()),
+            )
         else:
             _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
     shutil.copytree(HERE / "assets", docs / "assets")
@@ -240,7 +248,7 @@ def _whole_numbers(value):
 
 
 def _with_numbers(home: str) -> str:
-    """Fill in how many lessons, exercises, questions and exhibits there are, and the names of the schedules."""
+    """Fill in how many lessons, exercises, questions and exhibits there are."""
     from minipar.learn.exercises.registry import EXERCISES
     from minipar.learn.museum.gallery import EXHIBITS
     from minipar.learn.puzzles.registry import PUZZLES
@@ -252,10 +260,6 @@ def _with_numbers(home: str) -> str:
         "NUM_QUESTIONS": len(book()),
         "NUM_PUZZLES": len(PUZZLES),
         "NUM_EXHIBITS": len(EXHIBITS),
-        "SCHEDULE_OPTIONS": "".join(
-            f'<option value="{name}"{" selected" * (name == FIRST["schedule"])}>{title}</option>'
-            for name, title in HOME_SCHEDULES.items()
-        ),
     }
     for mark, value in values.items():
         home = home.replace(mark, str(value))
@@ -298,21 +302,37 @@ def _story(exhibit) -> str:
 
 
 def cards() -> str:
-    """Return the interview book as folding cards, by topic."""
+    """Return the interview book by chapter: a question to unfold and, inside its answer, the follow-up to unfold."""
     from minipar.learn.quiz.book import book, topics
+    from minipar.learn.quiz.pages import LEVELS, cells_of, proof_link
 
-    parts = ["# Interview cards\n\nSay your answer aloud, then unfold.\n"]
+    cells, parts = cells_of(ROOT / "lessons"), []
     for topic in topics():
-        parts.append(f"## {topic.capitalize()}\n")
+        parts.append(
+            f'<section class="chapter" data-chapter="{topic}" markdown>\n\n## {topic.capitalize()}\n'
+        )
         for q in book():
             if q.topic == topic:
-                parts.append(
-                    _folded(
-                        q.question,
-                        f"{q.answer}\n\n**Next**: {q.follow_up} {q.follow_up_answer}\n\n**Trap**: {q.trap}",
-                    )
-                )
-    return "\n".join(parts)
+                parts += [
+                    f'<details class="card" id="{q.id}" data-chapter="{topic}" '
+                    f'data-level="{topic.capitalize()}: {LEVELS[q.level]}" markdown>',
+                    f"<summary>{escape(q.question)}</summary>\n",
+                    f"{q.answer}\n\n**Trap**: {q.trap}\n\n**Shown by**: {proof_link(q.proof, cells)}\n",
+                    f"<details markdown>\n<summary>Next: {escape(q.follow_up)}</summary>\n",
+                    f"{q.follow_up_answer}\n\n</details>\n</details>\n",
+                ]
+        parts.append("</section>\n")
+    return relinked("\n".join(parts), ROOT / "lessons" / "interview" / "README.md", "cards.md")
+
+
+def _chapters() -> str:
+    """Return the options of the cards' menu: a chapter each, with its number of questions."""
+    from minipar.learn.quiz.book import book, topics
+
+    of = {topic: sum(q.topic == topic for q in book()) for topic in topics()}
+    return f'<option value="">all ({len(book())})</option>' + "".join(
+        f'<option value="{topic}">{topic} ({count})</option>' for topic, count in of.items()
+    )
 
 
 def exercises() -> str:
@@ -327,7 +347,7 @@ def exercises() -> str:
         text = (STUBS / f"{exercise.name}.py").read_text(encoding="utf-8")
         after = f", after {' and '.join(f'`{name}`' for name in exercise.needs)}" * bool(exercise.needs)
         said = f"`{exercise.name}`: about {exercise.minutes} minutes; lesson {exercise.lesson}{after}."
-        parts.append(f"## {exercise.title}\n\n{said}\n\n```python\n{text}```\n")
+        parts.append(f"## {exercise.title} {{ #{exercise.name} }}\n\n{said}\n\n```python\n{text}```\n")
     return "\n".join(parts)
 
 

@@ -5,9 +5,11 @@ Skipped where the site is not built or Chromium is not installed; `make site-tes
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import time
+from html import unescape
 from urllib.parse import unquote, urlencode, urljoin, urlsplit
 
 import pytest
@@ -140,10 +142,62 @@ def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_num
     assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
 
 
+@pytest.mark.parametrize(
+    ("page", "schedule"), [("06_pipelines_and_bubbles", "1f1b"), ("07_zero_bubble", "zb-h1")]
+)
+def test_a_lesson_shows_its_pipeline_at_once_without_python(browser, site_url, page, schedule):
+    opened(browser, site_url, f"lessons/{page}.html")
+    assert until(browser, "document.body.dataset.drawn") == f"{schedule} 4 8"
+    want = simulate(make_schedule(schedule, 4, 8))
+    shown = browser.execute_script("return Number(document.querySelector('[data-bubble]').dataset.bubble)")
+    assert shown == pytest.approx(want.bubble_over_total, abs=1e-12)
+    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
+
+
+def test_your_turn_leads_to_the_exercise_and_the_puzzle():
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    exercises = (SITE / "exercises.html").read_text(encoding="utf-8")
+    for number, name, puzzle in (("06", "one_f_one_b", "1f1b"), ("01", "all_reduce_in_place", "ring")):
+        (lesson,) = (SITE / "lessons").glob(f"{number}_*.html")
+        turn = lesson.read_text(encoding="utf-8").partition('<h2 id="your-turn">')[2].partition("<h2")[0]
+        assert f'href="../interactive/puzzles.html#puzzle={puzzle}"' in turn
+        first = re.search(r'href="../exercises.html#(\w+)"', turn)[1]
+        assert f'id="{first}"' in exercises
+        assert name in turn
+
+
 def test_the_home_page_is_light():
     if not html_pages():
         pytest.skip("the site is not built: make site")
     assert (SITE / "index.html").stat().st_size <= 300_000
+
+
+def loaded_bytes(browser) -> dict[str, int]:
+    """Return the address and size on the disk of all that the page has loaded, itself included."""
+    urls = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    paths = {unquote(urlsplit(url).path).lstrip("/") for url in urls if url.startswith("http")}
+    return {path: len(gzip.compress((SITE / path).read_bytes())) for path in paths}
+
+
+@pytest.mark.parametrize("page", ["use.html", "lessons/01_ring_all_reduce.html"])
+def test_a_text_page_weighs_300_kb_at_most_until_somebody_searches(browser, site_url, page):
+    opened(browser, site_url, page)
+    until(browser, "document.readyState === 'complete'")
+    time.sleep(1)  # a request that should not be sent would be by now
+    loaded = loaded_bytes(browser)
+    assert not [path for path in loaded if "search_index" in path]
+    assert sum(loaded.values()) <= 300_000, loaded
+    box = browser.find_element("css selector", "input[name=query]")
+    browser.execute_script("arguments[0].focus()", box)
+    box.send_keys("reduce-scatter")
+    until(browser, "document.querySelectorAll('.md-search-result__item').length")
+
+
+def test_a_page_found_by_search_marks_the_words(browser, site_url):
+    browser.get(f"{site_url}/use.html?h=planner")
+    until(browser, "document.querySelectorAll('.md-content mark').length")
 
 
 def test_the_layout_that_is_shown_is_the_one_in_the_form(browser, site_url):
@@ -301,6 +355,92 @@ def test_puzzles_can_be_read_without_javascript():
     assert text.count("async") >= 2 * len(PUZZLES)  # a stub and an answer each
 
 
+ASKED = "document.querySelector('details.now')?.id ?? ''"
+MISSED = "return JSON.parse(localStorage.getItem('minipar.quiz') ?? '{}')"
+
+
+def cards_of(browser, site_url: str, chapter: str):
+    """Open the cards of a chapter in a browser that has kept nothing."""
+    opened(browser, site_url, "cards.html")
+    browser.execute_script("localStorage.clear()")
+    return opened(browser, site_url, "cards.html", chapter=chapter)
+
+
+def test_a_missed_card_comes_again_soon_and_first_the_next_time(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from minipar.learn.quiz.book import questions_on
+
+    cards_of(browser, site_url, "mesh")
+    ids = {question.id for question in questions_on(["mesh"])}
+    missed, asked = until(browser, ASKED), []
+    while now := browser.execute_script(f"return {ASKED}"):
+        asked.append(now)
+        shown = "return document.querySelector('details.now').open"
+        assert not browser.execute_script(shown)
+        keys = ActionChains(browser).send_keys("r")
+        keys.perform()
+        until(browser, "!document.querySelector('#judge').hidden")
+        assert browser.execute_script(shown)
+        ActionChains(browser).send_keys("2" if asked == [missed] else "1").perform()
+        until(browser, f"({ASKED}) !== {json.dumps(now)} || document.querySelector('#judge').hidden")
+    assert asked[5] == missed
+    assert set(asked) == ids
+    assert len(asked) == len(ids) + 1
+    assert browser.execute_script(MISSED)[missed] == {"asked": 2, "missed": 0}
+    for one in (missed, asked[1]):
+        record = json.dumps({one: {"asked": 1, "missed": 1}})
+        browser.execute_script("localStorage.setItem('minipar.quiz', arguments[0])", record)
+        opened(browser, site_url, "cards.html", chapter="mesh")
+        assert until(browser, ASKED) == one
+        assert "1 missed the last time" in status(browser)
+
+
+def test_a_card_shows_question_answer_and_follow_up_by_keys(browser, site_url):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    from minipar.learn.quiz.book import questions_on
+
+    cards_of(browser, site_url, "zero")
+    question = {question.id: question for question in questions_on(["zero"])}[until(browser, ASKED)]
+    visible = "return document.querySelector('.practice').innerText"
+    said = browser.execute_script(visible)
+    assert question.question in said
+    assert question.answer not in said
+    ActionChains(browser).send_keys("r").perform()
+    until(browser, "document.querySelector('details.now').open")
+    said = browser.execute_script(visible)
+    assert question.answer in said
+    assert question.trap in said
+    assert question.follow_up in said
+    assert question.follow_up_answer not in said
+    ActionChains(browser).send_keys("r").perform()
+    until(browser, "document.querySelector('details.now details').open")
+    assert question.follow_up_answer in browser.execute_script(visible)
+
+
+@pytest.mark.parametrize("kept", ["{", "[]", '"x"', '{"rank": 3, "gone": {"asked": 1, "missed": 1}}'])
+def test_a_record_of_cards_that_is_none_is_passed_over(browser, site_url, kept):
+    opened(browser, site_url, "cards.html")
+    browser.execute_script("localStorage.setItem('minipar.quiz', arguments[0])", kept)
+    opened(browser, site_url, "cards.html", chapter="messages")
+    until(browser, ASKED)
+    assert "0 missed" in status(browser)
+
+
+def test_every_card_can_be_read_without_javascript():
+    from minipar.learn.quiz.book import book
+
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    text = (SITE / "cards.html").read_text(encoding="utf-8")
+    plain = unescape(re.sub(r"<[^>]+>", "", re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)))
+    for question in book():
+        for part in (question.question, question.answer, question.follow_up, question.follow_up_answer):
+            assert part in plain
+    assert text.count('<details class="card"') == len(book())
+
+
 def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_do(browser):
     if not html_pages():
         pytest.skip("the site is not built: make site")
@@ -330,7 +470,7 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
-@pytest.mark.parametrize("page", ["index.html", *INTERACTIVE])
+@pytest.mark.parametrize("page", ["index.html", "cards.html", *INTERACTIVE])
 def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
     opened(browser, site_url, page)
     browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
@@ -345,3 +485,42 @@ def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
         if v["impact"] in ("serious", "critical")
     ]
     assert serious == []
+
+
+@pytest.mark.parametrize("page", ["index.html", "lessons/01_ring_all_reduce.html"])
+def test_a_figure_in_the_dark_is_light_on_the_pages_ground(browser, site_url, page):
+    from io import BytesIO
+
+    from PIL import Image
+
+    opened(browser, site_url, page)
+    picture = browser.find_element("css selector", ".md-content img")
+    browser.execute_script(
+        "document.body.setAttribute('data-md-color-scheme', 'slate'); arguments[0].loading = 'eager';"
+        "arguments[0].scrollIntoView({block: 'center'})",
+        picture,
+    )
+    until(browser, "document.querySelector('.md-content img').complete")
+    time.sleep(0.5)  # colours fade
+    image = Image.open(BytesIO(picture.screenshot_as_png)).convert("RGB")
+    shades = sorted(image.convert("L").tobytes())
+    assert shades[len(shades) // 4] < 80  # the ground
+    assert shades[-1] > 180  # lines and letters
+    if "ring" in page:  # rank 2's colour, by which its parts are known
+        reds, greens, blues = (image.getchannel(part).tobytes() for part in "RGB")
+        yellow = sum(r > 150 and g > 140 and b < 100 for r, g, b in zip(reds, greens, blues, strict=True))
+        assert yellow > len(shades) / 200
+
+
+@pytest.mark.parametrize("page", ["index.html", "lessons/06_pipelines_and_bubbles.html"])
+def test_axe_finds_nothing_serious_in_the_themes_parts(browser, site_url, page):
+    opened(browser, site_url, page)
+    browser.execute_script("document.body.setAttribute('data-md-color-scheme', 'default')")
+    time.sleep(0.5)  # colours fade
+    browser.execute_script(from_npm(AXE, "axe.min.js").decode())
+    found = browser.execute_async_script(
+        "const done = arguments[0];"
+        "axe.run(document, {runOnly: ['aria-dialog-name', 'color-contrast', 'link-in-text-block']})"
+        ".then((r) => done(r.violations))"
+    )
+    assert [(v["id"], [n["html"][:120] for n in v["nodes"][:5]]) for v in found] == []

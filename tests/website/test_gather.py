@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from minipar.learn.puzzles.registry import PUZZLES
 from minipar.schedules import make_schedule, simulate
 from website import gather
+from website.explorables import EXPLORABLES, explorable
 from website.gather import LINK, PLACES, ROOT, relinked
+from website.recorded import sizes_of
 
 COPIED = {
     **PLACES,
@@ -55,3 +58,18 @@ def test_the_home_pages_pictures_are_the_simulators():
         assert answer["peak_live"] == list(timeline.peak_live)
         spans = [[list(timeline.spans[action]) for action in own] for own in timeline.schedule.actions]
         assert [[action[3:] for action in own] for own in answer["ranks"]] == spans
+
+
+@pytest.mark.parametrize("number", EXPLORABLES)
+def test_a_lessons_explorable_is_a_page_with_these_settings(number):
+    _, page, settings = EXPLORABLES[number]
+    text = (ROOT / "website" / "pages" / f"{page}.md").read_text(encoding="utf-8")
+    assert {name for name in settings if f'name="{name}"' not in text} - {"program"} == set()
+    if "puzzle" in settings:
+        assert PUZZLES[settings["puzzle"]].lesson == number
+    if "collective" in settings:
+        assert settings["p"] in sizes_of(settings["collective"])
+    text = "# A lesson\n\n```python\nimport torch\n```\n\n## First\n\n## Your turn\n\n`minipar exercise start ddp`\n"
+    said = explorable(number, text, gather.home_pictures)
+    assert said.index(f"interactive/{page}.md") < said.index("import torch")
+    assert "[`minipar exercise start ddp`](../exercises.md#ddp)" in said

@@ -60,13 +60,14 @@ def _entry(question: Question, cells: dict[str, str]) -> str:
             "",
             f"- **Next**: {question.follow_up} {question.follow_up_answer}",
             f"- **Trap**: {question.trap}",
-            f"- **Shown by**: {_link(question.proof, cells)}",
+            f"- **Shown by**: {proof_link(question.proof, cells)}",
             "",
         ]
     )
 
 
-def _link(proof: str, cells: dict[str, str]) -> str:
+def proof_link(proof: str, cells: dict[str, str]) -> str:
+    """Return what shows an answer, as Markdown with a link from lessons/interview/."""
     kind, _, what = proof.partition(" ")
     if kind == "lesson":
         return f"[lesson {what[:2]}](../{cells[what]}), cell `{what[3:]}`"
