@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minipar.transport.messages import Channel, ChannelId, Message
 from minipar.transport.stream import OnWait, Operation, Stream
@@ -161,8 +162,9 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            # The copy is what the receiver reads, even if x changes before.
-            value = x.detach().clone() if self.has_contents(x) else None
+            # The copy is what the receiver reads, even if x changes before. No mode counts it as this rank's memory.
+            with _disable_current_modes():
+                value = x.detach().clone() if self.has_contents(x) else None
             self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])

@@ -111,7 +111,7 @@ class Call(NamedTuple):
     root: int | None
     sizes: tuple[int, ...] | None
 
-    def __call__(self, comm: Comm, tensors: DryTensors) -> None:
+    def run(self, comm: Comm, tensors: DryTensors) -> None:
         """Call this collective as a rank of `comm`."""
         shape = self.shape
         given: dict[str, Any] = {}
@@ -178,7 +178,7 @@ def prove(call: Call) -> Proven:
     p = call.size
     if p > FEW:
         worlds = Worlds(tuple(range(p)), lambda rank: 0, Comm)
-        done: DryPrograms[None] = record((0, 1, p - 1), worlds.make, call)
+        done: DryPrograms[None] = record((0, 1, p - 1), worlds.make, call.run)
         first, second, last = done.programs
         ended = all(program.ended for program in done.programs)
         if ended and not difference(first, second) and not difference(first, last):
@@ -187,8 +187,12 @@ def prove(call: Call) -> Proven:
             return Proven(faults, p * len(sent), p * sum(m.num_bytes for m in sent), "alike")
         steps = p * (2 * first.num_posts + len(call.sizes or ()))
         if steps > MOST_STEPS:
-            return prove(_smaller(call))._replace(how="smaller")
-    whole: DryPrograms[None] = run_ranks(p, call)
+            return _run_whole(_smaller(call))._replace(how="smaller")
+    return _run_whole(call)
+
+
+def _run_whole(call: Call) -> Proven:
+    whole: DryPrograms[None] = run_ranks(call.size, call.run)
     sent = [message for program in whole.programs for message in program.messages()]
     return Proven(whole.faults, len(sent), sum(m.num_bytes for m in sent), "whole")
 
@@ -353,7 +357,7 @@ class KindTransport(RecordedTransport):
     def _of_whole_numbers(
         self, channel: Channel, call: Call, x: Tensor, out: Tensor | None, run: Callable[[], Any]
     ) -> Tensor:
-        """Return what a collective returns if all of a kind give what the first gives; unknown if the last gives another."""
+        """Return what a collective returns if all of a kind give what its first gives; unknown if its last differs."""
         if call.kind not in ("all_gather", "all_reduce") or call.op == "mean" or out is not None:
             raise Refused(
                 f"{call.kind} on comm {channel.key.name!r} computes with whole numbers, of which each rank may have its "

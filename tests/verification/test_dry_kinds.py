@@ -19,15 +19,13 @@ from minipar.verification.dry_run import dry_run
 TINY = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=16)
 MIXTURE = replace(TINY, num_layers=1, num_experts=4, top_k=2, moe_every=1)
 RUN = TrainConfig(model=TINY, batch_size=4, seq_len=16, steps=2, warmup=1, dtype="float64", trace_steps=0)
-UNDER_WAY = (
-    128  # bytes of whole numbers that a dry run of all ranks counts as their senders' until they are received
-)
+FEW_NUMBERS = 64  # bytes
 
 
 # Beside a dry run of every rank ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -42,13 +40,13 @@ UNDER_WAY = (
     ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}),
 )
 def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
-    """The same messages and bytes in total; of the ranks that were run, each byte held and sent."""
+    """The same messages and bytes in total; of the ranks that were run, all that is held and sent."""
     config = replace(RUN, **mesh)
     whole, by_kind = dry_run(config), dry_run(config, by_kind=True)
     assert whole.works
     assert by_kind.works
     of = by_kind.by_kind
-    assert len(of.kinds) == config.pp * config.cp < config.world_size // 2
+    assert len(of.kinds) == config.pp * config.cp <= config.world_size // 2
     assert of.messages == whole.num_messages
     sent = [message.num_bytes for program in whole.programs for message in program.messages()]
     assert of.sent_bytes == sum(sent)
@@ -58,7 +56,7 @@ def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
         assert found.holding[:2] == whole.ranks[rank].holding[:2]
     for rank in (*of.kinds, *of.checked.values()):
         found, wanted = by_kind.ranks[rank], whole.ranks[rank]
-        assert found.holding == pytest.approx(wanted.holding, abs=UNDER_WAY)
+        assert list(found.holding) == pytest.approx(list(wanted.holding), abs=FEW_NUMBERS)
         assert found[2:] == wanted[2:]
 
 
@@ -174,7 +172,7 @@ def ring_of_exchanges(world):
     dp = on(world)[0].comm("dp")
     for by in (1, 3):
         dp.exchange(torch.zeros(4), (dp.rank + by) % 4, (4,), torch.float32, (dp.rank - by) % 4)
-    world.barrier()
+    dp.barrier()
 
 
 def test_what_works_is_not_a_fault():
@@ -239,7 +237,7 @@ def test_a_collective_that_is_wrong_on_one_rank_is_named(monkeypatch):
 
     monkeypatch.setitem(collectives.ALGORITHMS["all_reduce"], "tree", loses)
     wrong = prove(SUM._replace(algorithm="tree", shape=(65,)))
-    assert "rank 2" in wrong.faults[0]
+    assert any("to rank 2 on comm 'world' (all_reduce sum" in fault for fault in wrong.faults)
 
     def sums(world):
         world.all_reduce(torch.zeros(65), algorithm="tree")
