@@ -24,7 +24,9 @@ class DryRunFlags:
     """Flags of `minipar train` that are no settings of a run."""
 
     dry_run: bool = False
-    """start no rank; say what each would hold and send, and whether any would wait for ever"""
+    """start no rank; say what each would hold and send, and whether any would wait for ever; above 64 ranks, by kind"""
+    by_kind: bool = False
+    """with --dry-run, run only the first and the last rank of each kind; the ranks between are taken to be like them"""
     memory: float | None = None
     """with --dry-run, a device's memory in GB; exits 1 if a rank would need more"""
 
@@ -58,7 +60,11 @@ def _work(flags: Any, ahead: Any) -> Work:
         raise ValueError(
             f"memory={ahead.memory:g} is compared by a dry run; use --dry-run too, or leave it out"
         )
-    return partial(_dry_run, flags, ahead.memory) if ahead.dry_run else partial(_train, flags)
+    if ahead.by_kind and not ahead.dry_run:
+        raise ValueError("by_kind is said of a dry run; use --dry-run too, or leave it out")
+    if not ahead.dry_run:
+        return partial(_train, flags)
+    return partial(_dry_run, flags, ahead.memory, by_kind=ahead.by_kind or None)
 
 
 def _train(flags: Any) -> None:
@@ -73,14 +79,14 @@ def _train(flags: Any) -> None:
         print_summary(result)
 
 
-def _dry_run(flags: Any, memory_gb: float | None) -> None:
+def _dry_run(flags: Any, memory_gb: float | None, by_kind: bool | None) -> None:
     config = config_of(flags, TrainConfig)
     check_paths(config, writes=False)
     import_chosen(config)
     from minipar.verification.dry_report import report
     from minipar.verification.dry_run import dry_run
 
-    result = dry_run(config, memory_gb)
+    result = dry_run(config, memory_gb, by_kind)
     print(report(result))
     raise SystemExit(0 if result.works else 1)
 

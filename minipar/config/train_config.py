@@ -290,10 +290,6 @@ class TrainConfig:
             object.__setattr__(self, "model", replace(self.model, num_experts=self.moe))
         if self.init is not None:
             object.__setattr__(self, "model", sizes_from(self.init, self.model, (ModelConfig(), SMALL)))
-        if self.world_size > MAX_RANKS and not under_torchrun():
-            raise ValueError(
-                f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}"
-            )
         if self.seq_len > self.model.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len} exceeds max_seq_len={self.model.max_seq_len}; "
@@ -341,6 +337,13 @@ class TrainConfig:
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    def require_local_ranks(self) -> None:
+        """Raise ValueError if this machine would have to start more ranks than a local pool has; a dry run starts none."""
+        if self.world_size > MAX_RANKS and not under_torchrun():
+            raise ValueError(
+                f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}, or --dry-run"
+            )
 
     @property
     def mesh_sizes(self) -> dict[str, int]:

@@ -82,6 +82,7 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> Result 
     Returns the result; under torchrun, None on every rank but rank 0.
     Raises ValueError for bad input before any rank starts, RankError if a rank fails.
     """
+    config.require_local_ranks()
     check_initial_weights(config)
     whole, digest = load_data(config)
     text: Text = whole

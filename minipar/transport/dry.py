@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minipar.transport.messages import Channel, ChannelId, Message
 from minipar.transport.stream import OnWait, Operation, Stream
@@ -146,8 +147,7 @@ class RecordedTransport(Transport):
     def channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
         key = ChannelId(name, ranks)
         if key not in self.channels:
-            peers = tuple(self.ranks.index(rank) for rank in ranks)
-            self.channels[key] = RecordedChannel(self, key, peers)
+            self.channels[key] = RecordedChannel(self, key)
             self.record(Make(key))
         return self.channels[key]
 
@@ -162,9 +162,10 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            # The copy is what the receiver reads, even if x changes before.
-            value = x.detach().clone() if self.has_contents(x) else None
-            self.contents.sent[channel.key, send.lane, self.rank, send.peer, send.number] = value
+            # The copy is what the receiver reads, even if x changes before. No mode counts it as this rank's memory.
+            with _disable_current_modes():
+                value = x.detach().clone() if self.has_contents(x) else None
+            self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
         number = -1
@@ -189,7 +190,7 @@ class RecordedTransport(Transport):
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
         """Copy the contents of a message into `out`, as soon as its sender has posted it."""
-        key = message.channel, message.lane, message.peer, self.rank, message.number
+        key = message.channel, message.lane, message.peer, self.program.rank, message.number
         value = self.contents.take(key)
         if value is None:
             self.on_unknown(out)
@@ -269,9 +270,9 @@ class RecordedHandle:
 class RecordedChannel(Channel):
     """A channel that records which collective begins, and whose scratch memory has no contents where floats have none."""
 
-    def __init__(self, transport: RecordedTransport, key: ChannelId, peers: tuple[int, ...]):
+    def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport = transport
-        super().__init__(key, peers, 0, transport.make_stream(key), transport.device)
+        super().__init__(key, key.ranks, 0, transport.make_stream(key), transport.device)
 
     @property
     def num_collectives(self) -> int:

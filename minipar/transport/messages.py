@@ -18,6 +18,10 @@ class ChannelId(NamedTuple):
     name: str
     ranks: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        # Not all ranks: there may be thousands, and every message looks its channel up.
+        return hash((self.name, len(self.ranks), self.ranks[:2]))
+
     def __str__(self) -> str:
         return f"comm {self.name!r}"
 

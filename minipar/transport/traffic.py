@@ -26,13 +26,14 @@ class Traffic:
         self.messages = 0
         self.by_kind: Counter[str] = Counter()
 
-    def book(self, kind: str, num_bytes: int) -> None:
+    def book(self, kind: str, num_bytes: int, messages: int = 1) -> None:
+        """Count messages that have `num_bytes` together."""
         with self._lock:
             self.sent_bytes += num_bytes
-            self.messages += 1
+            self.messages += messages
             self.by_kind[kind] += num_bytes
         if self._parent is not None:
-            self._parent.book(kind, num_bytes)
+            self._parent.book(kind, num_bytes, messages)
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{kind} {num_bytes}" for kind, num_bytes in self.by_kind.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from minipar.verification.dry_run import DryRank, DryRun
 
@@ -12,7 +12,13 @@ WIDTH = 112
 
 def report(result: DryRun) -> str:
     """Format a dry run: a table with a line for each kind of rank, then what was assumed, and the verdict."""
-    parts = [_table(result), _beside_the_planner(result), _assumptions(result), verdict(result)]
+    parts = [
+        _table(result),
+        _beside_the_planner(result),
+        _assumptions(result),
+        _by_symmetry(result),
+        verdict(result),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -22,10 +28,9 @@ def verdict(result: DryRun) -> str:
     if result.faults:
         lines = [f"{name} WOULD NOT RUN:", *(f"  {fault}" for fault in result.faults)]
         return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ") for line in lines)
-    messages = sum(1 for program in result.programs for _ in program.messages())
     sound = (
-        f"each of {messages:,} messages of {size} ranks has its receive, of the same bytes and in the same order, and "
-        "nobody waits for ever"
+        f"each of {result.num_messages:,} messages of {size:,} ranks has its receive, of the same bytes and in the same "
+        "order, and nobody waits for ever"
         if size > 1
         else "one rank sends nothing"
     )
@@ -102,6 +107,30 @@ def _beside_the_planner(result: DryRun) -> str:
 
 def _assumptions(result: DryRun) -> str:
     return textwrap.fill(f"Assumed: {'; '.join(result.assumed)}.", WIDTH) if result.assumed else ""
+
+
+def _by_symmetry(result: DryRun) -> str:
+    """Return what was computed, what was compared with it, what follows by symmetry, and what nobody looked at."""
+    of = result.by_kind
+    if of is None:
+        return ""
+    firsts, lasts = sorted(of.kinds), sorted(of.checked.values())
+    others = result.config.world_size - len(firsts) - len(lasts)
+    how = Counter(found.how for found in of.collectives.values())
+    said = [
+        f"Of {len(firsts)} kinds of ranks the first was computed ({_ranges(firsts)}), and the last compared with it, "
+        f"message by message ({_ranges(lasts)})."
+        if lasts
+        else "Every rank is of its own kind, and was computed.",
+        f"By symmetry, {others:,} others do the same: a fault of a single one of these is not seen, and their bytes are "
+        "those of the first, from which their own may differ by an uneven part of a shard, and by the scratch memory of a "
+        "collective in which ranks differ, about a bucket."
+        if others
+        else "",
+        f"Of {len(of.collectives)} distinct collectives {how['whole']} were run by all ranks of a group, {how['alike']} by "
+        f"three ranks that do the same, and {how['smaller']} by a smaller group than theirs.",
+    ]
+    return textwrap.fill(" ".join(filter(None, said)), WIDTH)
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -4,17 +4,17 @@ Each rank runs the recipe and two steps of the trainer, the same code as in a ru
 (`dry_tensors.py`) over a transport that records (`transport/dry.py`). Then `transport/matching.py` executes the records
 against each other. So a mesh that would wait for ever, or needs more memory than a device has, is found without any device.
 
+Above 64 ranks, or if asked, one rank of each kind is run for all (`dry_kinds.py`).
+
 Not run: reading checkpoints and writing them, measuring held-out loss, and the text sample at the end.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,13 +26,14 @@ from minipar.cost.traffic import step_traffic
 from minipar.data.text import Text, load_data
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import Coordinates
+from minipar.support.environment import MAX_RANKS
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step
-from minipar.transport.dry import Contents, Program, RecordedTransport, Refused
-from minipar.transport.matching import disagreements
-from minipar.transport.turns import Stuck, Turns
-from minipar.verification.dry_tensors import AllRanks, DryTensors, tensors_without_contents
+from minipar.transport.dry import Program
+from minipar.verification.dry_kinds import KindsRun, run_kinds
+from minipar.verification.dry_programs import run_ranks
+from minipar.verification.dry_tensors import DryTensors
 
 # The groups of ranks over which a rank's bytes are counted.
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}
@@ -69,18 +70,6 @@ class DryRank(NamedTuple):
     messages: int
 
 
-T = TypeVar("T")
-
-
-class DryPrograms(NamedTuple, Generic[T]):
-    """The programs of all ranks, their results by rank (of those that ended), and what is wrong with them, in words."""
-
-    programs: list[Program]
-    results: dict[int, T]
-    faults: list[str]
-    assumed: list[str]
-
-
 class Comparison(NamedTuple):
     """A number of the planner's, and the dry run's, for the ranks with one pp coordinate."""
 
@@ -111,6 +100,14 @@ class DryRun:
     compared: list[Comparison]
     not_planned: list[str]
     memory_bytes: float | None = None
+    by_kind: KindsRun[DryRank] | None = None
+
+    @property
+    def num_messages(self) -> int:
+        """The messages that all ranks send."""
+        if self.by_kind is not None:
+            return self.by_kind.messages
+        return sum(1 for program in self.programs for _ in program.messages())
 
     @property
     def over_memory(self) -> list[int]:
@@ -123,31 +120,60 @@ class DryRun:
         return not self.faults and not self.over_memory
 
 
-def dry_run(config: TrainConfig, memory_gb: float | None = None) -> DryRun:
+def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool | None = None) -> DryRun:
     """Run every rank's program of this configuration without numbers, and compare what the ranks would send each other.
 
     memory_gb  a device's memory, in 1e9 bytes; None: not compared
+    by_kind    run only the first and the last rank of each kind, for all (`dry_kinds.py`); None: above 64 ranks
 
-    Takes a second or so per rank, and the memory of the batch: no parameter and no activation is in memory.
-    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, and an option whose program decides by numbers
-    that only a real run has.
+    Takes half a second or more per rank that is run, and the memory of the batch: no parameter or activation is in memory.
+    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, an option whose program decides by numbers
+    that only a real run has, and with by_kind where the two ranks of a kind differ.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory={memory_gb:g} is out of range; use a device's memory in GB, above 0")
     text, _ = load_data(config)
-    done = run_ranks(config.world_size, partial(_rank, config, text))
-    compared = [] if done.faults else compare(config, done.results)
-    memory_bytes = None if memory_gb is None else memory_gb * 1e9
+    program = partial(_rank, config, text)
+    kinds = None
+    if config.world_size > MAX_RANKS if by_kind is None else by_kind:
+        mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
+        kinds = run_kinds(mesh, alike_axes(config), program)
+        programs, faults, assumed = kinds.programs, kinds.faults, kinds.assumed
+        ranks = _of_all(mesh, kinds)
+    else:
+        programs, ranks, faults, assumed = run_ranks(config.world_size, program)
     return DryRun(
         config,
-        done.results,
-        done.programs,
-        done.faults,
-        [*done.assumed, *_left_out(config)],
-        compared,
+        ranks,
+        programs,
+        faults,
+        [*assumed, *_left_out(config)],
+        [] if faults else compare(config, ranks),
         not_weighed(config),
-        memory_bytes,
+        None if memory_gb is None else memory_gb * 1e9,
+        kinds,
     )
+
+
+def alike_axes(config: TrainConfig) -> list[str]:
+    """Return the axes along which all ranks run one program: dp and tp, unless an option gives ranks different work.
+
+    Along cp ranks have different parts of the causal mask, so that they hold different bytes.
+    """
+    different = {
+        "tp": config.tp_layout != "1d",  # in a grid some ranks exchange their blocks, and others keep them
+        "dp": config.optimizer != "adamw" or config.compress != "none" or config.dispatch != "all-to-all",
+    }
+    return [axis for axis, differs in different.items() if not differs]
+
+
+def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
+    """Return what every rank holds and sends: the ranks that were not run are like the first of their kind."""
+    return {
+        rank: kinds.results.get(rank, kinds.results[first])._replace(coordinates=mesh.coordinates_of(rank))
+        for rank, first in sorted((rank, first) for first, ranks in kinds.kinds.items() for rank in ranks)
+        if first in kinds.results
+    }
 
 
 def _left_out(config: TrainConfig) -> list[str]:
@@ -158,50 +184,6 @@ def _left_out(config: TrainConfig) -> list[str]:
     if config.compile != "none":
         found.append("blocks are not compiled")
     return found
-
-
-# A rank's program: called with its world, and the mode that counts the bytes of its tensors.
-RankProgram = Callable[[Comm, DryTensors], T]
-
-
-def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
-    """Run `program(world, tensors)` for each of `size` ranks, one at a time, without numbers and without messages.
-
-    Raises Refused if a program decides by numbers that only a real run has.
-    """
-    turns, members = Turns(), tuple(range(size))
-    contents = Contents(turns.wait_until)
-    programs = [Program(i) for i in range(size)]
-    results: dict[int, T] = {}
-    errors: dict[int, Exception] = {}
-    assumed: set[str] = set()
-
-    def run(i: int) -> None:
-        with tensors_without_contents(shared) as tensors:
-            transport = RecordedTransport(members, i, contents, tensors.has_contents, tensors.forget_contents)
-            programs[i] = transport.program
-            try:
-                results[i] = program(Comm(transport, members, "world"), tensors)
-                transport.program.ended = True
-            except Stuck:
-                pass
-            except Exception as error:
-                errors[i] = error
-            transport.recording = False
-            assumed.update(tensors.assumed)
-
-    with AllRanks() as shared:
-        turns.run([partial(run, i) for i in range(size)])
-    for error in errors.values():
-        if isinstance(error, Refused):
-            raise error
-    faults = [f"rank {i} raises {_one_line(error)}" for i, error in sorted(errors.items())]
-    results = dict(sorted(results.items()))
-    return DryPrograms(programs, results, [*faults, *disagreements(programs)], sorted(assumed))
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
 
 
 def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> DryRank:

@@ -104,6 +104,7 @@ def verify(config: TrainConfig = VERIFY_DEFAULTS, backend: str = "auto") -> Veri
     the CPU.
     Raises ValueError for a text that is unreadable, too short or outside the vocabulary, RankError if a rank fails.
     """
+    config.require_local_ranks()
     config.choice("compress").require_exact(config)
     check_initial_weights(config)
     text, _ = load_data(config)

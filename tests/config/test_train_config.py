@@ -2,6 +2,8 @@ import pytest
 
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
+from minipar.train import train
+from minipar.verification import verify
 
 
 @pytest.mark.parametrize(
@@ -10,7 +12,6 @@ from minipar.config.train_config import TrainConfig
         ({"dp": 0}, "dp=0 is out of range; use 1 or more"),
         ({"dp": 3}, "dp=3 does not divide batch_size=16; use 1, 2, 4, 8 or 16"),
         ({"dp": 4, "microbatches": 3}, "microbatches=3 does not divide"),
-        ({"dp": 128, "batch_size": 128}, "makes 128 ranks on one machine; use at most 64"),
         ({"steps": 0}, "steps=0"),
         ({"lr": 0.0}, "lr=0.0"),
         ({"lr": float("nan")}, "lr=nan"),
@@ -32,6 +33,13 @@ from minipar.config.train_config import TrainConfig
 def test_an_impossible_run_is_refused_with_what_would_work(wrong, says):
     with pytest.raises(ValueError, match=says.replace(".", r"\.")):
         TrainConfig(**wrong)
+
+
+def test_only_a_dry_run_has_more_ranks_than_a_machine():
+    config = TrainConfig(dp=128, batch_size=128)
+    for starts_ranks in (train, verify):
+        with pytest.raises(ValueError, match="makes 128 ranks on one machine; use at most 64, or --dry-run"):
+            starts_ranks(config)
 
 
 def test_the_folder_is_named_after_the_mesh_unless_told(tmp_path):

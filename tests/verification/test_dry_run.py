@@ -19,8 +19,9 @@ from minipar.train import step as step_module
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 from minipar.transport.dry import Refused
+from minipar.verification.dry_programs import run_ranks
 from minipar.verification.dry_report import report, verdict
-from minipar.verification.dry_run import dry_run, run_ranks
+from minipar.verification.dry_run import dry_run
 from minipar.verification.dry_tensors import ASSUMED
 
 TINY = ModelConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=16)

@@ -1,0 +1,87 @@
+"""Run programs of ranks without numbers and without messages, one at a time in threads of this process."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+from minipar.comm import Comm
+from minipar.transport.dry import Contents, Program, RecordedTransport, Refused
+from minipar.transport.matching import disagreements
+from minipar.transport.turns import Stuck, Turns
+from minipar.verification.dry_tensors import AllRanks, DryTensors, tensors_without_contents
+
+T = TypeVar("T")
+
+# A rank's program: called with its world, and the mode that counts the bytes of its tensors.
+RankProgram = Callable[[Comm, DryTensors], T]
+# Makes the world of a rank, on which its program is recorded.
+MakeWorld = Callable[[int, Contents, DryTensors], Comm]
+
+
+class DryPrograms(NamedTuple, Generic[T]):
+    """Recorded programs, their results by rank (of those that ended), and what is wrong with them, in words."""
+
+    programs: list[Program]
+    results: dict[int, T]
+    faults: list[str]
+    assumed: list[str]
+
+
+def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
+    """Run `program(world, tensors)` for each of `size` ranks, then execute the records against each other.
+
+    Raises Refused if a program decides by numbers that only a real run has.
+    """
+    members = tuple(range(size))
+
+    def world(rank: int, contents: Contents, tensors: DryTensors) -> Comm:
+        transport = RecordedTransport(members, rank, contents, tensors.has_contents, tensors.forget_contents)
+        return Comm(transport, members, "world")
+
+    done = record(members, world, program)
+    return done._replace(faults=[*done.faults, *disagreements(done.programs)])
+
+
+def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T]) -> DryPrograms[T]:
+    """Run and record the programs of these ranks. The faults are the errors they raised; the records are not compared.
+
+    Raises Refused like `run_ranks`.
+    """
+    turns = Turns()
+    contents = Contents(turns.wait_until)
+    programs: dict[int, Program] = {}
+    results: dict[int, T] = {}
+    errors: dict[int, Exception] = {}
+    assumed: set[str] = set()
+
+    def run(rank: int) -> None:
+        with tensors_without_contents(shared) as tensors:
+            world = make_world(rank, contents, tensors)
+            transport = world._transport
+            assert isinstance(transport, RecordedTransport)
+            programs[rank] = transport.program
+            try:
+                results[rank] = program(world, tensors)
+                transport.program.ended = True
+            except Stuck:
+                pass
+            except Exception as error:
+                errors[rank] = error
+            transport.recording = False
+            assumed.update(tensors.assumed)
+
+    with AllRanks() as shared:
+        turns.run([partial(run, rank) for rank in ranks])
+    for error in errors.values():
+        if isinstance(error, Refused):
+            raise error
+    faults = [f"rank {rank} raises {_one_line(error)}" for rank, error in sorted(errors.items())]
+    results = dict(sorted(results.items()))
+    return DryPrograms([programs[rank] for rank in ranks], results, faults, sorted(assumed))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 300)}"
