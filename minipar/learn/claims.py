@@ -120,7 +120,7 @@ def page() -> str:
 def _row(claim: Claim) -> str:
     file, _, name = claim.test.partition("::")
     x = claim.computed() * (100 if claim.unit == "%" else 1)
-    shown = f"{x:,.0f}" if x >= 1000 else f"{x:.3g}"
+    shown = f"{x:,.0f}" if x >= 999.5 else f"{x:.3g}"
     verdict = f"**{'right' if claim.is_right() else 'wrong'}**: {claim.because}"
     test = f"[`{name}`](../{file})"
     computed = f"{shown} {claim.unit}: `{claim.value}`; claimed: `{claim.holds}`; {test}"
