@@ -41,6 +41,7 @@ PLACES = {
             "design",
             "names",
             "extras",
+            "api",
         )
     },
 }
@@ -100,7 +101,7 @@ def gather(docs: Path) -> list:
         {"Interview book": [{"Cards": "cards.md"}, *book]},
         {"Names": "names.md"},
         {"Extend": [{"Design": "design.md"}, "contributing.md", {"Extras": "extras.md"}, "changelog.md"]},
-        {"API": reference},
+        {"API": [{"Public names": "api.md"}, *reference]},
     ]
 
 
