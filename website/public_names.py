@@ -25,7 +25,8 @@ ROOMS = (
 LEVELS = {
     "stable": (
         "what `minipar` and `minipar.spec` export; commands, and the flags that their `--help` shows; a run's "
-        "`config.toml`, `metrics.jsonl` and checkpoints; the kinds of `minipar.support.registry`, by which packages bring extras",
+        "`config.toml`, `metrics.jsonl` and checkpoints; the kinds of `minipar.support.registry`, by which packages bring "
+        "extras",
         "only with a new major version; what will go warns for one minor version before",
     ),
     "provisional": (
