@@ -203,8 +203,8 @@ def bytes_beside_sharded_states(billions: int, p: int, gradient_bytes: int) -> C
 def rows_from_which_a_grid_sends_less(q: int, width: int) -> Card:
     return Card(
         f"A square matrix of width h = {width} is multiplied by M rows, forward and backward. In 1D, by columns, each of "
-        f"t ranks sends 2(t-1)/t M h elements; on a {q} x {q} grid, q = {q}, it sends 3(q-1)(M h + h^2)/q^2. From how "
-        "many rows on does the grid send less on as many ranks?",
+        f"t ranks sends 2(t-1)/t M h elements; on a grid of q x q ranks, q = {q}, it sends 3(q-1)(M h + h^2)/q^2. From "
+        "how many rows on does the grid send less on as many ranks?",
         3 * width / (2 * q - 1),
         "rows",
         (
@@ -219,7 +219,7 @@ def rows_from_which_a_grid_sends_less(q: int, width: int) -> Card:
 def bytes_of_a_product_on_a_grid(q: int, tokens: int, width: int, features: int) -> Card:
     return Card(
         f"{tokens} tokens of width {width} are multiplied by a matrix with {features} output features, bf16, by SUMMA on "
-        f"a {q} x {q} grid. How many MB does a rank send forward, on average?",
+        f"a grid of {q} x {q}. How many MB does a rank send forward, on average?",
         (q - 1) * (tokens + features) * width * 2 / q**2 / 1e6,
         "MB",
         (
