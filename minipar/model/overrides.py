@@ -163,9 +163,10 @@ GRADIENT_RECEIVER = "receive_deferred_gradient"
 
 @runtime_checkable
 class GradientSync(Protocol):
-    """The methods that the pipeline calls on DDP or FSDP, which reduce a stage's gradients over replicas."""
+    """The methods that the pipeline calls on DDP or FSDP, which reduce a stage's gradients over replicas.
 
-    module: nn.Module
+    Methods alone: of an `nn.Module`, isinstance() sees no submodule from Python 3.12 on.
+    """
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards accumulate gradients without reducing them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given
 from torch import nn
 
 import minipar
+from minipar import DDP, FSDP
 from minipar.model import Linear, Transformer
+from minipar.model.overrides import GradientSync
 from minipar.pipeline import Pipeline, measured
 from minipar.pipeline.mailbox import Outbox
 from minipar.schedules.gpipe import gpipe
@@ -249,3 +252,17 @@ def test_a_step_after_one_that_failed_is_as_good_as_any():
         (mean_square(nn.Sequential(*stages)(x), target) / 2).backward()
     assert deferred == [None, None]
     assert all(torch.equal(g, stage.linear.weight.grad) for g, stage in zip(got, stages))
+
+
+def test_what_a_stage_asks_of_data_parallelism_is_methods_alone():
+    """From Python 3.12 on, isinstance() looks up a protocol's members in the class alone, and no submodule is there.
+
+    A stage asked for `module` too, so pipelines on Python 3.12 did not know DDP, and replicas drifted apart.
+    """
+    assert "module" not in vars(DDP)
+    assert GradientSync.__annotations__ == {}
+    assert all(
+        inspect.isfunction(vars(wrapper)[name])
+        for wrapper in (DDP, FSDP)
+        for name in ("no_sync", "synchronize")
+    )
