@@ -1,10 +1,15 @@
 """The guide's pages are what is computed now, their formulas give the planner's bytes, and their sentences hold."""
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from minipar.cli import _parse
+from minipar.cli.flags import config_of
+from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Layout
 from minipar.cost.planner import plan
 from minipar.learn.guide import strategies as map_of
@@ -49,6 +54,21 @@ def test_a_strategy_splits_what_its_axis_splits():
     assert set().union(*cut.values()) == set(map_of.COLUMNS)
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategys_flags_file_and_lesson_exist(name):
+    strategy = STRATEGIES[name]
+    flags, *_ = re.findall(r"`(--[^`]+)`", strategy.where)
+    small = "--batch-size 16 --model.num-layers 8 --model.num-heads 8 --model.num-kv-heads 8 --model.dim 128"
+    config = config_of(_parse(shlex.split(f"train {flags} {small}")).args[0], TrainConfig)
+    a = strategy.split
+    if "recompute" not in flags:
+        assert (config.dp, config.pp, config.cp, config.ep, config.tp) == (a.dp, a.pp, a.cp, a.ep, a.tp)
+    assert (config.zero, config.replicate) == (a.zero, strategy.replicate)
+    files = [*re.findall(r"\]\((\S+)\)", strategy.where), f"../lessons/{strategy.lesson}.ipynb"]
+    assert len(files) == 2
+    assert all((DOCS / file).exists() for file in files)
+
+
 @pytest.mark.parametrize(("part", "text"), [(1, "1"), (1 / 8, "**1/8**"), (0.139, "**14%**"), (0.995, "1")])
 def test_a_part_is_written_as_a_fraction_where_it_is_one(part, text):
     assert part_text(part) == text
@@ -57,7 +77,7 @@ def test_a_part_is_written_as_a_fraction_where_it_is_one(part, text):
 # Workloads -------------------------------------------------------------------------------------------------------------
 
 WORKLOADS = {workload.title: workload for workload in workloads()}
-SMALL = [title for title, workload in WORKLOADS.items() if workload.gpus <= 8]
+SMALL = [title for title, workload in WORKLOADS.items() if workload.gpus <= 2]
 PAGE = (DOCS / "workloads.md").read_text(encoding="utf-8")
 
 
@@ -109,11 +129,20 @@ def test_a_gain_within_the_doubt_says_so():
     assert gain(of(1.0, 0.1), of(1.0, 0.1)) == "none: it is the same"
 
 
+def test_the_published_runs_are_as_the_page_says():
+    from minipar.extras.cost.published_runs import published_runs
+
+    jobs_of_runs = [run.job() for run in published_runs()]
+    assert all(job.shape.num_experts == 0 for job in jobs_of_runs)
+    assert {job.machine.name.partition("-")[0] for job in jobs_of_runs} == {"a100", "h100"}
+    assert all(job.machine.cards_per_node * job.machine.card_bytes_per_s >= 200e9 for job in jobs_of_runs)
+
+
 def test_what_fits_nowhere_is_said():
-    workload = WORKLOADS["70B on one node of 8 H100"]
+    workload = WORKLOADS["Fine-tuning 7B on 2 GPUs of 24 GB"]
     assert not plan(workload.job).best
     assert "nothing fits" in row(workload)
-    assert "it would fit with gpus=16" in paragraph(workload)
+    assert "it would fit with gpus=8" in paragraph(workload)
 
 
 # Tuning ----------------------------------------------------------------------------------------------------------------

@@ -196,8 +196,9 @@ def page() -> str:
         "fastest that fits of all microbatches, with and without recomputation; after it stands what it waits for "
         "longest. After +- stands the fraction that four of five published runs stay within "
         "([planner.md](planner.md)), after a gain its range if both predictions are off by so much in opposite "
-        "directions. A *copy* is what a rank of plain data parallelism would hold. These are predictions: none of "
-        "these jobs was run by us.",
+        "directions. A *copy* is what a rank of plain data parallelism would hold. No run of a mixture, behind a slow "
+        "network, or on other GPUs than A100 and H100 was among those: there the doubt is larger than it says. All of "
+        "this is predicted: we ran none of these jobs.",
         "",
         "| workload | what limits it | naive | recommended | gain |",
         "|---|---|---|---|---|",
