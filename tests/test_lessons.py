@@ -24,7 +24,8 @@ NAME = re.compile(r"`(minipar(?:\.\w+)+)")
 SECTIONS = ("The problem", "By hand", "Where it breaks", "Your turn", "In the interview", "Further reading")
 BOX = "In torch"  # anywhere between "By hand" and "Your turn"
 ALL_TORCH = "15"  # the lesson that is nothing but such boxes; the others are its by-hand versions
-WORDS_A_MINUTE, LINES_A_MINUTE = 200, 12
+WORDS_A_MINUTE, CODE_LINES_A_MINUTE, PRINTED_LINES_A_MINUTE = 180, 12, 15
+MOST_MINUTES = 40
 
 
 def cells_of(path: Path) -> list[dict]:
@@ -40,11 +41,22 @@ def sections_of(text: str) -> list[str]:
 
 
 def minutes_to_read(cells: list[dict]) -> float:
-    """Prose at the speed of a reader, code at that of somebody who reads it, imports aside."""
-    code = [line for line in text_of(cells, "code").splitlines() if line.strip()]
-    imports = re.findall(r"^from [\w.]+ import \([^)]*\)|^(?:from|import) .*", text_of(cells, "code"), re.M)
-    lines = len(code) - sum(match.count("\n") + 1 for match in imports)
-    return len(text_of(cells, "markdown").split()) / WORDS_A_MINUTE + lines / LINES_A_MINUTE
+    """Count prose, code and what cells print, each at its own speed; not pictures, nor the sources that a cell shows."""
+    code, printed = (
+        sum(bool(line.strip()) for line in lines.splitlines())
+        for lines in (text_of(cells, "code"), "\n".join(printed_by(cells)))
+    )
+    words = len(text_of(cells, "markdown").split())
+    return words / WORDS_A_MINUTE + code / CODE_LINES_A_MINUTE + printed / PRINTED_LINES_A_MINUTE
+
+
+def printed_by(cells: list[dict]) -> list[str]:
+    """The stored texts of code cells: what they print, and results that are shown as text alone."""
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    texts = [
+        output["data"]["text/plain"] for output in outputs if list(output.get("data", ())) == ["text/plain"]
+    ]
+    return ["".join(text) for text in (*texts, *(output["text"] for output in outputs if "text" in output))]
 
 
 def faults(number: str, cells: list[dict], folder: Path = FOLDER) -> list[str]:
@@ -55,8 +67,13 @@ def faults(number: str, cells: list[dict], folder: Path = FOLDER) -> list[str]:
         return ["the first cell is no '# NN · title', '*M minutes · needs ... · next ...*', and a text"]
     if head["number"] != number:
         found.append(f"the title says {head['number']}")
-    if abs(int(head["minutes"]) - minutes_to_read(cells)) > 5:
-        found.append(f"{head['minutes']} minutes; reading takes {minutes_to_read(cells):.0f}")
+    minutes = minutes_to_read(cells)
+    if abs(int(head["minutes"]) - minutes) > 5:
+        found.append(f"{head['minutes']} minutes; reading takes {minutes:.0f}")
+    if minutes > MOST_MINUTES:
+        found.append(
+            f"reading takes {minutes:.1f} minutes, more than {MOST_MINUTES}: cut it, or split it in two"
+        )
     if not LINK.search(head["next"]) or not (LINK.search(head["needs"]) or head["needs"] == "nothing"):
         found.append("what it needs or what comes next is no link")
     wanted = [name for name in SECTIONS if number != ALL_TORCH or name != "By hand"]
@@ -201,3 +218,10 @@ def test_stored_noise_is_found():
     cells = [dict(c) for c in GOOD]
     cells[1] |= noisy
     assert "stored stderr" in faults("00", cells)
+
+
+def test_a_lesson_of_more_than_forty_minutes_is_found():
+    long = {"outputs": [{"output_type": "stream", "name": "stdout", "text": "a line\n" * 600}]}
+    cells = [dict(c) for c in GOOD]
+    cells[1] |= long
+    assert any("cut it, or split it" in fault for fault in faults("00", cells))

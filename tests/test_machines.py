@@ -103,6 +103,7 @@ def test_an_all_reduce_takes_over_the_link_what_its_formula_says(counted, algori
         assert_over_link(host[algorithm]["bytes"], vectors * ELEMS * 4)
 
 
+@pytest.mark.thorough
 def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_bytes(counted):
     for host in hosts_of(counted):
         ratio = host["hierarchical"]["bytes"] / host["ring"]["bytes"]

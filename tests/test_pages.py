@@ -264,21 +264,22 @@ def test_the_changelog_keeps_its_form():
     assert PROJECT["version"] in text
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "use",
-        "machines",
-        "learn",
-        "design",
-        "extras",
-        "names",
-        "strategies",
-        "workloads",
-        "tuning",
-        "checklist",
-    ],
+SITE = (
+    "use",
+    "machines",
+    "learn",
+    "design",
+    "extras",
+    "names",
+    "api",
+    "strategies",
+    "workloads",
+    "tuning",
+    "checklist",
 )
+
+
+@pytest.mark.parametrize("page", SITE)
 def test_the_site_has_the_page_in_its_navigation(page):
     navigation = (ROOT / "website" / "gather.py").read_text().split("return [", 1)[1]
     assert f'"{page}.md"' in navigation

@@ -22,6 +22,7 @@ EXPLORABLES = {
     "10": ("Choose a rank, and see its groups", "mesh", {"pp": 2, "dp": 2, "tp": 4, "ranks_per_node": 8, "rank": 5}),
     "12": ("Plan a run: memory and time of every layout", "planner", {}),
     "17": ("Which mesh fits, and why not the others", "planner", {}),
+    "23": ("Drag the units of V-Min", "pipeline", {"schedule": "v-min", "beside": "zb-v", "p": 4, "m": 8}),
 }  # fmt: skip
 # lessons that show the pipeline itself, and the schedule that it begins with
 PIPELINES = {"06": "1f1b", "07": "zb-h1"}

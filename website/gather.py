@@ -45,6 +45,7 @@ PLACES = {
             "design",
             "names",
             "extras",
+            "api",
         )
     },
 }
@@ -114,7 +115,7 @@ def gather(docs: Path) -> list:
         {"Interview book": [{"Cards": "cards.md"}, *book]},
         {"Names": "names.md"},
         {"Extend": [{"Design": "design.md"}, "contributing.md", {"Extras": "extras.md"}, "changelog.md"]},
-        {"API": reference},
+        {"API": [{"Public names": "api.md"}, *reference]},
     ]
 
 

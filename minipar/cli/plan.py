@@ -82,7 +82,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
                 composer, fsdp-2023, torchtitan, llama-3), by what it does and numbers fitted to its runs.
             json: print the numbers as JSON, in seconds and bytes.
             run: also print the commands that train with the first layout.
-            picture: a .png, .svg or .pdf file for the pictures: memory beside the GPU's, and time against memory.
+            picture: a .png, .svg or .pdf file for the pictures: memory and time by part, and time against memory.
             view: an additional cost term, or another kind of answer; minipar plan --help view lists them and their options.
             view_options: options of the view.
         """

@@ -30,6 +30,8 @@ class Stage(NamedTuple):
 
 
 class Verdict(NamedTuple):
+    """What one stage says of an implementation."""
+
     stage: StageName
     words: str | None  # the mistake; None: the stage is passed
 

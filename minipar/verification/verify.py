@@ -57,6 +57,8 @@ class Row(NamedTuple):
 
 
 class Verification(NamedTuple):
+    """What `verify` found: a row for each comparison with one process, and whether all are equal."""
+
     config: TrainConfig
     rows: list[Row]
 

@@ -44,6 +44,7 @@ def first_weights(world, config):
     return parts, not any(x.is_meta for x in held)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rank_starts_from_its_part_of_the_weights_of_one_process(mesh):
     config = replace(SMALL, **mesh)
@@ -119,6 +120,7 @@ def cut_in_files(folder, to, files: int = 3) -> None:
     (to / "config.json").write_text((folder / "config.json").read_text())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [dict(dp=2, zero=3), dict(pp=2, tp=2, microbatches=2, zero=1)], ids=str)
 def test_an_exported_model_comes_back_and_trains_as_one_process_does_from_it(llama, tmp_path, mesh):
     folder, checkpoint = llama

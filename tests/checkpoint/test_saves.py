@@ -38,6 +38,7 @@ def fails_in_a_save(world, folder, rank, call):
     return "nothing was said"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("rank", "call"), [(1, "save_file"), (0, "save_file"), (0, "write_whole")])
 def test_a_rank_that_cannot_write_says_so_at_the_next_step_and_is_the_one_that_is_named(tmp_path, rank, call):
     with pytest.raises(minipar.RankError, match="No space left on device") as caught:

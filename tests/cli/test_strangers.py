@@ -151,6 +151,7 @@ def test_help_lists_a_strangers_choices_with_their_options(minipar_with):
     assert "F3" in minipar_with("timeline", "--no-draw", "--microbatches", "4", "--schedule", "lifo")[1]
 
 
+@pytest.mark.thorough
 def test_a_strangers_choices_train_and_are_verified(packages, tmp_path):
     results = several(
         packages, tmp_path,
@@ -168,6 +169,7 @@ def test_a_strangers_choices_train_and_are_verified(packages, tmp_path):
     assert '[compress]\nname = "gathered"\nscale = 1.0\n' in toml
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "says"),
     [

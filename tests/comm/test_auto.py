@@ -59,6 +59,7 @@ def test_no_vector_of_16_bytes_a_rank_is_sent_more_often_than_around_a_ring(size
             assert sum(messages(one, rank, size)) == halves * (size - 1) * chunk * FLOAT, algorithm
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("size", SIZES)
 def test_the_ledger_counts_a_rings_bytes_where_nothing_is_said_of_an_algorithm(size):
     chunks = [SHORT, 1 << 10, (1 << 18) // size]
@@ -100,6 +101,7 @@ def test_a_reduce_scatter_adds_in_the_order_of_an_all_reduce(size, lengths, seed
             assert all(equal)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "hierarchical"])
 @pytest.mark.parametrize("size", SIZES)
 def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):

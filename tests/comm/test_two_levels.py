@@ -150,6 +150,7 @@ def leaving(world, node_size: int, chunk: int, algorithm: str) -> list[tuple[int
     return counts
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("size", "node_size"), NODES)
 @pytest.mark.parametrize("chunk", [SHORT_BYTES_PER_RANK // FLOAT, 1 << 12])
 def test_a_rank_sends_a_gth_part_of_what_halving_sends_out_of_its_node(size, node_size, chunk):

@@ -42,6 +42,7 @@ def lse_bytes(case: Case) -> int:
     return FLOAT32 * case.batch * case.seq_len // case.size * case.num_heads
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("impl", ["tiled", "fused"])
 @pytest.mark.parametrize("attention", ["ring", "all_gather"])
 def test_the_result_and_a_number_a_query_are_kept(attention, impl):

@@ -228,6 +228,7 @@ def assert_same_gradients(grads, model):
         assert_equal_to(grads[name], p.grad, what=name)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_a_sum_over_the_global_count_is_the_mean_of_one_process(size):
     model = Transformer(CONFIG, seed=size, dtype=torch.float64)

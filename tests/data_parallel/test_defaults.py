@@ -38,6 +38,7 @@ def bytes_of_a_backward(world, widths) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 def test_ddp_sends_its_formula(size):
     for counts in minipar.run(bytes_of_a_backward, WIDTHS, world_size=size):
@@ -59,6 +60,7 @@ def bytes_of_a_step(world, widths) -> list[tuple[int, int, int]]:
     return counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 def test_zero_sends_its_formula(size):
     for counts in minipar.run(bytes_of_a_step, WIDTHS, world_size=size):

@@ -49,6 +49,7 @@ def train_compiled(world, build):
     return list(fsdp.full_state_dict().values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("build", [whole, units, inside])
 def test_what_is_compiled_may_be_a_unit_or_be_inside_one(build):
     net = nn.Sequential(*parts())
@@ -173,6 +174,7 @@ def traced_around(world, wrap):
     return len(graphs), norm
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wrap", [DDP, FSDP])
 def test_a_compiled_wrapper_traces_the_module_and_not_its_hooks(wrap):
     net = nn.Sequential(*parts())

@@ -53,6 +53,7 @@ def of_layers(world, options):
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_launches_as_many_kernels_for_many_layers_as_for_few(kind):
     world_size = replace(BASE, **KINDS[kind]).world_size

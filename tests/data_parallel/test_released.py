@@ -135,6 +135,7 @@ def _made(world, make, number):
     return without_collector(made)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
 @pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", KINDS)

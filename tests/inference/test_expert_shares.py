@@ -77,6 +77,7 @@ def read_and_compare(sizes, plant=None):
     return ranks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ep", [2, 4])
 def test_ranks_with_all_tokens_send_one_all_reduce_a_mixture(ep):
     ranks = read_and_compare(dict(dp=ep, ep=ep))

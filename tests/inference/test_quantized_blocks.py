@@ -140,6 +140,7 @@ def rounded_crowds(bits=2):
         serve_and_compare_rounded(loud_model(SMALL), *rounded_crowd(bits, preemption=preemption))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("bits", BITS)
 def test_in_a_crowd_rounded_texts_are_those_of_requests_alone(bits):
     rounded_crowds(bits)
@@ -222,6 +223,7 @@ def test_a_read_sees_its_own_block_whole_and_the_others_rounded(seed, bits, b):
             assert torch.equal(got[0].transpose(0, 1), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_whole_block_and_keys_by_channel_lose_least(bits):
     """On 32 samples of 64 tokens, in blocks of 16: the divergence from the distribution of whole keys and values."""

@@ -194,7 +194,7 @@ def serve_on(world, sizes, how):
 
 @pytest.mark.parametrize("how", [(8, 64), (4, 4)], ids=["8 bits", "4 bits"])
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=1), dict(tp=2, pp=2), dict(tp=4, pp=1)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_every_mesh_writes_the_text_of_one_process(sizes, how):
     model = quantize_weights(loud_model(DENSE), *how)
     want = [alone(model, request) for request in crowd()[0]]
@@ -214,6 +214,7 @@ def test_a_model_is_rounded_once():
         quantize_weights(model, 8)
 
 
+@pytest.mark.thorough
 def test_eight_bits_cost_less_than_four():
     """By the divergence from the whole model; the loss itself moves by less than a 200th, up or down."""
     whole = trained_model()

@@ -88,6 +88,7 @@ def serve_on(world, several):
     return outcomes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_requests", [2, 4])
 def test_four_stages_compute_as_long_as_the_formula_says(num_requests):
     several = [Request(PROMPTS[i % 3][: 3 + i], 6, temperature=8.0, seed=i) for i in range(num_requests)]

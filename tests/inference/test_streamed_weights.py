@@ -48,6 +48,7 @@ def serve_on(world, sizes):
     return [r.tokens for r in Engine(stage, replace(options, offload="disk"), mesh).run(several)]
 
 
+@pytest.mark.thorough
 def test_every_stage_streams_its_own_layers():
     want = [alone(loud_model(CONFIG), request) for request in crowd()[0]]
     assert minipar.run(serve_on, dict(tp=2, pp=2), world_size=4) == [want] * 4

@@ -64,6 +64,7 @@ def llama(w, tokens, config):
     return torch.stack([head @ norm(x, "norm.weight") for x in xs])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("attention", ["fused", "plain"])
 @pytest.mark.parametrize(
     "changes", [{}, dict(tie_embeddings=True), dict(num_kv_heads=6, rope_theta=500.0), dict(norm_eps=0.1)]

@@ -57,6 +57,7 @@ def marked(fails):
     return pytest.param(fails, marks=marks, id=fails.__name__)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fails", list(map(marked, FAILURES)))
 def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
     rank, about_it, about_the_other = FAILURES[fails]

@@ -25,6 +25,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("m", "cost", "at_1p", "at_2p", "model"), PUBLISHED)
 def test_the_search_is_as_good_as_the_published_one(m, cost, at_1p, at_2p, model):
     """With the paper's memory: after I, 32sbh of an activation's sb(34h + 5as) are still held."""

@@ -78,7 +78,7 @@ IMPLEMENTATIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_floor_meets_its_specification_on_one_to_four_ranks(name):
     report = SPECIFICATIONS[name].check(IMPLEMENTATIONS[name])

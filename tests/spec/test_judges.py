@@ -53,7 +53,7 @@ def test_the_words_name_the_fault(name, fault):
 UNUSUAL = [(name, manner) for name, manners in RIGHT.items() for manner in manners]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "manner"), UNUSUAL, ids=map(": ".join, UNUSUAL))
 def test_an_unusual_implementation_is_called_right(name, manner):
     report = SPECIFICATIONS[name].check(RIGHT[name][manner])

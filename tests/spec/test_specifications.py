@@ -17,6 +17,7 @@ from minipar.spec import SPECIFICATIONS
 from tests.spec.library import LIBRARY, SPECS, collective
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_library_meets_its_specification_on_one_to_four_ranks(name):
     report = SPECS[name].check(LIBRARY[name])
@@ -321,7 +322,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "wrong", "stage", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None)
 )

@@ -56,6 +56,7 @@ def copies_of_a_step(monkeypatch, options) -> HostCopies:
     return copies
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", CASES)
 def test_no_copy_to_the_device_is_waited_for(monkeypatch, name):
     copies = copies_of_a_step(monkeypatch, CASES[name])

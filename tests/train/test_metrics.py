@@ -184,6 +184,7 @@ def test_lines_are_there_as_they_come_and_a_half_written_one_is_not_read(tmp_pat
     assert lines == [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
 
 
+@pytest.mark.thorough
 def test_tensorboard_reads_the_same_numbers(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, dp=2, tensorboard=True, eval_every=2, **RUN)

@@ -29,7 +29,7 @@ UNTIED = replace(DEFAULTS.model, tie_embeddings=False)
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", range(4))
 def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtype, zero):

@@ -19,7 +19,7 @@ from minipar.verification.verify import table, verify
 KEPT = dict(recompute="full", partition_activations=True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "changes",
     [

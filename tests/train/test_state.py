@@ -71,7 +71,7 @@ def never_stopped(tmp_path_factory):
     }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @examples(4)
 @given(st.data())
 @pytest.mark.parametrize("model", [SMALL, MIXTURE], ids=["dense", "experts"])

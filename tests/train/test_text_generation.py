@@ -199,6 +199,7 @@ def sample(world, config, path, bytes_per_rank):
         return text_generation.sample_text(world, config, path, 20), sum(loaded)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])
 def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weights(
     trained, bytes_per_rank, ranks, tp

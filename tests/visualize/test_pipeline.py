@@ -61,6 +61,7 @@ def test_the_grid_names_every_action_once_and_idles_elsewhere(schedule):
     assert len([cell for cell in busy if cell[0] in "FBIW"]) == len(timeline.spans)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_pictures_are_written_whatever_the_schedules(tmp_path, suffix):
     halves = Costs(0.5, 0.5, 0.5)

@@ -16,10 +16,15 @@ LEVELS = {1: "everybody is asked", 2: "to work on training", 3: "to build it"}
 
 
 def pages(cells: dict[str, str]) -> dict[str, str]:
-    """Return file name -> text of every page.
+    """Return file name -> text of every page: `pages_of_questions`, and the designs, the slow ones to compute.
 
     cells   a lesson cell's id -> the notebook's file name, for the links to proofs
     """
+    return {**pages_of_questions(cells), "system-designs.md": design_page()}
+
+
+def pages_of_questions(cells: dict[str, str]) -> dict[str, str]:
+    """Return file name -> text of the index, of each topic's page, and of the walkthroughs."""
     written = {f"{topic.replace(' ', '-')}.md": _page(topic, cells) for topic in topics()}
     rows = [
         f"| [{topic}]({topic.replace(' ', '-')}.md) | {sum(q.topic == topic for q in book())} |"
@@ -40,8 +45,7 @@ def pages(cells: dict[str, str]) -> dict[str, str]:
         f"[At the whiteboard](whiteboard.md): {len(walkthroughs())} walkthroughs.",
         "[System designs](system-designs.md): spoken, with numbers of the planner.",
     ]
-    boards = {"whiteboard.md": walkthrough_page(), "system-designs.md": design_page()}
-    return {"README.md": "\n".join(index) + "\n", **written, **boards}
+    return {"README.md": "\n".join(index) + "\n", **written, "whiteboard.md": walkthrough_page()}
 
 
 def _page(topic: str, cells: dict[str, str]) -> str:

@@ -173,6 +173,7 @@ def make_lamb(params, world, cls=OneBitLamb, decay=0.0):
     return cls(params, world, warmup=WARMUP, lr=LR, weight_decay=decay, compress=WHOLE)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_one_bit_adam_is_its_papers_algorithm(workers):
     ranks = minipar.run(optimize, make_adam, world_size=workers)

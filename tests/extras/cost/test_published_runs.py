@@ -210,6 +210,7 @@ def test_simpler(simpler, other):
     assert simplicity(job, parse_layout(simpler)) < simplicity(job, parse_layout(other))
 
 
+@pytest.mark.thorough
 def test_cp_is_not_chosen_for_short_samples_on_one_node():
     """A ring costs small blocks, merges and messages that are not hidden: a plan of 4,096 tokens does without."""
     for gpus, model in ((8, "llama-7b"), (64, "llama-70b")):

@@ -64,6 +64,7 @@ def test_hops_that_share_a_link_share_its_speed():
     assert ring_width(node, (0, 4, 1, 5, 2, 6, 3, 7)) == 5e9
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("cards", [1, 2, 4, 8])
 def test_two_nodes_have_as_many_rings_at_once_as_a_node_has_cards(cards):
     nodes = nvswitch_nodes(H100, 2, cards)

@@ -95,6 +95,7 @@ def kept_bytes(world, config, schedule, sizes, batch, how) -> int:
 SMALL = ModelConfig(dim=64, num_layers=6, num_heads=4, num_kv_heads=2, max_seq_len=64, vocab_size=8)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("schedule", "attention", "how", "off"),
     [
@@ -271,6 +272,7 @@ def test_the_printed_command_cuts_the_slices_of_the_layout(model, text):
     assert config.mesh_sizes == {axis: getattr(layout, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "slices", "mesh"),
     [

@@ -42,6 +42,7 @@ CHOSEN = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_a_run_in_two_directions_has_the_numbers_of_one_process(chosen):
     result = verify(replace(BASE, **CHOSEN[chosen]))

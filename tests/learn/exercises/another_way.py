@@ -9,6 +9,9 @@ import torch
 
 from minipar.cost.collectives import collective_s
 from minipar.cost.stages import idle_s
+from minipar.extras.schedules.sequence_slices import seq1f1b
+from minipar.extras.schedules.two_directions import chimera
+from minipar.extras.tensor_grids import linear_costs
 from minipar.schedules import Costs, interleaved, needs, one_f_one_b, simulate, zb_h1, zb_h2
 
 ANOTHER_WAY = {}
@@ -203,6 +206,33 @@ def logits_of_a_rank(t, vocabulary, tokens):
 
 
 @another_way
+def rows_from_which_a_grid_sends_less(q, width):
+    def grid_sends_less(rows):
+        one, two = (
+            cost(q * q, rows, width, width).sent
+            for cost in (linear_costs.column_cost, linear_costs.summa_cost)
+        )
+        return two < one
+
+    return next(rows for rows in range(width // 10, 10 * width) if grid_sends_less(rows))
+
+
+@another_way
+def bytes_of_a_product_on_a_grid(q, tokens, width, features):
+    blocks = bytes_of(tokens // q, width // q), bytes_of(features // q, width // q)
+    sent = sum(
+        block for block in blocks for _root in range(q) for _line in range(q) for _receiver in range(q - 1)
+    )
+    return sent / q**2 / 1e6
+
+
+@another_way
+def what_a_rank_of_a_cube_holds(p, tokens, width):
+    x, w = bytes_of(tokens // p**2, width // p), bytes_of(width // p**2, width // p)
+    return (x + w + x) / 1e6
+
+
+@another_way
 def largest_size_with_hidden_chunks(features, flops, bandwidth):
     width, tokens = 4096, 8192
     return where_equal(
@@ -313,6 +343,23 @@ def memory_for_no_bubble(p, gigabytes):
     return (split - whole) * gigabytes
 
 
+@another_way
+def slices_for_a_bubble(p, m, percent):
+    bubbles = (simulate(seq1f1b(p, m, s)).bubble_over_ideal for s in itertools.count(1))
+    return 1 + sum(1 for _ in itertools.takewhile(lambda bubble: bubble > percent / 100 + 1e-9, bubbles))
+
+
+@another_way
+def memory_under_slices(p, slices, gigabytes):
+    return simulate(seq1f1b(p, 2 * p, slices)).peak_live[0] * gigabytes / slices
+
+
+@another_way
+def idle_time_of_chimera(p, rounds, forward):
+    timeline = simulate(chimera(p, p * rounds), Costs(*[forward] * 3))
+    return timeline.longest_own_span - timeline.ideal
+
+
 # 08, 09: experts and long sequences -----------------------------------------------------------------------------------
 
 
@@ -408,6 +455,19 @@ def seconds_of_a_save(billions, writers, gigabytes):
 
 
 @another_way
+def files_that_a_rank_opens(writers, readers, rank):
+    rows = range(writers * rank, writers * (rank + 1))  # of writers * readers
+    return len({row // readers for row in rows})
+
+
+@another_way
+def memory_of_saves_under_way(billions, nodes, minutes, gigabytes):
+    file = sum(size * billions for size in (2, 4, 4, 4)) / nodes
+    moments = range(60 * minutes * 1000)  # ms
+    return 100 * sum(gigabytes * ms / 1000 < file for ms in moments) / len(moments)
+
+
+@another_way
 def checkpoint_interval(gpus, years, write):
     apart = years * 365 * 24 * 60 / gpus  # minutes
     return min((t / 20 for t in range(1, 200_000)), key=lambda t: write / 60 / t + t / (2 * apart))
@@ -419,6 +479,13 @@ def time_lost_to_failures(every, write, hours, restart):
     saves = failures * hours * 60 / every * write / 60
     twice = sum(every * (failure + 0.5) / failures for failure in range(failures))  # evenly between two saves
     return 100 * (saves + twice + failures * restart) / (failures * hours * 60)
+
+
+@another_way
+def gpu_hours_of_a_failure(gpus, every, write, restart):
+    moments = [every * (n + 0.5) / 1000 for n in range(1000)]  # since the last copy was made
+    lost = [since if since >= write else since + every for since in moments]
+    return gpus * (sum(lost) / len(lost) + restart) / 60
 
 
 @another_way

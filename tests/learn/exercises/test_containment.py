@@ -162,6 +162,7 @@ def test_what_it_prints_is_cut_short(tmp_path, capsys):
     assert re.fullmatch(r"\.\.\. and \d+ more lines", lines[-1])
 
 
+@pytest.mark.thorough
 def test_a_flood_without_a_newline_is_cut_short_too(tmp_path, capsys):
     result = checked(tmp_path, RIGHT.replace("    return", "    print('x' * 1_000_000, end='')\n    return"))
     assert result.state == "green"

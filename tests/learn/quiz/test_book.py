@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from minipar.learn.quiz.boards import SPOKEN, code_of, designs, services, walkthroughs
+from minipar.learn.quiz.boards import SPOKEN, code_of, design_page, designs, services, walkthroughs
 from minipar.learn.quiz.book import as_entries, book, questions_on, topics
-from minipar.learn.quiz.pages import cells_of, pages
+from minipar.learn.quiz.pages import cells_of, pages_of_questions
 from minipar.schedules import one_f_one_b
 from minipar.spec import SPECIFICATIONS
 
@@ -69,12 +69,18 @@ def test_what_proves_an_answer_exists_and_contains_its_claim(name):
         assert (ROOT / "minipar" / "simple" / f"{what}.py").exists()
 
 
+PAGES = ROOT / "lessons" / "interview"
+RENEW = "run: python -m minipar.learn.quiz.pages lessons/interview"
+
+
 def test_the_pages_are_those_of_the_book():
-    folder = ROOT / "lessons" / "interview"
-    written = pages(cells_of(ROOT / "lessons"))
-    assert {path.name for path in folder.glob("*.md")} >= set(written)
-    for name, text in written.items():
-        assert (folder / name).read_text() == text, f"run: python -m minipar.learn.quiz.pages {folder.name}"
+    for name, text in pages_of_questions(cells_of(ROOT / "lessons")).items():
+        assert (PAGES / name).read_text() == text, RENEW
+
+
+@pytest.mark.thorough
+def test_the_designs_are_spoken_with_the_planners_present_numbers():
+    assert (PAGES / "system-designs.md").read_text() == design_page(), RENEW
 
 
 def test_topics_are_found_by_name_and_others_refused_with_the_nearest():

@@ -6,10 +6,10 @@ the numbers put in. Tests evaluate that calculation, and compute every answer in
 card.py        Card, Problem
 messages.py    00 messages, 01 rings, 14 compressed gradients
 data.py        02 data parallelism, 03 ZeRO, 20 the batch
-tensors.py     04 tensor and 05 sequence parallelism, 13 activations, 16 sixteen bits
-pipelines.py   06 bubbles, 07 zero bubble
+tensors.py     04 tensor and 05 sequence parallelism, 13 activations, 16 sixteen bits, 22 grids
+pipelines.py   06 bubbles, 07 zero bubble, 23 memory or bubble
 splits.py      08 experts, 09 long context
-runs.py        10 the mesh, 11 checkpoints, 12 what a run costs, 15 torch, 17 which mesh, 21 traces
+runs.py        10 the mesh, 11 checkpoints, 12 what a run costs, 15 torch, 17 which mesh, 21 traces, 24 faults
 serving.py     18 one token at a time, 19 many requests
 """
 

@@ -1,4 +1,4 @@
-"""Problems of lessons 06 and 07: bubbles, and the two halves of a backward."""
+"""Problems of lessons 06, 07 and 23: bubbles, the two halves of a backward, and schedules between memory and bubble."""
 
 from __future__ import annotations
 
@@ -94,4 +94,46 @@ def memory_for_no_bubble(p: int, gigabytes: float) -> Card:
             "ZB-H2 starts 2p - 1 microbatches before its first backward, 1F1B p",
             f"(2 * {p} - 1 - {p}) * {gigabytes:g}",
         ),
+    )
+
+
+@problem("23", p=(4, 8, 16), m=(2, 4), percent=(10, 20, 50))
+def slices_for_a_bubble(p: int, m: int, percent: int) -> Card:
+    return Card(
+        f"1F1B over slices of equal cost: {p} pipeline ranks, but only {m} long samples, one a microbatch. Into how many "
+        f"slices must each be cut at least for a bubble of at most {percent} % of the ideal time?",
+        ceil((p - 1) * 100 / (m * percent)),
+        "slices",
+        (
+            "(p-1)/(m s) is at most the part, so s >= (p-1)/(m part), rounded up",
+            f"ceil({p - 1} * 100 / ({m} * {percent}))",
+        ),
+        0.0,
+    )
+
+
+@problem("23", p=(4, 8, 16), slices=(2, 4, 8), gigabytes=(6, 12))
+def memory_under_slices(p: int, slices: int, gigabytes: int) -> Card:
+    return Card(
+        f"Seq1F1B with {p} stages and many samples, each cut into {slices} equal slices. One whole sample's activations "
+        f"take {gigabytes} GB on a stage. How many GB does rank 0 hold at most?",
+        (p + slices - 1) / slices * gigabytes,
+        "GB",
+        (
+            "p + s - 1 slices are alive: 1F1B's p, and s - 1 more, for a sample's backward begins with its last slice",
+            f"({p} + {slices} - 1) / {slices} * {gigabytes}",
+        ),
+    )
+
+
+@problem("23", p=(4, 8), rounds=(1, 2, 4), forward=(10, 15))
+def idle_time_of_chimera(p: int, rounds: int, forward: int) -> Card:
+    m = p * rounds
+    return Card(
+        f"Chimera on {p} ranks with {m} microbatches, {rounds} for each rank, half from each end. A forward takes "
+        f"{forward} ms, a backward {2 * forward} ms; messages take no time. It idles p - 2 forwards a step, and as long "
+        "again for every p microbatches. How many ms does a rank idle?",
+        (p - 2) * (1 + rounds) * forward,
+        "ms",
+        ("(p-2)(1 + m/p) F", f"({p} - 2) * (1 + {m}/{p}) * {forward}"),
     )

@@ -1,8 +1,8 @@
-"""Problems of lessons 10, 11, 12, 15, 17 and 21: the mesh, checkpoints, what a run costs, torch, which mesh, traces."""
+"""Problems of lessons 10 to 12, 15, 17, 21 and 24: meshes, checkpoints, what a run costs, torch, traces, faults."""
 
 from __future__ import annotations
 
-from math import sqrt
+from math import ceil, sqrt
 
 from minipar.cost.collectives import sent_share
 from minipar.cost.links import links_of
@@ -71,7 +71,37 @@ def seconds_of_a_save(billions: int, writers: int, gigabytes: float) -> Card:
     )
 
 
-@problem("11", gpus=(256, 1024, 4096, 16384), years=(3, 5), write=(10, 30, 60, 120))
+@problem("11", writers=(3, 5, 6, 12), readers=(2, 4, 8), rank=(0, 1))
+def files_that_a_rank_opens(writers: int, readers: int, rank: int) -> Card:
+    return Card(
+        f"A matrix was saved by rows, in equal parts, by {writers} ranks, a file each. {readers} ranks read it, again by "
+        f"rows in equal parts. How many files does rank {rank} (from 0) open, if it reads only what overlaps its part?",
+        ceil((rank + 1) * writers / readers) - rank * writers // readers,
+        "files",
+        (
+            "in files, its part goes from r a/b to (r+1) a/b",
+            f"ceil({rank + 1} * {writers} / {readers}) - {rank} * {writers} // {readers}",
+        ),
+        0.0,
+    )
+
+
+@problem("11", billions=(70, 405, 1000), nodes=(128, 384), minutes=(5, 10), gigabytes=(1, 2))
+def memory_of_saves_under_way(billions: int, nodes: int, minutes: int, gigabytes: int) -> Card:
+    return Card(
+        f"{billions} billion parameters, 14 bytes each in a checkpoint, are saved every {minutes} minutes by {nodes} "
+        f"nodes. Each node copies its part to CPU memory, from where a thread writes it at {gigabytes} GB/s. In which "
+        "part of the time, in %, does that memory hold a copy?",
+        100 * 14 * billions / nodes / gigabytes / (60 * minutes),
+        "%",
+        (
+            "a node writes 14 P/N bytes at W, once every T",
+            f"100 * 14 * {billions} / {nodes} / {gigabytes} / (60 * {minutes})",
+        ),
+    )
+
+
+@problem("24", gpus=(256, 1024, 4096, 16384), years=(3, 5), write=(10, 30, 60, 120))
 def checkpoint_interval(gpus: int, years: int, write: int) -> Card:
     apart_s = years * 365 * DAY_S / gpus
     return Card(
@@ -87,7 +117,7 @@ def checkpoint_interval(gpus: int, years: int, write: int) -> Card:
     )
 
 
-@problem("11", every=(10, 20, 40), write=(30, 60), hours=(3, 6, 12), restart=(5, 10))
+@problem("24", every=(10, 20, 40), write=(30, 60), hours=(3, 6, 12), restart=(5, 10))
 def time_lost_to_failures(every: int, write: int, hours: int, restart: int) -> Card:
     return Card(
         f"A run saves after every {every} minutes of work, which takes {write} s; it fails every {hours} "
@@ -274,5 +304,20 @@ def time_saved_by_smaller_microbatches(p: int, m: int, compute: int, pieces: int
         (
             "the bubble is (p-1)/m of the computing; with k times the microbatches a k-th of that",
             f"{compute} * {p - 1}/{m} * (1 - 1/{pieces})",
+        ),
+    )
+
+
+@problem("24", gpus=(1024, 16384), every=(20, 30), write=(2, 5), restart=(5, 10))
+def gpu_hours_of_a_failure(gpus: int, every: int, write: int, restart: int) -> Card:
+    return Card(
+        f"{gpus} GPUs copy their state every {every} minutes, and a thread writes it for {write} minutes more; until "
+        f"then the checkpoint does not count. A restart takes {restart} minutes. How many GPU-hours does a failure cost on "
+        "average?",
+        gpus * (every / 2 + write + restart) / 60,
+        "GPU-hours",
+        (
+            "lost is half an interval, T/2, and W, for what is being written is not there yet; then R",
+            f"{gpus} * ({every}/2 + {write} + {restart}) / 60",
         ),
     )

@@ -1,4 +1,4 @@
-"""Problems of lessons 04, 05, 13 and 16: matrices and tokens cut over ranks, activations, sixteen bits."""
+"""Problems of lessons 04, 05, 13, 16 and 22: matrices and tokens cut over ranks, activations, sixteen bits, grids."""
 
 from __future__ import annotations
 
@@ -195,5 +195,49 @@ def bytes_beside_sharded_states(billions: int, p: int, gradient_bytes: int) -> C
         (
             "2 of weight, the gradient, and 4 + 4 + 4 over p",
             f"(2 + {gradient_bytes} + 12/{p}) * {billions}",
+        ),
+    )
+
+
+@problem("22", q=(4, 8), width=(4096, 8192, 16384))
+def rows_from_which_a_grid_sends_less(q: int, width: int) -> Card:
+    return Card(
+        f"A square matrix of width h = {width} is multiplied by M rows, forward and backward. In 1D, by columns, each of "
+        f"t ranks sends 2(t-1)/t M h elements; on a grid of q x q ranks, q = {q}, it sends 3(q-1)(M h + h^2)/q^2. From "
+        "how many rows on does the grid send less on as many ranks?",
+        3 * width / (2 * q - 1),
+        "rows",
+        (
+            "t - 1 = (q-1)(q+1), so they are equal where 2(q+1) M = 3 (M + h)",
+            "M = 3 h/(2 q - 1)",
+            f"3 * {width} / (2 * {q} - 1)",
+        ),
+    )
+
+
+@problem("22", q=(2, 4, 8), tokens=(8192, 65536), width=(4096, 8192), features=(16384, 32768))
+def bytes_of_a_product_on_a_grid(q: int, tokens: int, width: int, features: int) -> Card:
+    return Card(
+        f"{tokens} tokens of width {width} are multiplied by a matrix with {features} output features, bf16, by SUMMA on "
+        f"a grid of {q} x {q}. How many MB does a rank send forward, on average?",
+        (q - 1) * (tokens + features) * width * 2 / q**2 / 1e6,
+        "MB",
+        (
+            "each rank's blocks of x and of w go to the q-1 others of its row, and of its column",
+            f"{q - 1} * ({tokens} * {width} + {width} * {features}) / {q}**2 * 2 / 1e6",
+        ),
+    )
+
+
+@problem("22", p=(2, 4, 8), tokens=(16384, 65536), width=(4096, 8192))
+def what_a_rank_of_a_cube_holds(p: int, tokens: int, width: int) -> Card:
+    return Card(
+        f"A matrix from {width} to {width} features and {tokens} tokens, bf16, on a cube of {p} x {p} x {p} ranks. How "
+        "many MB does a rank hold, of the weight, the input and the output together?",
+        (width**2 + 2 * tokens * width) * 2 / p**3 / 1e6,
+        "MB",
+        (
+            "nothing is held twice: (D F + M D + M F)/t, two bytes each",
+            f"({width}**2 + 2 * {tokens} * {width}) * 2 / {p}**3 / 1e6",
         ),
     )
