@@ -25,7 +25,7 @@ FENCE = re.compile(r"^ *(`{3,4})(\w*)\n(.*?)^ *\1$", re.M | re.S)
 COMMANDS = sorted(
     {
         line.partition("  #")[0].strip()
-        for name in ("README.md", "docs/use.md", "docs/learn.md")
+        for name in ("README.md", "docs/use.md", "docs/learn.md", "docs/tuning.md", "docs/checklist.md")
         for _, language, block in FENCE.findall(TEXTS[name])
         for line in block.splitlines()
         if language in ("", "sh") and line.strip().startswith("minipar ")
@@ -264,7 +264,22 @@ def test_the_changelog_keeps_its_form():
     assert PROJECT["version"] in text
 
 
-@pytest.mark.parametrize("page", ["use", "machines", "learn", "design", "extras", "names", "api"])
+SITE = (
+    "use",
+    "machines",
+    "learn",
+    "design",
+    "extras",
+    "names",
+    "api",
+    "strategies",
+    "workloads",
+    "tuning",
+    "checklist",
+)
+
+
+@pytest.mark.parametrize("page", SITE)
 def test_the_site_has_the_page_in_its_navigation(page):
     navigation = (ROOT / "website" / "gather.py").read_text().split("return [", 1)[1]
     assert f'"{page}.md"' in navigation

@@ -38,6 +38,10 @@ PLACES = {
             "planner_choices",
             "learn",
             "claims",
+            "strategies",
+            "workloads",
+            "tuning",
+            "checklist",
             "design",
             "names",
             "extras",
@@ -80,10 +84,20 @@ def gather(docs: Path) -> list:
                 {"In short": "readme.md"},
                 {"All commands": "use.md"},
                 {"Machines": "machines.md"},
+                {"Before a large run": "checklist.md"},
                 {"The planner's errors": "planner.md"},
             ]
         },
-        {"Learn": ["learn.md", {"The ground floor": "floor.md"}, {"Claims, computed": "claims.md"}]},
+        {
+            "Learn": [
+                "learn.md",
+                {"The ground floor": "floor.md"},
+                {"The strategy map": "strategies.md"},
+                {"Workload, bottleneck, action": "workloads.md"},
+                {"A run, tuned": "tuning.md"},
+                {"Claims, computed": "claims.md"},
+            ]
+        },
         {
             "Play": [
                 f"interactive/{name}.md" for name in ("puzzles", "pipeline", "planner", "collectives", "mesh")

@@ -5,4 +5,5 @@ museum     real bugs that one can run, and the checks that find them
 puzzles    one rank's program to write, on a simulated network, with the verdict in words
 quiz       the interview book, and a quiz from it
 claims.py  numbers that are widely repeated, each computed: docs/claims.md
+guide      what each strategy splits and sends, what limits typical workloads, a run tuned step by step: pages of docs/
 """

@@ -1,0 +1,13 @@
+"""Write the pages of this package: `python -m minipar.learn.guide docs`. Planning takes minutes."""
+
+import sys
+from pathlib import Path
+
+from minipar.learn.guide import strategies, tuning, workloads
+
+PAGES = {"strategies.md": strategies.page, "tuning.md": tuning.page, "workloads.md": workloads.page}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (Path(sys.argv[1]) / name).write_text(page(), encoding="utf-8")
+        print(f"wrote {Path(sys.argv[1]) / name}")

@@ -1,0 +1,215 @@
+"""One run tuned step by step, docs/tuning.md: four real ranks, whose layers, link and disk sleep for chosen times.
+
+    python -m minipar.learn.guide.tuning minipar/learn/guide/measured.toml    # measures anew, on an idle machine
+
+The page's figures are those of measured.toml; tuning.toml has its words. `expected_s` is what the chosen times give.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from minipar.support.trace import DATA, Span, Trace, busy_s, find_data_wait, overlap_fraction
+
+RANKS, LAYERS, SAMPLES = 4, 4, 4  # samples a rank
+FIXED_S, SAMPLE_S = 0.008, 0.004  # of a layer's forward; its backward takes twice as long
+LINK_S = 0.04  # for one layer's gradients
+READ_S, SLOW_READ_S, SLOW_RANK = 0.05, 0.45, 2
+STEPS, WARM_UP, REPEATS = 6, 2, 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How the run is made.
+
+    microbatches   of a rank's samples     each_microbatch  gradients are reduced after each, not once a step
+    whole          one bucket for all layers, so that it is complete when the backward is over
+    slow_reader    SLOW_RANK reads from a slow disk
+    """
+
+    microbatches: int = 4
+    each_microbatch: bool = True
+    whole: bool = True
+    slow_reader: bool = True
+
+    def computing_s(self) -> float:
+        """Return the seconds of arithmetic in a step."""
+        layer = FIXED_S + SAMPLE_S * SAMPLES / self.microbatches
+        return self.microbatches * LAYERS * 3 * layer
+
+    def exposed_s(self) -> float:
+        """Return the seconds for which a rank waits for gradients in a step; with a bucket a layer, for the last one alone.
+
+        The others go beside the backward, whose layers take longer than a bucket.
+        """
+        times = self.microbatches if self.each_microbatch else 1
+        return times * LINK_S * (LAYERS if self.whole else 1)
+
+    def expected_s(self) -> float:
+        """Return the seconds of a step: the slowest reader may take longer than the rest."""
+        return max(self.computing_s() + self.exposed_s(), SLOW_READ_S if self.slow_reader else READ_S)
+
+
+SETTINGS = {  # each differs from the one before it in one thing
+    "start": Setting(),
+    "once": Setting(each_microbatch=False),
+    "larger": Setting(1, each_microbatch=False),
+    "buckets": Setting(1, each_microbatch=False, whole=False),
+    "reader": Setting(1, each_microbatch=False, whole=False, slow_reader=False),
+}
+
+
+def measure(setting: Setting) -> dict[str, float]:
+    """Run the setting on real ranks; return what its trace says, in seconds a step and fractions."""
+    from minipar.runtime.launch import run
+
+    return figures(dict(enumerate(run(_spans, setting, world_size=RANKS))))
+
+
+def figures(spans_by_rank: Mapping[int, list[Span]]) -> dict[str, float]:
+    """Return a trace's figures: means over ranks, except of the wait for data, which is that of the rank that waits most.
+
+    step_s       from the first span to the last, per step
+    compute_s    of forwards and backwards, without the waits inside them
+    messages_s   of collectives; `hidden` is the fraction of them beside arithmetic
+    exposed_s    of collectives that nothing hides. data_wait  fraction of the time in which that rank waits for a batch
+    """
+    every = [span for spans in spans_by_rank.values() for span in spans]
+    length_s = max(span.end_s for span in every) - min(span.start_s for span in every)
+    mean: Callable[[Any], float] = statistics.fmean
+    waited = find_data_wait(dict(spans_by_rank))
+    messages = {rank: busy_s(spans, "communicate") for rank, spans in spans_by_rank.items()}
+    hidden = {rank: overlap_fraction(spans) for rank, spans in spans_by_rank.items()}
+    return {
+        "step_s": length_s / STEPS,
+        "messages_s": mean(messages.values()) / STEPS,
+        "exposed_s": mean(messages[rank] * (1 - hidden[rank]) for rank in messages) / STEPS,
+        "hidden": mean(hidden.values()),
+        "data_wait": waited.fraction if waited else 0.0,
+        "data_rank": float(waited.rank if waited else -1),
+    }
+
+
+def _spans(world: Any, setting: Setting) -> list[Span]:
+    """Return one rank's spans of STEPS steps."""
+    import torch
+
+    from minipar.data.prefetch import prefetch_batches
+    from minipar.data_parallel import DDP
+    from minipar.pipeline.emulate import EmulatedStage
+
+    class SleepingLink:
+        """The mean of gradients over all ranks, on a link that takes LINK_S for a layer's: it compresses nothing."""
+
+        def __init__(self, comm: Any) -> None:
+            self.comm = comm
+
+        def means(self, tensors: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, torch.Tensor]:
+            time.sleep(LINK_S * len(tensors))
+            return {key: self.comm.all_reduce(x) / self.comm.size for key, x in tensors.items()}
+
+    forward_s = FIXED_S + SAMPLE_S * SAMPLES / setting.microbatches
+    layers = torch.nn.Sequential(*(EmulatedStage(forward_s, 2 * forward_s, 0) for _ in range(LAYERS)))
+    ddp = DDP(layers, world, bucket_mb=25.0 if setting.whole else 1e-6, compress=SleepingLink)
+    read_s = SLOW_READ_S if setting.slow_reader and world.rank == SLOW_RANK else READ_S
+    trace = Trace()
+    world.trace = trace
+    with closing(prefetch_batches(lambda step: time.sleep(read_s), range(STEPS + WARM_UP))) as batches:
+        for step in range(STEPS + WARM_UP):
+            if step == WARM_UP:
+                world.barrier()
+                trace.spans.clear()
+            with trace.span("wait", DATA):
+                next(batches)
+            for microbatch in range(setting.microbatches):
+                reduces = setting.each_microbatch or microbatch == setting.microbatches - 1
+                with nullcontext() if reduces else ddp.no_sync():
+                    with trace.span("compute", "forward"):
+                        loss = ddp(torch.ones(1, requires_grad=True)).sum()
+                    with trace.span("compute", "backward"):
+                        loss.backward()
+    world.trace = None
+    return trace.spans
+
+
+def measured_text(machine: str, seen: Mapping[str, Mapping[str, float]]) -> str:
+    """Return the text of measured.toml."""
+    lines = [f'machine = "{machine}"']
+    for name, values in seen.items():
+        lines += ["", f"[{name}]", *(f"{key} = {value:.4f}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+# The page --------------------------------------------------------------------------------------------------------------
+
+
+def _toml(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8"))
+
+
+def page() -> str:
+    """Return docs/tuning.md."""
+    words, seen = _toml("tuning.toml"), _toml("measured.toml")
+    machine, first = seen.pop("machine"), seen["start"]["step_s"]
+    lines = [
+        "# A run, tuned step by step",
+        "",
+        words["before"].format(machine=machine, repeats=REPEATS, **_constants()),
+        "",
+        "| run | s a step | on paper | messages | of them exposed | hidden | a rank waits for data |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for step in words["step"]:
+        s, setting = seen[step["name"]], SETTINGS[step["name"]]
+        lines.append(
+            f"| {step['title']} | {s['step_s']:.2f} | {setting.expected_s():.2f} | {s['messages_s']:.2f} s | "
+            f"{s['exposed_s']:.2f} s | {s['hidden']:.0%} | {s['data_wait']:.0%} |"
+        )
+    before: dict[str, float] = {}
+    for number, step in enumerate(words["step"]):
+        now = seen[step["name"]]
+        known = dict(now=now, before=before, share=now["messages_s"] / now["step_s"], **_constants())
+        said = f"**{number}. {step['title']}.** {step['text'].format(**known)}"
+        if before:
+            ratio = before["step_s"] / now["step_s"]
+            said += f" *Brought*: {before['step_s']:.2f} to {now['step_s']:.2f} s, {ratio:.2f} times."
+        lines += ["", said, "", "```", step["command"], "```"]
+        before = now
+    lines += ["", words["after"].format(now=before, gain=first / before["step_s"], **_constants())]
+    lines += ["", "Written by `python -m minipar.learn.guide docs`."]
+    return "\n".join(lines) + "\n"
+
+
+def _constants() -> dict[str, float]:
+    return dict(
+        ranks=RANKS, layers=LAYERS, samples=SAMPLES, fixed_ms=1e3 * FIXED_S, sample_ms=1e3 * SAMPLE_S, link_ms=1e3 * LINK_S,
+        read_s=READ_S, slow_s=SLOW_READ_S, slow_rank=SLOW_RANK,
+    )  # fmt: skip
+
+
+def main(path: Path) -> None:
+    """Measure every setting REPEATS times, and write the medians."""
+    seen = {}
+    for name, setting in SETTINGS.items():
+        runs = [measure(setting) for _ in range(REPEATS)]
+        seen[name] = {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        print(name, f"{seen[name]['step_s']:.3f} s, on paper {setting.expected_s():.3f} s", flush=True)
+    path.write_text(
+        measured_text(f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}", seen),
+        encoding="utf-8",
+    )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

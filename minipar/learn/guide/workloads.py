@@ -1,0 +1,274 @@
+"""Typical workloads, docs/workloads.md: what limits each, the layout that the planner recommends, and what it gains.
+
+A row of workloads.toml names a model, GPUs and a batch. Everything but its sentence is computed; `holds` is a condition on
+what is computed, without which the sentence would be wrong.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from minipar.cost.doubt import doubt
+from minipar.cost.layout import Job, Layout, parse_layout, why_illegal
+from minipar.cost.links import axis_links
+from minipar.cost.machines import MACHINES, Machine
+from minipar.cost.memory import worst_rank_memory
+from minipar.cost.model_table import MODELS
+from minipar.cost.models import ModelShape
+from minipar.cost.plan_command import MARGIN
+from minipar.cost.planner import Candidate, Plan, plan
+from minipar.cost.reasons import PART_NAMES, no_fit
+from minipar.cost.timing import step_time
+from minipar.support.errors import divisors
+
+GB = 1e9
+SHOWN = 0.03  # of a step: smaller waits are not named
+AXIS_OF = {"tp": "tp", "cp": "cp", "ep": "ep", "zero3": "dp", "gradients": "dp", "pp": "pp"}
+STATES = ("parameters", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A job, and a sentence on what to do.
+
+    machine_is, model_is  fields that differ from those of the table's machine and model, and their names
+    usual                 a layout that practice would take, to be compared; "": the recommended one is usual
+    holds                 a condition without which the sentence is wrong: on `a`, the recommended layout (None if nothing
+                          fits), `shares` of its step by part, and `more`: how much longer `usual` takes, as a fraction
+    """
+
+    title: str
+    model: str
+    gpus: int
+    machine: str
+    seq: int
+    batch: int
+    do: str
+    holds: str
+    usual: str = ""
+    machine_is: dict[str, Any] = field(default_factory=dict)
+    model_is: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def job(self) -> Job:
+        shape: ModelShape = replace(MODELS[self.model], **self.model_is)
+        machine: Machine = replace(MACHINES[self.machine], **self.machine_is)
+        return Job(
+            shape, machine, self.gpus, self.seq, self.batch, margin_bytes=MARGIN * machine.memory_bytes
+        )
+
+    @cached_property
+    def found(self) -> Plan:
+        return plan(self.job)
+
+    @property
+    def choice(self) -> Candidate | None:
+        """The planner's choice, or None if nothing fits."""
+        return self.found.choice if self.found.best else None
+
+    @property
+    def command(self) -> str:
+        """The command that plans the job; a model or machine of its own is described by a file."""
+        model = "model.toml" if self.model_is else self.model
+        machine = "machine.toml" if self.machine_is else self.machine
+        return f"minipar plan --model {model} --gpus {self.gpus} --machine {machine} --seq {self.seq} --batch {self.batch}"
+
+    def is_right(self) -> bool:
+        """Return whether what the sentence says is what was computed."""
+        known: dict[str, Any] = dict(a=None, shares={}, more=0.0)
+        if self.choice is not None:
+            step = step_time(self.job, self.choice.layout)
+            shares = {name: seconds / step.total for name, seconds in step.parts.items()}
+            other = parse_layout(self.usual) if self.usual else self.choice.layout
+            known = dict(
+                a=self.choice.layout, shares=shares, more=step_time(self.job, other).total / step.total - 1
+            )
+        return bool(eval(self.holds, known))
+
+
+class Priced(NamedTuple):
+    """A layout, its predicted seconds a step with their doubt, and the bytes of its fullest rank."""
+
+    layout: Layout
+    seconds: float
+    doubt: float
+    num_bytes: float
+
+
+def priced(job: Job, layout: Layout) -> Priced:
+    num_bytes = sum(worst_rank_memory(job, layout)[1].values())
+    return Priced(layout, step_time(job, layout).total, doubt(job, layout), num_bytes)
+
+
+def fsdp_job(job: Job) -> Job:
+    """Return the job for a program that reduces gradients after each microbatch, as torch's FSDP does."""
+    return replace(job, implementation=replace(job.implementation, reduce_every="microbatch"))
+
+
+def naive(job: Job) -> Priced | None:
+    """Price FSDP everywhere: the fastest ZeRO-3 layout that fits, by microbatch and with or without full recomputation.
+
+    dp is as large as the batch and memory allow; tp takes the rest up to a node, and cp what is then left. None if nothing
+    fits.
+    """
+    for dp in sorted((d for d in divisors(job.gpus) if job.batch % d == 0), reverse=True):
+        rest = job.gpus // dp
+        tp = max(t for t in divisors(rest) if t <= job.machine.gpus_per_node and job.shape.num_heads % t == 0)
+        found = []
+        for recompute in ("none", "full"):
+            for microbatch in divisors(job.batch // dp):
+                mesh = Layout(dp, cp=rest // tp, tp=tp, zero=3 if rest // tp * dp > 1 else 0)
+                layout = replace(mesh, microbatch=microbatch, recompute=recompute)
+                if why_illegal(job, layout) is None:
+                    found.append(_sharded(fsdp_job(job), layout))
+        fits = [each for each in found if each.num_bytes <= job.room_bytes]
+        if fits:
+            return min(fits, key=lambda each: float(f"{each.seconds:.2g}"))  # recomputes only if that pays
+    return None
+
+
+def _sharded(job: Job, layout: Layout) -> Priced:
+    """Price a layout of ZeRO-3 whose gradients stay sharded over several microbatches, as minipar's own do not."""
+    found = priced(job, layout)
+    whole = worst_rank_memory(job, layout)[1]["gradients"] if layout.microbatches(job) > 1 else 0.0
+    return found._replace(num_bytes=found.num_bytes - whole * (1 - 1 / (layout.dp * layout.cp)))
+
+
+def memory_limit(job: Job) -> str:
+    """Say what plain data parallelism over as many ranks as the batch allows would hold, and whether it fits."""
+    dp = max(d for d in divisors(job.gpus) if job.batch % d == 0)
+    items = worst_rank_memory(replace(job, gpus=dp), Layout(dp))[1]
+    states = sum(items[name] for name in STATES)
+    kept = sum(items.values()) - states
+    if states + kept <= job.room_bytes:
+        return f"memory: none, a copy fits ({(states + kept) / GB:.0f} of {job.room_bytes / GB:.0f} GB)"
+    what = [f"states {states / GB:,.0f} GB"] * (states > job.room_bytes / 4)
+    what += [f"activations {kept / GB:,.0f} GB"] * (kept > job.room_bytes / 4)
+    return f"memory: {', '.join(what)} a copy, for {job.room_bytes / GB:.0f}"
+
+
+def time_limit(job: Job, layout: Layout) -> str:
+    """Say what share of a step is arithmetic, and what else takes more than SHOWN of it."""
+    step = step_time(job, layout)
+    arithmetic = sum(step.parts[name] for name in ("compute", "recompute"))
+    return ", ".join([f"time: arithmetic {arithmetic / step.total:.0%}", *waits(job, layout)])
+
+
+def waits(job: Job, layout: Layout) -> list[str]:
+    """Return what besides arithmetic takes more than SHOWN of a step, longest first: by link, and whether by latency."""
+    step = step_time(job, layout)
+    quick = replace(job.machine, link_latency_s=0.0, network_latency_s=0.0, start_latency_s=0.0)
+    without = step_time(replace(job, machine=quick), layout)
+    said = []
+    for name, seconds in sorted(step.parts.items(), key=lambda item: -item[1]):
+        if name in ("compute", "recompute") or seconds < SHOWN * step.total:
+            continue
+        words = "cp's all-to-alls" if name == "cp" and layout.cp_attention == "ulysses" else PART_NAMES[name]
+        said.append(f"{words} {seconds / step.total:.0%}{_link(job, layout, name)}")
+        if seconds - without.parts[name] > seconds / 2:
+            said[-1] += ", mostly latency"
+    return said
+
+
+def _link(job: Job, layout: Layout, part: str) -> str:
+    if part not in AXIS_OF:
+        return ""
+    return " (network)" if axis_links(job.machine, layout, AXIS_OF[part]).nodes > 1 else " (in the node)"
+
+
+@cache
+def workloads() -> tuple[Workload, ...]:
+    text = (files("minipar.learn.guide") / "workloads.toml").read_text(encoding="utf-8")
+    return tuple(Workload(**entry) for entry in tomllib.loads(text)["workload"])
+
+
+def page() -> str:
+    """Return docs/workloads.md. This takes minutes."""
+    lines = [
+        "# Workload, bottleneck, action",
+        "",
+        "Typical workloads, what limits each, and the layout that `minipar plan` recommends. *Naive* is FSDP "
+        "everywhere: ZeRO-3 over as many ranks as the batch and memory allow, tp in the node and cp for the rest, the "
+        "fastest that fits of all microbatches, with and without recomputation; after it stands what it waits for "
+        "longest. After +- stands the fraction that four of five published runs stay within "
+        "([planner.md](planner.md)), after a gain its range if both predictions are off by so much in opposite "
+        "directions. A *copy* is what a rank of plain data parallelism would hold. No run of a mixture, behind a slow "
+        "network, or on other GPUs than A100 and H100 was among those: there the doubt is larger than it says. All of "
+        "this is predicted: we ran none of these jobs.",
+        "",
+        "| workload | what limits it | naive | recommended | gain |",
+        "|---|---|---|---|---|",
+        *map(row, workloads()),
+        "",
+        "## What to do, and why",
+        "",
+    ]
+    for workload in workloads():
+        lines += [paragraph(workload), ""]
+    lines.append("Written by `python -m minipar.learn.guide docs`, which takes minutes.")
+    return "\n".join(lines) + "\n"
+
+
+def row(workload: Workload) -> str:
+    """Return the table's row."""
+    job, choice = workload.job, workload.choice
+    theirs = naive(job)
+    cells = [f"{workload.title}: {workload.batch:,} samples of {workload.seq:,} tokens", memory_limit(job)]
+    cells.append(
+        ", ".join([_text(theirs), *waits(fsdp_job(job), theirs.layout)[:1]]) if theirs else "does not fit"
+    )
+    if choice is None:
+        cells += ["nothing fits", "-"]
+    else:
+        ours = priced(job, choice.layout)
+        cells[1] += f"; {time_limit(job, choice.layout)}"
+        cells += [_text(ours), gain(ours, theirs) if theirs else "it runs"]
+    return f"| {' | '.join(cells)} |"
+
+
+def gain(ours: Priced, theirs: Priced) -> str:
+    """Say how many times as fast ours is, with the range that the doubts leave."""
+    ratio = theirs.seconds / ours.seconds
+    if ours.layout == theirs.layout:
+        return "none: it is the same"
+    least, most = ratio * (1 - theirs.doubt) / (1 + ours.doubt), ratio * (1 + theirs.doubt) / (1 - ours.doubt)
+    told = "" if least > 1 else ", within the doubt"
+    return f"{ratio:.2f} times ({least:.2f} to {most:.2f}){told}"
+
+
+def _text(found: Priced) -> str:
+    return f"`{found.layout.name}`: {found.seconds:.3g} s +- {found.doubt:.0%}, {found.num_bytes / GB:.0f} GB"
+
+
+def paragraph(workload: Workload) -> str:
+    """Return the sentence on what to do, and what the usual layout would take, if another one is."""
+    said = f"**{workload.title}.** {workload.do}"
+    if workload.choice is None:
+        said += f" The planner: {no_fit(workload.found)}."
+    if workload.usual:
+        said += f" Usual: {_beside(workload, parse_layout(workload.usual))}."
+    files = [
+        f"`{file}` is {base} with {', '.join(f'{name} = {_value(value)}' for name, value in changed.items())}"
+        for file, base, changed in (
+            ("model.toml", workload.model, workload.model_is), ("machine.toml", workload.machine, workload.machine_is)
+        )
+        if changed
+    ]  # fmt: skip
+    return f"{said} `{workload.command}`" + (f" ({'; '.join(files)})" if files else "")
+
+
+def _value(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).lower()
+
+
+def _beside(workload: Workload, layout: Layout) -> str:
+    """Price a layout beside the recommended one."""
+    found = priced(workload.job, layout)
+    more = found.seconds / workload.found.choice.seconds - 1
+    words = f"`{layout.name}`, {found.seconds:.3g} s ({more:+.0%})"
+    excess = found.num_bytes - workload.job.room_bytes
+    return words + (f", {excess / GB:.0f} GB too much for our program" if excess > 0 else "")
