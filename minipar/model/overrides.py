@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # Maps rows sorted by expert, and the number of rows per expert, to the experts' outputs, one per row.
 ExpertFunction = Callable[[Tensor, Tensor | Sequence[int]], Tensor]

@@ -1,14 +1,17 @@
 """The place in the caller's script where a rank is: its main thread's stack, most recent call last.
 
 A rank normally sends the stack itself, from another thread. If its main thread holds the interpreter (a loop in C) or the
-process is stopped, a signal handler writes the stack. Both use faulthandler, which leaves out calls beyond the 100th.
+process is stopped, a signal handler writes the stack, by faulthandler, which leaves out calls beyond the 100th.
 
-faulthandler walks memory that running Python code changes, so a walk is safe only while no thread walked over runs Python:
-
-    from a thread   The caller holds the interpreter for the whole walk. CPython 3.11 adds and removes Python's threads only
-                    with it held, and a thread that has not begun, or is ending, has no frame. The exception is a thread
-                    made in C that calls Python for the first time: it is added before it is filled in. A rank on CPU has
-                    no such thread, because there autograd runs in the thread that called it.
+    from a thread   From Python 3.12 on a walk over frame objects. faulthandler crashes there: if C has called a function,
+                    and what the function held is being freed without the interpreter, as a file that is closed, CPython
+                    3.13 takes what lies below the function for a frame.
+                    CPython 3.11 crashes the other way round: between two steps of a walk in Python the other thread could
+                    run and free its frames. So there faulthandler walks, which holds the interpreter all the time. It
+                    adds and removes Python's threads only with it held, and a thread that has not begun, or is ending,
+                    has no frame. The exception is a thread made in C that calls Python for the first time: it is added
+                    before it is filled in. A rank on CPU has no such thread, because there autograd runs in the thread
+                    that called it.
     from a signal   Whichever thread has the interpreter runs on. Frames of another thread, such as the one that answers the
                     caller, could be freed under the walk, and the rank would crash. So the signal is for the main thread,
                     and its handler walks over no other.
@@ -27,6 +30,7 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from types import FrameType
 
 from minipar.runtime.caller import is_own
 
@@ -42,16 +46,22 @@ _DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def all_stacks() -> dict[int, list[Frame]]:
-    """Return the stack of every thread, by ident.
-
-    It uses faulthandler, because that lets no other thread run meanwhile. If the walk were in Python, the other thread
-    could run between two steps and free its frames; CPython 3.11 would then read other memory as a frame, or crash.
-    """
+    """Return the stack of every thread, by ident."""
+    if sys.version_info >= (3, 12):
+        return {ident: _walked(frame) for ident, frame in sys._current_frames().items()}
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
         _, *parts = _THREAD.split(file.read().decode(errors="replace"))
     return {int(ident, 16): _frames(text) for ident, text in zip(parts[::2], parts[1::2])}
+
+
+def _walked(frame: FrameType | None) -> list[Frame]:
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return stack[::-1]
 
 
 def write_on_signal(signum: int, file: int) -> None:

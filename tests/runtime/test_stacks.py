@@ -3,6 +3,8 @@
 import faulthandler
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from multiprocessing import Pipe
@@ -85,6 +87,27 @@ def test_every_thread_has_its_own_stack(resting):
     assert "rests" in [name for _, _, name in found[thread.ident]]
     mine = [name for _, _, name in found[threading.get_ident()]]
     assert mine.index("test_every_thread_has_its_own_stack") < mine.index("all_stacks")
+
+
+FREES_WITHOUT_THE_INTERPRETER = """
+import io, os, threading
+from minipar.runtime import stacks
+
+def from_c(_):
+    held = io.FileIO(os.devnull)  # closed as the call ends, when the function is no frame any more
+
+asked = threading.Thread(target=lambda: [stacks.all_stacks() for _ in range(2000)])
+asked.start()
+while asked.is_alive():
+    list(map(from_c, range(100)))
+"""
+
+
+def test_a_rank_that_is_freeing_what_it_held_can_be_asked():
+    """By faulthandler Python 3.13 crashes here, nearly every time."""
+    assert (
+        subprocess.run([sys.executable, "-W", "ignore", "-c", FREES_WITHOUT_THE_INTERPRETER]).returncode == 0
+    )
 
 
 def test_a_function_of_a_comm_is_told_from_the_users_own():
