@@ -2,7 +2,7 @@
 
 Whole numbers made on the host (tokens, positions, shapes, lengths) keep their values, so that the program goes the way that
 it goes in a run. What is computed from both has no contents. A program that reads a number without contents gets the one
-that is assumed below, or is refused: `ASSUMED` lists every place where the core does so.
+that `assumed.py` lists, or is refused.
 
 Inside, every storage counts towards `DryTensors.now` and `peak`, as if it were in the rank's memory.
 """
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from minipar.extras.dry_run.assumed import ASSUMED
+from minipar.extras.dry_run.record import Refused
 from minipar.support.live_bytes import LiveBytes
-from minipar.transport.dry import Refused
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -39,64 +40,6 @@ DEVICE_OF = torch.Tensor.device.__get__
 # A tensor to be sent must be on its Comm's device, and torch's kernels are chosen by the device.
 ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
-
-
-class Assumption(NamedTuple):
-    """A number without contents that the core reads: where, what is assumed, and the value as a function of the tensor.
-
-    value  is called with the tensor and the frame of `function`
-    """
-
-    module: str
-    function: str
-    words: str
-    value: Callable[[Tensor, FrameType], Any]
-
-
-def _even(x: Tensor, total: int) -> list[int]:
-    """Divide `total` rows evenly over the elements of x."""
-    share, rest = divmod(total, x.numel())
-    return [share + (i < rest) for i in range(x.numel())]
-
-
-def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
-    """Return what `row_counts` gathers: for every rank, its rows divided evenly over the experts."""
-    assert frame.f_back is not None
-    own, p = frame.f_locals["counts"], frame.f_locals["p"]
-    rows = _even(own, frame.f_back.f_locals["rows"].shape[0])
-    return torch.tensor(rows * p).view(x.shape).tolist()
-
-
-FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
-BALANCED = "the router sends every expert as many tokens, and drops none"
-ASSUMED = (
-    Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
-    Assumption(
-        "minipar.train.optim",
-        "norm_shares",
-        "any share of a gradient's square may count towards the norm",
-        lambda x, frame: frame.f_locals["digests"].tolist(),
-    ),
-    Assumption("minipar.train.metrics", "routing", BALANCED, lambda x, frame: [0.0] * x.numel()),
-    Assumption(
-        "minipar.data_parallel.chunk_optimizer",
-        "_refresh",
-        "nothing but the optimizer writes to weights",
-        lambda x, frame: False,
-    ),
-    Assumption(
-        "minipar.model.permute", "plan_kept_rows", BALANCED, lambda x, frame: frame.f_locals["expert"].numel()
-    ),
-    Assumption("minipar.model.permute", "_gather_or_zero", BALANCED, lambda x, frame: True),
-    Assumption(
-        "minipar.model.grouped_mlp",
-        "grouped_swiglu",
-        BALANCED,
-        lambda x, frame: _even(x, frame.f_locals["x"].shape[0]),
-    ),
-    Assumption("minipar.expert.dispatch", "row_counts", BALANCED, _rows_of_every_rank),
-    Assumption("minipar.model.fused", "_kernel", "queries and keys are numbers", lambda x, frame: False),
-)
 
 
 class KnownShapes:

@@ -1,6 +1,6 @@
 """Whether the programs of all ranks fit each other: a proof, or the first disagreement in words. No communication.
 
-`disagreements` takes what a dry run has recorded (`dry.py`) and checks, in this order:
+`disagreements` takes what the ranks have recorded (`record.py`) and checks, in this order:
 
     collectives   the members of a channel call the same collectives of the same shape in the same order
     channels      any two ranks make the channels that they share in one order, which NCCL needs
@@ -22,9 +22,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from minipar.transport.checked import OF_ONE_SHAPE
+from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
 from minipar.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
-from minipar.transport.dry import Completed, Finished, Make, Post, Program, Start, Step
 from minipar.transport.messages import ChannelId, Message
 
 MOST_SENTENCES = 8
@@ -47,10 +46,8 @@ def _collectives(program: Program) -> dict[ChannelId, list[str]]:
     """Return what each channel's collectives are, in words, in the order in which this rank starts them."""
     called: dict[ChannelId, list[str]] = defaultdict(list)
     for operation in program.operations:
-        if operation.signature:
-            one_shape = operation.signature.split()[0] in OF_ONE_SHAPE and operation.shape is not None
-            of = f" of {list(operation.shape or ())}" if one_shape else ""
-            called[operation.channel].append(operation.signature + of)
+        if operation.words:
+            called[operation.channel].append(operation.words)
     return called
 
 
@@ -87,8 +84,7 @@ def _different_channels(programs: Sequence[Program]) -> list[str]:
     """Name the first pair of ranks that do not make the channels they share in one order."""
     made: dict[int, list[ChannelId]] = {}
     for program in programs:
-        steps = [*program.main, *(step for operation in program.operations for step in operation.steps)]
-        made[program.rank] = [step.channel for step in steps if isinstance(step, Make)]
+        made[program.rank] = [step.channel for step in program.steps() if isinstance(step, Make)]
     cut = {program.rank for program in programs if not program.ended}
     for a in made:
         for b in made:
