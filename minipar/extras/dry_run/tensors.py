@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -80,6 +81,13 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(x)
     elif isinstance(value, dict):
         yield from _tensors_in(list(value.values()))
+
+
+@cache
+def _is_view(function: Any) -> bool:
+    """Return whether an operation's results share their inputs' memory, and none is written."""
+    aliases = [value.alias_info for value in function._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _is_tensor(function: Any) -> bool:
@@ -160,6 +168,8 @@ class DryTensors(LiveBytes):
             if function in WRITES:
                 return args[0]  # it has no contents to be written
             return self._shapes.run(function, args, kwargs)
+        if not any(x.is_meta for x in tensors) and _is_view(function):
+            return function(*args, **kwargs)  # one storage, counted once; its contents are as little known
         standing_in: dict[int, Tensor] = {}  # id of a copy on the meta device -> the tensor on the CPU
 
         def on_meta(x: Any) -> Any:

@@ -14,7 +14,6 @@ from minipar.train import step as step_module
 from tests.extras.dry_run.configs import MIXTURE, RUN, TINY
 
 ALIKE = ("dp", "tp")
-FEW_NUMBERS = 64  # bytes
 
 
 # Beside a dry run of every rank ---------------------------------------------------------------------------------------
@@ -50,9 +49,7 @@ def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
         assert found.coordinates == whole.ranks[rank].coordinates
         assert found.holding[:2] == whole.ranks[rank].holding[:2]
     for rank in (*of.kinds, *of.checked.values()):
-        found, wanted = by_kind.ranks[rank], whole.ranks[rank]
-        assert list(found.holding) == pytest.approx(list(wanted.holding), abs=FEW_NUMBERS)
-        assert found[2:] == wanted[2:]
+        assert by_kind.ranks[rank] == whole.ranks[rank]
 
 
 def test_where_shards_are_even_every_rank_holds_the_same():

@@ -4,12 +4,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-import torch
 
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.data.text import load_text
-from minipar.extras.dry_run.programs import run_ranks
 from minipar.extras.dry_run.report import report, verdict
 from minipar.extras.dry_run.run import dry_run
 from minipar.mesh import Mesh
@@ -96,25 +94,6 @@ def test_no_number_is_in_memory():
     assert dry.ranks[0].holding.peak > 40e9
     assert "DOES NOT FIT" in verdict(dry)
     assert not dry.works
-
-
-def test_memory_that_a_storage_gives_back_is_not_held():
-    """FSDP frees gathered parameters by `resize_`, which no mode of torch's sees."""
-
-    def resizes(world, memory):
-        held = [memory.now]
-        x = torch.zeros(1000)
-        held.append(memory.now)
-        x.untyped_storage().resize_(0)
-        held.append(memory.now)
-        x.untyped_storage().resize_(x.nbytes)
-        held.append(memory.now)
-        del x
-        return [*held, memory.now], memory.peak
-
-    before = torch.UntypedStorage.resize_
-    assert run_ranks(1, resizes).results == {0: ([0, 4000, 0, 4000, 0], 4000)}
-    assert torch.UntypedStorage.resize_ is before
 
 
 def test_the_planner_is_right_about_states_and_messages():
