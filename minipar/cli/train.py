@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: tyro evaluates the annotations, and some name local variables, which no type
 # checker can follow.
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -23,6 +23,7 @@ from minipar.support.registry import Choice, Kind
 # What `minipar train --NAME` does with a run's settings instead of training. A choice loads a function: config, options ->
 # the exit status. Its options are flags without a prefix.
 INSTEAD: Kind[Choice] = Kind("instead", {})
+_PLAIN_HELP = "instead of training, an extra of the package {}; --help-all shows its options"
 
 
 def train_flags(argv: Sequence[str] | None) -> Parsed:
@@ -49,23 +50,28 @@ def train_flags(argv: Sequence[str] | None) -> Parsed:
 def _instead_flags(argv: Sequence[str] | None) -> Any:
     """Return the flags of all that can be done instead of training: for each a switch, --NAME, and its options.
 
-    Raises a one-line ValueError if `argv` asks for what cannot be imported.
+    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for what
+    cannot be imported.
     """
     given = {flag_name(word) for word in argv or ()}
     for name in INSTEAD.declared():
         if name in given:
             INSTEAD[name]
+    topic = None if argv is None else asked_topic(argv)
+    choices: Mapping[str, Choice] = {}  # a topic shows its own flags alone
+    if topic == "":
+        choices = {
+            name: Choice(help=_PLAIN_HELP.format(package)) for name, package in INSTEAD.extras().items()
+        }
+    elif topic in (None, "all", "run"):
+        choices = INSTEAD.usable()
     unprefixed: Any = tyro.conf.OmitArgPrefixes
-    hidden: Any = tyro.conf.Suppress
     members = []
-    for name, choice in INSTEAD.usable().items():
+    for name, choice in choices.items():
         switch = name, Annotated[bool, tyro.conf.arg(help=choice.help)], False
         options = {} if choice.options is None else option_fields(choice.options)
         flags = make_flags(name, [switch, *(make_flag(f, hint, f.default) for f, hint in options.values())])
-        flags_type = unprefixed[type(flags)]
-        if argv is not None and asked_topic(argv) not in (None, "", "all", "run"):
-            flags_type = hidden[flags_type]  # a topic shows its own flags alone
-        members.append((name, flags_type, flags))
+        members.append((name, unprefixed[type(flags)], flags))
     return make_flags("Instead", members)
 
 

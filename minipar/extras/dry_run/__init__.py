@@ -1,6 +1,7 @@
 """A dry run: what every rank would hold and send, and who would wait for ever, without starting any. In reading order:
 
 tensors.py         tensors without numbers
+shapes.py          the shapes of results, remembered
 assumed.py         what is taken for granted where the core reads a number
 record.py          what a rank does, as steps
 transport.py       a transport that records what a rank would send, and sends nothing

@@ -28,6 +28,8 @@ from minipar.transport.traffic import Traffic
 
 OVER_RANKS = {"sum": "sum", "max": "amax", "min": "amin"}  # torch's names
 
+# (Traffic, kind of operation) -> the Traffic, bytes, messages
+Booked = dict[tuple[int, str], tuple[Traffic, int, int]]
 # Rank -> the first rank of its kind.
 KindOf = Callable[[int], int]
 
@@ -59,12 +61,12 @@ def group_of(key: ChannelId, kind_of: KindOf) -> Group:
 class Effect(NamedTuple):
     """What a collective did to its rank, so that an equal one need not be run again.
 
-    booked  (Traffic, kind) -> bytes, messages
+    booked  what it sent
     above   how many more bytes were alive at its worst moment than before it
     result  shape, strides, dtype of a new tensor; None if the result is the caller's `out`, or nothing
     """
 
-    booked: dict[tuple[int, str], tuple[Traffic, int, int]]
+    booked: Booked
     above: int
     result: tuple[torch.Size, tuple[int, ...], torch.dtype] | None
 
@@ -91,7 +93,7 @@ class KindTransport(RecordedTransport):
         self._named: dict[ChannelId, ChannelId] = {}
         self._own_place: dict[ChannelId, int] = {}
         self._inside_collective = False
-        self._booked: dict[tuple[int, str], tuple[Traffic, int, int]] = {}
+        self._booked: Booked = {}
         self._effects: dict[object, Effect] = {}
         self._waited: Counter[tuple[ChannelId, str, int]] = Counter()
 
@@ -178,24 +180,27 @@ class KindTransport(RecordedTransport):
             return self._of_whole_numbers(channel, call, x, out, run)
         if not x.is_meta or not (out is None or out.is_meta):
             return self._run(run)
-        scratch = tuple((use, view.numel(), view.dtype) for use, view in channel._views.items())
+        scratch = _scratch(channel)
         key = channel.key, call, scratch, x.shape, x.stride(), x.storage_offset() == 0, out is None
         if key in self._effects:
             return self._again(self._effects[key], out)
+        result, booked, above = self._measured(run)
+        made = None
+        if out is None and result is not None:
+            made = result.shape, result.stride(), result.dtype
+        returns_x = made is not None and result.untyped_storage()._cdata == x.untyped_storage()._cdata
+        if _scratch(channel) == scratch and not returns_x:
+            self._effects[key] = Effect(booked, above, made)
+        return result
+
+    def _measured(self, run: Callable[[], Any]) -> tuple[Any, Booked, int]:
+        """Run a collective; return its result, what it booked, and by how many bytes its peak exceeded those before."""
         before, peak = self.tensors.now, self.tensors.peak
         self.tensors.peak, self._booked = before, {}
         result = self._run(run)
         above, booked = self.tensors.peak - before, self._booked
-        self._booked = {}
-        self.tensors.peak = max(peak, self.tensors.peak)
-        same = scratch == tuple((use, view.numel(), view.dtype) for use, view in channel._views.items())
-        fresh = isinstance(result, Tensor) and result.untyped_storage()._cdata != x.untyped_storage()._cdata
-        if same and (result is None or out is not None or fresh):
-            made = (
-                (result.shape, result.stride(), result.dtype) if out is None and result is not None else None
-            )
-            self._effects[key] = Effect(booked, above, made)
-        return result
+        self.tensors.peak, self._booked = max(peak, self.tensors.peak), {}
+        return result, booked, above
 
     def _of_whole_numbers(
         self, channel: Channel, call: Call, x: Tensor, out: Tensor | None, run: Callable[[], Any]
@@ -256,6 +261,11 @@ class KindTransport(RecordedTransport):
                 halves.append(Message(verb, peer, named, "collective", number, 0, label))
             self.record(Post(self.program.num_posts, *halves))
             self.program.num_posts += 1
+
+
+def _scratch(channel: Channel) -> tuple[tuple[str, int, torch.dtype], ...]:
+    """Return the scratch memory that a channel has: a collective that finds less of it makes more."""
+    return tuple((use, view.numel(), view.dtype) for use, view in channel._views.items())
 
 
 class KindComm(Comm):

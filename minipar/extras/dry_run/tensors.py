@@ -25,51 +25,16 @@ from torch.utils._pytree import tree_map
 
 from minipar.extras.dry_run.assumed import ASSUMED
 from minipar.extras.dry_run.record import Refused
+from minipar.extras.dry_run.shapes import META, KnownShapes
 from minipar.support.live_bytes import LiveBytes
 
 aten = torch.ops.aten
-META = torch.device("meta")
 # Operations that make a tensor from no other tensor, and whose contents nobody needs if they are floats.
 MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn}
-# Operations that write to their first argument, and do nothing else.
-WRITES = {
-    *(getattr(aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")), aten.add_.Scalar, aten.mul_.Scalar,
-    aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.sqrt_.default, aten.copy_.default,
-    aten.zero_.default, aten.fill_.Scalar,
-}  # fmt: skip
 DEVICE_OF = torch.Tensor.device.__get__
 # A tensor to be sent must be on its Comm's device, and torch's kernels are chosen by the device.
 ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
-
-
-class KnownShapes:
-    """Shapes of results by the shapes of the inputs. All ranks share it, as torch takes long to compute them."""
-
-    def __init__(self) -> None:
-        self._results: dict[object, list[tuple[Any, ...]]] = {}
-        self._fresh: dict[Any, bool] = {}  # whether an operation's results share no memory with its inputs
-
-    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if function not in self._fresh:
-            schema = function._schema
-            values = (*schema.arguments, *schema.returns)
-            self._fresh[function] = all(value.alias_info is None for value in values)
-        if not self._fresh[function]:
-            return function(*args, **kwargs)
-        try:
-            key = (function, _key(args), _key(tuple(kwargs.items())))
-            known = self._results.get(key)
-        except TypeError:  # something that has no hash
-            return function(*args, **kwargs)
-        if known is None:
-            result = function(*args, **kwargs)
-            made = [result] if isinstance(result, Tensor) else result
-            if isinstance(made, list | tuple) and all(type(x) is Tensor for x in made):
-                self._results[key] = [(x.shape, x.stride(), x.dtype) for x in made]
-            return result
-        made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in known]
-        return made[0] if len(function._schema.returns) == 1 and _is_tensor(function) else tuple(made)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -88,18 +53,6 @@ def _is_view(function: Any) -> bool:
     """Return whether an operation's results share their inputs' memory, and none is written."""
     aliases = [value.alias_info for value in function._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
-
-
-def _is_tensor(function: Any) -> bool:
-    return str(function._schema.returns[0].type) == "Tensor"
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(_key(x) for x in value)
-    return type(value), value  # 1, 1.0 and True are equal, and promote a dtype differently
 
 
 class DryTensors(LiveBytes):
@@ -165,8 +118,6 @@ class DryTensors(LiveBytes):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
         if all(x.is_meta for x in tensors):
-            if function in WRITES:
-                return args[0]  # it has no contents to be written
             return self._shapes.run(function, args, kwargs)
         if not any(x.is_meta for x in tensors) and _is_view(function):
             return function(*args, **kwargs)  # one storage, counted once; its contents are as little known
