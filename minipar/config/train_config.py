@@ -339,10 +339,10 @@ class TrainConfig:
         return self.pp * self.dp * self.cp * self.tp
 
     def require_local_ranks(self) -> None:
-        """Raise ValueError if this machine would have to start more ranks than a local pool has; a dry run starts none."""
+        """Raise ValueError if this machine would have to start more ranks than a local pool has."""
         if self.world_size > MAX_RANKS and not under_torchrun():
             raise ValueError(
-                f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}, or --dry-run"
+                f"{self.mesh_name} makes {self.world_size} ranks on one machine; use at most {MAX_RANKS}, or torchrun"
             )
 
     @property

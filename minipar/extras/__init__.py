@@ -10,7 +10,9 @@ experts       tokens sent once per node, hot experts replicated, rows sent in ch
 precision     products of 8 and 4-bit floats, stochastic rounding
 collectives   double binary tree, Bruck
 cost          further views of the planner: stages of unequal meshes, topology, compression, scaling
+dry_run       what every rank would hold and send, without starting any
 checkpoints   torch's distributed checkpoint format
+http          requests over HTTP, in the format of OpenAI's API
 run           elastic training, calibration
 
 `minipar.support.registry` says how an extra is found: by the entry points of the group "minipar.extras".

@@ -23,6 +23,7 @@ folder is removed, its names disappear and everything else still works.
     membership   --membership           which ranks a run has                   train/trainer.py
     view         minipar plan --view    a term of the cost, or another answer   cost/plan_command.py
     server       minipar serve --NAME   how requests arrive                     cli/serve.py
+    instead      minipar train --NAME   what is done instead of training        cli/train.py
     command      minipar NAME           a command                               cli/__init__.py
 """
 
@@ -134,12 +135,14 @@ class Kind(Mapping[str, C], Generic[C]):
     def __contains__(self, name: object) -> bool:
         return name in self.own or name in self.extras()
 
+    def declared(self) -> dict[str, Found]:
+        """Return the names that installed packages declare, also those whose modules are not there. Imports no extra."""
+        return {name: found[0] for (kind, name), found in sorted(_installed().items()) if kind == self.name}
+
     def extras(self) -> dict[str, str]:
         """Return the names that extras add, each with its package. Imports no extra."""
         return {
-            name: found[0].package
-            for (kind, name), found in sorted(_installed().items())
-            if kind == self.name and _is_there(found[0].entry.module)
+            name: found.package for name, found in self.declared().items() if _is_there(found.entry.module)
         }
 
     def usable(self) -> dict[str, C]:

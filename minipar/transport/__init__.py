@@ -14,9 +14,6 @@ native_calls.py   torch's own collectives
 traffic.py        the count of bytes sent
 errors.py         the errors of a message
 stream_owner.py   the one thread that may use a stream
-dry.py            a transport that records what a rank would send, and sends nothing
-turns.py          ranks as threads of one process that run one at a time
-matching.py       whether the recorded programs of all ranks fit each other
 diagnosis.py      deadlocks and lost messages, explained from all ranks' message counts
 watch.py          deadlines of operations on a GPU, without making the host wait
 cuda_stream.py    the stream on CUDA

@@ -75,6 +75,9 @@ class GatheredAveraging(Plain):
 GATHERED = GatheredAveraging()
 """
 COMMAND = '''
+from dataclasses import dataclass
+
+from minipar.support.options import option
 from minipar.support.registry import Choice
 
 
@@ -87,12 +90,27 @@ def greet_command(name: str = "you"):
     return lambda: print(f"hello {name}")
 
 
+def count(config, options):
+    print(f"{config.steps} steps of {config.world_size} ranks, times {options.times}")
+    return options.times - 1
+
+
+@dataclass(frozen=True)
+class CountOptions:
+    times: int = option(1, "a factor")
+
+
+COUNT = Choice("stranger.command:count", "count the steps", CountOptions)
+REFUSE = Choice("stranger.not_there:refuse", "refuse")
 GREET = Choice("stranger.command:greet_command", "greet somebody")
 GONE = Choice("stranger.not_there:command", "gone")
 '''
 EXTRAS = {
     "schedule.lifo": "stranger.choices:LIFO",
     "compress.gathered": "stranger.choices:GATHERED",
+    "instead.count_steps": "stranger.command:COUNT",
+    "instead.refuse": "stranger.command:REFUSE",
+    "instead.lost": "stranger.lost:LOST",
     "command.greet": "stranger.command:GREET",
     "command.gone": "stranger.command:GONE",
 }
@@ -201,6 +219,24 @@ def test_a_strangers_command_is_a_command(minipar_with):
     assert (
         "command='gone' is stranger.not_there:command, which cannot be imported: ModuleNotFoundError" in err
     )
+
+
+def test_a_stranger_does_something_instead_of_training(packages, tmp_path):
+    lines = {
+        "train --dp 2 --steps 7 --count-steps": (0, "7 steps of 2 ranks, times 1\n"),
+        "train --steps 7 --count-steps --times 3": (2, "7 steps of 1 ranks, times 3\n"),
+        "train --times 3": (2, "--times is an option of --count-steps; use that, too, or leave it out\n"),
+        "train --count-steps --refuse": (2, "--count-steps and --refuse: each replaces training; use one of them\n"),
+        "train --dp 3 --count-steps": (2, "dp=3"),
+        "train --refuse": (2, "instead='refuse' is stranger.not_there:refuse, which cannot be imported: Module"),
+        "train --lost": (2, "instead='lost' is stranger.lost:LOST of the package stranger, which cannot be imported"),
+    }  # fmt: skip
+    for (line, (code, says)), (left, out) in zip(
+        lines.items(), several(packages, tmp_path, *lines), strict=True
+    ):
+        assert (left, out.count("\n")) == (code, 1), (line, out)
+        assert says in out, line
+    assert list(tmp_path.iterdir()) == [packages]
 
 
 def test_two_extras_of_one_name_are_both_named_and_refused(packages, minipar_with):

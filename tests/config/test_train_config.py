@@ -35,10 +35,10 @@ def test_an_impossible_run_is_refused_with_what_would_work(wrong, says):
         TrainConfig(**wrong)
 
 
-def test_only_a_dry_run_has_more_ranks_than_a_machine():
+def test_one_machine_starts_64_ranks_at_most():
     config = TrainConfig(dp=128, batch_size=128)
     for starts_ranks in (train, verify):
-        with pytest.raises(ValueError, match="makes 128 ranks on one machine; use at most 64, or --dry-run"):
+        with pytest.raises(ValueError, match="makes 128 ranks on one machine; use at most 64, or torchrun"):
             starts_ranks(config)
 
 

@@ -14,7 +14,7 @@ PACKAGE = Path(minipar.__file__).parent
 EXTRAS = sorted(path.parent.name for path in (PACKAGE / "extras").glob("*/__init__.py"))
 
 PROGRAM = """
-import importlib, pathlib, sys
+import contextlib, importlib, io, pathlib, sys
 import minipar
 
 hidden, root = sys.argv[1], pathlib.Path(minipar.__file__).parent
@@ -49,6 +49,17 @@ try:
     main(["train", "--help"])
 except SystemExit as end:
     assert not end.code
+
+for (kind, name), found in _installed().items():
+    if kind == "instead" and found[0].entry.module.startswith(f"minipar.extras.{hidden}."):
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                main(["train", "--" + name.replace("_", "-")])
+        except SystemExit as end:
+            assert end.code == 2
+        assert f"No module named 'minipar.extras.{hidden}'" in said.getvalue(), said.getvalue()
+        assert said.getvalue().count("\\n") == 1
 """
 
 

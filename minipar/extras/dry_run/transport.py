@@ -1,11 +1,10 @@
 """A transport that records what a rank would send, and sends nothing: a receive returns at once.
 
 Every rank runs its own program in a thread of this process, one at a time (`turns.py`). A message of floating-point numbers
-has no contents here, since such tensors have none (`verification/dry_tensors.py`). A message of whole numbers, such as a
-shape or the lengths of what follows, is delivered, because the receiver decides by it; only for such a message does a rank
-wait.
+has no contents here, since such tensors have none (`tensors.py`). A message of whole numbers, such as a shape or the
+lengths of what follows, is delivered, because the receiver decides by it; only for such a message does a rank wait.
 
-A rank's program is recorded as steps. `matching.py` then executes the programs of all ranks against each other.
+A rank's program is recorded as steps (`record.py`).
 """
 
 from __future__ import annotations
@@ -13,95 +12,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minipar.extras.dry_run.record import (
+    Completed,
+    Finished,
+    Make,
+    Post,
+    Program,
+    Recorded,
+    Refused,
+    Start,
+    Step,
+)
 from minipar.transport.messages import Channel, ChannelId, Message
 from minipar.transport.stream import OnWait, Operation, Stream
 from minipar.transport.traffic import Traffic
 from minipar.transport.transport import Transport
-
-
-class Refused(ValueError):
-    """The program does what a dry run cannot follow: it reads numbers that only a real run has, or sends unseen."""
-
-
-class Make(NamedTuple):
-    """Make a channel."""
-
-    channel: ChannelId
-
-
-class Post(NamedTuple):
-    """Post a send, a receive, or both as one group; at least one is not None. Posts are numbered over a rank's program."""
-
-    number: int
-    send: Message | None
-    receive: Message | None
-
-
-class Completed(NamedTuple):
-    """Wait for the messages of the post with this number."""
-
-    post: int
-
-
-class Start(NamedTuple):
-    """Give an operation, by its number, to the stream of its channel."""
-
-    operation: int
-
-
-class Finished(NamedTuple):
-    """Wait until an operation has ended."""
-
-    operation: int
-
-
-Step = Make | Post | Completed | Start | Finished
-
-
-@dataclass
-class Recorded:
-    """An operation of a stream: its steps and, if it is a collective, what it is.
-
-    signature  its kind and reduction, such as "all_reduce sum"; "" for a point-to-point message
-    shape      the shape of its tensor
-    """
-
-    channel: ChannelId
-    steps: list[Step] = field(default_factory=list)
-    signature: str = ""
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass
-class Program:
-    """What a rank does, in order.
-
-    main        the steps outside every operation
-    operations  what its streams run
-    ended       False if the rank waited for a whole number that nobody sent, or raised an error
-    """
-
-    rank: int
-    main: list[Step] = field(default_factory=list)
-    operations: list[Recorded] = field(default_factory=list)
-    num_posts: int = 0
-    ended: bool = False
-
-    def messages(self) -> Iterator[Message]:
-        """Yield the messages that this rank sends, in the order in which it posts them."""
-        steps = chain(self.main, *(operation.steps for operation in self.operations))
-        for post in sorted((step for step in steps if isinstance(step, Post)), key=lambda post: post.number):
-            if post.send is not None:
-                yield post.send
-
 
 # A message's identity: its channel, lane, sender, receiver and number.
 Key = tuple[ChannelId, str, int, int, int]

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from minipar.comm import Comm
-from minipar.transport.dry import Contents, Program, RecordedTransport, Refused
-from minipar.transport.matching import disagreements
-from minipar.transport.turns import Stuck, Turns
-from minipar.verification.dry_tensors import AllRanks, DryTensors, tensors_without_contents
+from minipar.extras.dry_run.matching import disagreements
+from minipar.extras.dry_run.record import Program, Refused
+from minipar.extras.dry_run.tensors import AllRanks, DryTensors, tensors_without_contents
+from minipar.extras.dry_run.transport import Contents, RecordedTransport
+from minipar.extras.dry_run.turns import Stuck, Turns
 
 T = TypeVar("T")
 

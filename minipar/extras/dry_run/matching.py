@@ -1,6 +1,6 @@
 """Whether the programs of all ranks fit each other: a proof, or the first disagreement in words. No communication.
 
-`disagreements` takes what a dry run has recorded (`dry.py`) and checks, in this order:
+`disagreements` takes what the ranks have recorded (`record.py`) and checks, in this order:
 
     collectives   the members of a channel call the same collectives of the same shape in the same order
     channels      any two ranks make the channels that they share in one order, which NCCL needs
@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations, product, zip_longest
 
-from minipar.transport.checked import OF_ONE_SHAPE
+from minipar.extras.dry_run.record import Completed, Finished, Make, Post, Program, Start, Step
 from minipar.transport.diagnosis import Line, MessageCounts, Posted, deadlock, unmatched_messages
-from minipar.transport.dry import Completed, Finished, Make, Post, Program, Start, Step
 from minipar.transport.messages import ChannelId, Message
 
 MOST_SENTENCES = 8
@@ -47,10 +47,8 @@ def _collectives(program: Program) -> dict[ChannelId, list[str]]:
     """Return what each channel's collectives are, in words, in the order in which this rank starts them."""
     called: dict[ChannelId, list[str]] = defaultdict(list)
     for operation in program.operations:
-        if operation.signature:
-            one_shape = operation.signature.split()[0] in OF_ONE_SHAPE and operation.shape is not None
-            of = f" of {list(operation.shape or ())}" if one_shape else ""
-            called[operation.channel].append(operation.signature + of)
+        if operation.words:
+            called[operation.channel].append(operation.words)
     return called
 
 
@@ -85,24 +83,26 @@ def _calls(collective: str | None) -> str:
 
 def _different_channels(programs: Sequence[Program]) -> list[str]:
     """Name the first pair of ranks that do not make the channels they share in one order."""
-    made: dict[int, list[ChannelId]] = {}
+    made: dict[int, tuple[ChannelId, ...]] = {}
     for program in programs:
-        steps = [*program.main, *(step for operation in program.operations for step in operation.steps)]
-        made[program.rank] = [step.channel for step in steps if isinstance(step, Make)]
+        made[program.rank] = tuple(step.channel for step in program.steps() if isinstance(step, Make))
     cut = {program.rank for program in programs if not program.ended}
-    for a in made:
-        for b in made:
-            if a >= b:
-                continue
-            of_a = [channel for channel in made[a] if b in channel.ranks]
-            of_b = [channel for channel in made[b] if a in channel.ranks]
+    members = {channel: set(channel.ranks) for channels in made.values() for channel in channels}
+    # Ranks that make the same channels in the same order agree; of a thousand, most do.
+    alike: dict[tuple[ChannelId, ...], list[int]] = defaultdict(list)
+    for rank, channels in made.items():
+        alike[channels].append(rank)
+    for one, other in combinations(alike.values(), 2):
+        for a, b in product(one, other):
+            a, b = sorted((a, b))
+            of_a = [channel for channel in made[a] if b in members[channel]]
+            of_b = [channel for channel in made[b] if a in members[channel]]
             if {a, b} & cut:
                 of_a, of_b = of_a[: len(of_b)], of_b[: len(of_a)]
-            for i in range(max(len(of_a), len(of_b))):
-                x, y = (str(made[i]) if i < len(made) else "none" for made in (of_a, of_b))
-                if of_a[i : i + 1] != of_b[i : i + 1]:
+            for i, (x, y) in enumerate(zip_longest(of_a, of_b, fillvalue="none"), start=1):
+                if x != y:
                     return [
-                        f"rank {a} and rank {b} make the groups they share in different orders: group {i + 1} is {x} on "
+                        f"rank {a} and rank {b} make the groups they share in different orders: group {i} is {x} on "
                         f"rank {a} and {y} on rank {b}; NCCL would hang"
                     ]
     return []

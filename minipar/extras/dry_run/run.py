@@ -1,10 +1,10 @@
 """A dry run: the program of every rank of a mesh, without numbers and without messages; then the programs are compared.
 
 Each rank runs the recipe and two steps of the trainer, the same code as in a run, on tensors without contents
-(`dry_tensors.py`) over a transport that records (`transport/dry.py`). Then `transport/matching.py` executes the records
-against each other. So a mesh that would wait for ever, or needs more memory than a device has, is found without any device.
+(`tensors.py`) over a transport that records (`transport.py`). Then `matching.py` executes the records against each other.
+So a mesh that would wait for ever, or needs more memory than a device has, is found without any device.
 
-Above 64 ranks, or if asked, one rank of each kind is run for all (`dry_kinds.py`).
+Above 64 ranks, or if asked, one rank of each kind is run for all (`kinds.py`).
 
 Not run: reading checkpoints and writing them, measuring held-out loss, and the text sample at the end.
 """
@@ -24,16 +24,16 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.traffic import step_traffic
 from minipar.data.text import Text, load_data
+from minipar.extras.dry_run.kinds import KindsRun, run_kinds
+from minipar.extras.dry_run.programs import run_ranks
+from minipar.extras.dry_run.record import Program
+from minipar.extras.dry_run.tensors import DryTensors
 from minipar.mesh import Mesh
 from minipar.mesh.mesh import Coordinates
 from minipar.support.environment import MAX_RANKS
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step
-from minipar.transport.dry import Program
-from minipar.verification.dry_kinds import KindsRun, run_kinds
-from minipar.verification.dry_programs import run_ranks
-from minipar.verification.dry_tensors import DryTensors
 
 # The groups of ranks over which a rank's bytes are counted.
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}
@@ -124,7 +124,7 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
     """Run every rank's program of this configuration without numbers, and compare what the ranks would send each other.
 
     memory_gb  a device's memory, in 1e9 bytes; None: not compared
-    by_kind    run only the first and the last rank of each kind, for all (`dry_kinds.py`); None: above 64 ranks
+    by_kind    run only the first and the last rank of each kind, for all (`kinds.py`); None: above 64 ranks
 
     Takes half a second or more per rank that is run, and the memory of the batch: no parameter or activation is in memory.
     Raises ValueError for a text that is unreadable, memory_gb of 0 or less, an option whose program decides by numbers

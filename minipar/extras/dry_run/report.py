@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter, defaultdict
 
-from minipar.verification.dry_run import DryRank, DryRun
+from minipar.extras.dry_run.run import DryRank, DryRun
 
 WIDTH = 112
 
@@ -45,7 +45,7 @@ def verdict(result: DryRun) -> str:
     return textwrap.fill(said, WIDTH)
 
 
-def kinds(result: DryRun) -> list[tuple[list[int], DryRank]]:
+def ranks_alike(result: DryRun) -> list[tuple[list[int], DryRank]]:
     """Group the ranks that hold and send the same bytes; return (ranks, the first of them), in the order of ranks."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, rank in sorted(result.ranks.items()):
@@ -74,7 +74,7 @@ def _table(result: DryRun) -> str:
         "messages",
     ]
     rows = [titles]
-    for ranks, first in kinds(result):
+    for ranks, first in ranks_alike(result):
         held = [_bytes(x) for x in first.holding]
         sent = [_bytes(first.sent[axis]) for axis in axes]
         rows.append([_ranges(ranks), *held, *sent, f"{first.messages:,}"])

@@ -2,7 +2,7 @@
 
 Whole numbers made on the host (tokens, positions, shapes, lengths) keep their values, so that the program goes the way that
 it goes in a run. What is computed from both has no contents. A program that reads a number without contents gets the one
-that is assumed below, or is refused: `ASSUMED` lists every place where the core does so.
+that `assumed.py` lists, or is refused.
 
 Inside, every storage counts towards `DryTensors.now` and `peak`, as if it were in the rank's memory.
 """
@@ -13,8 +13,9 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,110 +23,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from minipar.extras.dry_run.assumed import ASSUMED
+from minipar.extras.dry_run.record import Refused
+from minipar.extras.dry_run.shapes import META, KnownShapes
 from minipar.support.live_bytes import LiveBytes
-from minipar.transport.dry import Refused
 
 aten = torch.ops.aten
-META = torch.device("meta")
 # Operations that make a tensor from no other tensor, and whose contents nobody needs if they are floats.
 MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn}
-# Operations that write to their first argument, and do nothing else.
-WRITES = {
-    *(getattr(aten, name).Tensor for name in ("add_", "sub_", "mul_", "div_")), aten.add_.Scalar, aten.mul_.Scalar,
-    aten.lerp_.Scalar, aten.addcmul_.default, aten.addcdiv_.default, aten.sqrt_.default, aten.copy_.default,
-    aten.zero_.default, aten.fill_.Scalar,
-}  # fmt: skip
 DEVICE_OF = torch.Tensor.device.__get__
 # A tensor to be sent must be on its Comm's device, and torch's kernels are chosen by the device.
 ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
-
-
-class Assumption(NamedTuple):
-    """A number without contents that the core reads: where, what is assumed, and the value as a function of the tensor.
-
-    value  is called with the tensor and the frame of `function`
-    """
-
-    module: str
-    function: str
-    words: str
-    value: Callable[[Tensor, FrameType], Any]
-
-
-def _even(x: Tensor, total: int) -> list[int]:
-    """Divide `total` rows evenly over the elements of x."""
-    share, rest = divmod(total, x.numel())
-    return [share + (i < rest) for i in range(x.numel())]
-
-
-def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
-    """Return what `row_counts` gathers: for every rank, its rows divided evenly over the experts."""
-    assert frame.f_back is not None
-    own, p = frame.f_locals["counts"], frame.f_locals["p"]
-    rows = _even(own, frame.f_back.f_locals["rows"].shape[0])
-    return torch.tensor(rows * p).view(x.shape).tolist()
-
-
-FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
-BALANCED = "the router sends every expert as many tokens, and drops none"
-ASSUMED = (
-    Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
-    Assumption(
-        "minipar.train.optim",
-        "norm_shares",
-        "any share of a gradient's square may count towards the norm",
-        lambda x, frame: frame.f_locals["digests"].tolist(),
-    ),
-    Assumption("minipar.train.metrics", "routing", BALANCED, lambda x, frame: [0.0] * x.numel()),
-    Assumption(
-        "minipar.data_parallel.chunk_optimizer",
-        "_refresh",
-        "nothing but the optimizer writes to weights",
-        lambda x, frame: False,
-    ),
-    Assumption(
-        "minipar.model.permute", "plan_kept_rows", BALANCED, lambda x, frame: frame.f_locals["expert"].numel()
-    ),
-    Assumption("minipar.model.permute", "_gather_or_zero", BALANCED, lambda x, frame: True),
-    Assumption(
-        "minipar.model.grouped_mlp",
-        "grouped_swiglu",
-        BALANCED,
-        lambda x, frame: _even(x, frame.f_locals["x"].shape[0]),
-    ),
-    Assumption("minipar.expert.dispatch", "row_counts", BALANCED, _rows_of_every_rank),
-    Assumption("minipar.model.fused", "_kernel", "queries and keys are numbers", lambda x, frame: False),
-)
-
-
-class KnownShapes:
-    """Shapes of results by the shapes of the inputs. All ranks share it, as torch takes long to compute them."""
-
-    def __init__(self) -> None:
-        self._results: dict[object, list[tuple[Any, ...]]] = {}
-        self._fresh: dict[Any, bool] = {}  # whether an operation's results share no memory with its inputs
-
-    def run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if function not in self._fresh:
-            schema = function._schema
-            values = (*schema.arguments, *schema.returns)
-            self._fresh[function] = all(value.alias_info is None for value in values)
-        if not self._fresh[function]:
-            return function(*args, **kwargs)
-        try:
-            key = (function, _key(args), _key(tuple(kwargs.items())))
-            known = self._results.get(key)
-        except TypeError:  # something that has no hash
-            return function(*args, **kwargs)
-        if known is None:
-            result = function(*args, **kwargs)
-            made = [result] if isinstance(result, Tensor) else result
-            if isinstance(made, list | tuple) and all(type(x) is Tensor for x in made):
-                self._results[key] = [(x.shape, x.stride(), x.dtype) for x in made]
-            return result
-        made = [torch.empty_strided(size, stride, dtype=dtype, device=META) for size, stride, dtype in known]
-        return made[0] if len(function._schema.returns) == 1 and _is_tensor(function) else tuple(made)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -139,16 +48,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield from _tensors_in(list(value.values()))
 
 
-def _is_tensor(function: Any) -> bool:
-    return str(function._schema.returns[0].type) == "Tensor"
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
-    if isinstance(value, list | tuple):
-        return tuple(_key(x) for x in value)
-    return type(value), value  # 1, 1.0 and True are equal, and promote a dtype differently
+@cache
+def _is_view(function: Any) -> bool:
+    """Return whether an operation's results share their inputs' memory, and none is written."""
+    aliases = [value.alias_info for value in function._schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 class DryTensors(LiveBytes):
@@ -214,9 +118,9 @@ class DryTensors(LiveBytes):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
         if all(x.is_meta for x in tensors):
-            if function in WRITES:
-                return args[0]  # it has no contents to be written
             return self._shapes.run(function, args, kwargs)
+        if not any(x.is_meta for x in tensors) and _is_view(function):
+            return function(*args, **kwargs)  # one storage, counted once; its contents are as little known
         standing_in: dict[int, Tensor] = {}  # id of a copy on the meta device -> the tensor on the CPU
 
         def on_meta(x: Any) -> Any:

@@ -1,0 +1,28 @@
+"""What `minipar train --dry-run` does instead of training. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipar.support.options import option
+from minipar.support.registry import Choice
+
+
+@dataclass(frozen=True)
+class DryRunOptions:
+    """The options of a dry run."""
+
+    by_kind: bool = option(
+        False,
+        "with --dry-run, run only the first and the last rank of each kind; the ranks between are taken to be like them",
+    )
+    memory: float | None = option(
+        None, "with --dry-run, a device's memory in GB; exits 1 if a rank would need more"
+    )
+
+
+DRY_RUN = Choice(
+    "minipar.extras.dry_run.command:dry_run_command",
+    "start no rank; say what each would hold and send, and whether any would wait for ever; above 64 ranks, by kind",
+    DryRunOptions,
+)

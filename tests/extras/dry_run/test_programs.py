@@ -1,0 +1,124 @@
+"""What would wait for ever, or be received by the wrong rank, is named; what works is not."""
+
+import pytest
+import torch
+
+from minipar.extras.dry_run.programs import run_ranks
+
+
+def faults(size, program):
+    return run_ranks(size, lambda world, _: program(world)).faults
+
+
+def skips(world):
+    if world.rank != 1:
+        world.all_reduce(torch.zeros(8))
+    world.all_gather(torch.zeros(8))
+
+
+def stops_early(world):
+    world.all_gather(torch.zeros(8))
+    if world.rank != 1:
+        world.all_reduce(torch.zeros(8))
+
+
+def other_order(world):
+    calls = [lambda: world.all_reduce(torch.zeros(8)), lambda: world.broadcast(torch.zeros(8))]
+    for call in calls if world.rank else reversed(calls):
+        call()
+
+
+def other_shape(world):
+    world.all_reduce(torch.zeros(16 if world.rank == 2 else 8))
+
+
+def wrong_peer(world):
+    if world.rank == 0:
+        world.send(torch.zeros(4), 2)
+    if world.rank == 1:
+        world.recv((4,), torch.float32, 0)
+
+
+def wrong_size(world):
+    if world.rank == 0:
+        world.send(torch.zeros(4), 1)
+    if world.rank == 1:
+        world.recv((5,), torch.float32, 0)
+
+
+def in_a_circle(world):
+    world.send(torch.zeros(4), (world.rank + 1) % world.size)
+    world.recv((4,), torch.float32, (world.rank - 1) % world.size)
+
+
+def never_received(world):
+    if world.rank == 0:
+        world.send(torch.zeros(4), 1, async_op=True)
+
+
+def crossed_groups(world):
+    a, b = world.subgroup(range(world.size), "a"), world.subgroup(range(world.size), "b")
+    for comm in (a, b) if world.rank else (b, a):
+        comm.all_reduce(torch.zeros(8))
+
+
+def groups_in_another_order(world):
+    for name in "ab" if world.rank else "ba":
+        world.subgroup(range(world.size), name)
+
+
+def receives_ahead_on_one_channel(world):
+    """Good on gloo. NCCL runs a channel's messages one after another: both would wait in their receive."""
+    arriving = world.recv((4,), torch.float32, 1 - world.rank, async_op=True)
+    world.send(torch.zeros(4), 1 - world.rank)
+    arriving.wait()
+
+
+def waits_for_a_number_nobody_sends(world):
+    if world.rank == 0:
+        world.recv((1,), torch.int64, 1)
+
+
+def raises(world):
+    if world.rank == 1:
+        raise KeyError("lost")
+    world.all_reduce(torch.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("program", "size", "words"),
+    [
+        (skips, 4, "collective 1 on comm 'world': rank 1 calls all_gather, and rank 0 calls all_reduce sum of [8]"),
+        (stops_early, 4, "collective 2 on comm 'world': rank 1 calls no more, and rank 0 calls all_reduce"),
+        (other_order, 4, "collective 1 on comm 'world': rank 0 calls broadcast of [8], and rank 1 calls all_reduce"),
+        (other_shape, 4, "rank 2 calls all_reduce sum of [16], and rank 0 calls all_reduce sum of [8]"),
+        (wrong_peer, 3, "rank 0 waits to send 16 bytes to rank 2 on comm 'world' (float32, message 0), which has"),
+        (wrong_size, 2, "rank 0 sends rank 1 16 bytes on comm 'world' (float32, message 0), and rank 1 receives 20"),
+        (in_a_circle, 3, "rank 0 waits to send 16 bytes to rank 1 on comm 'world' (float32, message 0), which is bl"),
+        (never_received, 2, "rank 0 sent rank 1 1 message on comm 'world' that was not received"),
+        (crossed_groups, 2, "rank 0 waits to send 32 bytes to rank 1 on comm 'world/b'"),
+        (groups_in_another_order, 2, "rank 0 and rank 1 make the groups they share in different orders"),
+        (receives_ahead_on_one_channel, 2, "with NCCL, rank 0 waits to receive 16 bytes from rank 1"),
+        (waits_for_a_number_nobody_sends, 2, "rank 0 asked rank 1 for 1 message on comm 'world' that was not sent"),
+        (raises, 3, "rank 1 raises KeyError: 'lost'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_planted_fault_is_named(program, size, words):
+    assert faults(size, program)[0].startswith(words) or words in faults(size, program)[0]
+
+
+def test_what_works_is_not_a_fault():
+    def works(world):
+        world.all_reduce(torch.zeros(8))
+        handle = world.all_reduce(torch.ones(3), async_op=True)
+        right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        world.exchange(torch.zeros(4), right, (4,), torch.float32, left)
+        lengths = world.all_gather(torch.tensor([world.rank])).tolist()  # whole numbers are delivered
+        world.all_gather(torch.zeros(world.rank), sizes=lengths)
+        handle.wait()
+        return lengths
+
+    done = run_ranks(3, lambda world, _: works(world))
+    assert done.faults == []
+    assert done.results == {rank: [0, 1, 2] for rank in range(3)}

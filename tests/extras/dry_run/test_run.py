@@ -1,0 +1,123 @@
+"""A dry run says of every rank what a run would show: each message, each byte held."""
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+
+import minipar
+from minipar.config.model_config import ModelConfig
+from minipar.data.text import load_text
+from minipar.extras.dry_run.report import report, verdict
+from minipar.extras.dry_run.run import dry_run
+from minipar.mesh import Mesh
+from minipar.support.live_bytes import LiveBytes
+from minipar.train import step as step_module
+from minipar.train.parallelize import parallelize
+from minipar.train.step import train_step
+from tests.extras.dry_run.configs import DEEP, MIXTURE, RUN, TINY
+
+
+def observed(world, config):
+    """What a real rank sends in two steps, by channel and in order; and the bytes alive after them, and at most."""
+    sent, transport = defaultdict(list), world._transport
+    note = transport.note
+
+    def noted(channel, verb, num_bytes, peer, label):
+        message = note(channel, verb, num_bytes, peer, label)
+        if verb == "send":
+            sent[tuple(channel.key), message.lane].append((message.peer, num_bytes, label))
+        return message
+
+    transport.note = noted
+    with LiveBytes() as memory:
+        state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+        train_step(world, state, config, load_text(None), 0)
+        memory.peak = memory.now
+        train_step(world, state, config, load_text(None), 1)
+    transport.drain()
+    return dict(sent), memory.now, memory.peak, len(state.optimizer.tensors)
+
+
+def recorded(program):
+    sent = defaultdict(list)
+    for message in program.messages():
+        sent[tuple(message.channel), message.lane].append((message.peer, message.num_bytes, message.label))
+    return dict(sent)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        dict(dp=2),
+        dict(pp=2, tp=2, sequence_parallel=True),
+        dict(dp=2, zero=1, dtype="bfloat16"),
+        dict(dp=2, zero=2, microbatches=2),
+        dict(dp=2, zero=3),
+        dict(cp=2, zero=3, dtype="bfloat16"),
+        dict(cp=2, cp_attention="ulysses", recompute="full"),
+        dict(pp=2, microbatches=2, schedule="interleaved", model=DEEP),
+        dict(dp=2, ep=2, model=MIXTURE),
+        dict(pp=2, microbatches=4, schedule="zb-v", model=DEEP),
+        dict(dp=4, zero=3, replicate=2),
+        dict(cp=4, cp_attention="usp", cp_ulysses=2, model=replace(TINY, num_kv_heads=4)),
+        dict(pp=2, dp=2, microbatches=2, model=replace(TINY, tie_embeddings=True)),
+    ],
+    ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}),
+)  # fmt: skip
+def test_a_dry_run_sends_the_messages_of_a_run(mesh):
+    """Every rank, every channel: the same peers, bytes and operations, in the same order."""
+    config = replace(RUN, **mesh)
+    dry = dry_run(config)
+    assert dry.works, dry.faults
+    real = minipar.run(observed, config, world_size=config.world_size)
+    for program, (sent, *_) in zip(dry.programs, real):
+        assert recorded(program) == sent
+        assert sum(map(len, sent.values())) > 3
+
+
+@pytest.mark.parametrize("mesh", [dict(), dict(recompute="full"), dict(dtype="bfloat16")], ids=str)
+def test_a_dry_run_holds_the_bytes_of_a_run(mesh):
+    """To the byte, but for the optimizer's counts of steps, which only the dry run counts: 4 bytes a tensor."""
+    config = replace(RUN, **mesh)
+    held = dry_run(config).ranks[0].holding
+    (_, now, peak, num_tensors), = minipar.run(observed, config, world_size=1)  # fmt: skip
+    assert held.parameters + held.gradients + held.states + held.rest == now + 4 * num_tensors
+    assert held.peak == peak + 4 * num_tensors
+
+
+def test_no_number_is_in_memory():
+    """40 GB of parameters and states are described without being allocated."""
+    large = ModelConfig(dim=8192, num_layers=3, num_heads=64, hidden_dim=28672, max_seq_len=16)
+    dry = dry_run(replace(RUN, model=large, dtype="float32"), memory_gb=30)
+    assert dry.ranks[0].holding.peak > 40e9
+    assert "DOES NOT FIT" in verdict(dry)
+    assert not dry.works
+
+
+def test_the_planner_is_right_about_states_and_messages():
+    """All exactly, but for what buckets are padded by, the counts of steps, and a few numbers of the loss."""
+    dry = dry_run(replace(RUN, pp=2, tp=2, microbatches=2))
+    found = {(row.pp, row.what): row for row in dry.compared}
+    for pp in (0, 1):
+        for what in ("parameters", "sent over pp"):
+            assert found[pp, what].found == found[pp, what].planned
+        for what in ("gradients", "optimizer state", "sent over tp"):
+            assert found[pp, what].found == pytest.approx(found[pp, what].planned, rel=0.02), what
+        assert found[pp, "peak"].found < 2 * found[pp, "peak"].planned
+
+
+def test_a_trainer_whose_rank_skips_a_collective_is_found(monkeypatch):
+    right = step_module.reduce_loss
+    monkeypatch.setattr(
+        step_module,
+        "reduce_loss",
+        lambda world, state, config, loss: loss if world.rank == 1 else right(world, state, config, loss),
+    )
+    dry = dry_run(replace(RUN, dp=2, model=replace(TINY, num_layers=1)))
+    assert not dry.works
+    assert dry.faults[0].startswith(
+        "collective 5 on comm 'world': rank 1 calls no more, and rank 0 calls all_reduce"
+    )
+    assert "WOULD NOT RUN" in report(dry)

@@ -1,0 +1,61 @@
+"""Tensors without contents count as the memory that they would take in a run."""
+
+import torch
+
+from minipar.extras.dry_run.programs import run_ranks
+
+
+def test_memory_that_a_storage_gives_back_is_not_held():
+    """FSDP frees gathered parameters by `resize_`, which no mode of torch's sees."""
+
+    def resizes(world, memory):
+        held = [memory.now]
+        x = torch.zeros(1000)
+        held.append(memory.now)
+        x.untyped_storage().resize_(0)
+        held.append(memory.now)
+        x.untyped_storage().resize_(x.nbytes)
+        held.append(memory.now)
+        del x
+        return [*held, memory.now], memory.peak
+
+    before = torch.UntypedStorage.resize_
+    assert run_ranks(1, resizes).results == {0: ([0, 4000, 0, 4000, 0], 4000)}
+    assert torch.UntypedStorage.resize_ is before
+
+
+def test_a_view_of_unknown_numbers_is_no_memory_of_its_own():
+    def views(world, memory):
+        x = torch.zeros(8, dtype=torch.int64)
+        memory.forget_contents(x)
+        before = memory.now
+        view = x[:3].view(torch.uint8)
+        return before, memory.now - before, memory.has_contents(view)
+
+    assert run_ranks(1, views).results == {0: (64, 0, False)}
+
+
+def test_a_write_to_a_wrong_shape_raises():
+    def adds(world, memory):
+        x = torch.zeros(3)
+        for _ in range(2):
+            x.add_(torch.zeros(3))
+            torch.add(x, x, out=x)
+        return x.add_(torch.zeros(4))
+
+    (fault,) = run_ranks(1, adds).faults
+    assert fault.startswith("rank 0 raises RuntimeError: ")
+    assert "length 4" in fault
+
+
+def test_a_write_that_resizes_is_never_remembered():
+    def resizes(world, memory):
+        held = []
+        for _ in range(2):
+            x = torch.zeros(0)
+            held.append(torch.add(torch.zeros(8), 1, out=x).numel())
+            x.resize_(100)
+            held += [x.numel(), x.nbytes]
+        return held
+
+    assert run_ranks(1, resizes).results == {0: [8, 100, 400, 8, 100, 400]}
