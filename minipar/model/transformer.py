@@ -61,7 +61,8 @@ class Transformer(nn.Module):
         self.config, self.seed, self.first, self.last = config, seed, first, last
         self.overrides = TransformerOverrides()
         if first:
-            shape, where = (config.vocab_size, config.dim), device or torch.get_default_device()
+            # torch.get_default_device() fails in torch 2.9 where the default was set to None, as a rank does.
+            shape, where = (config.vocab_size, config.dim), device or torch.empty(0).device
             self.embedding = nn.utils.skip_init(nn.Embedding, *shape, device=where, dtype=dtype)
         self.layers = nn.ModuleDict(
             {

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
-# Older versions of torch lack some: mkldnn.allow_tf32 came after 2.6.
 _ATTRIBUTES: list[tuple[Any, tuple[str, ...]]] = [
     (cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
     (cuda.matmul, ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")),
@@ -37,8 +36,7 @@ class TorchState:
     """The settings of a fresh process. `reset` restores those that differ, and seeds the random generators with 0."""
 
     def __init__(self) -> None:
-        named = [(of, name) for of, names in _ATTRIBUTES for name in names]
-        self._attributes = [(of, name, getattr(of, name)) for of, name in named if hasattr(of, name)]
+        self._attributes = [(of, name, getattr(of, name)) for of, names in _ATTRIBUTES for name in names]
         self._values = [(get, set_to, get()) for get, set_to in _FUNCTIONS]
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 import minipar
-from minipar.runtime import caller, torch_state, worker
+from minipar.runtime import caller, worker
 
 
 def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
@@ -60,17 +60,6 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
     before = minipar.run(state, world_size=1)
     minipar.run(spoil, world_size=1)
     assert minipar.run(state, world_size=1) == before
-
-
-def test_a_setting_that_this_torch_lacks_is_left_alone(monkeypatch):
-    """Of those that are named, torch 2.6 lacks mkldnn.allow_tf32; any other must be there, or it is misspelt."""
-    named = [(of, name) for of, names in torch_state._ATTRIBUTES for name in names]
-    assert {name for of, name in named if not hasattr(of, name)} <= {"allow_tf32"}
-    monkeypatch.setattr(torch_state, "_ATTRIBUTES", [(torch.backends.mkldnn, ("enabled", "not_yet_there"))])
-    state, before = torch_state.TorchState(), torch.backends.mkldnn.enabled
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", not before)
-    state.reset()
-    assert torch.backends.mkldnn.enabled == before
 
 
 def test_a_rank_takes_over_environment_folder_and_arguments(monkeypatch, tmp_path):
