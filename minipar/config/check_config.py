@@ -120,11 +120,16 @@ def _check_tokens(config: TrainConfig) -> None:
 
 
 def _check_reduction(config: TrainConfig, schedule: Schedule) -> None:
-    """Check the dtype in which gradients are summed, and whether they can be reduced after every microbatch."""
+    """Check the dtype in which gradients are summed, and how often they are reduced and parameters are gathered."""
     if config.reduce_dtype == "float16" and config.dtype != "float16":
         raise ValueError(
             f"reduce_dtype=float16 overflows without a loss scale, and dtype={config.dtype} has none; "
             "use dtype=float16, or reduce_dtype=bfloat16"
+        )
+    if config.gather_every != "microbatch" and config.zero != 3:
+        raise ValueError(
+            f"gather_every={config.gather_every} is for zero=3, which alone gathers parameters, and zero={config.zero}; "
+            "use zero=3, or leave it out"
         )
     if config.reduce_every == "step":
         return

@@ -67,9 +67,21 @@ class TrainConfig:
         "after every microbatch sends them all each time, but holds only 1/dp of them",
         "mesh",
     )
+    gather_every: Literal["microbatch", "stage"] = option(
+        "microbatch",
+        "when zero 3 gathers parameters: block by block in every microbatch, which holds least; or a stage's, once for all "
+        "consecutive microbatches of that stage, which sends least, and suits schedule=breadth-first",
+        "mesh",
+    )
     schedule: str = option("1f1b", "order of the pipeline's work", "mesh", common=True)
     chunks: int | None = option(
         None, "number of stages on each pipeline rank, for schedules that allow several numbers", "mesh"
+    )
+    layer_costs: Literal["computed", "measured"] = option(
+        "computed",
+        "how layers are weighed when they are cut into stages: by their matrices and attention, or by the seconds in which "
+        "rank 0 runs each layer forward and backward, before the first step",
+        "mesh",
     )
     sequence_parallel: bool = option(
         False, "tp ranks split tokens where they do not split features", "mesh", common=True

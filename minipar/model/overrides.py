@@ -173,3 +173,11 @@ class GradientSync(Protocol):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now."""
+
+
+@runtime_checkable
+class Resharding(Protocol):
+    """The method that the pipeline calls on FSDP when it turns to another stage."""
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; they are gathered again when they are used."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients
 from minipar.model.deferrable_linear import Product
-from minipar.model.overrides import GradientSync
+from minipar.model.overrides import GradientSync, Resharding
 from minipar.pipeline.stage_state import make_stage_state
 
 
@@ -113,6 +113,11 @@ class Stage:
         self._sync.close()
         if isinstance(self.module, GradientSync) and not self._reduced:
             self.module.synchronize()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters if the module is wrapped in FSDP."""
+        if isinstance(self.module, Resharding):
+            self.module.reshard()
 
     def end(self) -> None:
         """Restore the module and drop what was saved, also after an error."""

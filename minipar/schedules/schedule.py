@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W"]
@@ -130,6 +131,15 @@ class Schedule:
     def is_last(self, stage: int) -> bool:
         """Return whether the stage has the head and the loss."""
         return self.part(stage) == self.model_stages - 1
+
+    def visits(self, rank: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the rank's actions that compute with parameters, so without W, as runs of actions on one stage.
+
+        A rank needs a stage's parameters from the beginning to the end of a visit. Breadth-first visits each of its v
+        stages twice, but the last one once, as its first B follows its last F: 2v - 1 visits.
+        """
+        used = (action for action in self.actions[rank] if action.op != "W")
+        return tuple(tuple(run) for _, run in groupby(used, key=lambda action: action.stage))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in the order of the model's parts."""

@@ -10,6 +10,8 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
 # Options, with their defaults, that change seconds or bytes but are in no formula; choices by name are found otherwise.
 UNPRICED = {
+    "gather_every": "microbatch",
+    "layer_costs": "computed",
     "tp_chunked": False,
     "partition_activations": False,
     "offload_activations": False,

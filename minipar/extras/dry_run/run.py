@@ -132,6 +132,8 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory={memory_gb:g} is out of range; use a device's memory in GB, above 0")
+    if config.layer_costs == "measured":
+        raise ValueError("layer_costs=measured times layers, and a dry run computes nothing; leave it out")
     text, _ = load_data(config)
     program = partial(_rank, config, text)
     kinds = None
