@@ -3,7 +3,7 @@
 compress      gradients compressed, or averaged less often
 optimizers    LAMB and Muon
 offload       optimizer states and master weights in CPU memory or in a file
-schedules     two directions, waves, V-Half and V-Min, slices of sequences, exact search
+schedules     two directions, waves, V-Half and V-Min, slices of sequences, offloaded activations, exact search
 pipelines     PipeDream
 tensor_grids  tensor parallelism in two and three dimensions
 experts       tokens sent once per node, hot experts replicated, rows sent in chunks

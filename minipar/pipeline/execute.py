@@ -79,7 +79,15 @@ class Pipeline:
         for number, module in zip(numbers, stages):
             recompute = checkpoint if isinstance(checkpoint, bool) else number in checkpoint
             split = {k for op, stage, k in schedule.actions[comm.rank] if op == "W" and stage == number}
-            self.stages[number] = Stage(module, schedule.part(number), split, recompute, schedule.slices)
+            away = {k for stage, k in schedule.offloaded if stage == number}
+            if away and recompute:
+                raise ValueError(
+                    f"checkpoint={checkpoint} of stage {number}, whose units {schedule.name} offloads; checkpoint its "
+                    "blocks instead (minipar.train.recompute)"
+                )
+            self.stages[number] = Stage(
+                module, schedule.part(number), split, recompute, schedule.slices, away
+            )
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
         self._leaves = {visit[-1] for visit in schedule.visits(comm.rank)} if reshard_stages else set()
         self._program = lower(schedule)[comm.rank]

@@ -27,17 +27,28 @@ class Stage:
     slices     number of slices of each sample's tokens. A unit is a microbatch or, where there are several slices, a slice
                of a microbatch; the module must then be a Transformer, whose attention sees the earlier slices: see
                `stage_state.py`
+    offloaded  the units whose activations are moved to CPU memory between forward and backward
 
     The output itself is not saved, only its autograd edge. I computes input gradients and queues the
     weight-gradient products of the layers that can defer them (`defer_weight_gradients`); W runs these products.
     All other gradients are complete after I.
     """
 
-    def __init__(self, module: nn.Module, number: int, split: Set[int], recompute: bool, slices: int = 1):
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        split: Set[int],
+        recompute: bool,
+        slices: int = 1,
+        offloaded: Set[int] = frozenset(),
+    ):
         self.module, self.number = module, number
         self.split, self.recompute, self.slices = split, recompute, slices
         self.transformer = unwrapped(module)
-        self._state = make_stage_state(self.transformer, slices, f"{number}, a {type(module).__name__}")
+        self._state = make_stage_state(
+            self.transformer, slices, offloaded, f"{number}, a {type(module).__name__}"
+        )
         self._queue = WeightGradients()
         self._deferring = False
         self._sync = ExitStack()

@@ -88,6 +88,7 @@ class Schedule:
     slices             s, the number of slices into which the tokens of every sample are cut; an action works on one slice
     copies             number of copies of the model; stages are numbered copy after copy, and a microbatch passes through
                        one copy. With two copies, ranks r and p-1-r hold the same parts of the model
+    offloaded          (stage, unit) pairs whose activations are in CPU memory between forward and backward
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -96,6 +97,7 @@ class Schedule:
     name: str = "custom"
     slices: int = 1
     copies: int = 1
+    offloaded: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def num_ranks(self) -> int:

@@ -67,7 +67,12 @@ class _Units:
         return x
 
 
-def relocate_activations(stage: Transformer, partition: Comm | None = None, offload: bool = False) -> None:
+def relocate_activations(
+    stage: Transformer,
+    partition: Comm | None = None,
+    offload: bool = False,
+    when: Callable[[], bool] = lambda: True,
+) -> None:
     """Partition or offload, in place, what blocks save for the backward: with recompute="full" or "every:N", their inputs.
 
     Call it after `recompute`, whose wrapper it wraps.
@@ -75,16 +80,17 @@ def relocate_activations(stage: Transformer, partition: Comm | None = None, offl
     partition  a Comm whose ranks all save the same tensors: each keeps 1/p of a tensor, and the backward all-gathers it.
                Sends (p-1)/p of what is saved. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
     offload    move to CPU memory, pinned if the tensor is on a GPU. With `partition`, each rank moves its part: P_a+cpu
+    when       asked before each forward of a block, or of a unit of blocks: whether to do so in this one
     """
     if partition is None and not offload:
         return
     if isinstance(units := stage.overrides.run_blocks, _Units):
         # An activation checkpoint saves only its inputs. The blocks' weights may be freed meanwhile, so they are not moved.
-        units.call = partial(_relocating, tuple, units.call, partition, offload)
+        units.call = partial(_relocating, tuple, units.call, partition, offload, when)
         return
     for block in _blocks(stage):
         block.overrides.call = partial(
-            _relocating, block.parameters, block.overrides.call, partition, offload
+            _relocating, block.parameters, block.overrides.call, partition, offload, when
         )
 
 
@@ -93,9 +99,12 @@ def _relocating(
     inner: Callable[..., Tensor] | None,
     partition: Comm | None,
     offload: bool,
+    when: Callable[[], bool],
     forward: Callable[..., Tensor],
     *args: Any,
 ) -> Tensor:
+    if not when():
+        return forward(*args) if inner is None else inner(forward, *args)
     weights = {p.untyped_storage().data_ptr() for p in parameters()}
     parts: dict[object, tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
 
@@ -117,10 +126,7 @@ def _relocating(
         part = x.detach()
         if partition is not None and sizes is not None:
             part = part.reshape(-1).split(sizes)[partition.rank].clone()
-        if offload:
-            away = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            part = away.copy_(part, non_blocking=True)
-        return part
+        return to_cpu(part) if offload else part
 
     def bring(kept: _Kept | Tensor) -> Tensor:
         if isinstance(kept, Tensor):
@@ -131,6 +137,12 @@ def _relocating(
 
     with saved_tensors_hooks(keep, bring):
         return forward(*args) if inner is None else inner(forward, *args)
+
+
+def to_cpu(x: Tensor) -> Tensor:
+    """Return a copy of x in CPU memory, pinned if x is on a GPU; the copy may still be under way."""
+    away = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return away.copy_(x, non_blocking=True)
 
 
 class _Kept(NamedTuple):

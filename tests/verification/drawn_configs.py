@@ -198,7 +198,7 @@ def _draw(
         replicate=pick(divisors(data)) if zero == 3 else 1,
         reduce_every=pick(["step", "microbatch"]) if zero == 2 else "step",
         gather_every=pick(["microbatch", "stage"]) if zero == 3 else "microbatch",
-        schedule=(schedule, {"slices": pick([1, 2, 2, 3, 4])} if schedule in SLICED else {}),
+        schedule=(schedule, _draw_schedule(rng, schedule)),
         chunks=pick([None, 1, 2, 3]) if schedule in FREE_CHUNKS else None,
         layer_costs=pick(["computed", "measured"]),
         sequence_parallel=sequence_parallel,
@@ -237,6 +237,13 @@ def _draw(
         sampling=pick(["random", "epoch"]),
         timeout_s=3600 if compiled == "inductor" else 300,  # each rank compiles, on however busy a machine
     )
+
+
+def _draw_schedule(rng: Random, schedule: str) -> dict:
+    """Draw the options of a schedule that has some."""
+    if schedule == "offloaded":
+        return {"of": rng.choice(["1f1b", "gpipe", "interleaved"]), "limit": rng.choice([1, 2])}
+    return {"slices": rng.choice([1, 2, 2, 3, 4])} if schedule in SLICED else {}
 
 
 def _draw_data(rng: Random, files: Files) -> dict[str, Path]:
