@@ -82,10 +82,7 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     schedule = schedule_of(config)
     mesh = _mesh_for(config, mesh, schedule)
     assert mesh.world is not None
-    layers = stage_layers(config, mesh.world, schedule.model_stages)
-    stages = [
-        transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule, layers)
-    ]
+    stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
     modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.model_stages > 1)
     sizes = config.choice("schedule").unit_sizes(config)
     stagewise = config.gather_every == "stage"
@@ -109,10 +106,10 @@ def _mesh_for(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Mesh:
 # 1. pipeline --------------------------------------------------------------------------------------------------------
 
 
-def own_stages(
-    config: TrainConfig, mesh: Mesh, schedule: Schedule, layers: Sequence[range]
-) -> Iterator[Transformer]:
-    """Yield this rank's stages of the model, on the meta device; `layers` are those of each part."""
+def own_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Iterator[Transformer]:
+    """Yield this rank's stages of the model, on the meta device."""
+    assert mesh.world is not None
+    layers = stage_layers(config, mesh.world, schedule.model_stages)
     for number in schedule.stages_of(mesh.coordinates.pp):
         part = schedule.part(number)
         first, last = part == 0, part == schedule.model_stages - 1
