@@ -6,7 +6,7 @@ offload       optimizer states and master weights in CPU memory or in a file
 schedules     two directions, waves, V-Half and V-Min, slices of sequences, offloaded activations, exact search
 pipelines     PipeDream
 tensor_grids  tensor parallelism in two and three dimensions
-experts       tokens sent once per node, hot experts replicated, rows sent in chunks
+experts       tokens sent once per node, hot experts replicated or moved, rows sent in chunks
 precision     products of 8 and 4-bit floats, stochastic rounding
 collectives   double binary tree, Bruck
 cost          further views of the planner: stages of unequal meshes, topology, compression, scaling

@@ -64,6 +64,7 @@ def train_step(
         if config.model.balance_bias:
             for stage in state.stages:
                 update_balance_bias(stage, comm=state.mesh.sharing("dp", "cp"))
+    config.choice("dispatch").end_step(config, state, step)
     return {
         "step": step,
         "loss": loss,

@@ -4,6 +4,8 @@ chunked_rows.py      rows in chunks, each sent while the products of another are
 once_per_node.py     a token is sent to each node once, and copied there to its experts
 shadow_placement.py  the choice of hot experts, which are replicated on all ranks for a step
 shadowed_experts.py  rows of hot experts stay; the experts' weights are sent to them
+expert_balance.py    the choice, by measured load, of the ranks that hold each expert
+moved_experts.py     experts are moved between ranks, with their state, at the end of a step
 install.py           installs each dispatch in a mixture
 choices.py           the choices of --dispatch, and which configurations they refuse
 """
@@ -13,6 +15,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "expert_balance": ["balanced"],
+        "moved_experts": ["PlacedAllToAll", "move_experts"],
         "once_per_node": ["NodeDedupDispatch"],
         "shadow_placement": ["break_even_rows", "choose_shadowed"],
         "shadowed_experts": ["ShadowedAllToAll"],

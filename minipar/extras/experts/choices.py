@@ -1,4 +1,4 @@
-"""The choices "chunks", "once-per-node" and "shadow" of `--dispatch`. Imports no torch."""
+"""The choices "chunks", "once-per-node", "shadow" and "balance" of `--dispatch`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ class ShadowOptions(NodeOptions):
         0.0,
         "replicate an expert on all ep ranks, for one step of its layer, if that takes more than this many rows off the "
         "busiest rank",
+    )
+
+
+@dataclass(frozen=True)
+class BalanceOptions(NodeOptions):
+    """The options of the dispatch that moves experts."""
+
+    every: int = option(
+        10, "steps after which experts are moved, if that lowers the load of the busiest rank"
     )
 
 
@@ -98,6 +107,37 @@ class Shadow(UnpricedDispatch):
         return [{"rows": 0.0}] if config.ep > 1 else []
 
 
+class Balance(UnpricedDispatch):
+    """The dispatch that moves experts, with weights and optimizer states, to ranks with less load."""
+
+    def check_options(self, options: Any, ep: int) -> None:
+        if options.every < 1:
+            raise ValueError(f"dispatch.every={options.every} is out of range; use 1 or more steps")
+
+    def check(self, config: Any) -> None:
+        super().check(config)
+        copies = config.choice("schedule").copies
+        replicas = config.dp * config.cp * copies // config.ep
+        reasons = {
+            f"ep={config.ep} leaves no other rank for an expert; use ep=2 or more": config.ep == 1,
+            f"zero={config.zero} divides each expert's state over its {replicas} replicas; use zero=0, or "
+            f"ep={config.dp * config.cp * copies}, which has no replicas": config.zero > 0 and replicas > 1,
+            f"compress={config.compress} keeps state of its own for each expert; use compress=none": config.compress
+            != "none",
+            f"offload={config.offload} keeps states elsewhere; use offload=none": config.offload != "none",
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"dispatch=balance moves whole experts with their state, and {reason}")
+
+    def end_step(self, config: Any, state: Any, step: int) -> None:
+        from minipar.extras.experts.moved_experts import balance_experts
+
+        balance_experts(config, state, step)
+
+    def variants(self, config: Any) -> list[dict[str, Any]]:
+        return [{"every": 1}]
+
+
 CHUNKS_CHOICE = InChunks(
     "minipar.extras.experts.install:in_chunks",
     "tokens are sent in parts, each while another is computed",
@@ -112,4 +152,9 @@ SHADOW = Shadow(
     "minipar.extras.experts.install:shadow",
     "hot experts' weights are sent to all ranks, instead of their tokens to them",
     ShadowOptions,
+)
+BALANCE = Balance(
+    "minipar.extras.experts.install:balance",
+    "experts are moved, with their optimizer state, to ranks with less load",
+    BalanceOptions,
 )
