@@ -167,9 +167,15 @@ def _check_replicas(config: TrainConfig, copies: int) -> None:
 
 def _check_activations(config: TrainConfig) -> None:
     every = blocks_per_unit(config.recompute)
+    whole_blocks = config.recompute == "full" or every is not None
+    if config.keep_messages and not whole_blocks:
+        raise ValueError(
+            f"keep_messages spares the messages of recomputed blocks, and recompute={config.recompute} recomputes none; "
+            "use recompute=full or every:N"
+        )
     if not config.partition_activations:
         return
-    if config.recompute != "full" and every is None:
+    if not whole_blocks:
         raise ValueError(
             f"partition_activations cuts the inputs that recompute=full keeps, and recompute={config.recompute}; "
             "use recompute=full or every:N"

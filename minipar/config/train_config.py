@@ -137,6 +137,12 @@ class TrainConfig:
         "with recompute=full or every:N, each tp rank keeps only its part of the kept inputs (ZeRO-R)",
         "memory",
     )
+    keep_messages: bool = option(
+        False,
+        "with recompute=full or every:N, keep what collectives over tp, cp and ep returned in the forward, so that the "
+        "recomputation does not send it again",
+        "memory",
+    )
     offload_activations: bool = option(
         False, "keep saved activations in CPU memory until the backward, pinned if there is a GPU", "memory"
     )

@@ -167,7 +167,10 @@ def transformed_stage(
     config.choice("products").load()(stage, config, mesh)
     if config.zero < 3:
         fill(stage, initial_values(config), device)
-    recompute(stage, config.recompute)
+    kept_of = [
+        mesh.comm(axis) for axis in ("tp", "cp", "ep") if config.keep_messages and getattr(config, axis) > 1
+    ]
+    recompute(stage, config.recompute, kept_of)
     partition = mesh.comm("tp") if config.partition_activations else None
     relocate_activations(stage, partition, config.offload_activations)
     if config.compile != "none":

@@ -14,6 +14,7 @@ UNPRICED = {
     "layer_costs": "computed",
     "tp_chunked": False,
     "partition_activations": False,
+    "keep_messages": False,
     "offload_activations": False,
     "compile": "none",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from minipar.comm import Comm
+from minipar.comm.repeated import without_messages
 from minipar.config.check_config import blocks_per_unit
 from minipar.model import Block, Transformer
 from minipar.model.block import run_blocks
 from minipar.support.chunks import chunk_sizes
 
 
-def recompute(stage: Transformer, mode: str) -> None:
+def recompute(stage: Transformer, mode: str, kept_of: Sequence[Comm] = ()) -> None:
     """Apply activation checkpointing to every block of a stage, in place: `mode` says what the backward recomputes.
 
     none       nothing: the most memory, no extra work
@@ -35,12 +36,17 @@ def recompute(stage: Transformer, mode: str) -> None:
     full       L x                 L x + a
     every:N    ceil(L/N) x         ceil(L/N) x + N a          least if N is about sqrt(L x / a)
 
+    kept_of  Comms whose collectives' results the forward keeps, so that the recomputation, with "full" or "every:N", does
+             not send them again: `comm/repeated.py`
+
     With every:N, FSDP unshards each block once more for its recomputation, except the last block of each unit.
     Raises ValueError for another mode.
     Source: Chen et al., arXiv:1604.06174, section 4; Megatron-LM's --recompute-method uniform.
     """
     size = blocks_per_unit(mode)
-    again = partial(checkpoint, use_reentrant=False)
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    if kept_of:
+        again = partial(again, context_fn=partial(without_messages, tuple(kept_of)))
     if size is not None:
         stage.overrides.run_blocks = _Units(size, again)
     for block in _blocks(stage) if mode in ("selective", "full") else ():

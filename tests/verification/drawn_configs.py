@@ -214,6 +214,7 @@ def _draw(
         compress=_draw_compress(rng, compress, steps, data // ep),
         recompute=recompute,
         partition_activations=partial and chance(0.5),
+        keep_messages=recompute not in ("none", "selective") and chance(0.5),
         offload_activations=chance(0.2) and compiled == "none",
         compile=compiled,
         offload=pick(["none", "none", "cpu", "disk", ("disk", {"folder": files.folder})]) if zero else "none",
