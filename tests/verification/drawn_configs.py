@@ -188,6 +188,8 @@ def _draw(
     sequence_parallel, partial = sequence_parallel and rows == 1, partial and rows == 1
     lr_scale = pick(["none", "none", "linear", "sqrt"])
     ep = pick(divisors(data)) if experts else 1
+    if ep > 1 and axes["tp"] > 1 and layout == "1d" and chance(0.3):
+        layout = "ted"
     return config_of(
         model=model,
         **data_of,

@@ -1,11 +1,11 @@
-"""The choices "chunks", "once-per-node", "shadow" and "balance" of `--dispatch`. Imports no torch."""
+"""The choices that these modules add, of `--dispatch` and of `--tp-layout`. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from minipar.config.choices import Dispatch, NodeOptions
+from minipar.config.choices import Dispatch, NodeOptions, OneDim
 from minipar.support.errors import divisors, one_of
 from minipar.support.options import option
 
@@ -138,6 +138,30 @@ class Balance(UnpricedDispatch):
         return [{"every": 1}]
 
 
+class SlicedRows(OneDim):
+    """The layout of tp 1d whose ranks each send a part of the rows for experts."""
+
+    def check(self, config: Any) -> None:
+        super().check(config)
+        model = config.model
+        reasons = {
+            f"num_experts={model.num_experts}: the model sends none; use tp_layout=1d": not model.num_experts,
+            f"ep={config.ep}, tp={config.tp}: they go over ep, sliced over tp; use 2 or more of both": 1
+            in (config.ep, config.tp),
+            f"shared_dim={model.shared_dim}: a shared expert needs whole tokens; use 0": model.shared_dim > 0,
+            f"dispatch={config.dispatch} sends other things, too; use all-to-all, chunks or balance": config.dispatch
+            not in ("all-to-all", "chunks", "balance"),
+        }
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ValueError(f"tp_layout={config.tp_layout} slices rows for experts, and {reason}")
+
+    def mesh_suffix(self, config: Any) -> str:
+        return f"-{config.tp_layout}"
+
+    def not_priced(self, config: Any) -> str:
+        return f"tp_layout={config.tp_layout}"
+
+
 CHUNKS_CHOICE = InChunks(
     "minipar.extras.experts.install:in_chunks",
     "tokens are sent in parts, each while another is computed",
@@ -157,4 +181,8 @@ BALANCE = Balance(
     "minipar.extras.experts.install:balance",
     "experts are moved, with their optimizer state, to ranks with less load",
     BalanceOptions,
+)
+SLICED = SlicedRows(
+    "minipar.extras.experts.sliced_rows:cut_with_sliced_rows",
+    "as 1d, and each rank sends only its slice of the rows for experts",
 )
