@@ -84,10 +84,30 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def _check_batch(config: TrainConfig) -> None:
+    """Check that every dp rank gets samples, and as many in each of its microbatches."""
+    if config.dp_speeds is not None:
+        _check_speeds(config, config.dp_speeds)
+        return
     if why := why_batch_illegal(config.batch_size, config.dp, config.microbatches):
         samples = config.batch_size // config.dp
         fits = divisors(config.batch_size if config.batch_size % config.dp else samples)
         raise ValueError(f"{why}; use {one_of(fits)}")
+
+
+def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
+    if len(speeds) != config.dp or min(speeds) <= 0:
+        raise ValueError(f"dp_speeds={list(speeds)} for dp={config.dp}; give a number above 0 per dp rank")
+    require_divides("microbatches", config.microbatches, "batch_size", config.batch_size)
+    if config.batch_size // config.microbatches < config.dp:
+        raise ValueError(
+            f"batch_size={config.batch_size} in {config.microbatches} microbatches leaves some of dp={config.dp} ranks "
+            f"without a sample; use batch_size={config.dp * config.microbatches} or more"
+        )
+    if config.compress != "none":
+        raise ValueError(
+            f"compress={config.compress} averages dp ranks with equal parts of the batch, and dp_speeds gives them unequal "
+            "ones; use one of the two"
+        )
 
 
 def _check_stages(config: TrainConfig) -> Schedule:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from minipar.config.check_config import check_data, check_layout
 from minipar.config.choices import CHOSEN, TensorLayout
 from minipar.config.llama_config import sizes_from
+from minipar.config.mesh_rules import shares_by_speed
 from minipar.config.model_config import ModelConfig
 from minipar.support.environment import MAX_RANKS, under_torchrun
 from minipar.support.errors import one_of
@@ -39,6 +40,12 @@ class TrainConfig:
     )
 
     dp: int = option(1, "data-parallel ranks: each works on an equal part of the batch", "mesh", common=True)
+    dp_speeds: tuple[float, ...] | None = option(
+        None,
+        "for unequal machines, the speed of each dp rank, in any unit: its samples are as many as it can do while the "
+        "others do theirs; none: equal parts of the batch",
+        "mesh",
+    )
     pp: int = option(1, "pipeline ranks: each has an equal part of the layers", "mesh", common=True)
     cp: int = option(
         1, "context-parallel ranks: each has a part of every sample's tokens", "mesh", common=True
@@ -351,6 +358,14 @@ class TrainConfig:
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scale]
         factor: float = (self.batch_size / (self.lr_batch_size or self.batch_size)) ** power
         return self.lr * factor
+
+    @property
+    def dp_samples(self) -> list[int]:
+        """The number of samples of each dp rank in a step: equal or by `dp_speeds`, and a multiple of `microbatches`."""
+        if self.dp_speeds is None:
+            return [self.batch_size // self.dp] * self.dp
+        shares = shares_by_speed(self.batch_size // self.microbatches, self.dp_speeds)
+        return [self.microbatches * share for share in shares]
 
     @property
     def world_size(self) -> int:

@@ -143,7 +143,7 @@ def measured_costs(config: TrainConfig, device: torch.device) -> list[float]:
             recompute(layer, config.recompute)
             yield layer
 
-    samples = config.batch_size // config.dp // config.microbatches
+    samples = config.dp_samples[0] // config.microbatches
     return seconds_of(layers(), torch.zeros(samples, config.seq_len, dtype=torch.int64, device=device))
 
 

@@ -10,6 +10,7 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
 # Options, with their defaults, that change seconds or bytes but are in no formula; choices by name are found otherwise.
 UNPRICED = {
+    "dp_speeds": None,
     "gather_every": "microbatch",
     "layer_costs": "computed",
     "tp_chunked": False,
@@ -30,7 +31,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     precision = "mixed" if config.mixed_precision else config.dtype
     shape = ModelShape.of(config.model)
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
-    microbatch = config.batch_size // config.dp // config.microbatches
+    microbatch = max(1, config.batch_size // config.dp // config.microbatches)
     name, dp, pp, chunks = _planned_order(config)
     slices = getattr(config.options.get("schedule"), "slices", 1) if SCHEDULES[name].sliced else 1
     return job, Layout(

@@ -84,9 +84,9 @@ def batch_of(config: TrainConfig, text: Text, step: int) -> Batch:
 
 
 class LocalBatch(NamedTuple):
-    """This rank's part of a batch: its samples (cut over dp) and its tokens of each (cut over cp), still on the CPU.
+    """This rank's part of a batch: its samples (divided over dp) and its tokens of each (cut over cp), still on the CPU.
 
-    tokens, targets  [B/dp, T/cp] int64        sample_ids  [B/dp]        positions  [T/cp]
+    tokens, targets  [b, T/cp] int64     sample_ids  [b]     positions  [T/cp]     b = B/dp, or this rank's `dp_samples`
     num_targets      targets that count towards the loss, in the whole batch
     """
 
@@ -100,7 +100,7 @@ class LocalBatch(NamedTuple):
 def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: torch.device) -> LocalBatch:
     """Return this rank's part of a step's batch, in pinned memory if it will be copied to a GPU."""
     batch, at = batch_of(config, text, step), mesh.coordinates
-    ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
+    ids = torch.arange(config.batch_size).split(config.dp_samples)[at.dp]
     positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
     return LocalBatch(
         pinned(batch.tokens[ids][:, positions], device),

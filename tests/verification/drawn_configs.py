@@ -202,6 +202,7 @@ def _draw(
         gather_every=pick(["microbatch", "stage"]) if zero == 3 else "microbatch",
         schedule=(schedule, _draw_schedule(rng, schedule)),
         chunks=pick([None, 1, 2, 3]) if schedule in FREE_CHUNKS else None,
+        dp_speeds=_draw_speeds(rng, axes["dp"]) if compress == "none" else None,
         layer_costs=pick(["computed", "measured"]),
         sequence_parallel=sequence_parallel,
         tp_chunked=sequence_parallel and chance(0.5),
@@ -240,6 +241,11 @@ def _draw(
         sampling=pick(["random", "epoch"]),
         timeout_s=3600 if compiled == "inductor" else 300,  # each rank compiles, on however busy a machine
     )
+
+
+def _draw_speeds(rng: Random, dp: int) -> tuple[float, ...] | None:
+    """Draw a speed for each dp rank, or none."""
+    return tuple(rng.choice([1, 1.5, 4]) for _ in range(dp)) if rng.random() < 0.2 else None
 
 
 def _draw_schedule(rng: Random, schedule: str) -> dict:

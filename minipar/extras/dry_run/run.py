@@ -164,7 +164,10 @@ def alike_axes(config: TrainConfig) -> list[str]:
     """
     different = {
         "tp": config.tp_layout != "1d",  # in a grid some ranks exchange their blocks, and others keep them
-        "dp": config.optimizer != "adamw" or config.compress != "none" or config.dispatch != "all-to-all",
+        "dp": config.dp_speeds is not None
+        or config.optimizer != "adamw"
+        or config.compress != "none"
+        or config.dispatch != "all-to-all",
     }
     return [axis for axis, differs in different.items() if not differs]
 

@@ -67,7 +67,7 @@ class InChunks(UnpricedDispatch):
             raise ValueError(
                 f"dispatch.chunks={chunks} cuts what ep ranks send to one another's experts, and ep=1; use ep=2 or more"
             )
-        samples = config.batch_size // config.dp // config.microbatches
+        samples = min(config.dp_samples) // config.microbatches
         most = samples * (config.seq_len // config.cp) * config.model.num_experts
         if chunks > max(1, most):
             raise ValueError(
@@ -116,18 +116,21 @@ class Balance(UnpricedDispatch):
 
     def check(self, config: Any) -> None:
         super().check(config)
-        copies = config.choice("schedule").copies
-        replicas = config.dp * config.cp * copies // config.ep
+        if reason := self._why_not(config):
+            raise ValueError(f"dispatch=balance moves whole experts with their state, and {reason}")
+
+    def _why_not(self, config: Any) -> str | None:
+        sharers = config.dp * config.cp * config.choice("schedule").copies
+        replicas = sharers // config.ep
         reasons = {
             f"ep={config.ep} leaves no other rank for an expert; use ep=2 or more": config.ep == 1,
-            f"zero={config.zero} divides each expert's state over its {replicas} replicas; use zero=0, or "
-            f"ep={config.dp * config.cp * copies}, which has no replicas": config.zero > 0 and replicas > 1,
+            f"zero={config.zero} divides each expert's state over its {replicas} replicas; use zero=0, or ep={sharers}, "
+            "which has no replicas": config.zero > 0 and replicas > 1,
             f"compress={config.compress} keeps state of its own for each expert; use compress=none": config.compress
             != "none",
             f"offload={config.offload} keeps states elsewhere; use offload=none": config.offload != "none",
         }
-        for reason in (reason for reason, holds in reasons.items() if holds):
-            raise ValueError(f"dispatch=balance moves whole experts with their state, and {reason}")
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def end_step(self, config: Any, state: Any, step: int) -> None:
         from minipar.extras.experts.moved_experts import balance_experts
@@ -135,7 +138,7 @@ class Balance(UnpricedDispatch):
         balance_experts(config, state, step)
 
     def variants(self, config: Any) -> list[dict[str, Any]]:
-        return [{"every": 1}]
+        return [] if self._why_not(config) else [{"every": 1}]
 
 
 class SlicedRows(OneDim):
