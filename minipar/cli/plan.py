@@ -60,9 +60,9 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Each time has its doubt: docs/planner.md compares predictions with published runs.
 
         The plan covers dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with
-        AdamW's states. It does not cover tp-layout 2d, 2.5d and 3d, the optimizers muon and lamb, latent attention, ways of
-        dispatching tokens other than all-to-all, offloading, compile, and the schedules chimera, dualpipe, hanayo, v-half
-        and v-min.
+        AdamW's states. It does not cover tp-layout 2d, 2.5d, 3d and ted, the optimizers muon and lamb, latent attention,
+        ways of dispatching tokens other than all-to-all, offloading, compile, and the schedules chimera, dualpipe, hanayo,
+        offloaded, v-half and v-min.
 
         minipar plan --serve predicts what serving takes instead; minipar plan --serve --help shows its flags.
 
