@@ -39,11 +39,12 @@ def blocks_per_unit(recompute: str) -> int | None:
     )
 
 
-def schedule_of(config: TrainConfig) -> Schedule:
-    """Return the schedule of a TrainConfig's pipeline."""
+def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
+    """Return the schedule of the pipeline of a dp rank; with `dp_speeds` they may have different numbers of microbatches."""
     options = config.options.get("schedule")
     arguments = () if options is None else tuple(sorted(vars(options).items()))
-    return _schedule(config.schedule, config.pp, config.microbatches, config.chunks, arguments)
+    microbatches = config.dp_microbatches[dp_rank]
+    return _schedule(config.schedule, config.pp, microbatches, config.chunks, arguments)
 
 
 @lru_cache(maxsize=16)  # a search over meshes asks for the same schedule once per mesh
@@ -85,10 +86,17 @@ def check_layout(config: TrainConfig) -> None:
 
 def _check_batch(config: TrainConfig) -> None:
     """Check that every dp rank gets samples, and as many in each of its microbatches."""
-    if config.dp_speeds is not None:
-        _check_speeds(config, config.dp_speeds)
-        return
-    if why := why_batch_illegal(config.batch_size, config.dp, config.microbatches):
+    speeds, m = config.dp_speeds, config.microbatches
+    if speeds is not None:
+        _check_speeds(config, speeds)
+    if speeds is not None and config.microbatches_in_step:
+        require_divides("microbatches", m, "batch_size", config.batch_size)
+        if config.batch_size // m < config.dp:
+            raise ValueError(
+                f"batch_size={config.batch_size} in {m} microbatches leaves some of dp={config.dp} ranks without a sample; "
+                f"use batch_size={config.dp * m} or more"
+            )
+    elif why := why_batch_illegal(config.batch_size, config.dp, m):
         samples = config.batch_size // config.dp
         fits = divisors(config.batch_size if config.batch_size % config.dp else samples)
         raise ValueError(f"{why}; use {one_of(fits)}")
@@ -97,12 +105,6 @@ def _check_batch(config: TrainConfig) -> None:
 def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
     if len(speeds) != config.dp or min(speeds) <= 0:
         raise ValueError(f"dp_speeds={list(speeds)} for dp={config.dp}; give a number above 0 per dp rank")
-    require_divides("microbatches", config.microbatches, "batch_size", config.batch_size)
-    if config.batch_size // config.microbatches < config.dp:
-        raise ValueError(
-            f"batch_size={config.batch_size} in {config.microbatches} microbatches leaves some of dp={config.dp} ranks "
-            f"without a sample; use batch_size={config.dp * config.microbatches} or more"
-        )
     if config.compress != "none":
         raise ValueError(
             f"compress={config.compress} averages dp ranks with equal parts of the batch, and dp_speeds gives them unequal "
@@ -111,7 +113,7 @@ def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
 
 
 def _check_stages(config: TrainConfig) -> Schedule:
-    schedule = schedule_of(config)
+    schedule, *_ = (schedule_of(config, rank) for rank in range(config.dp))
     if why := why_stages_illegal(schedule.model_stages, config.model.num_layers, config.pp, config.schedule):
         raise ValueError(why)
     return schedule

@@ -42,8 +42,8 @@ class TrainConfig:
     dp: int = option(1, "data-parallel ranks: each works on an equal part of the batch", "mesh", common=True)
     dp_speeds: tuple[float, ...] | None = option(
         None,
-        "for unequal machines, the speed of each dp rank, in any unit: its samples are as many as it can do while the "
-        "others do theirs; none: equal parts of the batch",
+        "for unequal machines, the speed of each dp rank, in any unit: it gets as many samples as it can do while the others "
+        "do theirs, in more microbatches, or in larger ones where ranks send in every microbatch; none: equal parts",
         "mesh",
     )
     pp: int = option(1, "pipeline ranks: each has an equal part of the layers", "mesh", common=True)
@@ -360,10 +360,25 @@ class TrainConfig:
         return self.lr * factor
 
     @property
+    def microbatches_in_step(self) -> bool:
+        """Whether all dp ranks must run as many microbatches, since they send to each other in every one."""
+        every = self.zero == 3 or self.ep > 1 or self.reduce_every == "microbatch" or self.products != "plain"
+        return every or self.choice("schedule").copies > 1
+
+    @property
+    def dp_microbatches(self) -> list[int]:
+        """The number of microbatches of each dp rank: equal or, with `dp_speeds`, by speed, `microbatches` on average."""
+        if self.dp_speeds is None or self.microbatches_in_step:
+            return [self.microbatches] * self.dp
+        return shares_by_speed(self.dp * self.microbatches, self.dp_speeds)
+
+    @property
     def dp_samples(self) -> list[int]:
-        """The number of samples of each dp rank in a step: equal or by `dp_speeds`, and a multiple of `microbatches`."""
-        if self.dp_speeds is None:
-            return [self.batch_size // self.dp] * self.dp
+        """The number of samples of each dp rank in a step: the same part of all samples as of all microbatches or, where
+        all have as many microbatches, a number of whole samples in each, by speed.
+        """
+        if self.dp_speeds is None or not self.microbatches_in_step:
+            return [m * (self.batch_size // (self.dp * self.microbatches)) for m in self.dp_microbatches]
         shares = shares_by_speed(self.batch_size // self.microbatches, self.dp_speeds)
         return [self.microbatches * share for share in shares]
 

@@ -79,7 +79,7 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
 
     The strategies' collectives use `config.algorithm` where they support it.
     """
-    schedule = schedule_of(config)
+    schedule = schedule_of(config, mesh.coordinates.dp)
     mesh = _mesh_for(config, mesh, schedule)
     assert mesh.world is not None
     stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
@@ -143,7 +143,7 @@ def measured_costs(config: TrainConfig, device: torch.device) -> list[float]:
             recompute(layer, config.recompute)
             yield layer
 
-    samples = config.dp_samples[0] // config.microbatches
+    samples = config.dp_samples[0] // config.dp_microbatches[0]
     return seconds_of(layers(), torch.zeros(samples, config.seq_len, dtype=torch.int64, device=device))
 
 

@@ -135,7 +135,7 @@ def gradients(
             set_num_groups(stage, groups, state.loss_scale)
     # By default ZeroOptimizer reduces gradients in every backward. Here it reduces once per step, when all gradients are
     # complete (of every microbatch, deferred or tied ones), unless reduce_every asks for a reduction in every backward.
-    several = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
+    several = config.pp > 1 or max(config.dp_microbatches) > 1 or len(state.pipeline.schedule.actions[0]) > 2
     accumulates = several and config.reduce_every == "step"
     with state.optimizer.no_sync() if accumulates else nullcontext():
         loss = state.pipeline.step(**inputs, loss_scale=state.loss_scale)

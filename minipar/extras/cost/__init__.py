@@ -8,6 +8,7 @@ measure_links.py  the speed of every pair of ranks. links_command.py: `minipar l
 compression.py    bytes, passes and seconds of compressed gradients, and whether they pay
 auto_split.py     stages of unequal meshes, by dynamic programming
 scaling.py        weak and strong scaling, and the point at which data parallelism is communication bound
+unequal.py        GPUs of two kinds: the batch divided by speed
 published_runs.py  published training runs, and the cost model's error on each
 fit.py            fits the cost model's numbers to half of them, and writes docs/planner.md
 published_choices.py  the planner's choices beside their authors', and docs/planner_choices.md

@@ -1,4 +1,4 @@
-"""The choices "compression", "auto-split" and "scaling" of `--view`, and the command `minipar links`. Imports no torch."""
+"""The choices of `--view` that these modules add, and the command `minipar links`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -55,6 +55,33 @@ class ScalingView(PlanView):
             require_picture("view.picture", options.picture)
 
 
+@dataclass(frozen=True)
+class UnequalOptions:
+    """The options of the view: the GPUs of the other kind."""
+
+    gpus: int = option(0, "how many of the GPUs are of another kind")
+    machine: str = option(
+        "", "the name of that kind, or its .toml file; none: as the others, but for `speed`"
+    )
+    speed: float = option(0.5, "without `machine`, the other kind's rates, relative to the others'")
+
+
+class UnequalView(PlanView):
+    """The view of the best layout on GPUs of two kinds."""
+
+    def check_request(self, asked: Asked, options: Any) -> None:
+        from minipar.cost.machines import find_machine
+
+        if not 0 < options.gpus < asked.job.gpus:
+            raise ValueError(
+                f"view.gpus={options.gpus} of gpus={asked.job.gpus} are of another kind; use 1 or more, but not all"
+            )
+        if options.machine:
+            find_machine(options.machine)
+        elif not options.speed > 0:
+            raise ValueError(f"view.speed={options.speed:g} is out of range; use a number above 0")
+
+
 COMPRESSION = CompressionView(
     "minipar.extras.cost.compression:compression_view",
     "whether compressed gradients would pay on the winner, and what each method costs",
@@ -68,6 +95,11 @@ SCALING = ScalingView(
     "minipar.extras.cost.scaling:scaling_view",
     "the winner's weak and strong scaling, to 16,384 GPUs",
     ScalingOptions,
+)
+UNEQUAL = UnequalView(
+    "minipar.extras.cost.unequal:unequal_view",
+    "the winner on GPUs of two kinds: the batch divided by speed, and what that gains",
+    UnequalOptions,
 )
 LINKS = Choice(
     "minipar.extras.cost.links_command:links_command",

@@ -67,7 +67,7 @@ class InChunks(UnpricedDispatch):
             raise ValueError(
                 f"dispatch.chunks={chunks} cuts what ep ranks send to one another's experts, and ep=1; use ep=2 or more"
             )
-        samples = min(config.dp_samples) // config.microbatches
+        samples = min(n // m for n, m in zip(config.dp_samples, config.dp_microbatches))
         most = samples * (config.seq_len // config.cp) * config.model.num_experts
         if chunks > max(1, most):
             raise ValueError(

@@ -36,12 +36,12 @@ class Grid(TensorLayout):
             )
         check_grid(config.model, config.tp, layout, depth)
         rows, _ = grid_shape(config.tp, layout, depth)
-        for samples in config.dp_samples:
+        for samples, microbatches in zip(config.dp_samples, config.dp_microbatches):
             require_divides(
                 f"tp_layout={layout}'s rows of ranks",
                 rows,
                 "samples (batch_size/dp/microbatches)",
-                samples // config.microbatches,
+                samples // microbatches,
             )
         for name in ("sequence_parallel", "partition_activations"):
             if getattr(config, name):
