@@ -143,11 +143,11 @@ def memory_limit(job: Job) -> str:
     dp = max(d for d in divisors(job.gpus) if job.batch % d == 0)
     items = worst_rank_memory(replace(job, gpus=dp), Layout(dp))[1]
     states = sum(items[name] for name in STATES)
-    kept = sum(items.values()) - states
-    if states + kept <= job.room_bytes:
-        return f"memory: none, a copy fits ({(states + kept) / GB:.0f} of {job.room_bytes / GB:.0f} GB)"
+    kept, whole = items["activations"], sum(items.values())
+    if whole <= job.room_bytes:
+        return f"memory: none, a copy fits ({whole / GB:.0f} of {job.room_bytes / GB:.0f} GB)"
     what = [f"states {states / GB:,.0f} GB"] * (states > job.room_bytes / 4)
-    what += [f"activations {kept / GB:,.0f} GB"] * (kept > job.room_bytes / 4)
+    what += [f"activations {kept / GB:,.0f} GB"] * (kept > job.room_bytes / 8)
     return f"memory: {', '.join(what)} a copy, for {job.room_bytes / GB:.0f}"
 
 
