@@ -20,6 +20,7 @@ from minipar.cost.models import expert_elems
 from minipar.cost.ranks import ends_elems, held_by
 from minipar.cost.timing import step_time
 from minipar.cost.traffic import step_traffic
+from minipar.learn.facts import quote
 
 RANKS, SAMPLES, TOKENS = 8, 8, 4096
 STATES = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer state"}
@@ -95,7 +96,7 @@ def held(job: Job, layout: Layout) -> dict[str, float]:
 @cache
 def strategies() -> tuple[Strategy, ...]:
     text = (files("minipar.learn.guide") / "strategies.toml").read_text(encoding="utf-8")
-    return tuple(Strategy(**entry) for entry in tomllib.loads(text)["strategy"])
+    return tuple(Strategy(**quote(entry)) for entry in tomllib.loads(text)["strategy"])
 
 
 COLUMNS = ("batch", "sequence", "layers", "experts", "parameters", "gradients", "states", "activations")

@@ -20,6 +20,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from minipar.learn.facts import quote
 from minipar.support.trace import DATA, Span, Trace, busy_s, find_data_wait, overlap_fraction
 
 RANKS, LAYERS, SAMPLES = 4, 4, 4  # samples a rank
@@ -155,7 +156,7 @@ def measured_text(machine: str, seen: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _toml(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8"))
+    return quote(tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8")))
 
 
 def page() -> str:

@@ -23,6 +23,7 @@ from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import Candidate, Plan, plan
 from minipar.cost.reasons import PART_NAMES, no_fit
 from minipar.cost.timing import step_time
+from minipar.learn.facts import quote
 from minipar.support.errors import divisors
 
 GB = 1e9
@@ -183,7 +184,7 @@ def _link(job: Job, layout: Layout, part: str) -> str:
 @cache
 def workloads() -> tuple[Workload, ...]:
     text = (files("minipar.learn.guide") / "workloads.toml").read_text(encoding="utf-8")
-    return tuple(Workload(**entry) for entry in tomllib.loads(text)["workload"])
+    return tuple(Workload(**quote(entry)) for entry in tomllib.loads(text)["workload"])
 
 
 def page() -> str:

@@ -26,6 +26,7 @@ from minipar.cost.serving_plan import ServingJob, plan_serving, with_fewer_bits
 from minipar.cost.serving_report import serving_text
 from minipar.cost.timing import step_time
 from minipar.learn.exercises.solution import excerpt
+from minipar.learn.facts import quote
 
 Entry = dict[str, Any]
 # The parts of a spoken design, in order.
@@ -53,7 +54,7 @@ def services() -> list[Entry]:
 
 def _entries(file: str, kind: str) -> list[Entry]:
     entries: list[Entry] = tomllib.loads((files(__package__) / file).read_text(encoding="utf-8"))[kind]
-    return entries
+    return quote(entries)
 
 
 def walkthrough_page() -> str:

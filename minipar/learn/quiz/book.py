@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from minipar.learn.facts import quote
 from minipar.support.errors import one_of
 
 
@@ -40,7 +41,9 @@ class Question(NamedTuple):
 @cache
 def book() -> tuple[Question, ...]:
     entries = tomllib.loads((files(__package__) / "book.toml").read_text(encoding="utf-8"))["question"]
-    return tuple(Question(**{**entry, "answer": " ".join(entry["answer"].split())}) for entry in entries)
+    return tuple(
+        Question(**quote({**entry, "answer": " ".join(entry["answer"].split())})) for entry in entries
+    )
 
 
 def topics() -> tuple[str, ...]:
