@@ -68,7 +68,7 @@ def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Contents, 
 
 @cache
 def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the (dense, expert) parameters of a layer without experts, and of a layer with experts."""
+    """Return the numbers of (dense, expert) parameters of a layer without experts, and those of a layer with experts."""
     shape = job.shape
     without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
     return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)
