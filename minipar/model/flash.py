@@ -34,7 +34,7 @@ from minipar.support.errors import one_of, require_divides
 from minipar.support.staging import to_device
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
-TILE_ELEMS = 1 << 18  # scores per tile: few enough for a CPU core's cache, enough to outweigh a call's overhead
+TILE_ELEMS = 1 << 18  # scores per tile: few enough for a CPU cache, enough to outweigh a call's overhead
 MIN_TILE_SIDE = 32  # minimum number of queries and keys in a tile, however many heads there are
 
 

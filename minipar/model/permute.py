@@ -128,7 +128,7 @@ def _token_of_row(plan: PermutePlan) -> Tensor:
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], 0 where the index is -1."""
     missing = index < 0
-    if not missing.is_cuda and not missing.any():  # on a GPU, waiting for the result of any() takes longer than masking
+    if not missing.is_cuda and not missing.any():  # on a GPU, any() takes longer than masking
         return x.index_select(0, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)
 

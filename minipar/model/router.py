@@ -94,7 +94,7 @@ def tie_ranks(scores: Tensor, dim: int) -> Tensor:
     change ranks wherever equal scores lie at a boundary of the grid.
     """
     ordered = scores.sort(dim=dim, descending=True)
-    larger = ordered.values.roll(1, dim)  # the first has no larger one: it is compared with the last, and gets rank 0
+    larger = ordered.values.roll(1, dim)  # the largest is compared with the smallest, and gets rank 0
     ranks = (larger - ordered.values > TIE_TOLERANCE).cumsum(dim)
     return torch.empty_like(ranks).scatter_(dim, ordered.indices, ranks)
 

@@ -63,7 +63,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     """Choose a token for each sample: [B, V] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    odds = (logits.double() / temperature).softmax(-1).cpu()  # drawn on the CPU, so that every device gives the same tokens
+    odds = (logits.double() / temperature).softmax(-1).cpu()  # on the CPU, every device draws the same tokens
     return torch.multinomial(odds, 1, generator=generator).to(logits.device)
 
 
