@@ -82,8 +82,8 @@ def layer_activation_bytes(
              top_k * capacity_factor rows per token
 
         norms      2 (3 D + 1)   input, its inverse root mean square, the normalized input, and its product with the weight
-                                 (the input of q, k and v, or of gate and up)              whole, or tokens / tp
-        dropouts   2 D bytes     a mask after attention, one after the MLP                 whole, or tokens / tp
+                                 (the input of q, k and v, or of gate and up)              unsharded, or tokens / tp
+        dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
                    (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
         mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp

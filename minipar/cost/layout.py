@@ -55,7 +55,7 @@ class Implementation:
     bucket_mb          megabytes (2**20 bytes) of gradients in a bucket
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
-    arithmetic         time of arithmetic, as a multiple of what the formulas of work.py give
+    arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
                        enough arithmetic; the rest is exposed
     gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector

@@ -8,7 +8,7 @@ from minipar.cost.layout import Implementation
 
 
 class Program(NamedTuple):
-    """A training program: its behaviour and fitted parameters, and a description in words."""
+    """A training program: `implementation` is its behaviour and fitted parameters, `words` a description."""
 
     implementation: Implementation
     words: str

@@ -141,7 +141,7 @@ class Replica:
         return 0.0 if self.role == "prompts" else self.step(batch).step_s
 
     def sustained(self, batch: int) -> float:
-        """Return the requests per second at which a batch keeps its size while the replica is never idle."""
+        """Return the requests per second that keep the batch at this size while the replica is never idle."""
         return 1 / (self.prompt_s + self.job.new_tokens * self.step_s(batch) / batch)
 
     def batch_at(self, rate: float) -> int:

@@ -175,7 +175,7 @@ class RankWork(NamedTuple):
 
 
 def _layer_layout(a: Layout) -> Layout:
-    """Reset every field of the layout that does not affect a layer's time, so that cached times are found.
+    """Reset every field of the layout that does not affect a layer's time, so that more layouts share a cached time.
 
     dp affects a layer's time only if ZeRO-3 gathers weights.
     """

@@ -5,9 +5,9 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
     tp     a multiple of (t-1)/t N D e: 8 per layer (four all-reduces), 2 for the embedding and 2 for the head. With
            sequence parallelism, the backward gathers each column-parallel input again: 2 more per layer, 1 more for the
            head. recompute="full" adds 2 per layer (3 with sequence parallelism, 4 with dropout); "every:N" adds 4 per
-           layer, but less for the last of N layers. The loss adds 3 numbers per token. For a parallel block without
-           experts, the numbers per layer are 4 (not 8), 1 (not 2) with sequence parallelism, 0, 1 and 2 (not 2, 3 and 4)
-           with "full", and 2 (not 4) with "every:N"
+           layer, but less for the last of N layers. The loss adds 3 elements per token. A parallel block without experts
+           has half as many all-reduces: 4 per layer in place of 8, and 1 in place of 2 with sequence parallelism;
+           recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N"
     pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
            bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from minipar.cost.layout import Job
 from minipar.cost.models import ModelShape, layer_matmul_elems
 
-# Tokens at which a flash attention kernel reaches half of its rate.
+# The number of tokens in a block at which a flash attention kernel reaches half of its rate.
 SLOW_TOKENS = 440
 
 

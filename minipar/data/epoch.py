@@ -45,7 +45,7 @@ def starts_of_step(num_tokens: int, seed: int, step: int, batch_size: int, seq_l
 def shuffled(places: torch.Tensor, count: int, key: str) -> torch.Tensor:
     """Return the elements at positions `places` of a random permutation of range(count), which depends only on `key`.
 
-    The permutation is never stored: a Feistel network permutes all numbers with as many bits as `count` needs, rounded up
+    The permutation is never stored: a Feistel network permutes all integers with as many bits as `count` needs, rounded up
     to an even number of bits. Results outside the range are permuted again, fewer than 4 times on average. Takes memory
     proportional to `places`, not to `count`.
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); cycle walking: Black and Rogaway, CT-RSA 2002.

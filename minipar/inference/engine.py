@@ -47,7 +47,7 @@ class Options:
 
     block_size     tokens per block of the cache; under cp, a multiple of cp
     num_blocks     blocks of the cache, for all requests together
-    token_budget   maximum number of tokens in a step; prompts are prefilled in pieces that fit what decodes leave of it
+    token_budget   maximum number of tokens in a step; prompts are prefilled in pieces that fit the budget left by decodes
     max_running    maximum number of requests in a step
     policy         which request goes first: "first-come", "shortest-remaining" or "multi-level-feedback"
     prefix_cache   keep blocks of earlier texts for requests with a common prefix

@@ -5,7 +5,7 @@ Each row of a weight w [F, D] is cut into groups of g inputs. A group has one sc
     scale = max |w| / (2^(bits-1) - 1)      code = round(w / scale)      w' = scale code
 
     8 bits   one group per row: g = D
-    4 bits   g = 64 or 128: with one group per row, its largest weight would leave all other weights only seven steps
+    4 bits   g = 64 or 128: with one group per row, the row's largest weight would leave all others only seven steps
 
 |w' - w| is at most half a scale. Scales are bfloat16, which has float32's range. So a weight takes bits + 16 / g bits: 4.25
 with 4 bits in groups of 64.

@@ -47,7 +47,7 @@ def _mesh_sizes(base: TrainConfig, world_size: int) -> Iterator[dict[str, int]]:
 def _other_layouts(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     """Yield meshes with every tp layout other than 1d and each ZeRO stage, in `base`'s schedule."""
     for sizes in _mesh_sizes(base, world_size):
-        wanted = SimpleNamespace(**{**vars(base), **sizes})  # TrainConfig might refuse them with the 1d layout
+        wanted = SimpleNamespace(**{**vars(base), **sizes})  # may be illegal with layout 1d
         for layout in _named("tp_layout", wanted) if sizes["ep"] == 1 else []:
             for zero in range(4) if layout[0] != "1d" else ():
                 config = _legal(base, **sizes, zero=zero, tp_layout=layout)

@@ -447,7 +447,7 @@ def _means_of_parts(gradients: list[Held]) -> list[tuple[int, Placement, Tensor]
 
 
 def _norm(gradients: list[Held]) -> float:
-    """Return the norm of the whole model's gradients. If several ranks hold a part, the mean of their squares counts."""
+    """Return the norm of the whole model's gradients. A part on several ranks counts once: as its mean squared norm."""
     held: dict[object, list[float]] = defaultdict(list)
     for place, x in chain.from_iterable(gradients):
         if place.tied_to is None:

@@ -71,7 +71,7 @@ class Result:
 
 
 def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S) -> Result:
-    """Check the exercise's file in the folder (or the file `folder`), and remember the result beside it.
+    """Check the exercise's file in the folder (or the file `folder`), and store the result in the file's folder.
 
     Raises ValueError for an unknown exercise or a file that does not exist.
     """

@@ -57,7 +57,7 @@ STEPS = tuple(
 
 
 def start(folder: Path) -> None:
-    """Write the stub of every step into the folder. Raises ValueError if it cannot be written."""
+    """Write the stub of every step that has no file yet into the folder. Raises ValueError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for step in STEPS:

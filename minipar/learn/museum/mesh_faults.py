@@ -115,7 +115,7 @@ def tied_ends_not_summed(world: Comm, change: Change) -> None:
 
 
 def microbatches_not_divided(world: Comm, change: Change) -> None:
-    """Gradients of microbatches, each of a mean loss over its own tokens, are added; the logged loss is right."""
+    """The gradients of the microbatches' mean losses are added instead of averaged; the logged loss is right."""
     right = step.gradients
 
     def wrong(world: Comm, state: RankState, config: TrainConfig, *args: Any) -> Tensor:
