@@ -8,7 +8,7 @@ from minipar.cost.layout import Job, Layout
 # training program. A kind with fewer than five runs gets the largest of these fractions.
 # `python -m minipar.extras.cost.fit` computes them, and PROGRAM_SPREADS.
 SPREADS = {"ZeRO-3": 0.13, "tp or pp": 0.04, "data parallel": 0.13, "cp": 0.13}
-# The same for each program with at least five held-out runs, if the prediction uses the parameters fitted to it.
+# The same for predictions that know the program and use its fitted parameters; programs with five or more held-out runs.
 PROGRAM_SPREADS = {"megatron-2021": 0.03, "composer": 0.08}
 
 # The machines of these runs. Other machines are assumed to reach the same fractions of their data-sheet rates.

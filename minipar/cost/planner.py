@@ -208,7 +208,7 @@ class Order(NamedTuple):
 
 @cache
 def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp: int) -> list[Order]:
-    """Return every order of these schedules whose largest stage has the `unit` layers that are recomputed together."""
+    """Return every order of these schedules with `unit` or more layers in its largest stage, as recomputation needs."""
     layers, found = job.shape.num_layers, []
     for name in schedules:
         chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]
@@ -272,7 +272,7 @@ def _order(seconds: float) -> float:
 
 
 def _beaten(found: Plan, seconds: float, num_bytes: float) -> bool:
-    """Return whether a layout that needs at least `seconds` and `num_bytes` can be neither a best one nor on the front."""
+    """Return whether a layout that needs at least `seconds` and `num_bytes` cannot enter `best` or the Pareto front."""
     if len(found.best) < found.top or _order(seconds) <= found.best[-1].order:
         return False
     if seconds > FRONT_REACH * found.best[0].seconds:

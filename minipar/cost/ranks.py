@@ -28,7 +28,7 @@ class RankContents(NamedTuple):
 
 
 def head_layers(job: Job) -> float:
-    """Return the cost of the head divided by that of an average layer, counting its matrices and attention's products."""
+    """Return the head's cost divided by an average layer's cost, which counts the matrices and attention's products."""
     shape = job.shape
     layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
     return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)

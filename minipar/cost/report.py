@@ -72,7 +72,7 @@ def _near_words(near: int) -> str:
 
 
 def _short_cp(plan: Plan) -> str:
-    """Say how much longer a plan without cp takes, since published runs do not use cp for samples this short."""
+    """Warn that published runs do not use cp for samples this short; say how much longer a plan without cp takes."""
     without = plan.families.get(("cp", 1))
     if not isinstance(without, Candidate):
         return "without it nothing fits; recomputation, or more of tp, is the usual choice"

@@ -32,7 +32,7 @@ from minipar.cost.models import ModelShape, latent_elems
 from minipar.support.errors import one_of, require_divides, require_positive
 
 ALL_REDUCES = ("ring", "direct")
-GROUP = 64  # number of values that share one scale if they are quantized to fewer than 16 bits
+GROUP = 64  # number of values that share a scale, or a min and a step, if quantized to fewer than 16 bits
 ACTIVATION_BYTES = 2
 
 
@@ -134,7 +134,7 @@ def cache_elems(
 
 
 def rank_cache_token_bytes(shape: ModelShape, tp: int, bits: int = 16) -> float:
-    """Return the bytes of a token's cache on a tp rank. A head is not split: with tp above h_kv, ranks hold copies of it.
+    """Return the bytes of a token's cache on a tp rank. Heads are not split: with tp above h_kv, ranks hold copies of them.
 
     Every head uses the whole latent, so each rank holds all of it: tp does not shrink the cache of latent attention.
     """

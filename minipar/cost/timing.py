@@ -117,7 +117,7 @@ def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) 
 
 
 def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the time per microbatch on a rank with contents `held`, including its share of gradients and the update."""
+    """Return the time per microbatch on a rank with contents `held`; gradients and update are spread over microbatches."""
     work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
     once_a_step = _root_s(job, a, held) + sum(_after_backward(job, a, held, work))
     return work.seconds.total + once_a_step / a.microbatches(job)

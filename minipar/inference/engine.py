@@ -57,7 +57,7 @@ class Options:
     rule           when a guess is accepted: "same text" or "rejection"; see speculative.py
     cache_bits     None, or 8, 4 or 2: keys and values of full blocks are quantized to this many bits. The text changes,
                    and depends on block_size, but is the same in every batch
-    cache_group    number of features of a value that share a scale; all features of a head, if it has fewer
+    cache_group    number of features of a value that share a min and a step; all features of a head, if it has fewer
     weight_bits    None, or 8 or 4: the layers' weights are quantized to this many bits, in place. The text changes, but
                    is the same in every batch and on every mesh
     weight_group   with 4 bits, the number of inputs that share a scale

@@ -217,7 +217,7 @@ class PagedModel:
         return [memory.save(where) for memory in self.memories]
 
     def load(self, table: Sequence[int], saved: Sequence[list[Tensor]]) -> None:
-        """Write the copies that `save` returned to the blocks of `table`."""
+        """Load copies made by `save` into the blocks of `table`."""
         where = torch.tensor(table, device=self.device)
         for memory, blocks in zip(self.memories, saved, strict=True):
             memory.load(where, blocks)

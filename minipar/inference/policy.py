@@ -52,7 +52,7 @@ class ShortestRemaining:
 
 
 class MultiLevelFeedback:
-    """Requests that were served few tokens so far go first, by levels: short ones win, without knowing their lengths.
+    """Requests served few tokens so far go first, by levels. This favours short requests without knowing their lengths.
 
     A request begins at level 0 and goes down a level when it has been served `quantum` tokens, then twice as many, four
     times as many, and so on. Within a level, the earliest arrival goes first.

@@ -52,7 +52,7 @@ def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Requ
 class ResultsFile:
     """A file to which each result is appended as soon as it is known, so that results are kept however the service ends.
 
-    Raises ValueError if the file cannot be written; it then has all earlier lines, and no incomplete one.
+    Raises ValueError if the file cannot be written; the file then has all earlier lines, and no incomplete line.
     """
 
     def __init__(self, path: Path):

@@ -194,7 +194,7 @@ def _backward_tile(
 
 
 class _Tiling:
-    """Tile size and tensor layout: a batch of G = B*H/g matrices, each with g query heads in its rows.
+    """Tile size and tensor layout: a batch of G = B*H/g matrices, whose rows are the queries of g heads each.
 
     side  number of queries, and of keys, per tile: a tile has about TILE_ELEMS scores
     """

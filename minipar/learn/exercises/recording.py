@@ -31,7 +31,7 @@ def record_schedule(exercise: Exercise, path: Path) -> Schedule | None:
 
 
 def record_spans(exercise: Exercise, path: Path) -> dict[int, list[Span]]:
-    """Run the stage "bytes", or "small" if there is none; return each rank's spans, or {} if no rank sends anything."""
+    """Run the specification's stage "bytes", or else "small"; return each rank's spans, or {} if no rank sends anything."""
     stages = {stage.name: stage for stage in SPECIFICATIONS[exercise.specification].stages}
     with tempfile.TemporaryDirectory() as folder:
         source = FromFile(str(path.resolve()), tuple(exercise.solution), trace_to=folder)

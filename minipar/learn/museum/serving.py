@@ -23,7 +23,7 @@ ServingFault = Callable[[Change], None]
 
 
 def crowd() -> list[Request]:
-    """Return requests that compete for few blocks. The last request's first block equals the second block of another."""
+    """Return requests that compete for few blocks. The last one's first block equals another request's second block."""
     several = [
         Request(
             PROMPTS[i % 2][: 8 + 4 * (i % 3 == 0)],

@@ -40,7 +40,7 @@ class Problem:
         return self.of.__name__
 
     def draw(self, rng: Random) -> dict[str, Any]:
-        """Return a value for each number."""
+        """Return a random value for each parameter of the problem."""
         return {name: rng.choice(choices) for name, choices in self.values.items()}
 
     def __call__(self, rng: Random) -> Card:
@@ -48,5 +48,5 @@ class Problem:
 
 
 def problem(lesson: str, **values: tuple[Any, ...]) -> Callable[[Callable[..., Card]], Problem]:
-    """Make a function a problem. `values`: for each of its parameters, the values that may be drawn."""
+    """Turn a function into a problem. `values`: for each of its parameters, the values that may be drawn."""
     return lambda function: Problem(lesson, values, function)
