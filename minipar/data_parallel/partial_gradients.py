@@ -25,7 +25,7 @@ INSTEAD = (
 class ReducedGradient(Tensor):
     """A stand-in in `param.grad` for a reduced gradient. Dropping or zeroing it drops or zeroes the shard's gradient.
 
-    added   what later backwards have added and nobody has reduced yet, or None
+    added   the sum of the gradients that later backwards computed and that are not reduced yet, or None
     """
 
     @staticmethod
