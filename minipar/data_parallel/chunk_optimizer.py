@@ -138,7 +138,7 @@ class ChunkOptimizer(Generic[C]):
         self.memory.prefetch(self.offloaded, self.bucket.comm.trace)
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
-        """Yield each master weight and its state. The caller may read the state, or replace a tensor by one of its shape."""
+        """Yield each master weight and its state. The caller may replace the state's tensors by others of their shape."""
         self.refresh_masters()
         for param, master in self.masters.items():
             set_placement(master, placement_of(self.bucket.shards[param]))

@@ -106,7 +106,7 @@ class GradientReducer(Generic[B]):
             self.begin()
 
     def on_gradient(self, param: nn.Parameter) -> None:
-        """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its own bucket was launched."""
+        """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its bucket was launched."""
         bucket = self.bucket_of[param]
         if self.synchronised and param not in self._missing[bucket]:
             raise RuntimeError(
