@@ -22,7 +22,7 @@ Implementation = Callable[..., Any]  # with the signature that the specification
 
 # Limit on the processor time of one run of a check, which normally takes a tenth of a second.
 COMPUTING_S = 8.0
-SLOWER = 4  # the wall-clock limit is this many times COMPUTING_S, for busy machines, but below a wait's timeout
+SLOWER = 4  # the wall-clock limit, in COMPUTING_S: long, for busy machines, but below a wait's timeout
 AGAIN_S = 0.5  # after this time, Hangs is raised again, in case the implementation caught the first one
 
 

@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of one element to thousands, one of them not contiguous, and a buffer with an integer no float can hold."""
+    """Parameters of one to thousands of elements, one not contiguous; a buffer with an integer that no float can hold."""
 
     count: Tensor
 
