@@ -33,7 +33,7 @@ BLOCK_ELEMS = 1 << 20
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding with its rows split: each rank looks up tokens in its own rows (0 for others); ranks sum the results.
+    """An embedding with its rows split: each rank looks up the tokens of its own rows, else 0; ranks sum the results.
 
     tokens  [B, T] int64 on every rank    w  [V/tp, D], split as torch.chunk splits
     y       [B, T, D] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, D]
