@@ -1,4 +1,4 @@
-"""Reading checkpoints: choose the newest undamaged one, and read the part of a tensor that any placement describes.
+"""Reading checkpoints: choose the newest undamaged one, and read the part of a tensor that a given placement describes.
 
 saver.py describes a checkpoint. Its manifest lists the parts by tensor, so that a reader finds the parts that overlap its
 own by bisection. Each part has a checksum of its own, so that ranks can share the work of checking them.
@@ -31,7 +31,7 @@ from minipar.comm.objects import all_gather_objects
 from minipar.mesh import Placement, overlap
 
 T = TypeVar("T")
-CHECKING_THREADS = 4  # per process; hashing releases the interpreter's lock
+CHECKING_THREADS = 4  # per process; hashing releases the GIL
 
 # Choosing -----------------------------------------------------------------------------------------------------------
 
