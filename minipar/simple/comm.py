@@ -40,7 +40,7 @@ class Collectives:
         return self._run(False, collectives.all_to_all, x, send_sizes or equal, recv_sizes or equal)
 
     def _run(self, async_op, collective, *args):
-        """Run the collective in a thread, after those of this group that were called before it."""
+        """Run the collective in a thread, after the collectives that this group has called before."""
         if not hasattr(self, "thread"):
             self.thread = ThreadPoolExecutor(1)
         future = self.thread.submit(torch.no_grad()(collective), self, *args)
