@@ -25,7 +25,7 @@ OnReport = Callable[[int, Any], object]  # called with a rank and what it report
 OnAsk = Callable[[int, Any], object]  # called with a rank and what it asks; returns the answer
 GRACE_S = 0.5  # after a failure, time for the other ranks to report its cause and what they wait for
 PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
-ANSWER_S = 5.0  # how long they may take to answer; a machine may be overloaded
+ANSWER_S = 5.0  # how long these ranks may take to answer; a machine may be overloaded
 
 
 class Keeper(Protocol):

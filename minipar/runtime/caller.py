@@ -48,7 +48,7 @@ class CallerModules:
                 self._seen[name] = _stamp(file)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """If one of these modules was edited or may be another file, remove all, since they may import each other's names."""
+        """If one of these modules was edited or may be another file, remove all: they may import names from each other."""
         own = dict(_own_modules())
         place = (caller.path, caller.directory)
         edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
