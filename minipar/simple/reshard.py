@@ -40,11 +40,11 @@ def reshard(boxes, load, wanted):
 def overlap(a, b):
     """Return the common region of two boxes. If there is none, one of the result's ends is before its start.
 
-        saved as 2 x 1                 wanted: box W of a 1 x 2
-        +---------+  rows 0-1, file 0  +----+----+                    from file 0: rows 0-1, columns 2-3, as W's rows 0-1
-        +---------+                    |    | W  |
-        +---------+  rows 2-3, file 1  |    |    |                    from file 1: rows 2-3, columns 2-3, as W's rows 2-3
-        +---------+                    +----+----+"""
+    saved as 2 x 1                 wanted: box W of a 1 x 2
+    +---------+  rows 0-1, file 0  +----+----+                    from file 0: rows 0-1, columns 2-3, as W's rows 0-1
+    +---------+                    |    | W  |
+    +---------+  rows 2-3, file 1  |    |    |                    from file 1: rows 2-3, columns 2-3, as W's rows 2-3
+    +---------+                    +----+----+"""
     return [(max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b)]
 
 

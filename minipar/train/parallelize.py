@@ -7,8 +7,7 @@ Does what `simple/train.py` does, for any model and mesh:
     3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
     4. context    replace the attention core by one that also attends to other ranks' keys; nothing else mixes tokens
     5. recompute  activation checkpointing; after all communication is in the blocks, since recomputation repeats it
-    6. data       last: shard the parameters that this rank has left, and sum their gradients over dp x cp, and over all
-                  copies of the model
+    6. data       last: shard the remaining parameters, and sum gradients over dp x cp and over all copies of the model
 
 The model is on the meta device until its parameters are this rank's parts. Only then does each parameter get its value,
 made from (seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is
