@@ -77,7 +77,7 @@ def newest_whole(folder: Path, kinds: set[str] | None = None) -> Path | None:
 def agree_on_newest(comm: Comm, folder: Path) -> Path | None:
     """Return the same `newest_whole` on all ranks. Rank 0 lists the folder, and each rank checks its share of the parts.
 
-    All ranks pass over a checkpoint that some rank cannot read, or whose manifest differs between ranks. All-gathers a
+    All ranks skip a checkpoint that some rank cannot read, or whose manifest differs between ranks. All-gathers a
     few hundred bytes for each checkpoint considered; each rank reads 1/p of it.
     """
     for path in decided_on_rank_0(comm, partial(checkpoints, folder)):

@@ -29,7 +29,7 @@ DESCRIPTION = (
 class WithChoices(Choice):
     """A command whose set of flags depends on the command line.
 
-    `load()` returns a function from the arguments, a list of strings, to a `Parsed`; from None: one with all flags.
+    `load()` returns a function that makes a `Parsed` from the arguments, a list of strings; None stands for all flags.
     """
 
 

@@ -82,7 +82,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _on_dim(dim: int, collective: Operator) -> Operator:
-    """Make `collective`, which acts on dim 0, act on `dim`."""
+    """Return an operator that does along `dim` what `collective` does along dim 0."""
     if dim == 0:
         return collective
     return lambda x: collective(x.transpose(0, dim).contiguous()).transpose(0, dim).contiguous()

@@ -54,7 +54,7 @@ class DDP(nn.Module):
     backward    grad = 1/p * sum over ranks of grad: bucket by bucket, all waited for at the end
 
     A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. Where only some ranks used a
-    parameter, its gradient counts as zero on the others. Gradients are views of the buckets. Accumulate under `no_sync()`;
+    parameter, its gradient counts as zero on the rest. Gradients are views of the buckets. Accumulate under `no_sync()`;
     otherwise a gradient that an earlier backward has reduced is reduced again. Gradients of `torch.autograd.grad` are not
     reduced. Parameters thawed or added after wrapping get rank 0's values, and buckets of their own, at the next forward.
     Set broadcast_buffers=False if two forwards come before a backward and the model changes buffers that its backward

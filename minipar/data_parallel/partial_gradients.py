@@ -73,7 +73,7 @@ class ReducedGradient(Tensor):
         )
 
 
-ALLOWED: dict[Any, Callable[..., Any]] = {  # called by autograd, which adds, and by zero_grad
+ALLOWED: dict[Any, Callable[..., Any]] = {  # autograd adds, and zero_grad zeroes
     aten.add_.Tensor: ReducedGradient._add,
     aten.add.Tensor: ReducedGradient._add,
     aten.zero_.default: ReducedGradient._zero,

@@ -63,7 +63,7 @@ class Mailbox:
         self._announced: set[Boundary] = set()
 
     def begin(self) -> None:
-        """Start a step, with no message under way."""
+        """Start a step: no message is under way."""
         self._arriving: dict[Action, Handle] = {}
         self._late: dict[Pair, deque[Action]] = {pair: deque() for pair in self._comms}
 

@@ -60,7 +60,7 @@ class Comm(Collectives):
         if dist.get_rank() not in self.ranks:
             raise ValueError(f"rank {dist.get_rank()} is not in the group {name}, {self.ranks}")
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        # Each message carries its group's tag, so that no group receives another's. Making a group sends nothing.
+        # Each message carries its group's tag, so that no group receives another group's. Making a group sends nothing.
         self.tag = crc32(f"{name} {self.ranks}".encode()) >> 1
 
     def subgroup(self, ranks, name):

@@ -18,7 +18,7 @@ import torch
 
 
 class PowerSGD:
-    """Approximate the mean over ranks, the same on all of them: call it on each step's gradient of one weight."""
+    """An approximate mean over ranks, equal on all of them. Call it on each step's gradient of one weight."""
 
     def __init__(self, comm, rank):
         if rank < 1:

@@ -37,7 +37,7 @@ def decode(payload):
 
 
 class SignMean:
-    """Approximate the mean over ranks, the same on all of them: call it on each step's vector."""
+    """An approximate mean over ranks, equal on all of them. Call it on each step's vector."""
 
     def __init__(self, comm):
         self.comm = comm

@@ -1,4 +1,4 @@
-"""Specifications of attention over a sharded sequence: equal to one process, and the bytes sent."""
+"""Specifications of attention over a sharded sequence: results equal to one process's, and the bytes sent."""
 
 from __future__ import annotations
 

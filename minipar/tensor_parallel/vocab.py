@@ -54,7 +54,7 @@ class VocabParallelEmbedding(nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Comm, sequence_parallel: bool = False, uneven: bool = False
     ) -> VocabParallelEmbedding:
-        """Keep this rank's rows of `embedding`, a whole table that is the same on every rank.
+        """Keep this rank's rows of `embedding`, an unsharded table that is the same on every rank.
 
         Raises ValueError if tp does not divide the number of rows, unless `uneven`.
         """

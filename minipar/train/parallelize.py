@@ -150,9 +150,9 @@ def transformed_stage(
 # 6. data ------------------------------------------------------------------------------------------------------------
 #
 # zero   the pipeline's modules   gradients         optimizer state    parameters
-# 0      DDP(stage)               whole             whole              whole
-# 1      stage                    whole             shards             whole
-# 2      stage                    shards            shards             whole
+# 0      DDP(stage)               full              full               full
+# 1      stage                    full              shards             full
+# 2      stage                    shards            shards             full
 # 3      FSDP(stage)              shards            shards             shards
 
 
