@@ -48,7 +48,7 @@ class CallerModules:
                 self._seen[name] = _stamp(file)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """Remove all these modules if one was edited or may be another file: the others may have imported its names."""
+        """If one of these modules was edited or may be another file, remove all: they may import names from each other."""
         place = (caller.path, caller.directory)
         edited = any(_stamp(self._files[name]) != stamp for name, stamp in self._seen.items())
         if edited or place != self._place:

@@ -82,7 +82,7 @@ class ForkServer:
         """End the server, and with it every rank; in a forked child, only close the connection."""
         if os.getpid() == self._caller:
             with contextlib.suppress(OSError):  # it has ended
-                self._control.shutdown(socket.SHUT_RDWR)  # a forked child may hold this end, too
+                self._control.shutdown(socket.SHUT_RDWR)  # also if a forked child holds this end
             self._process.wait()
         else:
             self._process.returncode = 0  # the server is not this process's child
@@ -159,7 +159,7 @@ class _Server:
         self._caller = caller
         self._begin = self._fork if method == "fork" else self._exec
         self._pools: dict[Connection, _Pool] = {}
-        # Kept, because garbage collection of a Popen waits for its process.
+        # Kept, because a Popen that is garbage-collected reaps its process, and `_report` would not see how it ended.
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._woken, self._wake = socket.socketpair()  # readable when a rank has ended or was stopped
         self._wake.setblocking(False)
@@ -273,7 +273,7 @@ class _Server:
     def _end_orphans(self) -> None:
         """Kill processes that ended ranks left behind in other sessions: all children of this process but ranks.
 
-        A daemon detached by a living rank of another pool ends too, because nothing tells which rank started it.
+        A daemon that a living rank of another pool has detached is killed too, because nothing tells which rank started it.
         """
         spared = {pid for pool in self._pools.values() for pid in pool.ranks}
         while orphans := children_of(os.getpid()) - spared:
@@ -290,7 +290,7 @@ class _Server:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends. Does nothing but on Linux."""
+    """Make this process the parent of its descendants whose own parent ends. Has no effect except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

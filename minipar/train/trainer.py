@@ -137,7 +137,7 @@ def _train(
                 train_rank, config, text, held_out, start, None, text_id, world_size=config.world_size, backend="auto",
                 timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
             )[0]  # fmt: skip
-        assert trained is not None  # True on rank 0, where this runs
+        assert trained is not None  # not None on rank 0, where this runs
         return _finish(config, text, trained, tell)
     finally:
         log.close()
