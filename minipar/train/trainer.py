@@ -48,7 +48,7 @@ from minipar.transport.cuda_trace import trace_on
 
 OnProgress = Callable[[str, Metrics], None]
 PARAMETERS = ".parameters"  # a subfolder of the run's folder, while it runs
-SAMPLE_TOKENS = 300
+SAMPLE_TOKENS = 150
 
 
 @dataclass
