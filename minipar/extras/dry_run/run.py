@@ -35,7 +35,7 @@ from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step
 
-# The groups of ranks over which a rank's bytes are counted.
+# Name in the report -> the axes of the Comm whose bytes are counted under it.
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}
 STEPS = 2  # the second is like all later steps; the first also makes optimizer states, and stages exchange their shapes
 

@@ -98,7 +98,7 @@ class DryTensors(LiveBytes):
                 raise Refused(
                     f"{function} gives a result whose shape or value depends on numbers, and a dry run has none: {why}"
                 ) from error
-        # `torch.tensor` makes its storage unseen by any mode and then passes it to `lift_fresh`: so count this input.
+        # `torch.tensor` allocates its storage before any mode sees it, and then calls `lift_fresh`. So this input is new.
         self._count(result, [] if function is aten.lift_fresh.default else tensors)
         return result
 
@@ -190,7 +190,7 @@ class DryReads(TorchFunctionMode):
         ):
             return torch.device("cpu")  # where the tensor would be in a run
         if function is F.scaled_dot_product_attention and args[0].is_meta and kwargs.get("attn_mask") is None:
-            # On the meta device torch would take the implementation that stores all scores, but in a run a fused kernel.
+            # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
             return aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, kwargs["is_causal"])[0]
         if name == "pin_memory":
             return args[0]

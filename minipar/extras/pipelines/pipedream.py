@@ -35,7 +35,7 @@ METHODS = ("latest", "stashed", "2bw", "predicted")
 
 
 class Versions(NamedTuple):
-    """The versions of a stage's weights at a microbatch's forward and at its update, as numbers of updates so far."""
+    """The versions of a stage's weights at a microbatch's forward and at its update. Version n is after n updates."""
 
     forward: int
     update: int

@@ -7,8 +7,8 @@ hardware requires. So each of x, w and dy is rounded twice, in blocks along diff
     dx = dy w       sums over features F     dy and w in blocks of F
     dw = dy^T x     sums over tokens         dy and x in blocks of a sample's tokens
 
-A mesh splits tensors, but no block: `choices.py` refuses a mesh that would. So every rank rounds its part as a single
-process rounds the whole tensor. For a format with a scale per tensor, the amax is all-reduced over the ranks that hold
+A mesh may split tensors, but not blocks: `choices.py` refuses a mesh that would. So the ranks together round a tensor
+exactly as a single process does. For a format with a scale per tensor, the amax is all-reduced over the ranks that hold
 parts of the tensor:
 
     operand   of a column-parallel layer   of a row-parallel layer

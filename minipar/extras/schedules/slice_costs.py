@@ -1,7 +1,7 @@
 """The planner's formulas for samples cut into slices: the bytes kept for a slice, and the number of live slices.
 
-For a slice of t tokens that ends at token S of its sample, a layer keeps the same bytes as for any t tokens. In addition it
-keeps, by the attention that is used, or with full recomputation:
+For a slice of t tokens that ends at token S of its sample, a layer keeps the same bytes as for any t tokens. It also keeps
+the following, depending on the attention implementation ("full": with full recomputation, whatever the attention):
 
     flash      2 h_kv/tp e S, except for the first slice: all keys and values so far, concatenated for the backward
     fused      the same, and a mask of e t S, because the kernels' own causal mask needs as many queries as keys

@@ -219,7 +219,7 @@ class World:
 
 
 class Comm:
-    """The object through which a rank's program knows its rank and the number of ranks, sends, receives and computes."""
+    """The first argument of a rank's program: its rank, the number of ranks, and methods to send, receive and compute."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.size = rank, world.num_ranks
