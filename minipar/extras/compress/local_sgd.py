@@ -14,7 +14,7 @@ from minipar.support.errors import require_positive
 
 
 class DiLoCo:
-    """Wrap an (inner) optimizer: after every `every` of its steps, synchronise the ranks' weights by an outer step.
+    """Wrap an inner optimizer. Once in `every` steps, an outer step synchronises the ranks' weights.
 
     d = mean over ranks of (w at the last outer step - w now)                          the outer gradient
     u = momentum u + d;   w = w at the last outer step - outer_lr (d + momentum u)     Nesterov's step

@@ -29,7 +29,7 @@ class CompressionView(PlanView):
 
 
 class AutoSplitView(PlanView):
-    """The `minipar plan` view that searches for stages with unequal meshes, instead of planning."""
+    """The `minipar plan` view that searches for stages with unequal meshes, in place of the usual plan."""
 
     replaces_plan = True
 

@@ -42,7 +42,7 @@ def runs_of(program: str, held_out: bool | None = None) -> list[Run]:
 
 
 def fitted_program(program: str) -> Implementation:
-    """Return a program's implementation with the parameters that fit its fitted half of the runs best."""
+    """Return a program's implementation, with its parameters fitted to those of its runs that are not held out."""
     runs, free = runs_of(program, held_out=False), FREE.get(program, {})
     base = PROGRAMS[program].implementation
     candidates = [
@@ -65,9 +65,9 @@ def fitted_default() -> tuple[float, float]:
 
 
 def unknown_error(run: Run, default: Implementation) -> float:
-    """Return the error of a run's predicted time if its program were unknown: with the fitted parameters of `default`.
+    """Return the error of a run's predicted time with its program's options, but the fitted parameters of `default`.
 
-    The program's options (what it overlaps, when it reduces gradients) are taken as known.
+    The options are properties such as which messages the program overlaps, and when it reduces gradients.
     """
     table = TABLES[run.table]
     numbers = {name: getattr(default, name) for name in FITTED}

@@ -26,7 +26,7 @@ NVLINK_BYTES_PER_S = 25e9  # one link in one direction, for NVLink 2 to 4; NVLin
 PCIE_BYTES_PER_S, PROCESSOR_BYTES_PER_S = 32e9, 20e9
 # From the nearest to the farthest: GPUs that are connected at one distance form groups, which the next distance joins.
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-# A GPU has at most this many NVLinks. If the counts of its pairs add up to more, its links go to a switch.
+# A GPU has at most this many NVLinks. If the numbers of its pairs add up to more, each of its links goes to a switch.
 MOST_NVLINKS = 18
 # GT/s of a PCIe generation -> bytes per second of a lane.
 LANE_BYTES_PER_S = {

@@ -224,7 +224,7 @@ def tensors_without_contents(shared: AllRanks) -> Iterator[DryTensors]:
 
 
 class AllRanks:
-    """State that the modes of all ranks share. As a context, it reports `storage.resize_`, which no mode sees, to them."""
+    """State shared by the modes of all ranks. As a context, it tells them of each `storage.resize_`, which no mode sees."""
 
     def __init__(self) -> None:
         self.watchers: list[DryTensors] = []

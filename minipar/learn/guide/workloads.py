@@ -141,7 +141,7 @@ def _sharded(job: Job, layout: Layout) -> Priced:
 
 
 def memory_limit(job: Job) -> str:
-    """Say how much memory plain data parallelism, over as many ranks as the batch allows, needs, and whether it fits."""
+    """Say whether plain data parallelism fits in memory, and what it needs; dp is as large as the batch allows."""
     dp = max(d for d in divisors(job.gpus) if job.batch % d == 0)
     items = worst_rank_memory(replace(job, gpus=dp), Layout(dp))[1]
     states = sum(items[name] for name in STATES)
