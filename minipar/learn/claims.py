@@ -1,9 +1,9 @@
-"""Claims, computed: numbers that are widely repeated, each with the computation that finds it right or wrong.
+"""Write docs/claims.md: claims that are widely repeated, each with the computation that finds it right or wrong.
 
     python -m minipar.learn.claims docs/claims.md
 
-A verdict is not written down: it is what `holds` gives for the computed value. So is every figure of the page, unless
-somebody states it.
+Verdicts are not stored: a claim's condition `holds` is evaluated for the computed value. All other figures of the page are
+computed, too, except those inside the claims.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minipar.schedules import gpipe, one_f_one_b, simulate
 KINDS = ("paper", "tutorial", "documentation", "data sheet", "code")
 _H100, _A100 = MACHINES["h100"], MACHINES["a100-80gb"]
 _PLAIN = Implementation(sequence_parallel=False)
-# What an expression may name: functions of the library, and these values.
+# The values that an expression may use, besides functions of the library.
 VALUES: dict[str, Any] = dict(
     H100=_H100,
     A100=_A100,
@@ -57,15 +57,15 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class Claim(NamedTuple):
-    """A claim of others, and how it is computed here.
+    """A claim that others make, and how it is checked here.
 
     said    the claim, in our words
-    kind    where such a claim is found: one of KINDS
-    value   an expression of functions of minipar.cost and minipar.schedules, and of VALUES
-    unit    of the value: "%" multiplies it by 100
-    holds   a condition on the value x: whether the claim is right
-    because what is so, in a sentence
-    test    FILE::NAME of the test that holds the computation
+    kind    the kind of source that makes such a claim: one of KINDS
+    value   an expression in functions of minipar.cost and minipar.schedules, and in VALUES
+    unit    the unit of the value; "%" multiplies it by 100
+    holds   a condition on the value x, which is true if the claim is right
+    because a sentence that says what is true
+    test    FILE::NAME of the test that checks the computation
     """
 
     topic: str
@@ -91,7 +91,7 @@ def claims() -> tuple[Claim, ...]:
 
 
 def page() -> str:
-    """Return docs/claims.md."""
+    """Return the text of docs/claims.md."""
     right = sum(claim.is_right() for claim in claims())
     parts = [
         "# Claims, computed",
