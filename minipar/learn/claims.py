@@ -1,9 +1,9 @@
-"""Claims, computed: numbers that are widely repeated, each with the computation that finds it right or wrong.
+"""Write docs/claims.md: claims that are widely repeated, each with the computation that finds it right or wrong.
 
     python -m minipar.learn.claims docs/claims.md
 
-A verdict is not written down: it is what `holds` gives for the computed value. So is every figure of the page, unless
-somebody states it.
+Verdicts are not stored: a claim's condition `holds` is evaluated for the computed value. All other figures of the page are
+computed, too, except those inside the claims.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ KINDS = ("paper", "tutorial", "documentation", "data sheet", "code")
 
 
 class Claim(NamedTuple):
-    """A claim of others, and how it is computed here.
+    """A claim that others make, and how it is checked here.
 
     said    the claim, in our words
-    kind    where such a claim is found: one of KINDS
-    value   an expression of the names in expressions.py
-    unit    of the value: "%" multiplies it by 100
-    holds   a condition on the value x: whether the claim is right
-    because what is so, in a sentence
-    test    FILE::NAME of the test that holds the computation
+    kind    the kind of source that makes such a claim: one of KINDS
+    value   an expression in the names of expressions.py
+    unit    the unit of the value; "%" multiplies it by 100
+    holds   a condition on the value x, which is true if the claim is right
+    because a sentence that says what is true
+    test    FILE::NAME of the test that checks the computation
     """
 
     topic: str
@@ -57,7 +57,7 @@ def claims() -> tuple[Claim, ...]:
 
 
 def page() -> str:
-    """Return docs/claims.md."""
+    """Return the text of docs/claims.md."""
     right = sum(claim.is_right() for claim in claims())
     parts = [
         "# Claims, computed",

@@ -126,7 +126,7 @@ def _spoken(design: Entry, values: dict[str, float]) -> list[str]:
 
 
 def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, float]:
-    """Return the numbers that the text of a design quotes: of the job, of the plan's choice, and of layouts by name."""
+    """Return the numbers that the text of a design quotes: those of the job, the plan's choice, and the named layouts."""
     shape, machine, choice = job.shape, job.machine, found.choice
     step, flops = step_time(job, choice.layout), model_flops_per_token(shape, job.seq_len)
     _, items = worst_rank_memory(job, choice.layout)
