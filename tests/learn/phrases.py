@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -106,19 +107,32 @@ class Stated(NamedTuple):
         return self.place.partition(",")[0]
 
 
-def stated(corpus: Corpus, fact: Fact, phrase: str) -> Iterator[Stated]:
-    """Yield each occurrence of a phrase. It is looked for by its longest part without a number."""
+class Pattern(NamedTuple):
+    """A phrase to be found: its longest part without a number, the whole, and its slots in order."""
+
+    literal: str
+    whole: re.Pattern[str]
+    slots: list[str]
+
+
+@cache
+def pattern_of(phrase: str, of_formula: bool) -> Pattern:
     pieces = [piece for piece in re.split(r"(\{\}|#)", phrase.lower().replace("$", "\0")) if piece]
-    literal = max((piece for piece in pieces if piece not in ("{}", "#")), key=len)
-    kinds = {"{}": f"({FORMULA})" if fact.letters else TOKEN, "#": TOKEN}
+    kinds = {"{}": f"({FORMULA})" if of_formula else TOKEN, "#": TOKEN}
+    literal = max((piece for piece in pieces if piece not in kinds), key=len)
     body = "".join(kinds.get(piece, re.escape(piece)) for piece in pieces)
     before, after = r"(?<!\w)" if phrase[0].isalnum() else "", r"(?![\w/])" if phrase[-1].isalnum() else ""
-    pattern, reach, seen = re.compile(before + body + after, re.IGNORECASE), 80 + len(phrase), set()
-    slots = [piece for piece in pieces if piece in kinds]
+    whole = re.compile(before + body + after, re.IGNORECASE)
+    return Pattern(literal, whole, [piece for piece in pieces if piece in kinds])
+
+
+def stated(corpus: Corpus, fact: Fact, phrase: str) -> Iterator[Stated]:
+    """Yield each occurrence of a phrase."""
+    literal, whole, slots = pattern_of(phrase, bool(fact.letters))
+    here, reach, seen = slots.index("{}") + 1, 80 + len(phrase), set()
     at = corpus.lower.find(literal)
     while at >= 0:
-        for found in pattern.finditer(corpus.text, max(0, at - reach), at + reach):
-            here = slots.index("{}") + 1
+        for found in whole.finditer(corpus.text, max(0, at - reach), at + reach):
             said, begin = found[here], found.start(here)
             others = [group for group, slot in zip(found.groups(), slots, strict=True) if slot == "#"]
             is_one = is_formula(said) if fact.letters else is_number(said)
