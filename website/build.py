@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,7 +22,9 @@ from website.bundle import write_bundle
 from website.gather import HERE, ROOT, gather
 
 SITE = ROOT / "build" / "site"
-PYODIDE, IFRAME_WORKER, AXE = "pyodide@314.0.7", "iframe-worker@1.0.4", "axe-core@4.14.1"  # npm packages
+# npm packages
+PYODIDE, IFRAME_WORKER, AXE = "pyodide@314.0.7", "iframe-worker@1.0.4", "axe-core@4.14.1"
+SERIF = "@fontsource/source-serif-4@5.3.1"
 PYODIDE_FILES = (
     "pyodide.mjs",
     "pyodide.asm.mjs",
@@ -41,7 +45,7 @@ def build() -> Path:
 
     Raises CalledProcessError where MkDocs fails; an existing site then stays unchanged.
     """
-    for package in (PYODIDE, IFRAME_WORKER):
+    for package in (PYODIDE, IFRAME_WORKER, SERIF):
         packed(package)
     made = SITE.with_name("site.partial")
     shutil.rmtree(made, ignore_errors=True)
@@ -53,6 +57,8 @@ def build() -> Path:
         (docs / "assets" / "pyodide").mkdir()
         for name in PYODIDE_FILES:
             (docs / "assets" / "pyodide" / name).write_bytes(from_npm(PYODIDE, name))
+        for name, kept in {"files/source-serif-4-latin-600-normal.woff2": ".woff2", "LICENSE": ".txt"}.items():
+            (docs / "assets" / f"source-serif-4-600{kept}").write_bytes(from_npm(SERIF, name))
         config = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
         for mark, value in {"DOCS_DIR": docs, "SITE_DIR": made, "PACKAGE_DIR": ROOT}.items():
             config = config.replace(mark, str(value))
@@ -83,7 +89,7 @@ def from_npm(package: str, name: str) -> bytes:
 
 def packed(package: str) -> Path:
     """Return an npm package as a tar file, fetched once and kept in build/npm; exit with one line where that fails."""
-    kept = ROOT / "build" / "npm" / f"{package.replace('@', '-')}.tgz"
+    kept = ROOT / "build" / "npm" / f"{package.strip('@').replace('@', '-').replace('/', '-')}.tgz"
     if kept.exists():
         return kept
     if shutil.which("npm") is None:
@@ -103,7 +109,7 @@ def packed(package: str) -> Path:
 
 
 def _finish(site: Path) -> None:
-    """Put the script of Material's search beside the pages, ours before it, and say of each picture how large it is.
+    """Finish the pages: local search, sizes of pictures, the first picture of what is interactive, and the offline worker.
 
     Opened from a folder, pages would fetch that script from another host. Ours holds back the search's index. Pictures
     load when they come into view; with their size known, nothing jumps then.
@@ -116,6 +122,30 @@ def _finish(site: Path) -> None:
         text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
         text = PICTURE.sub(partial(_sized, page.parent), text)
         page.write_text(text, encoding="utf-8")
+    for name in ("sitemap.xml", "sitemap.xml.gz"):  # without an address there is nothing to list
+        (site / name).unlink(missing_ok=True)
+    pages = [page for page in sorted(site.rglob("*.html")) if 'type="application/json"' in page.read_text(encoding="utf-8")]
+    subprocess.run(["node", HERE / "prerender.mjs", *pages], check=True)
+    _write_offline_worker(site)
+
+
+def _write_offline_worker(site: Path) -> None:
+    """Write the service worker, which keeps pages for reading without a network. The site's digest names its cache."""
+    digest = hashlib.sha256()
+    for file in sorted(site.rglob("*")):
+        if file.is_file():
+            digest.update(file.relative_to(site).as_posix().encode() + b"\0" + file.read_bytes())
+    texts = [file.relative_to(site).as_posix() for file in sorted(site.rglob("*.html"))]
+    scripts = [f"assets/{file.name}" for file in sorted((site / "assets").glob("*js"))]
+    values = {
+        "SITE_DIGEST": f"site-{digest.hexdigest()[:16]}",
+        "PYODIDE_VERSION": f"python-{PYODIDE}",
+        "ALL_TEXTS": json.dumps([name for name in texts if not name.startswith("api/")] + scripts),
+    }
+    text = (HERE / "offline-worker.js").read_text(encoding="utf-8")
+    for mark, value in values.items():
+        text = text.replace(mark, value)
+    (site / "offline-worker.js").write_text(text, encoding="utf-8")
 
 
 def _sized(folder: Path, found: re.Match) -> str:

@@ -1,5 +1,7 @@
 // The pipeline explorer: Python simulates, this page draws.
-import { $, ask, escape, fill, fromLink, newest, number, onChange, percent, save, say, settings, span, timeline, toLink, unitOf } from "./common.js";
+import { $, ask, fill, fromLink, newest, onChange, save, say, settings, toLink } from "./common.js";
+import { span, unitOf } from "./drawing.mjs";
+import { timelineHtml } from "./pictures.mjs";
 
 const form = $("#settings");
 const pictures = [
@@ -16,9 +18,10 @@ function requestOf(index) {
 
 const asks = pictures.map((picture, index) => newest("pipeline", (answer, request) => show(index, answer, request)));
 
-function refresh(keepOrders = false) {
-  if (!keepOrders) for (const picture of pictures) picture.orders = null;
-  say("computing ...");
+// `quietly`: the picture is there already, and is only to be confirmed.
+function refresh(quietly = false) {
+  for (const picture of pictures) picture.orders = null;
+  if (!quietly) say("computing ...");
   asks[0](requestOf(0));
   if (settings(form).beside) asks[1](requestOf(1));
   else {
@@ -51,11 +54,8 @@ function mark(index, ranks) {
 function draw(picture, end) {
   const { answer, box } = picture;
   const critical = new Set(form.elements.critical.checked ? answer.critical.map(String) : []);
-  const label = `Timeline of ${answer.name}, ${answer.ranks.length} ranks. Arrow keys choose an action, shift with left or right moves it, Escape undoes.`;
-  const { svg, ...placed } = timeline(answer, Math.max(300, box.clientWidth || 900), end, label, critical);
-  box.innerHTML = `
-    <h3>${escape(answer.name)}: bubble <output data-bubble="${answer.bubble_over_total}">${percent(answer.bubble_over_total)}</output> of the time, ${percent(answer.bubble_over_ideal)} of useful time; step ${number(answer.own_span)}, ideal ${number(answer.ideal)}; at most ${Math.max(...answer.peak_live)} activations on a rank</h3>
-    ${svg.replace("<svg ", '<svg tabindex="0" role="application" ')}`;
+  const { html, placed } = timelineHtml(answer, Math.max(300, box.clientWidth || 900), end, critical);
+  box.innerHTML = html;
   Object.assign(picture, placed);
   wire(picture);
 }
@@ -199,4 +199,4 @@ fromLink(form);
 onChange(form, () => refresh());
 const first = JSON.parse($("#first-picture").textContent);
 if (!location.hash) show(0, first.answer, first.request); // computed when the site was built: there before Python is
-refresh();
+refresh(!location.hash);

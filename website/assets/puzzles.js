@@ -1,5 +1,6 @@
 // Puzzles: an editor, and Python in the page, which runs the program on a simulated network.
-import { $, ask, escape, fromLink, restart, say, settings, span, timeline, toLink } from "./common.js";
+import { $, ask, fromLink, restart, say, settings, toLink } from "./common.js";
+import { escape, span, timeline } from "./drawing.mjs";
 
 const form = $("#settings");
 const editor = form.elements.program;
