@@ -57,7 +57,10 @@ def build() -> Path:
         (docs / "assets" / "pyodide").mkdir()
         for name in PYODIDE_FILES:
             (docs / "assets" / "pyodide" / name).write_bytes(from_npm(PYODIDE, name))
-        for name, kept in {"files/source-serif-4-latin-600-normal.woff2": ".woff2", "LICENSE": ".txt"}.items():
+        for name, kept in {
+            "files/source-serif-4-latin-600-normal.woff2": ".woff2",
+            "LICENSE": ".txt",
+        }.items():
             (docs / "assets" / f"source-serif-4-600{kept}").write_bytes(from_npm(SERIF, name))
         config = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
         for mark, value in {"DOCS_DIR": docs, "SITE_DIR": made, "PACKAGE_DIR": ROOT}.items():
@@ -124,7 +127,11 @@ def _finish(site: Path) -> None:
         page.write_text(text, encoding="utf-8")
     for name in ("sitemap.xml", "sitemap.xml.gz"):  # without an address there is nothing to list
         (site / name).unlink(missing_ok=True)
-    pages = [page for page in sorted(site.rglob("*.html")) if 'type="application/json"' in page.read_text(encoding="utf-8")]
+    pages = [
+        page
+        for page in sorted(site.rglob("*.html"))
+        if 'type="application/json"' in page.read_text(encoding="utf-8")
+    ]
     subprocess.run(["node", HERE / "prerender.mjs", *pages], check=True)
     _write_offline_worker(site)
 

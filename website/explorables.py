@@ -75,7 +75,10 @@ EXPLORABLES = {
 }  # fmt: skip
 
 HOME = Explorable(
-    PIPELINE, pictures.pipelines, "Make it your own: drag actions, change costs, compare schedules", "pipeline"
+    PIPELINE,
+    pictures.pipelines,
+    "Make it your own: drag actions, change costs, compare schedules",
+    "pipeline",
 )
 
 BOX = """<div class="interactive explorable" markdown="0">
@@ -86,6 +89,7 @@ BOX = """<div class="interactive explorable" markdown="0">
 <div id="first" class="scroll" data-picture></div>
 <p id="status" role="status" aria-live="polite" data-text></p>
 <p class="further"><a id="more" href="{href}#{settings}" data-settings="{settings}">{further}</a></p>
+<noscript><p>Sliders and menus need JavaScript; the picture and the text do not.</p></noscript>
 <script type="application/json" id="recorded">{recorded}</script>
 <script type="module" src="{up}assets/explorable.js"></script>
 </div>
@@ -116,9 +120,12 @@ def _control(field: Field) -> str:
     said = [str(value) for value in field.labels or field.values]
     if field.is_menu:
         options = "".join(
-            f'<option value="{i}"{" selected" * (i == field.at)}>{escape(text)}</option>' for i, text in enumerate(said)
+            f'<option value="{i}"{" selected" * (i == field.at)}>{escape(text)}</option>'
+            for i, text in enumerate(said)
         )
-        return f'<label>{field.label} <select name="{field.name}" autocomplete="off">{options}</select></label>'
+        return (
+            f'<label>{field.label} <select name="{field.name}" autocomplete="off">{options}</select></label>'
+        )
     return (
         f'<label class="slider">{field.label} <input name="{field.name}" type="range" min="0" max="{len(said) - 1}" '
         f'value="{field.at}" autocomplete="off"><output>{escape(said[field.at])}</output></label>'

@@ -327,7 +327,8 @@ def exercises() -> str:
     from minipar.learn.exercises.registry import EXERCISES
 
     parts = [
-        "# Exercises\n\n`minipar exercise start NAME` writes the file; `check NAME` checks it on real ranks.\n"
+        "# Exercises\n\n`minipar exercise start NAME` writes the file; `check NAME` checks it on real ranks. For first "
+        "steps with nothing to install, there are [the puzzles](interactive/puzzles.md).\n"
     ]
     for exercise in EXERCISES:
         text = (STUBS / f"{exercise.name}.py").read_text(encoding="utf-8")

@@ -68,9 +68,7 @@ class Recording(NamedTuple):
     constants: dict[str, Any] = {}
 
 
-def recorded(
-    kind: str, fields: Iterable[Field], answer: Callable[..., Any], **constants: Any
-) -> Recording:
+def recorded(kind: str, fields: Iterable[Field], answer: Callable[..., Any], **constants: Any) -> Recording:
     """Return the recording of `answer(value, ...)` at all combinations of the fields' values."""
     fields = tuple(fields)
     keys = [field for field in fields if field.is_key]

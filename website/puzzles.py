@@ -5,18 +5,30 @@ from __future__ import annotations
 from minipar.learn.puzzles.puzzle import Puzzle
 from minipar.learn.puzzles.registry import PUZZLES, find_puzzle
 from minipar.learn.puzzles.running import Run
-from minipar.learn.puzzles.verdicts import check, figure_text
+from minipar.learn.puzzles.verdicts import check, figure_text, unreadable
 
 MOST_CHARACTERS = 50_000
 MOST_BARS = 2_000
 
 
-def puzzle(request: dict) -> dict:
-    """Return the verdict on a learner's program: whether it is right, the sentence, its line, figures and a picture."""
-    chosen, program = find_puzzle(str(request.get("puzzle", ""))), str(request.get("program", ""))
+def program_of(request: dict) -> str:
+    """Return the program of a request. Raises ValueError where it is too long."""
+    program = str(request.get("program", ""))
     if len(program) > MOST_CHARACTERS:
         raise ValueError(f"the program has {len(program):,} characters; use {MOST_CHARACTERS:,} or fewer")
-    verdict = check(chosen, program)
+    return program
+
+
+def read(request: dict) -> dict:
+    """Return what is wrong with a program that Python cannot read, and in which line; run nothing."""
+    verdict = unreadable(program_of(request))
+    return {"text": verdict.text, "line": verdict.line} if verdict else {"text": "", "line": None}
+
+
+def puzzle(request: dict) -> dict:
+    """Return the verdict on a learner's program: whether it is right, the sentence, its line, figures and a picture."""
+    chosen = find_puzzle(str(request.get("puzzle", "")))
+    verdict = check(chosen, program_of(request))
     return {
         "right": verdict.is_right,
         "text": verdict.text,

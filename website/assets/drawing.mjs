@@ -9,7 +9,7 @@ export const COLOURS = {
   S: ["#cc79a7", "#000"],
   A: ["#cc79a7", "#000"],
 };
-export const RANKS = ["#56b4e9", "#d55e00", "#f0e442", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#9a9a9a"];
+export const RANKS = ["#56b4e9", "#d55e00", "#f0e442", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#9a9a9a", "#7f3c8d"];
 
 export const escape = (text) =>
   String(text).replace(/[&<>"]/g, (sign) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" })[sign]);

@@ -192,11 +192,12 @@ function loads({ load, capacity, dropped }, { balance, step, capacity: factor },
 }
 
 function causal({ owner, work }, { layout: name, p }, width) {
-  const [row, side] = [8, 8 * owner.length];
   const right = Math.min(width, 640);
+  const row = Math.min(8, (0.55 * right) / owner.length);
+  const side = row * owner.length;
   const rows = owner.map((rank, query) => `<rect x="0" y="${query * row}" width="${(query + 1) * row}" height="${row - 1}" fill="${RANKS[rank]}"><title>query ${query} is on rank ${rank}, and sees ${query + 1} keys</title></rect>`);
   const most = Math.max(...work);
-  const [from, tall] = [side + 22, side / work.length];
+  const [from, tall] = [side + 16, side / work.length];
   const scale = Math.max(right - from - 88, 20) / most;
   const bars = work.map((n, rank) => `<rect x="${from}" y="${rank * tall + 3}" width="${n * scale}" height="${tall - 6}" fill="${RANKS[rank]}"/><text class="small" x="${from + n * scale + 4}" y="${rank * tall + tall / 2 + 4}">rank ${rank}: ${n}</text>`);
   const even = work.reduce((sum, n) => sum + n, 0) / work.length;
@@ -221,7 +222,7 @@ export function nodesHtml(answer) {
     for (let rank = first; rank < Math.min(first + answer.ranks_per_node, answer.world); rank++) {
       const at = answer.all_coordinates[rank];
       const place = ["pp", "dp", "cp", "tp"].map((axis) => `${axis} ${at[axis]}`).join(", ");
-      const dots = AXES.filter((axis) => answer.groups[axis].length > 1 && answer.groups[axis].includes(rank)).map((axis) => dot(axis, `${axis} group`));
+      const dots = AXES.filter((axis) => answer.groups[axis].length > 1 && answer.groups[axis].includes(rank) && (axis !== "edp" || answer.groups.ep.length > 1)).map((axis) => dot(axis, `${axis} group`));
       ranks.push(`<button type="button" class="rank${rank === answer.rank ? " chosen" : ""}" data-rank="${rank}" aria-pressed="${rank === answer.rank}" aria-label="rank ${rank}: ${place}"><b>${rank}</b>${dots.join("")}</button>`);
     }
     nodes.push(`<fieldset class="node"><legend>node ${first / answer.ranks_per_node}</legend>${ranks.join("")}</fieldset>`);

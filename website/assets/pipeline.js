@@ -2,6 +2,7 @@
 import { $, ask, fill, fromLink, newest, onChange, save, say, settings, toLink } from "./common.js";
 import { span, unitOf } from "./drawing.mjs";
 import { timelineHtml } from "./pictures.mjs";
+import { playTimelines } from "./moving.js";
 
 const form = $("#settings");
 const pictures = [
@@ -148,25 +149,6 @@ function wire(picture) {
   });
 }
 
-function play() {
-  const lines = pictures.filter((p) => p.answer).map((p) => [p, $(".head", p.box)]);
-  const begin = performance.now();
-  const long = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 6000;
-  function frame(now) {
-    const part = Math.min((now - begin) / (long || 1), 1);
-    for (const [picture, line] of lines) {
-      const time = part * picture.end;
-      line.setAttribute("transform", `translate(${time * picture.scale} 0)`);
-      line.setAttribute("visibility", part < 1 ? "visible" : "hidden");
-      picture.answer.ranks.forEach((own, rank) =>
-        own.forEach((action, i) => boxOf(picture, rank, i)?.classList.toggle("later", part < 1 && action[3] > time)),
-      );
-    }
-    if (part < 1) requestAnimationFrame(frame);
-  }
-  requestAnimationFrame(frame);
-}
-
 function svgText() {
   const svg = $("svg", pictures[0].box).cloneNode(true);
   svg.setAttribute("xmlns", "http://www.w3.org/2000/svg");
@@ -174,7 +156,7 @@ function svgText() {
   return svg.outerHTML;
 }
 
-$("#play").addEventListener("click", play);
+$("#play").addEventListener("click", () => playTimelines(pictures.filter((picture) => picture.answer)));
 $("#reset").addEventListener("click", () => refresh());
 $("#svg").addEventListener("click", () => save("timeline.svg", "image/svg+xml", svgText()));
 $("#csv").addEventListener("click", () => {
