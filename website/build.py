@@ -36,6 +36,8 @@ PYODIDE_FILES = (
 # The theme gives its search's dialog no name, which a screen reader needs.
 DIALOG = 'data-md-component="search" role="dialog"'
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
+HIGHLIGHT = re.compile(r'<div class="([^"]*)highlight">(.*?)</div>', re.DOTALL)
+PRELOAD = '<link rel="preload" href="{up}assets/source-serif-4-600.woff2" as="font" type="font/woff2" crossorigin></head>'
 PICTURE = re.compile(r'(<img [^>]*src=")([^":]+\.(?:png|gif))"')
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
 
@@ -123,7 +125,8 @@ def _finish(site: Path) -> None:
         text = page.read_text(encoding="utf-8")
         ours = f'{up}assets/search.js"></script><script src="{up}assets/iframe-worker.js'
         text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
-        text = PICTURE.sub(partial(_sized, page.parent), text)
+        text = PICTURE.sub(partial(_sized, page.parent), text).replace("</head>", PRELOAD.format(up=up), 1)
+        text = HIGHLIGHT.sub(_with_lines, text)
         page.write_text(text, encoding="utf-8")
     for name in ("sitemap.xml", "sitemap.xml.gz"):  # without an address there is nothing to list
         (site / name).unlink(missing_ok=True)
@@ -153,6 +156,11 @@ def _write_offline_worker(site: Path) -> None:
     for mark, value in values.items():
         text = text.replace(mark, value)
     (site / "offline-worker.js").write_text(text, encoding="utf-8")
+
+
+def _with_lines(found: re.Match) -> str:
+    """Say how many lines a block of code has, so that a browser knows its height before it lays it out."""
+    return f'<div class="{found[1]}highlight" style="--lines:{found[2].count(chr(10))}">{found[2]}</div>'
 
 
 def _sized(folder: Path, found: re.Match) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from minipar.schedules import SCHEDULES
 from website.answers import choices, curves, mesh, pipeline, planned
 from website.explorables import HOME, explorable, explorable_box
-from website.puzzles import sections, stubs
+from website.puzzles import buttons, sections, stubs
 from website.recorded import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,7 +219,7 @@ def _interactive(docs: Path) -> None:
         for mark, value in values.items():
             if mark in text:
                 text = text.replace(mark, json.dumps(value(), separators=(",", ":")).replace("</", "<\\/"))
-        text = text.replace("PUZZLES_MARKDOWN", sections())
+        text = text.replace("PUZZLES_MARKDOWN", sections()).replace("PUZZLES_LIST", buttons())
         if page.stem == "home":
             text = text.replace("PIPELINE_BOX", explorable_box(HOME))
             _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)

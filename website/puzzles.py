@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 from minipar.learn.puzzles.puzzle import Puzzle
 from minipar.learn.puzzles.registry import PUZZLES, find_puzzle
 from minipar.learn.puzzles.running import Run
@@ -66,18 +68,46 @@ def picture(done: Run) -> dict | None:
     }
 
 
+# The editor, in the first puzzle's section; the page's script moves it to the section that is chosen.
+WORK = """<div id="work" class="scripted" markdown="0">
+<div class="editor"><pre id="lines" aria-hidden="true">{lines}</pre><textarea name="program" form="settings" wrap="off" spellcheck="false" autocapitalize="off" autocomplete="off" aria-label="Your program" aria-describedby="keys" rows="{rows}">{stub}</textarea></div>
+<p id="keys" class="quiet">Ctrl+Enter runs. Tab indents; after Escape, Tab leaves the editor.</p>
+<p><button id="run" type="button">Run</button> <button id="stop" type="button" hidden>Stop</button> <button id="again" type="button">Begin anew</button> <button id="link" type="button">Copy link</button></p>
+</div>
+
+<div id="found" class="scripted" markdown="0">
+<p id="status" role="status" aria-live="polite"></p>
+<ul id="figures"></ul>
+<pre id="printed" hidden></pre>
+<div id="picture" class="scroll"></div>
+</div>"""
+
+
 def sections() -> str:
     """Return Markdown with task, stub, hints and known answer of each puzzle: readable without JavaScript."""
     return "\n".join(_section(number, one) for number, one in enumerate(PUZZLES.values(), 1))
 
 
+def buttons() -> str:
+    """Return the buttons by which a puzzle is chosen."""
+    return "".join(
+        f'<button type="button" data-name="{one.name}" aria-pressed="{"true" if number == 1 else "false"}">'
+        f"{number}. {escape(one.title)}</button>"
+        for number, one in enumerate(PUZZLES.values(), 1)
+    )
+
+
 def _section(number: int, one: Puzzle) -> str:
+    num_lines = one.stub.count("\n") + 1
+    lines = "\n".join(map(str, range(1, num_lines + 1)))
+    work = WORK.format(lines=lines, rows=max(num_lines, 8), stub=escape(one.stub).replace("\n", "&#10;"))
     parts = [
-        f'<section class="puzzle" id="puzzle-{one.name}" markdown>',
+        f'<section class="puzzle{" chosen" * (number == 1)}" id="puzzle-{one.name}" markdown>',
         f"## {number}. {one.title}",
         f"*About {one.minutes} minutes; lesson {one.lesson}.*",
         one.task.strip(),
         f"```python\n{one.stub}```",
+        *([work] if number == 1 else []),
         *(f'??? tip "Hint {i}"\n    {hint}' for i, hint in enumerate(one.hints, 1)),
         '??? success "A known answer"\n    ```python\n' + _indented(one.answer) + "    ```",
         "</section>",

@@ -22,7 +22,7 @@ function draw(moving = false) {
   const { picture, text, sent } = collective(recording, { step: at }, Math.max(300, box.clientWidth || 900), { moving });
   box.innerHTML = picture;
   $("#status").innerHTML = text;
-  $("#step").textContent = `${at} of ${recording.steps.length}`;
+  $("#at").textContent = `${at} of ${recording.steps.length}`;
   $("#sent").innerHTML = `<table><thead><tr><th>sent so far</th>${sent.map((_, rank) => `<th>rank ${rank}</th>`).join("")}</tr></thead><tbody><tr><td>of the vector</td>${sent.map((share) => `<td>${number(share)}</td>`).join("")}</tr></tbody></table>`;
   document.body.dataset.step = `${at} ${sent[0]}`;
 }

@@ -34,7 +34,7 @@ function list() {
 // `program`: from a link; otherwise the draft of last time, or the stub.
 function choose(name, program) {
   form.elements.puzzle.value = name;
-  for (const section of document.querySelectorAll("section.puzzle")) section.hidden = section.id !== `puzzle-${name}`;
+  for (const section of document.querySelectorAll("section.puzzle")) section.classList.toggle("chosen", section.id === `puzzle-${name}`);
   const section = $(`#puzzle-${name}`);
   section.insertBefore($("#work"), $("details", section));
   section.insertBefore($("#found"), $("details", section));
@@ -172,7 +172,5 @@ async function open() {
   }
 }
 
-form.hidden = $("#work").hidden = false;
-document.body.classList.add("editing"); // the stubs are in the editor
 open();
 ask("puzzle", { puzzle: "naive", program: "" }); // starts Python
