@@ -37,8 +37,9 @@ PYODIDE_FILES = (
 DIALOG = 'data-md-component="search" role="dialog"'
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
 HIGHLIGHT = re.compile(r'<div class="([^"]*)highlight">(.*?)</div>', re.DOTALL)
-PRELOAD = '<link rel="preload" href="{up}assets/source-serif-4-600.woff2" as="font" type="font/woff2" crossorigin></head>'
+SHEET = re.compile(r'<link rel="stylesheet" href="(?:\.\./)*(assets/[^"]+\.css)">\s*')
 PICTURE = re.compile(r'(<img [^>]*src=")([^":]+\.(?:png|gif))"')
+STYLE = "assets/style.css"  # all sheets in one: a page waits for a single one
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
 
 
@@ -114,20 +115,27 @@ def packed(package: str) -> Path:
 
 
 def _finish(site: Path) -> None:
-    """Finish the pages: local search, sizes of pictures, the first picture of what is interactive, and the offline worker.
+    """Finish the pages: local search, one sheet of style, sizes of pictures, first pictures, and the offline worker.
 
     Opened from a folder, pages would fetch that script from another host. Ours holds back the search's index. Pictures
     load when they come into view; with their size known, nothing jumps then.
     """
     (site / "assets" / "iframe-worker.js").write_bytes(from_npm(IFRAME_WORKER, "shim/index.js"))
-    for page in site.rglob("*.html"):
+    sheets: dict[str, None] = {}  # in their order, which is the same on all pages
+    for page in sorted(site.rglob("*.html")):
         up = "../" * (len(page.relative_to(site).parts) - 1)
         text = page.read_text(encoding="utf-8")
         ours = f'{up}assets/search.js"></script><script src="{up}assets/iframe-worker.js'
         text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
-        text = PICTURE.sub(partial(_sized, page.parent), text).replace("</head>", PRELOAD.format(up=up), 1)
+        text = PICTURE.sub(partial(_sized, page.parent), text)
         text = HIGHLIGHT.sub(_with_lines, text)
+        sheets |= dict.fromkeys(SHEET.findall(text))
+        text = SHEET.sub("", text).replace("</head>", f'<link rel="stylesheet" href="{up}{STYLE}"></head>', 1)
         page.write_text(text, encoding="utf-8")
+    texts = [(site / sheet).read_text(encoding="utf-8").replace('@charset "UTF-8";', "") for sheet in sheets]
+    (site / STYLE).write_text("\n".join(texts), encoding="utf-8")
+    for sheet in sheets:
+        (site / sheet).unlink()
     for name in ("sitemap.xml", "sitemap.xml.gz"):  # without an address there is nothing to list
         (site / name).unlink(missing_ok=True)
     pages = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from html import escape
+from pathlib import Path
 
 from minipar.learn.puzzles.puzzle import Puzzle
 from minipar.learn.puzzles.registry import PUZZLES, find_puzzle
@@ -69,18 +70,7 @@ def picture(done: Run) -> dict | None:
 
 
 # The editor, in the first puzzle's section; the page's script moves it to the section that is chosen.
-WORK = """<div id="work" class="scripted" markdown="0">
-<div class="editor"><pre id="lines" aria-hidden="true">{lines}</pre><textarea name="program" form="settings" wrap="off" spellcheck="false" autocapitalize="off" autocomplete="off" aria-label="Your program" aria-describedby="keys" rows="{rows}">{stub}</textarea></div>
-<p id="keys" class="quiet">Ctrl+Enter runs. Tab indents; after Escape, Tab leaves the editor.</p>
-<p><button id="run" type="button">Run</button> <button id="stop" type="button" hidden>Stop</button> <button id="again" type="button">Begin anew</button> <button id="link" type="button">Copy link</button></p>
-</div>
-
-<div id="found" class="scripted" markdown="0">
-<p id="status" role="status" aria-live="polite"></p>
-<ul id="figures"></ul>
-<pre id="printed" hidden></pre>
-<div id="picture" class="scroll"></div>
-</div>"""
+WORK = Path(__file__).with_name("editor.html")
 
 
 def sections() -> str:
@@ -100,7 +90,8 @@ def buttons() -> str:
 def _section(number: int, one: Puzzle) -> str:
     num_lines = one.stub.count("\n") + 1
     lines = "\n".join(map(str, range(1, num_lines + 1)))
-    work = WORK.format(lines=lines, rows=max(num_lines, 8), stub=escape(one.stub).replace("\n", "&#10;"))
+    stub = escape(one.stub).replace("\n", "&#10;")
+    work = WORK.read_text(encoding="utf-8").format(lines=lines, rows=max(num_lines, 8), stub=stub)
     parts = [
         f'<section class="puzzle{" chosen" * (number == 1)}" id="puzzle-{one.name}" markdown>',
         f"## {number}. {one.title}",

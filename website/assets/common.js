@@ -38,11 +38,18 @@ export async function started() {
   return document.body.dataset.python === "ready";
 }
 
+// Python begins when the page is there, and takes nothing from it before.
+const loaded = new Promise((resolve) => {
+  const idle = () => (window.requestIdleCallback ?? setTimeout)(resolve, { timeout: 1500 });
+  if (document.readyState === "complete") idle();
+  else addEventListener("load", idle);
+});
+
 export function ask(name, request) {
   const id = ++asked;
   return new Promise((resolve) => {
     pending.set(id, resolve);
-    python().postMessage({ id, name, request });
+    loaded.then(() => pending.has(id) && python().postMessage({ id, name, request }));
   });
 }
 

@@ -10,7 +10,7 @@ async function keep() {
 }
 
 // After the page is there, so that it takes nothing from it.
-const begin = () => setTimeout(() => keep().catch(() => {}), 2000);
+const begin = () => setTimeout(() => keep().catch(() => {}), 4000);
 if (navigator.serviceWorker && location.protocol !== "file:") {
   if (document.readyState === "complete") begin();
   else addEventListener("load", begin);
