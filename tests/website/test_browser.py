@@ -426,8 +426,10 @@ def test_a_puzzles_link_carries_the_program(browser, site_url):
     browser.get("about:blank")
     browser.get(link)
     assert browser.execute_script(read) == changed
-    shown = "return [...document.querySelectorAll('section.puzzle')]"
+    shown = (
+        "return [...document.querySelectorAll('section.puzzle')]"
         ".filter((s) => getComputedStyle(s).display !== 'none').map((s) => s.id)"
+    )
     assert browser.execute_script(shown) == ["puzzle-mlp"]
 
 
