@@ -37,7 +37,7 @@ PYODIDE_FILES = (
 DIALOG = 'data-md-component="search" role="dialog"'
 FOREIGN_SHIM = "https://unpkg.com/iframe-worker/shim"
 HIGHLIGHT = re.compile(r'<div class="([^"]*)highlight">(.*?)</div>', re.DOTALL)
-SHEET = re.compile(r'<link rel="stylesheet" href="(?:\.\./)*(assets/[^"]+\.css)">\s*')
+SHEET = re.compile(r'<link rel="stylesheet" href="((?:\.\./)*|/)(assets/[^"]+\.css)">\s*')
 PICTURE = re.compile(r'(<img [^>]*src=")([^":]+\.(?:png|gif))"')
 STYLE = "assets/style.css"  # all sheets in one: a page waits for a single one
 QUIET = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
@@ -129,8 +129,10 @@ def _finish(site: Path) -> None:
         text = text.replace(FOREIGN_SHIM, ours).replace(DIALOG, f'{DIALOG} aria-label="Search"')
         text = PICTURE.sub(partial(_sized, page.parent), text)
         text = HIGHLIGHT.sub(_with_lines, text)
-        sheets |= dict.fromkeys(SHEET.findall(text))
-        text = SHEET.sub("", text).replace("</head>", f'<link rel="stylesheet" href="{up}{STYLE}"></head>', 1)
+        found = SHEET.findall(text)
+        sheets |= dict.fromkeys(sheet for _, sheet in found)
+        style = f'<link rel="stylesheet" href="{found[0][0]}{STYLE}"></head>'
+        text = SHEET.sub("", text).replace("</head>", style, 1)
         page.write_text(text, encoding="utf-8")
     texts = [(site / sheet).read_text(encoding="utf-8").replace('@charset "UTF-8";', "") for sheet in sheets]
     (site / STYLE).write_text("\n".join(texts), encoding="utf-8")
