@@ -20,11 +20,12 @@ class Compressor(Protocol):
 
 
 class ScatteringCompressor(Compressor, Protocol):
-    """A compressor that can also leave on each rank only the mean of a part, in place of a reduce-scatter: ZeRO-2's.
+    """A compressor that can also leave on each rank only the mean of a part, in place of a reduce-scatter.
 
     scatters         True
     scattered_means  for each rank, {parameter: the flat piece of its gradient that the rank keeps} -> this rank's pieces of
-                     the means. A parameter is cut wherever a rank's chunk ends, and comes with the ranks in turn
+                     the means. A parameter is cut wherever a rank's chunk ends, and comes with the ranks in turn. FSDP,
+                     whose parameters are shards, gives a stand-in of the unsharded parameter in the parameter's place
     """
 
     scatters: bool
@@ -39,12 +40,14 @@ def can_scatter(compressor: Compressor) -> TypeGuard[ScatteringCompressor]:
 class Compressors:
     """One compressor per Comm, made by `make(comm)`; experts have another Comm, as they have fewer replicas.
 
-    on   False, as in a warm-up: gradients are reduced uncompressed
+    on    False, as in a warm-up: gradients are reduced uncompressed
+    keys  the parameters, or their stand-ins, by which compressors know gradients from one step to the next
     """
 
     def __init__(self, make: Callable[[Comm], Compressor] | None, comm_of: Callable[[Tensor], Comm]):
         self.make, self._comm_of, self.on = make, comm_of, True
         self.by_comm: dict[Comm, Compressor] = {}
+        self.keys: list[Tensor] = []
 
     def of(self, comm: Comm) -> Compressor | None:
         """Return the compressor of this Comm; None if gradients are reduced uncompressed."""

@@ -177,7 +177,7 @@ def _draw(
     data_of = _draw_data(rng, files)
     model = _draw_model(rng, seq_len, experts, mixed, data_of)
     microbatches = pick([1, 1, 2, 3, 4])
-    zero = pick([0, 1, 2, 3] if compress == "none" else [0, 1, 2] if compress in CODECS else [0])
+    zero = pick([0, 1, 2, 3] if compress in ("none", *CODECS) else [0])
     steps = pick([1, 2, 3] if compress == "none" else [2, 3, 4, 6])
     recompute = pick(["none", "none", "selective", "full", "every:2"] if compiled == "none" else ["none"])
     sequence_parallel, cp_attention = chance(0.5), pick(["ring", "ulysses", "all_gather", "usp"])

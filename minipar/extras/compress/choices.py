@@ -127,20 +127,22 @@ class Method(Averaging):
             )
 
     def _check_scatter(self, config: Any, of: str) -> None:
-        """Check that a method can take the place of ZeRO-2's reduce-scatter."""
-        if config.zero == 3:
-            raise ValueError(
-                f"{of} compresses the reduce-scatter of zero=2, and zero=3 gathers parameters, too, whole; use 0, 1 or 2"
-            )
+        """Check that a method can take the place of the reduce-scatter of ZeRO-2 or -3."""
+        zero = f"zero={config.zero}"
         if config.compress == "powersgd":
             raise ValueError(
-                f"{of} needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1, or "
+                f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or "
                 "another method"
             )
         if config.options["compress"].node_size is not None:
             raise ValueError(
-                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and zero=2 in a "
+                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and {zero} in a "
                 "reduce-scatter; use none, or zero=1"
+            )
+        if config.replicate > 1:
+            raise ValueError(
+                f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies "
+                "of a shard; use replicate=1"
             )
         if config.reduce_every == "microbatch":
             raise ValueError(f"{of} would round every microbatch; use reduce_every=step")

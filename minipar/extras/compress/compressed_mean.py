@@ -30,8 +30,8 @@ class CompressedMean:
     Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in DeepSpeed's two phases. In DeepSpeed a rank has
     one scale for all p chunks, and sends it by another all-gather; here each chunk has its own scale.
 
-    Under ZeRO-2 a rank keeps only the mean of its own chunk, and `scattered_means` is the first phase alone: half of the
-    bytes, and no error of the mean. ZeRO++ reduce-scatters gradients so, in integers of a block and without feedback:
+    Under ZeRO-2 and -3 a rank keeps only the mean of its own chunk, and `scattered_means` is the first phase alone: half of
+    the bytes, and no error of the mean. ZeRO++ reduce-scatters gradients so, in integers of a block and without feedback:
     arXiv:2306.10209, section 3.3.
     """
 

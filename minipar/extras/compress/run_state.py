@@ -54,7 +54,7 @@ class Compressed(Plain):
     """The `GradientAveraging` that uses the compression method named in the run's configuration."""
 
     def compressor(self, config: TrainConfig) -> MakeCompressor:
-        """Return the compressor that DDP and ZeroOptimizer average gradients by.
+        """Return the compressor that DDP, ZeroOptimizer and FSDP average gradients by.
 
         It averages nothing if the method averages momenta or weights instead.
         """
@@ -131,7 +131,7 @@ def _codec(config: TrainConfig) -> Codec:
 
 
 def _is_compressed(param: Tensor) -> bool:
-    """Return whether to compress a parameter: a matrix with no copies on other tp ranks.
+    """Return whether to compress a parameter's gradient: that of a matrix with no copies on other tp ranks.
 
     Each copy would be rounded together with other elements, and the copies would become unequal. Vectors have few elements
     and are sensitive to rounding.
@@ -228,17 +228,12 @@ def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
 @torch.no_grad()
 def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
     """Load what `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
-    by_stage = [[p for p in stage.parameters() if p.requires_grad] for stage in state.stages]
-    params, all_compressors = [p for own in by_stage for p in own], _all_compressors(state)
-    one_each = len(all_compressors) == len(
-        by_stage
-    )  # DDP has one per stage; ZeRO or an optimizer has one for all
-    for compressors, own_params in zip(all_compressors, by_stage if one_each else [params]):
+    for compressors in _all_compressors(state):
         compressors.on = True
         by_comm: dict[Comm, State] = {}
-        for param in own_params:
-            if found := _read_state(checkpoint, param, comm_of(param)):
-                by_comm.setdefault(comm_of(param), {})[param] = found
+        for key in compressors.keys:
+            if found := _read_state(checkpoint, key, comm_of(key)):
+                by_comm.setdefault(comm_of(key), {})[key] = found
         for comm, states in by_comm.items():
             compressor = compressors.of(comm)
             if isinstance(compressor, StatefulCompressor):
@@ -246,7 +241,8 @@ def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
     if isinstance(state.optimizer, LocalOptimizer):
         moments = ("exp_avg", "exp_avg_sq")
         own: dict[Tensor, dict[str, Tensor]] = {
-            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments}) for p in params
+            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments})
+            for p in state.optimizer.outer.params
         }
         state.optimizer.resume(checkpoint.step, own)
 
@@ -279,12 +275,12 @@ def _factor(param: Tensor, shape: tuple[int, ...]) -> Placement:
 def _read_state(checkpoint: Checkpoint, param: Tensor, comm: Comm) -> dict[str, Tensor]:
     found = {
         "residual": _read_own(checkpoint, "residual", param, comm),
-        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), param),
+        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), comm.device),
     }
     factor = _factor(param, ())
     if checkpoint.has(KIND, factor.name):
         shape = checkpoint.global_shape(KIND, factor.name)
-        found["factor"] = _read(checkpoint, _factor(param, shape), param)
+        found["factor"] = _read(checkpoint, _factor(param, shape), comm.device)
     return _present(found)
 
 
@@ -293,10 +289,10 @@ def _read_own(checkpoint: Checkpoint, name: str, param: Tensor, comm: Comm) -> T
     placements = (_own(name, param, i) for i in count())
     stored = list(takewhile(lambda placement: checkpoint.has(KIND, placement.name), placements))
     if len(stored) == comm.size:
-        return _read(checkpoint, stored[comm.rank], param)
+        return _read(checkpoint, stored[comm.rank], comm.device)
     if not stored:
         return None
-    residuals = [_read(checkpoint, placement, param) for placement in stored]
+    residuals = [_read(checkpoint, placement, comm.device) for placement in stored]
     return torch.stack([x for x in residuals if x is not None]).mean(0)
 
 
@@ -304,7 +300,7 @@ def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def _read(checkpoint: Checkpoint, placement: Placement, param: Tensor) -> Tensor | None:
+def _read(checkpoint: Checkpoint, placement: Placement, device: torch.device) -> Tensor | None:
     if not checkpoint.has(KIND, placement.name):
         return None
-    return checkpoint.read(KIND, placement).to(param.device)
+    return checkpoint.read(KIND, placement).to(device)
