@@ -5,6 +5,10 @@ error_feedback.py      a codec's error is added to the next vector
 plain_mean.py          the interface of a compressor; the mean of tensors uncompressed, in one message
 compressed_mean.py     the mean over ranks in two compressed phases
 two_level.py           a mean that is plain inside a node, compressed across nodes
+piece_residuals.py     what was not sent, where each rank gets the mean of its own pieces: ZeRO-2 and -3
+threshold.py           which elements are kept: a fraction, or all above a threshold
+sketch.py              sums of a sparse vector's elements, from which it is recovered
+sketched_mean.py       the mean of each rank's largest elements, whose sketches are added on the way
 selective.py           a mean that is compressed for some layers only
 power_sgd.py           the mean of a matrix as a product of two thin factors
 momentum_optimizer.py  the base of three optimizers that average momenta instead of gradients:
@@ -40,6 +44,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "plain_mean": ["OwnGradients", "PlainMean"],
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
+        "sketch": ["Sketch"],
+        "sketched_mean": ["SketchedMean"],
         "two_level": ["TwoLevelMean"],
         "zero_one_adam": ["ZeroOneAdam"],
     },

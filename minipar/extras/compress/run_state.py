@@ -24,12 +24,14 @@ from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchO
 from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
 from minipar.extras.compress.compressed_mean import CompressedMean
 from minipar.extras.compress.local_sgd import DiLoCo
-from minipar.extras.compress.one_process import OneProcessMeans
+from minipar.extras.compress.one_process import OneProcessMeans, Sketched
 from minipar.extras.compress.onebit_adam import OneBitAdam
 from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import OwnGradients, State, StatefulCompressor
 from minipar.extras.compress.power_sgd import PowerSGD
 from minipar.extras.compress.selective import Selective
+from minipar.extras.compress.sketched_mean import SketchedMean
+from minipar.extras.compress.threshold import choose_by
 from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
@@ -96,7 +98,8 @@ class Compressed(Plain):
             return OneProcessMeans(_of_matrices, None, rank=own.rank)
         select = _of_feed_forward if config.compress == "tagc" else _of_matrices
         node_size = getattr(own, "node_size", None)
-        return OneProcessMeans(select, _codec(config), node_size, feedback=_feedback(config))
+        codec = _sketched(config) or _codec(config)
+        return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
 
     def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
         return _stored_parts(state, comm_of)
@@ -111,6 +114,8 @@ COMPRESSED = Compressed()
 def _vector_compressor(config: TrainConfig) -> MakeCompressor:
     if config.compress == "powersgd":
         return partial(PowerSGD, rank=config.options["compress"].rank)
+    if (sketched := _sketched(config)) is not None:
+        return partial(SketchedMean, **sketched._asdict(), error_feedback=_feedback(config))
     node_size, codec = config.options["compress"].node_size, _codec(config)
     if node_size is not None:
         return partial(TwoLevelMean, codec=codec, node_size=node_size, error_feedback=_feedback(config))
@@ -120,6 +125,13 @@ def _vector_compressor(config: TrainConfig) -> MakeCompressor:
 def _feedback(config: TrainConfig) -> bool:
     """Return whether what was not sent is added to the next step's; always of momenta."""
     return getattr(config.options["compress"], "feedback", True)
+
+
+def _sketched(config: TrainConfig) -> Sketched | None:
+    own = config.options["compress"]
+    if not getattr(own, "sketch", 0):
+        return None
+    return Sketched(choose_by(own.threshold, own.fraction), own.sketch)
 
 
 def _codec(config: TrainConfig) -> Codec:

@@ -17,9 +17,9 @@ class Selective:
 
     TAGC's code compresses the feed-forward and vocabulary matrices, and sends attention, position embeddings and norms
     uncompressed. `minipar train --compress tagc` compresses only the feed-forward matrices, whose gradients no other layer
-    shares, so a tied embedding stays exact. TAGC keeps the elements above a threshold, about a fifth of them, and feeds
-    back the rest. It sums a sketch of the kept elements, and one bit per element for whether it was kept; here, top-k sends
-    values and indices.
+    shares, so a tied embedding stays exact. TAGC keeps the elements above a threshold, a fifth of them at least, and feeds
+    back the rest. It sums a sketch of the kept elements, and sends one bit per element for whether it was kept: see
+    sketched_mean.py, and `--compress.sketch`. Without that option, top-k sends values and indices.
     `select` must not choose a tensor that several tensor-parallel ranks hold copies of. Each copy would be rounded together
     with other elements, and the copies would drift apart.
     Sends 2(p-1)/p of the bytes of the tensors not chosen, and what the compressor sends for the others.
