@@ -5,6 +5,7 @@ optimizers    LAMB and Muon
 offload       optimizer states and master weights in CPU memory or in a file
 schedules     two directions, waves, V-Half and V-Min, slices of sequences, exact search
 pipelines     PipeDream
+asynchrony    gradients applied some steps later
 tensor_grids  tensor parallelism in two and three dimensions
 experts       tokens sent once per node, hot experts replicated, rows sent in chunks
 precision     products of 8 and 4-bit floats, stochastic rounding

@@ -14,6 +14,7 @@ from minipar.cost.plan_command import plan_command
 from minipar.cost.ranks import held_by, held_elems
 from minipar.cost.traffic import gradients_bytes, root_gathers
 from minipar.extras.compress import CompressedMean, Int8, PlainMean, Sign, TopK
+from minipar.extras.compress.choices import Method
 from minipar.extras.cost import compression
 from minipar.extras.cost.compression import (
     CODECS,
@@ -37,7 +38,7 @@ card_bytes_per_s = 1.25e9
 LAYOUT = "dp8-zero0-mb1-full"
 
 
-METHODS = set(AVERAGINGS) - {"none"}
+METHODS = {name for name, choice in AVERAGINGS.usable().items() if isinstance(choice, Method)}
 
 
 def advice(machine: str, compress: str = "auto", layout: str = LAYOUT, **options) -> str:
