@@ -39,7 +39,7 @@ demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2
 	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
 test: .venv/installed lint ## what a change needs: lint, every claim on fewer examples, every notebook
-	$(BIN)/python -m pytest $(WORKERS) --quick --nbmake --nbmake-timeout=300 tests lessons
+	$(BIN)/python -m pytest $(WORKERS) --quick -p tests.notebooks tests lessons
 
 test-all: .venv/installed ## every test on all its examples (25 minutes on two idle cores)
 	$(BIN)/python -m pytest $(WORKERS)

@@ -50,8 +50,8 @@ def train_flags(argv: Sequence[str] | None) -> Parsed:
 def _instead_flags(argv: Sequence[str] | None) -> Any:
     """Return the flags of all that can be done instead of training: for each a switch, --NAME, and its options.
 
-    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for what
-    cannot be imported.
+    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for an
+    extra that cannot be imported.
     """
     given = {flag_name(word) for word in argv or ()}
     for name in INSTEAD.declared():

@@ -363,7 +363,7 @@ class TrainConfig:
 
     @property
     def torch_master_dtype(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer updates and, by default, of gradient reduction."""
+        """The dtype of the weights that the optimizer updates; by default, gradients are reduced in it, too."""
         import torch
 
         return torch.float32 if self.mixed_precision else self.torch_dtype

@@ -30,8 +30,8 @@ class Bucket:
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
-    flags   one for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient; empty in other buckets.
-            ZeRO does not read the flags, but has them, so that its chunks and order of addition are DDP's
+    flags   one per parameter of `flagged`: after the reduction, nonzero if any rank has a gradient. Empty if the bucket is
+            not the last. ZeRO does not read the flags; it has them so that its chunks and order of addition are DDP's
     """
 
     def __init__(self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter] = ()):
@@ -98,7 +98,7 @@ def make_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> list[Bucket]:
-    """Group parameters into buckets of at most `bucket_bytes`, in the order to reduce them.
+    """Group parameters into buckets of at most `bucket_bytes`, in the order in which the buckets are reduced.
 
     A larger parameter has its own bucket. Parameters share a bucket only if they have the same Comm, dtype and device.
     """

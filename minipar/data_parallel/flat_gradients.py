@@ -2,7 +2,7 @@
 
 add       keep a full gradient until its unit's backward ends
 reduce    start one reduce-scatter of all full gradients
-advance   wait for it, which frees the full gradients, and start the all-reduce of the chunk over replicas, if any
+advance   wait for the reduce-scatter, which frees the full gradients; start the chunk's all-reduce over replicas, if any
 write     add the result to the `.grad` of the shards
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class FlatGradients:
-    """The gradients of one `FlatParameters`, and their reduction under way.
+    """The gradients of one `FlatParameters`, and the state of their reduction.
 
     flat     the parameters
     compressors  of the FSDP; a compressor takes the place of the reduce-scatter or, for whole parameters, the all-reduce

@@ -100,7 +100,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def cut(self, axis: str, part_of: Callable[[nn.Parameter], Tensor] | None = None) -> None:
-        """Fill `shard` from rank 0's parameters or, if `part_of` is given, from its flat values of this rank's part."""
+        """Fill `shard` from rank 0's parameters or, if given, `part_of(param)`: the flat values of this rank's part."""
         if part_of is None:
             shard = self._chunk_of_rank0()
         else:

@@ -1,7 +1,7 @@
 """FSDP, or ZeRO-3: parameters are sharded too, and a unit's parameters are unsharded only while the unit runs.
 
-Adds to `simple/fsdp.py`: units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
-precision, no_sync, recomputation, buffers that change, and recovery from exceptions.
+Adds to `simple/fsdp.py`: units inside units; prefetch; unused, frozen and tied parameters; hybrid sharding; mixed
+precision; no_sync; recomputation; buffers that change; and recovery from exceptions.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ Kwargs = dict[str, Any]
 
 
 class UnitForward:
-    """The forward of a unit's module, between FSDP's two hooks, as long as the FSDP is in use elsewhere.
+    """Replaces the forward of a unit's module: runs it between FSDP's two hooks.
 
-    It has no reference to the FSDP or the module, so that both are freed as soon as they are dropped.
+    It has only weak references to the FSDP and the module, so that both are freed as soon as they are dropped.
     Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
     """
 
@@ -55,7 +55,7 @@ class UnitForward:
         unit = fsdp.units[i]
         forward, self._name = unit.module.forward, unit.name
         own = getattr(forward, "__self__", None) is unit.module
-        # A forward that was already replaced on the module has no other owner.
+        # A function that someone assigned to `module.forward` is referenced only from there: keep a strong reference to it.
         self._inner: Callable[[], Any] = weakref.WeakMethod(forward) if own else lambda: forward
         self._fsdp, self._i = weakref.ref(fsdp), i
 
@@ -81,16 +81,17 @@ class FSDP(nn.Module):
 
     module        changed in place; every rank gets rank 0's parameters and buffers. May be on the meta device: see `init`
     comm          the ranks to shard over, or a function from parameter to Comm
-    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: one unit in all
+    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: the whole module
+                  is one unit
     shard_rest    True: parameters outside units form a unit, the root. False: they are replicated, and their gradients
                   all-reduced
     reshard_after_forward   reshard a unit after its forward, and unshard it again for the backward. False: keep it
                             unsharded
-    compute_dtype the dtype to which shards are cast before the all-gather, and floating-point inputs of units
+    compute_dtype the dtype to which shards (before the all-gather) and floating-point inputs of units are cast
     reduce_dtype  the dtype in which gradients are summed; default: the parameters' dtype
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes
-    replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
+    replicas      for hybrid sharding: the ranks that hold the same shard, as a Comm or a function from parameter to Comm
     init          for a module on the meta device: (canonical name, shape) -> the parameter's value. Or init_part:
                   Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
@@ -103,11 +104,12 @@ class FSDP(nn.Module):
 
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
     optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
-    with `minipar.clip_grad_norm_(shards, max_norm, comm)`; torch's function would take a shard's norm for the parameter's,
-    and raises. All ranks must run the same units in the same order. The unit whose forward ends last stays unsharded,
-    since its backward comes first. torch.compile cannot trace the hooks: a compiled module may be a unit,
-    FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit. torch.compile(FSDP(module,
-    comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's containers.
+    with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order. The unit whose forward
+    ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks: a compiled module may
+    be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
+    torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
+    containers.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
@@ -117,7 +119,8 @@ class FSDP(nn.Module):
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
     Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
     a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
-    backward reaches a unit whose output hides its tensors; TypeError for a copy of the wrapper.
+    backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
+    attributes); TypeError for a copy of the wrapper.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -267,7 +270,7 @@ class FSDP(nn.Module):
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _begin_forward(self) -> None:
-        """Reshard units left unsharded, since an optimizer may have stepped; `no_sync` may keep them unsharded."""
+        """Reshard units left unsharded, since an optimizer may have changed their shards. Under `no_sync` some may stay."""
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
@@ -281,7 +284,7 @@ class FSDP(nn.Module):
             copy_buffers_of_rank0(self.module, self._comms_of)
 
     def _end_forward(self) -> None:
-        """Make all parameters shards until the backward. With gradients enabled, unsharded buffers keep their memory."""
+        """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
         self.order.end()
         for unit in self.units:
             if torch.is_grad_enabled():

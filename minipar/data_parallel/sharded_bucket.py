@@ -98,7 +98,7 @@ class ShardedBucket:
     # Gradients ------------------------------------------------------------------------------------------------
 
     # Once reduced, a gradient is in `shard.grad`, and `param.grad` is a ReducedGradient. Setting `param.grad` to None, as
-    # `model.zero_grad()` does, drops the reduced gradient; what a later backward adds is reduced and added to it.
+    # `model.zero_grad()` does, drops the reduced gradient. The gradient of a later backward is reduced and added to it.
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> bool:
@@ -142,8 +142,8 @@ class ShardedBucket:
     def reduce(self, op: str, algorithm: str, compressor: Compressor | None = None) -> Callable[[], None]:
         """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result.
 
-        compressor  takes the place of the reduce-scatter if it can, and full gradients are not kept. Otherwise it reduces
-                    the whole bucket as in DDP, bit for bit, and this rank keeps its own chunk
+        compressor  replaces the reduce-scatter if it can scatter and full gradients are not kept. Otherwise it averages
+                    the whole bucket, bit for bit as in DDP, and this rank keeps its own chunk
         """
         flat = self.bucket.flat
         if compressor is not None:

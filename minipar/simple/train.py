@@ -123,7 +123,7 @@ def one_process(world, args):
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     losses = torch.zeros(args.steps, dtype=torch.float64)
     if world.rank > 0:
-        return losses, model  # rank 0 trains it; the others take its weights
+        return losses, model  # rank 0 trains it; the other ranks take its weights
     for step in range(args.steps):
         tokens, targets = batch(step, BATCH, LENGTH)
         optimizer.zero_grad()

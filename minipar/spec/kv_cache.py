@@ -1,4 +1,4 @@
-"""Specification of attention with a cache: new tokens attend to all tokens that were read before, and to themselves."""
+"""Specification of attention with a cache: a new token attends to all tokens before it, cached or new, and to itself."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def otherwise(option, default):
     return OTHERWISE[option]
 
 
+@pytest.mark.thorough
 def test_the_options_of_every_choice_are_read_again(tmp_path):
     path = tmp_path / "config.toml"
     for kind, name, options in every_choice():

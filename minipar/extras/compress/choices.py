@@ -82,7 +82,8 @@ class Method(Averaging):
     """A method of `--compress`.
 
     averages   "gradient": the all-reduce of gradients is compressed, with any optimizer. "momentum": the method's own
-               optimizer replaces adamw or lamb. "weights": weights are averaged once in `every` local steps
+               optimizer, which averages momenta, replaces adamw or lamb. "weights": weights are averaged once in `every`
+               local steps
     replaces   the value of `optimizer` that the method requires; "" for any
     """
 
@@ -141,7 +142,7 @@ class Method(Averaging):
             )
 
     def _check_scatter(self, config: Any, of: str) -> None:
-        """Check that a method can take the place of the reduce-scatter of ZeRO-2 or -3."""
+        """Raise ValueError unless the method can replace the reduce-scatter of ZeRO-2 or -3."""
         zero = f"zero={config.zero}"
         if config.compress == "powersgd":
             raise ValueError(
@@ -199,7 +200,7 @@ class Method(Averaging):
         if before == "none":
             return
         then, now = stored["options"]["compress"], vars(config.options["compress"])
-        then = {"feedback": True} | then  # an older version always had it
+        then = {"feedback": True} | then  # older versions had no such option, and always used error feedback
         kept = ("node_size", "rank", "feedback")
         fixed = {f"compress.{name}": (now[name], then[name]) for name in kept if name in now}
         if before == "powersgd":
@@ -216,7 +217,10 @@ class Method(Averaging):
         return self.averages == "gradient"
 
     def plain_steps(self, config: Any) -> int:
-        """Return how many steps from the start average gradients uncompressed. 0/1 Adam counts its own warm-up."""
+        """Return the number of first steps whose gradients the trainer averages uncompressed.
+
+        It is 0 for 0/1 Adam, which handles its warm-up itself.
+        """
         return 0 if config.compress == "zero-one-adam" else int(config.options["compress"].warmup)
 
     def keeps_own_gradients(self, config: Any, step: int) -> bool:
@@ -244,7 +248,7 @@ class Method(Averaging):
 
 
 def _check_options(own: Any, least: int) -> None:
-    """Raise ValueError if a number is out of range; the warm-up must have at least `least` steps."""
+    """Raise ValueError if an option is out of range; the warm-up must have at least `least` steps."""
     if own.warmup < least:
         raise ValueError(f"compress.warmup={own.warmup} is out of range; use {least} or more")
     for name in ("rank", "every"):
@@ -289,7 +293,7 @@ def _copies(config: Any) -> int:
 
 
 def _ranks_of_a_parameter(config: Any) -> int:
-    """Return over how many ranks a dense parameter's gradient is averaged, counting both copies in a two-copy schedule."""
+    """Return the number of ranks over which a dense gradient is averaged, counting both copies of a two-copy schedule."""
     return int(config.dp * config.cp) * _copies(config)
 
 

@@ -1,7 +1,7 @@
-"""The averages of `--compress`, computed in one process from every rank's tensors: without a Comm, and without messages.
+"""The averages of `--compress`, computed in one process from the tensors of all ranks, without messages.
 
-`minipar verify` compares a lossy run with these averages. They are the means of compressed_mean.py, two_level.py,
-sketched_mean.py and power_sgd.py, which name the sources.
+`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py,
+sketched_mean.py and power_sgd.py compute; these files name the sources.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Sketched(NamedTuple):
 
 
 class OneProcessMeans:
-    """Computes the means of each message of all ranks, and keeps the residuals and factors of every rank, by name.
+    """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
 
-    codec          encodes a vector, or None for PowerSGD; or `Sketched`, for the largest elements and their sketches
-    rank           the rank of PowerSGD's factors
+    is_compressed  a function from a message and i to whether its tensor i is compressed, or averaged exactly
+    codec          encodes a vector; None for PowerSGD; `Sketched` for the sketches of the largest elements
     node_size      compress only between nodes of this many ranks; None: between all ranks
-    is_compressed  whether tensor i of a message is compressed; other tensors are averaged
-    feedback       whether what was not sent is added to the next vector
+    rank           the rank of PowerSGD's factors
+    feedback       True: error feedback, which adds a codec's error to the next vector
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OneProcessMeans:
         self._factors: dict[object, Tensor] = {}
 
     def __call__(self, message: Sequence[Average]) -> list[Tensor]:
-        """Return the mean of each tensor of one message, given by all ranks of its Comm in their order."""
+        """Return the mean of each tensor of a message. `message` has the tensors of each rank of the Comm, in order."""
         first = message[0]
         given = [[widened(x) for x in one.given] for one in message]
         means = [torch.stack(xs).mean(0) for xs in zip(*given)]
@@ -82,7 +82,10 @@ class OneProcessMeans:
         given: list[list[Tensor]],
         means: list[Tensor],
     ) -> None:
-        """Every rank sends one rank its pieces, elements (from, to) of tensor i; put their means into `means`."""
+        """Put the means of the pieces of one rank into `means`; all ranks encode and send these pieces to that rank.
+
+        A piece is (i, (low, high)): elements low to high - 1 of tensor i.
+        """
         pieces = [(i, (low, high)) for i, (low, high) in pieces if high > low]
         if not pieces:
             return
@@ -123,7 +126,7 @@ class OneProcessMeans:
         return torch.cat([self._two_phases((key, i), part) for i, part in enumerate(parts)])
 
     def _two_phases(self, key: object, xs: list[Tensor]) -> Tensor:
-        """Every rank sends chunk r to rank r, which sends the mean to all: [n] of every rank -> [n]."""
+        """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
         p, total = len(xs), len(xs[0])
         n = -(-total // p)
         means = []
@@ -135,7 +138,7 @@ class OneProcessMeans:
         return torch.cat(means)[:total]
 
     def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
-        """Return x plus the residual, as it is decoded; keep the error as the residual, 0 in the padding after `held`."""
+        """Encode and decode x plus the residual. Keep the error as the new residual, with 0 in the padding after `held`."""
         assert self.codec is not None
         assert not isinstance(self.codec, Sketched)
         wanted = x + self._residuals[key] if key in self._residuals else x

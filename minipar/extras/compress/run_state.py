@@ -1,8 +1,9 @@
 """Compression in a run: the compressors, the optimizers that do the averaging themselves, and their checkpointed state.
 
 choices.py has the table of methods. Each rank has its own residuals, and a checkpoint stores the residuals of all replicas,
-by rank. When a run resumes with another number of replicas, each replica takes the mean of the stored residuals, so that
-what was not sent yet is still sent. Tensors are stored under the names of their parameters, so every other axis may change.
+by rank. If a run resumes with another number of replicas, each replica takes the mean of the stored residuals, so that
+everything not yet sent is still sent. Tensors are stored under the names of their parameters, so the sizes of all other
+axes may change.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ if TYPE_CHECKING:
 
 MakeCompressor = Callable[[Comm], StatefulCompressor]
 
-KIND = "compression"  # the kind of these parts in a checkpoint
-# Number of elements that share a scale: small, so that rows of rare words, whose values are small, get small scales.
+KIND = "compression"  # names these tensors in a checkpoint, which stores tensors by kind
+# Number of elements that share a scale: few, so that the embeddings of rare words, which have small gradients, get small
+# scales.
 SIGN_BLOCK = 256
 
 # Compressors -----------------------------------------------------------------------------------------------------------
@@ -56,9 +58,9 @@ class Compressed(Plain):
     """The `GradientAveraging` that uses the compression method named in the run's configuration."""
 
     def compressor(self, config: TrainConfig) -> MakeCompressor:
-        """Return the compressor that DDP, ZeroOptimizer and FSDP average gradients by.
+        """Return a function that makes the compressor with which DDP, ZeroOptimizer or FSDP averages gradients.
 
-        It averages nothing if the method averages momenta or weights instead.
+        The compressor averages nothing if the method averages momenta or weights instead.
         """
         if config.choice("compress").averages != "gradient":
             return OwnGradients
@@ -80,7 +82,7 @@ class Compressed(Plain):
         return _make_own_optimizer(config, groups, optimizer_cls, comm_of, **options)
 
     def begin_step(self, config: TrainConfig, state: RankState, step: int) -> None:
-        """Switch compression on once the warm-up is over. 0/1 Adam counts its own warm-up."""
+        """Switch compression on once the warm-up is over; at once for 0/1 Adam, which handles its warm-up itself."""
         is_on = step >= config.choice("compress").plain_steps(config)
         for compressors in state.compressors:
             compressors.on = is_on
@@ -92,7 +94,7 @@ class Compressed(Plain):
         return [(one, compresses) for one, compresses in found if isinstance(one, Compressors)]
 
     def one_process(self, config: TrainConfig) -> Means:
-        """Return the function that computes in one process the means of messages that `record` recorded."""
+        """Return the function that computes, in one process, the means of recorded messages."""
         own = config.options["compress"]
         if config.compress == "powersgd":
             return OneProcessMeans(_of_matrices, None, rank=own.rank)
@@ -123,7 +125,7 @@ def _vector_compressor(config: TrainConfig) -> MakeCompressor:
 
 
 def _feedback(config: TrainConfig) -> bool:
-    """Return whether what was not sent is added to the next step's; always of momenta."""
+    """Return whether error feedback is used: an option of methods that encode gradients, and always on for momenta."""
     return getattr(config.options["compress"], "feedback", True)
 
 
@@ -143,9 +145,9 @@ def _codec(config: TrainConfig) -> Codec:
 
 
 def _is_compressed(param: Tensor) -> bool:
-    """Return whether to compress a parameter's gradient: that of a matrix with no copies on other tp ranks.
+    """Return whether to compress a parameter's gradient: only of matrices, and of those that no other tp rank copies.
 
-    Each copy would be rounded together with other elements, and the copies would become unequal. Vectors have few elements
+    Copies would be encoded with different other elements on each rank, and would become unequal. Vectors have few elements
     and are sensitive to rounding.
     """
     return param.dim() > 1 and "tp" not in placement_of(param).replicated
@@ -157,7 +159,7 @@ def _in_feed_forward(param: Tensor) -> bool:
 
 
 def _of_matrices(message: Average, i: int) -> bool:
-    """Return whether tensor i of a recorded message is compressed, as `_is_compressed`."""
+    """Return whether tensor i of a recorded message is compressed, by the rule of `_is_compressed`."""
     return message.given[i].dim() > 1 and "tp" not in message.placements[i].replicated
 
 
@@ -193,7 +195,7 @@ class LocalOptimizer(TorchOptimizerAdapter):
     """The `OptimizerInterface` of DiLoCo and local SGD. Ranks share the outer velocity; each has its own inner state."""
 
     def __init__(self, optimizer: DiLoCo):
-        super().__init__(optimizer)  # type: ignore[arg-type]  # it has all that the adapter uses
+        super().__init__(optimizer)  # type: ignore[arg-type]  # no torch Optimizer, but with all that the adapter uses
         self.outer = optimizer
         self.shared: dict[Tensor, dict[str, Tensor]] = {p: {} for p in optimizer.params}
         for param, velocity in zip(optimizer.params, optimizer.velocity):
@@ -209,7 +211,7 @@ class LocalOptimizer(TorchOptimizerAdapter):
 
     @torch.no_grad()
     def resume(self, step: int, own: Mapping[Tensor, dict[str, Tensor]]) -> None:
-        """Continue with the restored weights and states of step `step`, after which all ranks had equal weights."""
+        """Continue from the restored weights and states of step `step`, at which all ranks' weights were equal."""
         outer = self.outer
         outer.num_steps = step
         for i, (param, shared) in enumerate(self.shared.items()):
@@ -224,7 +226,7 @@ class LocalOptimizer(TorchOptimizerAdapter):
 
 
 def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
-    """Yield the parts of this rank's compression state. A collective call."""
+    """Yield the parts of this rank's compression state. All ranks must call this."""
     for compressors in _all_compressors(state):
         for comm, compressor in compressors.by_comm.items():
             assert isinstance(compressor, StatefulCompressor)
@@ -239,7 +241,7 @@ def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
 
 @torch.no_grad()
 def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
-    """Load what `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
+    """Load the state that `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
     for compressors in _all_compressors(state):
         compressors.on = True
         by_comm: dict[Comm, State] = {}
@@ -297,7 +299,7 @@ def _read_state(checkpoint: Checkpoint, param: Tensor, comm: Comm) -> dict[str, 
 
 
 def _read_own(checkpoint: Checkpoint, name: str, param: Tensor, comm: Comm) -> Tensor | None:
-    """Return this rank's stored tensor or, for another number of replicas, the mean of all; None if none is stored."""
+    """Return this rank's stored tensor or, if the number of replicas has changed, the mean of all; None without any."""
     placements = (_own(name, param, i) for i in count())
     stored = list(takewhile(lambda placement: checkpoint.has(KIND, placement.name), placements))
     if len(stored) == comm.size:

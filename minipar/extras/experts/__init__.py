@@ -1,10 +1,10 @@
-"""Other dispatches of tokens to experts. In reading order:
+"""Further ways to dispatch tokens to experts. In reading order:
 
-chunked_rows.py      rows in chunks, each sent while the products of another are computed
-once_per_node.py     a token is sent to each node once, and copied there to its experts
-shadow_placement.py  the choice of hot experts, which are replicated on all ranks for a step
-shadowed_experts.py  rows of hot experts stay; the experts' weights are sent to them
-install.py           installs each dispatch in a mixture
+chunked_rows.py      sends rows in chunks, each while another chunk is computed
+once_per_node.py     sends a token to each node once, and copies it there to its experts
+shadow_placement.py  chooses the hot experts, which are replicated on all ranks for a step
+shadowed_experts.py  keeps the rows of hot experts on their ranks, and sends the experts' weights to all ranks
+install.py           installs each dispatch in an MoE layer
 choices.py           the choices of --dispatch, and which configurations they refuse
 """
 

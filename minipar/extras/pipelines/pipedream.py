@@ -1,14 +1,15 @@
 """PipeDream and other asynchronous pipelines: without a flush there is no bubble, but gradients use stale weights.
 
-
 Each stage updates its weights while later microbatches, whose forwards used the old weights, are under way. The methods
 differ in the weights that a microbatch's forward and backward use:
 
-    latest      the newest; the backward uses newer weights than the forward, so the result is not a gradient
-    stashed     PipeDream: the backward uses the forward's weights, which are kept: p-s versions on stage s
-    2bw         PipeDream-2BW: the weights of one update before, with one update per p or more microbatches: 2 versions
-    predicted   SpecTrain: the weights that momentum predicts for the time of the update: p-s versions on stage s; and
-                PipeOptim, which predicts by the direction of the optimizer, here Adam
+    latest      both use the newest weights of their time: the backward's are newer than the forward's, so its result is not
+                a gradient
+    stashed     PipeDream: the backward uses the forward's weights; stage s keeps p-s versions for this
+    2bw         PipeDream-2BW: both use the version before the newest, with an update every p or more microbatches; a stage
+                keeps 2 versions
+    predicted   SpecTrain: both use the weights that momentum predicts for the update; stage s keeps p-s versions.
+                PipeOptim: the same with the optimizer's own direction, here Adam's
 
 Sources: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3; PipeDream-2BW, arXiv:2006.09503, section 3.1; SpecTrain,
 arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, of which the abstract and the authors' code (guanleics/PipeOptim)
@@ -36,20 +37,19 @@ METHODS = ("latest", "stashed", "2bw", "predicted")
 
 
 class Versions(NamedTuple):
-    """The versions of a stage's weights that a microbatch's forward uses and its update changes, counted in updates."""
+    """The versions of a stage's weights at a microbatch's forward and at its update. Version n is after n updates."""
 
     forward: int
     update: int
 
     @property
     def staleness(self) -> int:
-        """The number of updates between the weights that the gradient was computed with and those it is applied to."""
+        """The number of updates between the forward's weights and the weights to which the gradient is applied."""
         return self.update - self.forward
 
 
 def weight_versions(schedule: Schedule) -> dict[tuple[int, int], Versions]:
     """Return (stage, microbatch) -> versions, for stages that update their weights right after each backward.
-
 
     Under 1F1B's order on p ranks, staleness(stage s, microbatch k) = min(p-1-s, k).
     """
@@ -77,9 +77,9 @@ def train_asynchronously(
     on_update: OnUpdate | None = None,
     betas: tuple[float, float] | None = None,
 ) -> list[Tensor]:
-    """Train `stages` in place by SGD or Adam in one process, as PipeDream's pipeline does; return each microbatch's loss.
+    """Train `stages` in place by SGD or Adam in one process, with an asynchronous pipeline's updates; return each loss.
 
-    There are p stages; w_s(t) is version t of stage s, and a version below 0 is version 0.
+    There are p stages; w_s(t) is version t of stage s, and a version below 0 means version 0. For example,
 
         stashed   w_s(t+1) = w_s(t) - lr * grad_s loss_t(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))
         2bw       w(t+1)   = w(t) - lr * mean of grad loss_k(w(t-1)) over the `period` microbatches k of update t
@@ -88,10 +88,11 @@ def train_asynchronously(
     momentum    direction = v = momentum * v + gradient, and lr * v is subtracted in place of lr * gradient
     betas       Adam's, in place of momentum: direction = m_hat / (sqrt(v_hat) + 1e-8)
     period      with 2bw, microbatches per update, at least p (default: p); other methods update after every microbatch
-    on_update   called with (stage, the gradient's weights, the weights that it is applied to), to see how they differ
+    on_update   called with (stage, the weights of the backward, the weights to which the gradient is applied)
 
     Only weights are versioned: stages should have no buffers.
-    Raises ValueError for an unknown method, a period that the method does not have, or both momentum and betas.
+    Raises ValueError for an unknown method, a period with a method other than 2bw, a period below p, or both momentum and
+    betas.
     """
     p = len(stages)
     if method not in METHODS:
@@ -201,7 +202,7 @@ class _VersionedStage:
     def _weights_of(self, k: int) -> Weights:
         newest = self.history[-1]
         if self.method == "2bw":
-            # The same version on every stage, even though early stages have updated less often by now.
+            # The same version on every stage, although early stages have made fewer updates by now.
             version = max(0, k // self.every - 1)
             return self.history[version - self.updates - 1]
         if self.method == "predicted" and self.direction.last:

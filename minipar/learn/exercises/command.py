@@ -1,4 +1,4 @@
-"""The command `minipar exercise`. Imports torch only where something is checked."""
+"""The command `minipar exercise`. Imports torch only for actions that check something."""
 
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 

@@ -1,4 +1,4 @@
-"""`minipar museum`: list the exhibits, run one, or see only its symptom and guess."""
+"""`minipar museum`: lists the exhibits, runs one, or shows only its symptom for the user to guess the cause."""
 
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 

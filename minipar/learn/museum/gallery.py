@@ -15,6 +15,7 @@ from typing import Any
 from minipar.config.choices import CHOSEN
 from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.inference import Options
+from minipar.learn.facts import quote
 from minipar.learn.museum import drawing, floor_faults, mesh_faults, serving_faults
 from minipar.learn.museum.drawing import DrawingExhibit
 from minipar.learn.museum.exhibit import Exhibit, FloorExhibit, MeshExhibit
@@ -28,7 +29,7 @@ SERVING = Options(block_size=4, num_blocks=9, token_budget=9, prefix_cache=False
 
 def _exhibits() -> Iterator[Exhibit]:
     rows = tomllib.loads((files(__package__) / "gallery.toml").read_text(encoding="utf-8"))["exhibit"]
-    for row in rows:
+    for row in quote(rows):
         if "config" in row:
             if _is_installed(row["config"]):
                 yield _of_a_mesh(**row)

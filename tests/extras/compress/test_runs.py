@@ -97,6 +97,7 @@ EXACT = [
 TWO_COPIES = dict(dp=1, pp=2, schedule="chimera", microbatches=2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", EXACT, ids=str)
 def test_what_loses_nothing_has_the_numbers_of_one_process(options):
     result = verify(BASE.choosing(steps=2, dtype="float64", **options))
@@ -232,13 +233,14 @@ LOSSY = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("options", LOSSY, ids=lambda options: str(options["compress"]))
 def test_what_is_lossy_has_the_numbers_of_its_form_in_one_process(options):
     result = verify(BASE.choosing(**dict(steps=3, dtype="float64") | options))
     assert result.equal, table(result)
 
 
+@pytest.mark.thorough
 def test_each_part_of_a_lossy_step_is_compared():
     """A rank's gradient, what it gave to the compressor, what it got, its weights: each is changed in the second step."""
     config = BASE.choosing(

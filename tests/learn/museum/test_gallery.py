@@ -14,7 +14,7 @@ from minipar.support import registry
 from minipar.train import step
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("name", EXHIBITS)
 def test_the_fault_is_found_and_nothing_without_it(name):
     exhibit = find(name)
