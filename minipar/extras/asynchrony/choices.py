@@ -17,7 +17,7 @@ class DelayedOptions:
 
 
 class Delayed(Averaging):
-    """Gradients that are applied `delay` steps later: on every mesh the numbers of one process that delays them alike."""
+    """Gradients that are applied `delay` steps later. Every mesh has the numbers of one process with the same delay."""
 
     def check(self, config: Any) -> None:
         of, delay = f"compress={config.compress}", config.options["compress"].delay

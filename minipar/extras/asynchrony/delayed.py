@@ -4,8 +4,8 @@
     computes        g0       g1       g2       g3       at the weights of its own step
     applies, d=2    -        -        g0       g1       while g1 and g2 would be on their way
 
-It is simulated: gradients are reduced at once, as by DDP or FSDP, and then wait. The numbers are those of a run whose
-reductions take d steps; its speed is not shown.
+It is a simulation: DDP or FSDP reduces gradients at once, and the reduced gradients wait. The numbers are those of a run
+whose reductions take d steps; its speed is not shown.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class DelayedOptimizer(TorchOptimizerAdapter):
 
     With d = 0 it is the optimizer itself, bit for bit. The optimizer's own count of steps starts at step d.
 
-    Costs d copies of the gradients, and stability: on a quadratic, gradient descent takes rates up to
-    `largest_stable_rate(d)` of what it takes without delay, half with d = 1. Saves the wait for the reduction, which then
-    has d steps to hide behind: a step takes max(computation, messages) once d = 1. A longer delay saves more only where the
-    time of messages varies, since a link still carries one reduction a step.
+    Costs d copies of the gradients, and stability: the largest stable rate of gradient descent on a quadratic falls to
+    `largest_stable_rate(d)` of its value, half for d = 1. Saves the wait for the reduction, which has d steps to hide
+    behind: with d = 1, a step takes max(computation, messages). A longer delay saves more only where the time of messages
+    varies, since a link still carries one reduction a step.
     Sources: delayed updates, arXiv:0911.0491, algorithm 1; all-reduce in the background, Pipe-SGD, arXiv:1811.03619.
     """
 

@@ -23,7 +23,7 @@ IsCompressed = Callable[[Average, int], bool]
 
 
 class Sketched(NamedTuple):
-    """What SketchedMean does: the elements that a rank chooses, and the cells of a sketch for each element."""
+    """The settings of a SketchedMean: which elements a rank keeps, and the number of cells per element."""
 
     choose: Choose
     ratio: float
@@ -99,7 +99,7 @@ class OneProcessMeans:
             means[i].view(-1)[low:high] = part
 
     def _by_sketch(self, key: object, xs: list[Tensor], codec: Sketched) -> Tensor:
-        """Return the mean of what was chosen and can be recovered; the rest of every rank's vector is its residual."""
+        """Return the mean of the elements that are chosen and recovered; the others are kept as residuals."""
         wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
         chosen = [codec.choose(x) for x in wanted]
         places = torch.stack(chosen).any(0)

@@ -1,4 +1,4 @@
-"""What a rank has not sent yet of its tensors, where each rank is sent the pieces that it keeps: see `scattered_means`."""
+"""The residuals of `scattered_means`, which sends to each rank the pieces of tensors whose mean that rank keeps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Group = tuple[Any, ...]  # the keys of tensors that are reduced together
 
 
 class PieceResiduals:
-    """Residuals by message: `residuals[group, r]` is what rank r has not been sent of its pieces, fused into one vector.
+    """`residuals[group, r]` is the residual of the pieces for rank r, fused into one vector.
 
-    A checkpoint has them by tensor, as each tensor's pieces, with the ranks in turn, are the whole tensor.
+    A checkpoint has residuals by tensor: the pieces of a tensor, in the order of ranks, are the whole tensor.
     """
 
     def __init__(self, residuals: dict[Any, Tensor]):
@@ -24,9 +24,9 @@ class PieceResiduals:
         self._shapes: dict[Group, list[Tensors]] = {}  # meta tensors of each rank's pieces
 
     def begin(self, parts: Sequence[Tensors], loaded: State) -> Group:
-        """Return the group of these pieces. The first time, take its residuals out of what was loaded.
+        """Return the group of these pieces. The first time, take its residuals out of `loaded`.
 
-        What was an error of the mean, each rank has now.
+        A loaded "residual_of_mean" is added to every rank's residual, since the mean is not encoded here.
         """
         group = tuple(tuple(part) for part in parts)
         if group in self._shapes:

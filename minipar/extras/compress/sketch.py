@@ -1,4 +1,4 @@
-"""A sketch: a few sums of a sparse vector's elements, which ranks can add up on the way, and from which it is recovered.
+"""A sketch of a sparse vector: sums of its elements, from which it is recovered. Sketches can be added up on the way.
 
 row 0   x3 + x7 | x1      | x9             each element is added to one cell of each row
 row 1   x9      | x7 + x1 | x3             x1 is alone in row 0, so x1 is known; without it, x7 is alone in row 1
@@ -30,10 +30,10 @@ class Sketch:
     recover    peels: an element that is alone in a cell is that cell's sum; it is subtracted from its other cells, in which
                another element may then be alone
 
-    Which elements can be recovered depends on the places alone, so every rank knows `recovered` before it has any sum. Of m
-    random places in c cells all can be, but for a few unlucky small sets, if m < 0.818 c, for large m; above that, few. The
-    cells of an element are drawn from the places, so a set that cannot be peeled now may be peeled once other places are
-    set beside it. Sums of integers are recovered exactly, and others up to the rounding of the subtractions.
+    Which elements can be recovered depends on the places alone, so every rank knows `recovered` without the sums. For large
+    m, all of m random places can be recovered from c cells if m < 0.818 c, and less than half of them if m is larger. The
+    hash that assigns cells depends on the places, so elements that cannot be recovered in one step may be in another, with
+    other places. Integers are recovered exactly, other numbers up to the rounding of the subtractions.
     Sources: LHC, arXiv:2402.07529, read in its authors' kernels, which also estimate what cannot be peeled (from the median
     of an element's three cells, with random signs); peeling and its threshold: arXiv:1101.2245.
     """

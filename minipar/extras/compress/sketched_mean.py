@@ -18,23 +18,22 @@ from minipar.extras.compress.threshold import Choose
 
 
 class SketchedMean:
-    """The mean of x over ranks, where an element is kept by any rank and its sum can be recovered; elsewhere 0.
+    """The mean over ranks of what each rank keeps of x: its largest elements. Elements that cannot be recovered are 0.
 
-    For each of p chunks of n/p elements, rank r getting the sums of chunk r:
+    The n elements are cut into p chunks, and rank r gets the sums of chunk r:
 
-    1. a rank chooses its largest elements; one bit for each says whether      all-to-all: (p-1) n/(8p) bytes sent
-    2. every rank gets the bits of all, or-ed: the places of the sketches      all-gather: (p-1) n/(8p)
-    3. the chosen elements' sketches, of ratio n/p cells a chunk, are summed   reduce-scatter: (p-1) 4 ratio n/p
-    4. the recovered sums go to all ranks                                      all-gather: (p-1) 4 bytes for each
+    1. each rank keeps its largest elements, and sends a bit for every element   all-to-all: (p-1) n/(8p) bytes sent
+    2. ranks combine the bits by "or": the places of the sketches                all-gather: (p-1) n/(8p)
+    3. ranks add up the sketches, each with ratio n/p cells for a chunk          reduce-scatter: (p-1) 4 ratio n/p
+    4. each rank sends the recovered sums of its chunk                           all-gather: (p-1) 4 bytes for each sum
 
-    Codes of values and indices grow with the ranks, and nobody can add them up. Sketches are added by any reduce-scatter, a
-    switch's too, and stay as long as one rank's. But the places are those of all ranks together: with p ranks that keep a
-    fraction f each, up to p f of the elements, of which the sketch can recover 0.818 ratio at most. With error feedback,
-    what is not recovered stays with the rank that it belongs to, as does what is not chosen, for the next step.
-    With one rank, nothing is sent or compressed. Under ZeRO-2 and -3, `scattered_means` is 1 to 3.
+    Any reduce-scatter adds sketches, also inside a switch; values with indices cannot be added that way. But a sketch must
+    hold the places of all ranks together: if p ranks keep a fraction f each, up to p f of the elements, of which it can
+    recover 0.818 ratio. With error feedback, each rank adds to its next vector what it did not keep and what was not
+    recovered. With one rank, nothing is sent or compressed. Under ZeRO-2 and -3, `scattered_means` does phases 1 to 3.
     Raises ArithmeticError if a tensor has nan or inf.
-    Sources: TAGC, arXiv:2504.05638, and LHC, arXiv:2402.07529; both read in their authors' code. TAGC adds the bits up as
-    bytes, where two ranks' bits of one element carry into the next element's; here they are or-ed.
+    Sources: TAGC, arXiv:2504.05638, and LHC, arXiv:2402.07529; both read in their authors' code. With one bit an element,
+    TAGC's code sums the bytes of bits, so that a second rank's bit carries into the next element's; here they are or-ed.
     """
 
     scatters = True
@@ -118,7 +117,7 @@ class SketchedMean:
         return 2 * sum(bits) - bits[rank] - bits[(rank + 1) % p] + itemsize * (sum(cells) - cells[rank])
 
     def state(self) -> State:
-        """Return "residual" by key: what this rank has not sent, or not for good."""
+        """Return "residual" by key: what this rank has not sent, or what was not recovered."""
         found = dict(self._loaded)
         self._pieces.add_to(found)
         return found

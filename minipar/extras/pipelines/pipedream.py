@@ -143,7 +143,10 @@ def train_asynchronously(
 
 
 class _Direction(Protocol):
-    """What an optimizer subtracts, in units of the learning rate: of the last update, {} before the first."""
+    """The direction of an optimizer's updates: what an update subtracts, divided by the learning rate.
+
+    last  the direction of the last update; {} before the first
+    """
 
     last: Weights
 

@@ -97,7 +97,7 @@ def run(world, config, text):
     return losses, [p.detach() for stage in state.stages for p in stage.parameters()]
 
 
-def test_without_delay_it_is_ddp_bit_for_bit_and_with_delay_another_run():
+def test_without_delay_it_is_ddp_bit_for_bit():
     plain = BASE.choosing(dp=2, grad_clip=0.01)
     text, runs = load_data(BASE)[0], {}
     for name, config in (
@@ -165,7 +165,7 @@ def losses_of(config) -> list[float]:
 
 
 @pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.thorough)])
-def test_a_stopped_run_goes_on_with_the_gradients_that_waited_on_another_mesh_too(at, tmp_path):
+def test_a_resumed_run_applies_what_waited_on_any_mesh(at, tmp_path):
     """Step 1 comes before any gradient is applied."""
     model = replace(SMALL, tie_embeddings=True)
     config = delayed(2, dp=2, model=model, out=tmp_path / "whole", checkpoint_every=at, keep=0)
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused_in_words(options, words):
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 6])
-def test_a_quadratic_is_stable_below_the_rate_of_the_formula_and_not_above(delay):
+def test_a_quadratic_is_stable_up_to_the_rate_of_the_formula(delay):
     """By gradient descent on w^2 / 2, whose largest rate without delay is 2."""
 
     def ends(rate: float) -> float:

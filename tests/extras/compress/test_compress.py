@@ -478,7 +478,7 @@ def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
     assert ranks[0][2] < 0.8 * plain[0][2]
 
 
-def test_fsdp_refuses_what_needs_whole_gradients_or_a_second_reduction():
+def test_fsdp_refuses_whole_gradients_and_second_reductions():
     def refused(world):
         with pytest.raises(
             ValueError, match="compress replaces one reduction, and replicas add a second one"

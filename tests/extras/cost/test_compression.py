@@ -111,7 +111,7 @@ def test_the_table_has_every_method_of_training():
         assert methods_for(parse_layout("dp8-zero3-mb1"), how) == []
 
 
-def test_zero_3_sends_the_weights_twice_beside_compressed_gradients():
+def test_zero_3_gathers_weights_beside_compressed_gradients():
     job = Job(find_model("llama-7b"), find_machine("h100"), 8, 1024, 64)
     layout = parse_layout("dp8-zero3-mb8")
     (_, _, plain), (_, _, int8) = compression_rows(job, layout, "int8")
