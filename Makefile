@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all slow soak test-gpu bench-gpu site site-test bench format lint clean needs-browser
+.PHONY: help demo test test-all slow soak test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -64,9 +64,12 @@ site: .venv/site-installed ## README, lessons, book, museum, API and interactive
 site-test: needs-browser site ## the site in a real browser (needs Chromium and its driver)
 	$(BIN)/python -m pytest tests/website
 
+lighthouse: needs-browser .venv/site-installed ## Lighthouse's scores of the built site, on an idle machine (needs npm and Chromium)
+	$(BIN)/python -m website.lighthouse
+
 needs-browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
-	  || { echo "make site-test needs chromium and chromedriver: apt install chromium chromium-driver" >&2; exit 1; }
+	  || { echo "make $(MAKECMDGOALS) needs chromium and chromedriver: apt install chromium chromium-driver" >&2; exit 1; }
 
 bench: .venv/installed ## time minipar against torch's own, as ratios
 	$(BIN)/minipar bench

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from minipar.cost.layout import Job, Layout
 
-# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction that does not know their
-# training program. A kind with fewer than five runs gets the largest of these fractions.
-# `python -m minipar.extras.cost.fit` computes them, and PROGRAM_SPREADS.
+# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction with the default parameters,
+# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest of these fractions.
+# `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
 SPREADS = {"ZeRO-3": 0.13, "tp or pp": 0.04, "data parallel": 0.13, "cp": 0.13}
-# The same for predictions that know the program and use its fitted parameters; programs with five or more held-out runs.
+# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs.
 PROGRAM_SPREADS = {"megatron-2021": 0.03, "composer": 0.08}
 
 # The machines of these runs. Other machines are assumed to reach the same fractions of their data-sheet rates.

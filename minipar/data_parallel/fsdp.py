@@ -55,7 +55,7 @@ class UnitForward:
         unit = fsdp.units[i]
         forward, self._name = unit.module.forward, unit.name
         own = getattr(forward, "__self__", None) is unit.module
-        # A function that someone assigned to `module.forward` is referenced only from there: keep a strong reference to it.
+        # If a caller assigned a function to `module.forward`, nothing else may hold the function: keep a strong reference.
         self._inner: Callable[[], Any] = weakref.WeakMethod(forward) if own else lambda: forward
         self._fsdp, self._i = weakref.ref(fsdp), i
 
@@ -256,9 +256,9 @@ class FSDP(nn.Module):
         A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
         Returns whether the unit has a backward.
         """
-        # Watch views, not the inputs themselves, so that this unit is resharded before the unit that computed the input is
-        # unsharded and prefetches another one. Also, a leaf's hook may run before a parameter's gradient is computed; a
-        # view's may not.
+        # Watch views, not the inputs themselves. An input may also be the output of another unit, whose hook would run
+        # first: it would unshard that unit, and prefetch a third, before this unit is resharded. Also, the hook of an input
+        # that is a leaf may run before a parameter's gradient is computed; the hook of a view may not.
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         hook = LastOf(len(watched), partial(self._after_backward, unit))

@@ -167,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
 
-    tensors = shards  # the same property by its name in `OptimizerInterface`
+    tensors = shards  # the name that `OptimizerInterface` gives this property
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each shard, or its master copy, and its optimizer state, which the caller may read or replace."""

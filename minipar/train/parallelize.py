@@ -217,7 +217,8 @@ def zero_optimizer(config: TrainConfig, mesh: Mesh, stages: list[Transformer], t
 def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
     """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay unsharded: their gradients are summed over pp."""
     shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
-    # FSDP's shards are master weights. Parameters that it leaves unsharded are computed with, so they keep half precision.
+    # FSDP's shards are master weights. Parameters that FSDP does not shard are used in products as they are, so they keep
+    # half precision.
     blocks = chain.from_iterable(stage.layers.values() for stage in stages)
     for module in blocks if tied else stages:
         module.to(config.torch_master_dtype)

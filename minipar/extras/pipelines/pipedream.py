@@ -3,8 +3,8 @@
 Each stage updates its weights while later microbatches, whose forwards used the old weights, are under way. The methods
 differ in the weights that a microbatch's forward and backward use:
 
-    latest      both use the newest weights of their time: the backward's are newer than the forward's, so its result is not
-                a gradient
+    latest      the forward and the backward each use the newest weights when they run; the backward's weights are newer
+                than the forward's, so its result is not a gradient
     stashed     PipeDream: the backward uses the forward's weights; stage s keeps p-s versions for this
     2bw         PipeDream-2BW: both use the version before the newest, with an update every p or more microbatches; a stage
                 keeps 2 versions
