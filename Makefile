@@ -14,17 +14,20 @@ help: ## show this list
 # .venv/installed is there once the environment is whole, .venv/installing while a new one is being made: what a broken
 # try left is removed. A .venv that somebody else made has neither; it is installed into, and never removed.
 .venv/installed: pyproject.toml constraints.txt
-	@if [ -e .venv/installing ]; then rm -rf .venv; fi
+	@if [ -e .venv/installing ]; then $(REMOVE); fi
+	@[ ! -e .venv ] || [ -x .venv/bin/python ] \
+	  || { echo "make needs .venv/bin/python, which .venv has not; remove it: rm -rf .venv" >&2; exit 1; }
 	@[ -e .venv ] || command -v $(PYTHON) >/dev/null \
 	  || { echo "make needs Python 3.11 or later; $(PYTHON) is not installed: make PYTHON=..." >&2; exit 1; }
 	@[ -e .venv ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "make needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=..." >&2; exit 1; }
+	  || { echo "make needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1): make PYTHON=..." >&2; exit 1; }
 	@[ -e .venv ] || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make needs Python's venv, which $(PYTHON) has not: apt install python3-venv, or make PYTHON=..." >&2; exit 1; }
+	@[ -e .venv ] || echo "making .venv: torch and other packages are fetched, which takes some minutes"
 	@[ -e .venv ] || { mkdir .venv && touch .venv/installing && said=$$($(PYTHON) -m venv .venv 2>&1); } \
-	  || { rm -rf .venv; echo "make needs an environment, but $(PYTHON) -m venv says: $$said" | head -n 1 >&2; exit 1; }
+	  || { $(REMOVE); echo "make needs an environment, but $(PYTHON) -m venv says: $$said" | head -n 1 >&2; exit 1; }
 	@said=$$($(PIP) --editable '.[dev]' 2>&1) \
-	  || { if [ -e .venv/installing ]; then rm -rf .venv; fi; $(PIP_FAILED); }
+	  || { if [ -e .venv/installing ]; then $(REMOVE); fi; $(PIP_FAILED); }
 	@rm -f .venv/installing
 	@touch $@
 
@@ -32,7 +35,9 @@ help: ## show this list
 	@said=$$($(PIP) --editable '.[site]' 2>&1) || { $(PIP_FAILED); }
 	@touch $@
 
-PIP_FAILED = echo "make needs a package index, by network: pip says $$(echo "$$said" | grep -i -m 1 error)" >&2; exit 1
+# The mark goes last: what a broken removal leaves is removed by the next try, and not taken for somebody's .venv.
+REMOVE = find .venv -mindepth 1 -maxdepth 1 ! -name installing -exec rm -rf {} + 2>/dev/null; rm -rf .venv
+PIP_FAILED = echo "make needs a package index, by network: pip says $$(echo "$$said" | grep -i -m 1 '^ *error' || echo "$$said" | tail -n 1)" >&2; exit 1
 
 demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
 	rm -rf runs/demo
@@ -84,5 +89,6 @@ format: .venv/installed ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and runs
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@if [ -e .venv ]; then touch .venv/installing && rm -f .venv/*installed && $(REMOVE); fi
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from minipar.checkpoint.export import llama_config
-from minipar.config.choices import ALGORITHMS, CHOSEN
+from minipar.config.choices import ALGORITHMS, AVERAGINGS, CHOSEN
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.extras.tensor_grids.limits import grid_shape
@@ -38,9 +38,11 @@ GRIDS = {2: [("2.5d", 2)], 3: [("2.5d", 3)], 4: [("2d", 1), ("2.5d", 4)], 8: [("
 LAYOUTS = {tp: [("1d", 1), *grids] for tp, grids in GRIDS.items()}
 SLICED = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.sliced)
 FREE_CHUNKS = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.chunks is None)
-CODECS = ("sign", "int8", "fp8", "topk", "tagc", "powersgd")
-MOMENTA = ("onebit-adam", "zero-one-adam", "onebit-lamb")
-LOCAL = ("local-sgd", "diloco")
+AVERAGES = {name: getattr(choice, "averages", "") for name, choice in AVERAGINGS.usable().items()}
+CODECS, MOMENTA, LOCAL = (
+    tuple(name for name, averaged in AVERAGES.items() if averaged == one)
+    for one in ("gradient", "momentum", "weights")
+)
 # Taking the graph of a model takes a second or two, compiling it to C++ tens of seconds: both are drawn seldom.
 COMPILED = ["eager", "eager", "eager", "aot_eager", "aot_eager", "inductor"]
 SMALL_VOCABULARY = 60

@@ -50,6 +50,12 @@ KIND = "compression"  # names these tensors in a checkpoint, which stores tensor
 # Number of elements that share a scale: few, so that the embeddings of rare words, which have small gradients, get small
 # scales.
 SIGN_BLOCK = 256
+# The codec of a method that encodes vectors; top-k's and TAGC's depend on the run.
+CODEC_OF: dict[str, Codec] = {
+    "int8": Int8(),
+    "fp8": Float8(),
+    **dict.fromkeys(("sign", "onebit-adam", "zero-one-adam", "onebit-lamb"), Sign(SIGN_BLOCK)),
+}
 
 # Compressors -----------------------------------------------------------------------------------------------------------
 
@@ -100,7 +106,8 @@ class Compressed(Plain):
             return OneProcessMeans(_of_matrices, None, rank=own.rank)
         select = _of_feed_forward if config.compress == "tagc" else _of_matrices
         node_size = getattr(own, "node_size", None)
-        codec = _sketched(config) or _codec(config)
+        sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
+        codec = None if sends_weights else _sketched(config) or _codec(config)
         return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
 
     def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
@@ -140,8 +147,11 @@ def _codec(config: TrainConfig) -> Codec:
     if config.compress in ("topk", "tagc"):
         fraction = config.options["compress"].fraction
         return TopK(fraction, torch.promote_types(config.torch_reduce_dtype, torch.float32))
-    codecs: dict[str, Codec] = {"int8": Int8(), "fp8": Float8()}
-    return codecs.get(config.compress, Sign(SIGN_BLOCK))
+    if (
+        config.compress not in CODEC_OF
+    ):  # another codec in its place would train, and `verify` would find it equal
+        raise ValueError(f"compress={config.compress} has no codec; give it one in CODEC_OF of {__name__}")
+    return CODEC_OF[config.compress]
 
 
 def _is_compressed(param: Tensor) -> bool:

@@ -14,7 +14,7 @@ from minipar.config.train_config import TrainConfig
 from minipar.data.text import load_data
 from minipar.data_parallel.compressed_reductions import parts_by_rank
 from minipar.expert import gradient_comm
-from minipar.extras.compress import CompressedMean, Sign
+from minipar.extras.compress import CompressedMean, Sign, run_state
 from minipar.extras.compress.choices import Method
 from minipar.extras.compress.run_state import COMPRESSED, KIND
 from minipar.mesh import Mesh, placement_of
@@ -416,6 +416,15 @@ def test_exact_steps_are_compared_and_no_others():
     assert exact_steps(config_of("zero-one-adam", dp=2)) == 0
     assert exact_steps(config_of("diloco")) == 1
     assert exact_steps(config_of("local-sgd")) == 6
+
+
+def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch):
+    monkeypatch.delitem(run_state.CODEC_OF, "int8")
+    for of in (COMPRESSED.compressor, COMPRESSED.one_process):
+        with pytest.raises(
+            ValueError, match="compress=int8 has no codec; give it one in CODEC_OF of minipar.extras"
+        ):
+            of(config_of("int8", dp=2))
 
 
 def test_signs_with_a_scale_for_each_block_say_zero_where_a_block_is_zero():
