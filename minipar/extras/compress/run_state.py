@@ -106,8 +106,8 @@ class Compressed(Plain):
             return OneProcessMeans(_of_matrices, None, rank=own.rank)
         select = _of_feed_forward if config.compress == "tagc" else _of_matrices
         node_size = getattr(own, "node_size", None)
-        sent_whole = config.choice("compress").averages == "weights"
-        codec = None if sent_whole else _sketched(config) or _codec(config)
+        sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
+        codec = None if sends_weights else _sketched(config) or _codec(config)
         return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
 
     def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:

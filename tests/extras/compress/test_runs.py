@@ -160,8 +160,18 @@ def own_gradient(self, parts):
 kept_scattered_means = CompressedMean.scattered_means
 
 
+FAULTS = {
+    kept_scattered_means: None,
+    turned_pieces: "averages, step 0",
+    forgotten_residual: "averages, step 1",
+    own_gradient: "averages, step 0",
+}
+
+
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [2, 3])
-def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero):
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero, fault):
     def faulty(world, config, text, fault):
         CompressedMean.scattered_means = fault
         try:
@@ -171,16 +181,8 @@ def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero):
 
     config = config_of("int8", dp=2, zero=zero, steps=2, dtype="float64", batch_size=2)
     text = load_data(config)[0]
-    found = {}
-    for fault in (kept_scattered_means, turned_pieces, forgotten_residual, own_gradient):
-        rows = _lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
-        found[fault.__name__] = next((row.what for row in rows if not row.equal), None)
-    assert found == {
-        "scattered_means": None,
-        "turned_pieces": "averages, step 0",
-        "forgotten_residual": "averages, step 1",
-        "own_gradient": "averages, step 0",
-    }
+    rows = _lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
+    assert next((row.what for row in rows if not row.equal), None) == FAULTS[fault]
 
 
 def test_zero_1_of_a_run_has_the_losses_of_zero_0():
