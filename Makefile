@@ -37,7 +37,9 @@ help: ## show this list
 
 # The mark goes last: what a broken removal leaves is removed by the next try, and not taken for somebody's .venv.
 REMOVE = find .venv -mindepth 1 -maxdepth 1 ! -name installing -exec rm -rf {} + 2>/dev/null; rm -rf .venv
-PIP_FAILED = echo "make needs a package index, by network: pip says $$(echo "$$said" | grep -i -m 1 '^ *error' || echo "$$said" | tail -n 1)" >&2; exit 1
+# Without a network pip warns of the cause, and its error is that versions conflict.
+WHY = echo "$$said" | grep -o -m 1 '\[Errno [^]]*\] [A-Za-z ]*' || echo "$$said" | grep -i -m 1 '^ *error' || echo "$$said" | tail -n 1
+PIP_FAILED = echo "make needs a package index, by network: pip says $$($(WHY))" >&2; exit 1
 
 demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
 	rm -rf runs/demo

@@ -172,9 +172,21 @@ def test_it_says_before_the_long_wait_that_it_is_long(checkout):
     assert MAKING not in said[1]
 
 
-def test_what_pip_says_last_is_told_if_nothing_is_called_an_error(checkout):
-    (checkout / "fails").write_text("Killed\n")
-    assert make(checkout)[1] == ["make needs a package index, by network: pip says Killed"]
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError('<object>: Failed to establish a new connection: "
+            "[Errno 111] Connection refused')': /torch/\nERROR: Cannot install minipar because of conflicting dependencies.\n",
+            "[Errno 111] Connection refused",
+        ),
+        ("  error: subprocess-exited-with-error\n  more\n", "  error: subprocess-exited-with-error"),
+        ("Killed\n", "Killed"),
+    ],
+)
+def test_the_line_of_pip_that_has_the_cause_is_told(checkout, said, cause):
+    (checkout / "fails").write_text(said)
+    assert make(checkout)[1] == [f"make needs a package index, by network: pip says {cause}"]
 
 
 def test_an_update_that_fails_keeps_the_environment_and_is_tried_again(checkout):
