@@ -1,6 +1,6 @@
 """minipar: distributed training, every piece written by hand and proved equal to one process.
 
-For the same model, seed and batch, every mesh computes the same numbers. Each part imports from those above it alone:
+For the same model, seed and batch, every mesh computes the same numbers. Each part imports only from those above it:
 
 support          errors, the registry of kinds and extras, options, traces
 schedules        pipeline schedules as data; imports no torch
@@ -15,15 +15,15 @@ model            the Transformer for one process: the reference of every test
 data_parallel    DDP, ZeRO-1, ZeRO-2, FSDP
 tensor_parallel  sharded matrices, and sequence parallelism between them
 pipeline         one executor for every schedule
-expert           expert parallelism for mixtures of experts
+expert           expert parallelism for MoE layers
 context          attention over a sequence split across ranks
 spec             specifications that check an implementation: ours, or a learner's
 data             the batch of a step, as a function of seed and step
 checkpoint       weights and states in files: written sharded, read on any mesh
 train            training on any mesh, checked against one process
 verification     any mesh against one process, tensor by tensor
-inference        many requests served together, each with the text it has alone
-extras           what few runs use, found by name: nothing above imports it
+inference        many requests served together, each with the same text as if served alone
+extras           parts that few runs use, found by name: nothing above imports them
 learn            exercises, puzzles, museum of bugs, quiz
 cli              the `minipar` command
 __main__         `python -m minipar`

@@ -32,7 +32,7 @@ MESHES = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_by_nccls_rules_gives_the_numbers_of_one_process(monkeypatch, name):
     monkeypatch.setenv("MINIPAR_TRANSPORT", "grouped")

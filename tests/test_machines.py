@@ -113,6 +113,7 @@ def test_the_hierarchical_all_reduce_spares_the_link_a_third_of_the_flat_rings_b
         )
 
 
+@pytest.mark.thorough
 def test_tp_inside_a_host_leaves_the_link_to_the_gradients_and_tp_across_costs_its_formula(counted):
     """The same mesh, model and batch: only which ranks are neighbours differs."""
     sent = sent_bytes(CONFIG, CONFIG.mesh_sizes)

@@ -26,7 +26,7 @@ def initial_values(config: TrainConfig) -> InitialValues:
     From a seed, the function makes the whole parameter and cuts the part out; from a Llama, it reads only the part.
     """
     whole_on_meta = Transformer(config.model, device="meta", dtype=config.torch_dtype)
-    # A router's weight is float32 or wider.
+    # Not one dtype for all: a router's weight is float32 or wider.
     dtypes = {name: param.dtype for name, param in whole_on_meta.named_parameters()}
     weights = None if config.init is None else _weights(config.init)
 

@@ -1,4 +1,4 @@
-"""Reading checkpoints: choose the newest undamaged one, and read the part of a tensor that any placement describes.
+"""Reading checkpoints: choose the newest undamaged one, and read the part of a tensor that a given placement describes.
 
 saver.py describes a checkpoint. Its manifest lists the parts by tensor, so that a reader finds the parts that overlap its
 own by bisection. Each part has a checksum of its own, so that ranks can share the work of checking them.
@@ -31,7 +31,7 @@ from minipar.comm.objects import all_gather_objects
 from minipar.mesh import Placement, overlap
 
 T = TypeVar("T")
-CHECKING_THREADS = 4  # per process; hashing releases the interpreter's lock
+CHECKING_THREADS = 4  # per process; hashing releases the GIL
 
 # Choosing -----------------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ def newest_whole(folder: Path, kinds: set[str] | None = None) -> Path | None:
 def agree_on_newest(comm: Comm, folder: Path) -> Path | None:
     """Return the same `newest_whole` on all ranks. Rank 0 lists the folder, and each rank checks its share of the parts.
 
-    All ranks pass over a checkpoint that some rank cannot read, or whose manifest differs between ranks. All-gathers a
+    All ranks skip a checkpoint that some rank cannot read, or whose manifest differs between ranks. All-gathers a
     few hundred bytes for each checkpoint considered; each rank reads 1/p of it.
     """
     for path in decided_on_rank_0(comm, partial(checkpoints, folder)):

@@ -27,7 +27,10 @@ DESCRIPTION = (
 
 
 class WithChoices(Choice):
-    """A command whose flags depend on its arguments. It loads a function: arguments (None: all flags) -> `Parsed`."""
+    """A command whose set of flags depends on the command line.
+
+    `load()` returns a function that makes a `Parsed` from the arguments, a list of strings; None stands for all flags.
+    """
 
 
 # A command loads a function for tyro: its arguments are the flags, its docstring the help, and it returns a callable that
@@ -75,7 +78,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         _exit_with("minipar: interrupted", 130)
     except BrokenPipeError:  # the reader, such as `head`, has stopped
-        # Otherwise the last flush raises again.
+        # Otherwise the flush at exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
 

@@ -47,8 +47,8 @@ def options_flags(
 ) -> Any:
     """Return a dataclass for tyro with the options of the chosen names; its flags are --KIND.OPTION.
 
-    names   the choice of each kind, "" if there is none
-    given   values that replace the options' defaults, by kind
+    names   the choice of each `Kind`, "" if there is none
+    given   values that replace the options' defaults, by `Kind`
 
     Raises ValueError for an unknown name, an extra that cannot be imported, or a flag of another choice's option.
     """
@@ -79,7 +79,7 @@ def option_fields(cls: type) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
 
 
 def options_of(flags: Any) -> dict[str, dict[str, Any]]:
-    """Return the values of `options_flags`, by kind."""
+    """Return the values of `options_flags`, by the name of the `Kind`."""
     return {kind: vars(values) for kind, values in vars(flags).items()}
 
 

@@ -24,7 +24,7 @@ class Parsed(NamedTuple):
 
 
 def parse_command(name: str, parsed: Parsed) -> Work:
-    """Return the callable that does the command's work. Raises ValueError, with one line, for a mistake."""
+    """Return the callable that does the command's work. Raises a one-line ValueError for a mistake."""
     function, argv, below_help = parsed
     _require_values(argv)
     try:
@@ -38,7 +38,7 @@ def parse_command(name: str, parsed: Parsed) -> Work:
 
 
 def parse_commands(argv: Sequence[str], commands: Mapping[str, Callable[..., Any]], description: str) -> Work:
-    """Return the callable of the command that `argv` names. Raises ValueError, with one line, for a mistake."""
+    """Return the callable of the command that `argv` names. Raises a one-line ValueError for a mistake."""
     return _in_one_line(
         lambda: tyro.extras.subcommand_cli_from_dict(
             dict(commands), prog="minipar", description=description, args=argv

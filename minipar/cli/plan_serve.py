@@ -34,13 +34,13 @@ def plan_serve_command(
         model: a name (llama-7b, llama3-70b, mixtral-8x7b ...), or a .toml file with the sizes of a model.
         machine: a name (a100-80gb, h100, h200, b200 ...), or a .toml file that describes a GPU and its node.
         prompt_tokens: tokens of a prompt.
-        new_tokens: tokens written for a request.
+        new_tokens: tokens generated for a request.
         rate: requests per second, over all replicas.
         targets: mean seconds to the first token, and per output token after it.
         weight_bits: bits of a stored weight; below 16, each group of 64 also has two 16-bit numbers.
         cache_bits: bits of a stored key or value; below 16, groups also have two numbers, as for weights.
-        piece: the most prompt tokens that a step reads, besides the tokens that it writes.
-        all_reduce: how a decode step's rows are summed: ring, or direct, where every rank reads the others' rows at once.
+        piece: the largest number of prompt tokens in a step, besides its decodes' tokens.
+        all_reduce: how a decode step's rows are summed: ring, or direct, where a rank reads all other ranks' rows at once.
         json: print the numbers as JSON, in seconds and bytes.
         picture: a .png, .svg or .pdf file for the picture: time per token, and tokens per second, against the batch size.
     """

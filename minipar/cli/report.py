@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from minipar.train.trainer import Result
 
 STRAGGLER_RATIO = 1.5  # report a rank that computes this many times as long as the median rank
-INPUT_BOUND_FRACTION = 0.1  # report a rank that waits for data for this part of the traced time
+INPUT_BOUND_FRACTION = 0.1  # report a rank that waits for data for more than this fraction of the traced time
 
 
 class Progress:
@@ -68,7 +68,7 @@ def print_summary(result: Result) -> None:
 
 
 def describe_trace(spans_by_rank: dict[int, list[Span]]) -> list[str]:
-    """Return the problems that a trace shows, in sentences: a rank that waits for its data, a rank that computes longer."""
+    """Return a sentence for each problem that a trace shows: a rank that waits for its data, or computes unusually long."""
     found = []
     waited = find_data_wait(spans_by_rank)
     if waited is not None and waited.fraction > INPUT_BOUND_FRACTION:

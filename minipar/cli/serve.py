@@ -57,7 +57,7 @@ def serve_command(
     With --requests, serves those in a file, and writes results.jsonl, metrics.json, a picture of the requests over time,
     and one of the same requests in static batches of max_running. Each line of the file is a request in JSON:
     {"prompt": "The ", "max_new_tokens": 20, "temperature": 0.7, "top_k": 40, "top_p": 0.9, "seed": 3, "arrival_s": 0.5}.
-    A line that is not a request gets an error as its result, and the others are served.
+    A line that is not a request gets an error as its result; the requests on the other lines are served.
 
     With --http, serves OpenAI's clients: POST /v1/chat/completions and /v1/completions, with or without "stream",
     GET /v1/models, /health and /metrics. Needs pip install 'minipar[http]'.
@@ -67,23 +67,23 @@ def serve_command(
         requests: a file with one request per line; each needs prompt and max_new_tokens.
         http: serve over HTTP on this port: 8000 if no number is given; 0 takes any free port.
         host: the address to listen on; by default only this machine can connect, with 0.0.0.0 any other.
-        max_open: over HTTP, the most requests that run or wait at once; further ones are refused with status 429.
+        max_open: over HTTP, the largest number of requests that run or wait at once; further ones get status 429.
         out: the folder to which the results of --requests are written.
         tp: tensor-parallel ranks.
         pp: pipeline ranks.
-        cp: context-parallel ranks, which divide the tokens of every text, and their cache, among them.
+        cp: context-parallel ranks, which divide the tokens of every sequence, and their cache, among them.
         ep: expert-parallel ranks, which divide the experts among them: the cp ranks, or additional ranks if cp is 1.
-        prefill_tp: tensor-parallel ranks that read prompts and send their caches to the tp ranks, which write, so that
-            nobody who writes waits for a prompt; 0: the same ranks do both. With --requests and tp alone.
+        prefill_tp: tensor-parallel ranks only for prefill, which send the caches to the tp ranks, which decode; so no
+            decode waits for a prompt. 0: the same ranks do both. With --requests and tp alone.
         policy: which requests go first when not all can be served at once.
         block_size: tokens per block of the key/value cache.
         num_blocks: blocks of the cache, for all requests together.
-        token_budget: the most tokens that a step reads; prompts are read in pieces that fit what decodes leave of it.
-        max_running: the most requests in a step.
-        prefix_cache: keep blocks of earlier texts for requests that begin alike.
+        token_budget: the largest number of tokens in a step; prompts are prefilled in chunks, in what decodes leave of it.
+        max_running: the largest number of requests in a step.
+        prefix_cache: keep blocks of earlier requests for requests that begin with the same tokens.
         preemption: what happens to the blocks that a request gives up: recomputed later, or swapped to CPU memory.
-        cache_bits: round keys and values of full blocks to this many bits; texts change, but not with the batch.
-        weight_bits: round the layers' weights to this many bits; texts change, but not with the batch or the mesh.
+        cache_bits: quantize keys and values of full blocks to this many bits; texts change, but not with the batch.
+        weight_bits: quantize the layers' weights to this many bits; texts change, but not with the batch or the mesh.
         weight_group: with 4 bits, the number of a weight's inputs that share a scale.
         offload: where layers' weights are stored while others compute; `minipar train --help offload` lists the choices.
         offload_folder: with disk, a folder for that file; none: the system's folder for temporary files.

@@ -43,7 +43,7 @@ def timeline_flags(argv: Sequence[str] | None) -> Parsed:
             microbatches: microbatches per step.
             chunks: chunks per rank, for breadth-first, interleaved and hanayo (2 if not given).
             costs: seconds of F (forward), I (input gradient) and W (weight gradient) of a rank's stage per microbatch.
-            comm: seconds of latency of a message between ranks.
+            comm: latency of a message between ranks, in seconds.
             memory_limit: live activations that zb-auto and optimal may hold per rank (twice the stages if not given).
             slices: number of slices into which each sample's tokens are divided, for terapipe and seq1f1b (2 if not given);
                 a microbatch's costs are divided among them.

@@ -17,7 +17,7 @@ def tokenize_command(text: tyro.conf.Positional[Path], tokenizer: Path, out: Pat
     Args:
         text: a text file in UTF-8.
         tokenizer: a tokenizer.json of the package tokenizers.
-        out: the file to write: 16-bit ids, or 32-bit if the vocabulary exceeds 65536; .npy has a header, others none.
+        out: the file to write: 16-bit ids, or 32-bit if the vocabulary exceeds 65536; only a .npy file has a header.
     """
     return partial(_tokenize, text, tokenizer, out)
 

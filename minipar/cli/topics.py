@@ -1,4 +1,4 @@
-"""`--help TOPIC`: help on a group of settings, on the model, or on all choices of a kind with their options."""
+"""`--help TOPIC`: help on a group of settings, on the model, or on all choices of a `Kind` with their options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 def run_flags(argv: Sequence[str] | None, config: Any, command: str) -> tuple[Any, Sequence[str], str]:
     """Return the settings of a run as flags, the arguments for tyro, and the text below its help.
 
-    If help on a kind is asked for, prints it and exits. `argv` None: all flags, for shell completion.
+    If help on a `Kind` is asked for, prints it and exits. `argv` None: all flags, for shell completion.
     """
     topic = None if argv is None else asked_topic(argv)
     if topic is None:
@@ -54,7 +54,7 @@ def run_flags(argv: Sequence[str] | None, config: Any, command: str) -> tuple[An
 
 
 def show_kind(topic: str, kinds: Kinds, helps: dict[str, str]) -> None:
-    """Print the help of the kind that the topic names, and exit; do nothing if it does not name a kind."""
+    """Print the help of the `Kind` that the topic names, and exit; do nothing if it names none."""
     for name in kinds:
         if topic in (name, _topic_of(name)):
             print(kind_text(name, kinds[name], helps[name]))
@@ -75,7 +75,7 @@ def topics_text(command: str, groups: Sequence[str], kinds: Kinds, more: str = "
 
 
 def kind_text(name: str, kind: Kind[Any], help: str) -> str:
-    """Describe every choice of a kind: its help, its package if it is an extra, and its options as flags."""
+    """Describe every choice of a `Kind`: its help, its package if it is an extra, and its options as flags."""
     flag, packages = as_flag(name), kind.extras()
     lines = [_wrapped(f"{flag} NAME: {help}. NAME is one of:", 0), ""]
     for choice_name in kind:
@@ -111,7 +111,7 @@ def _wrapped(text: str, indent: int, first: str = "") -> str:
 
 
 def _type_text(hint: Any) -> str:
-    """Return what help shows after the flag of an option of this type: INT, {step,microbatch}; "" for a switch."""
+    """Return the placeholder that help shows after a flag of this type: INT, {step,microbatch}; "" for a switch."""
     if get_origin(hint) in (Union, types.UnionType):
         return "|".join(_type_text(kind) for kind in get_args(hint) if kind is not types.NoneType)
     if get_origin(hint) is Literal:

@@ -50,15 +50,16 @@ def train_flags(argv: Sequence[str] | None) -> Parsed:
 def _instead_flags(argv: Sequence[str] | None) -> Any:
     """Return the flags of all that can be done instead of training: for each a switch, --NAME, and its options.
 
-    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for what
-    cannot be imported.
+    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for an
+    extra that cannot be imported.
     """
     given = {flag_name(word) for word in argv or ()}
     for name in INSTEAD.declared():
         if name in given:
             INSTEAD[name]
     topic = None if argv is None else asked_topic(argv)
-    choices: Mapping[str, Choice] = {}  # a topic shows its own flags alone
+    # Stays empty for `--help TOPIC`, which shows only that topic's flags, unless the topic is "all" or "run".
+    choices: Mapping[str, Choice] = {}
     if topic == "":
         choices = {
             name: Choice(help=_PLAIN_HELP.format(package)) for name, package in INSTEAD.extras().items()

@@ -1,4 +1,4 @@
-"""Differentiable collectives in conjugate pairs: the backward of each collective is the other one of its pair.
+"""Differentiable collectives in conjugate pairs: the backward of a collective is its partner in the pair.
 
 
 Adds to `simple/autograd.py`: any dim, uneven chunks, send and receive, second derivatives.
@@ -13,8 +13,8 @@ Adds to `simple/autograd.py`: any dim, uneven chunks, send and receive, second d
     send / recv     to a rank, from a rank        backward: recv / send
 
 `gather` and `all_gather` have the same forward and differ in how the result is used. After `gather` all ranks use the
-result the same way, so each has the full gradient, and the backward takes this rank's chunk. After `all_gather` they use it
-differently, so the backward sums their gradients. Confusing the two makes gradients wrong by a factor
+result the same way, so each has the full gradient, and the backward takes this rank's chunk. After `all_gather` each rank
+uses the result differently, so the backward sums the ranks' gradients. Confusing the two makes gradients wrong by a factor
 of p.
 Each backward is the adjoint: <y, A x> = <A^T y, x>, summed over ranks. A `grad_output` is never written to. Every
 backward is itself one of these operators, so second derivatives (create_graph=True) are right, too. Only send and recv
@@ -83,7 +83,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _on_dim(dim: int, collective: Operator) -> Operator:
-    """Make `collective`, which acts on dim 0, act on `dim`."""
+    """Return an operator that does along `dim` what `collective` does along dim 0."""
     if dim == 0:
         return collective
     return lambda x: collective(x.transpose(0, dim).contiguous()).transpose(0, dim).contiguous()

@@ -1,4 +1,4 @@
-"""The dissemination barrier: in step s = 0, 1, ... each rank signals the rank 2^s places after it."""
+"""The dissemination barrier: in step s = 0, 1, ... rank r signals rank r + 2^s (mod p)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The table of algorithms of each collective, and the choice that "auto" makes.
 
-The core's algorithms are in ALGORITHMS. Extras of the kind "algorithm" add more; each loads {collective: function}.
+minipar's own algorithms are in ALGORITHMS. Extras of the `Kind` "algorithm" add more; each loads {collective: function}.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
     "all_to_all": {"pairwise": pairwise.all_to_all},
 }
 
-CORE = {"pairwise", *CHOICES.own}  # names that belong to the core
+CORE = {"pairwise", *CHOICES.own}  # names of minipar's own algorithms
 
 # Sizes of the whole vector. The last two were measured with `minipar bench collectives`, for gloo on loopback.
 SHORT_BYTES_PER_RANK = 16  # vectors of a few numbers; buckets are padded to more than this, so none is short
@@ -63,8 +63,8 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
         all_gather       (p-1)/p of it
 
     Recursive doubling has half the steps of halving_doubling: it saves log p alpha, but sends (log p - 2(p-1)/p) n more
-    bytes. It is chosen only where those cost less than the saved steps: on 2 ranks, which send no extra bytes, and below
-    16p bytes.
+    bytes. It is chosen only where the extra bytes cost less than the saved steps: on 2 ranks, which send no extra bytes,
+    and below 16p bytes.
 
     In two levels, all three collectives send the same bytes, but fewer of them between nodes, and take more steps; so two
     levels are not used below 16p bytes.
@@ -73,7 +73,7 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
     short = num_bytes < SHORT_BYTES_PER_RANK * comm_size
     if two_levels and not short and "hierarchical" in ALGORITHMS[collective]:
         return "hierarchical"
-    # all_reduce and reduce_scatter must add in one order.
+    # One decision for both, since all_reduce and reduce_scatter must add in the same order, to be bitwise equal.
     halving = short or (power_of_two and num_bytes < LONG_BYTES)
     if collective == "all_reduce":
         if short or (comm_size == 2 and num_bytes < 8 * LONG_BYTES):
@@ -151,7 +151,7 @@ def _of_extra(name: str) -> dict[str, Callable[..., Any]]:
 
 
 def algorithms_of(collective: str) -> list[str]:
-    """Return the names of all algorithms of a collective: the core's, then the installed extras'."""
+    """Return the names of all algorithms of a collective: minipar's own, then the installed extras'."""
     extras = [name for name in CHOICES.usable() if name not in CORE and collective in _of_extra(name)]
     return [*ALGORITHMS[collective], *extras]
 

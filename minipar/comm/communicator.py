@@ -35,7 +35,7 @@ class Comm(PointToPoint):
     ):
         super().__init__(transport, ranks, name, parent)
         self.default_algorithm: str | None = parent.default_algorithm if isinstance(parent, Comm) else None
-        # Make the level Comms now: on NCCL, a hook that sums gradients could not make them.
+        # Make the level Comms now: on NCCL one thread must make all Comms, and a gradient hook runs in another thread.
         if self.node_size is not None:
             self.levels = hierarchical.levels(self, self.node_size)
 
@@ -52,7 +52,7 @@ class Comm(PointToPoint):
 
     @property
     def node_size(self) -> int | None:
-        """Ranks of this group per node; None if unknown, unequal, not contiguous, one per node, or all on one."""
+        """Ranks of this group per node; None if unknown or not useful for two levels: see `hierarchical.ranks_per_node`."""
         return hierarchical.ranks_per_node(self.ranks, self._transport.node_size)
 
     def using(self, algorithm: str) -> Comm:

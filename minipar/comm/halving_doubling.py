@@ -29,7 +29,7 @@ from minipar.support.chunks import bounds, check_sizes, chunk_sizes
 
 
 def all_reduce(comm: PointToPoint, x: Tensor, op: str = "sum", out: Tensor | None = None) -> Tensor:
-    """All-reduce by Rabenseifner: a reduce-scatter by halving, an all-gather by doubling. Same bits on all ranks.
+    """All-reduce by Rabenseifner: a reduce-scatter by halving, an all-gather by doubling. Bitwise equal on all ranks.
 
     Sends 2(p-1)/p of x if p is a power of two that divides its length. Otherwise a core rank sends as stated above,
     plus the result if another rank folded into it; a rank outside the core sends only x.
@@ -112,9 +112,9 @@ def reduce_scatter(
 def all_gather(comm: PointToPoint, x: Tensor, sizes: Sizes = None, out: Tensor | None = None) -> Tensor:
     """Concatenate every rank's x along dim 0: each step exchanges all chunks gathered so far, which doubles their number.
 
-    Sends p-1 chunks if p is a power of two and all chunks are equal. Otherwise a rank r >= q first sends its chunk to rank
-    r-q, which gathers with both chunks and sends back the result. `out`, if given, receives the result; x may already
-    be in it.
+    Sends p-1 chunks if p is a power of two and all chunks are equal. Otherwise let q be the largest power of two below p: a
+    rank r >= q first sends its chunk to rank r-q, which gathers with both chunks and sends back the result. `out`, if
+    given, receives the result; x may already be in it.
     """
     sizes = gathered_sizes(comm, x, sizes)
     core = _core(comm.size)
@@ -169,7 +169,7 @@ def _core_edges(p: int, lengths: Sequence[int]) -> list[int]:
 
 
 def _halve(comm: PointToPoint, flat: Tensor, edges: list[int], reduction: Reduction) -> None:
-    """Reduce-scatter in place among the core ranks: chunk `rank` of flat becomes the sum; the others hold partial sums."""
+    """Reduce-scatter in place among the core ranks: chunk `rank` of flat gets the sum; other chunks hold partial sums."""
     low, high = 0, len(edges) - 1  # the range of chunks still to be summed here
     for distance in _distances(comm.size):
         partner = comm.rank ^ distance

@@ -1,4 +1,4 @@
-"""Collectives in two levels: inside each node and across nodes, so that each rank sends only 1/g of the vector outside.
+"""Collectives in two levels, inside nodes and across nodes, so that a rank sends only 1/g of the vector to other nodes.
 
 With k nodes of g ranks each, p = kg, and n bytes in the whole vector, each rank sends, if p divides the length:
 
@@ -10,12 +10,12 @@ With k nodes of g ranks each, p = kg, and n bytes in the whole vector, each rank
 Each row sums to (p-1)/p n, as in a flat ring, and an all-reduce to twice that; but a rank sends only (k-1)/k n/g over the
 slow link between nodes. In a flat ring, the rank at the edge of each node sends all its (p-1)/p n over that link; in
 halving and doubling, every rank sends (k-1)/k n over it. The steps are those of rings of g and k ranks. If p does not
-divide the length,
-each ring sends what `ring.py` states. Traffic counts the collectives of each level under their own kinds.
+divide the length, each ring sends what `ring.py` states. An all-reduce consists of a reduce_scatter and an all_gather, and
+`Traffic` counts its bytes under these two names.
 
-Let chunk c belong to place i of node m: c = mg + i. Each node sums its terms of chunk c in the order of places i+1, i+2,
-..., i; the nodes' sums are added in the order of nodes m+1, m+2, ..., m. All-reduce and reduce-scatter add in the same
-order, so their results are bitwise equal.
+Let chunk c belong to local rank i of node m: c = mg + i. Each node sums its terms of chunk c in the order of local ranks
+i+1, i+2, ..., i; the nodes' sums are added in the order of nodes m+1, m+2, ..., m. All-reduce and reduce-scatter add in the
+same order, so their results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Return this rank's chunk of the sum over ranks of x: x [N, ...] -> [sizes[r], ...], cut along dim 0.
 
-    Inside a node, place i gets the node's sums of the chunks that belong to place i of any node. Across nodes, these sums
-    are reduce-scattered, and each rank gets its own chunk. `out`, if given, receives the result; it may be this rank's
-    chunk of x. node_size is as in `all_reduce`.
+    Inside a node, local rank i gets the node's sums of the chunks that belong to local rank i of any node. Across nodes,
+    these sums are reduce-scattered, and each rank gets its own chunk. `out`, if given, receives the result; it may be this
+    rank's chunk of x. node_size is as in `all_reduce`.
     """
     node, across = levels(comm, node_size)
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
@@ -100,8 +100,9 @@ def all_gather(
 ) -> Tensor:
     """Concatenate every rank's x along dim 0: x [sizes[r], ...] -> [sum(sizes), ...]; without `sizes`, all are equal.
 
-    Across nodes, place i gathers the chunks of place i of all nodes; inside a node, all ranks then gather the chunks of all
-    places. `out`, if given, receives the result; x may be this rank's chunk of it. node_size is as in `all_reduce`.
+    Across nodes, local rank i gathers the chunks of local rank i of all nodes; inside a node, all ranks then gather the
+    chunks of all local ranks. `out`, if given, receives the result; x may be this rank's chunk of it. node_size is as in
+    `all_reduce`.
     """
     node, across = levels(comm, node_size)
     sizes = ring.gathered_sizes(comm, x, sizes)
@@ -134,7 +135,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int | None) -> int | None:
     """Return how many of these world ranks each node has, if a node has `node_size` consecutive world ranks.
 
 
-    None if that is unknown or unequal, ranks are not contiguous, each node has one, or one node has all.
+    None if that is unknown or unequal, the ranks are not contiguous, each node has one rank, or one node has all ranks.
     """
     if node_size is None:
         return None
@@ -148,7 +149,7 @@ def _near_square_root(p: int) -> int:
     return max(d for d in divisors(p) if d * d <= p)
 
 
-# Chunks in rank order form a table with a row for each node and a column for each place.
+# Chunks in rank order form a table with a row for each node and a column for each local rank.
 
 
 def _by_column(table: Sequence[T], columns: int) -> list[T]:
@@ -157,5 +158,5 @@ def _by_column(table: Sequence[T], columns: int) -> list[T]:
 
 
 def _of_places(lengths: list[int], columns: int) -> list[int]:
-    """Return, for each place, the total length of its chunks over all nodes."""
+    """Return, for each local rank, the total length of its chunks over all nodes."""
     return [sum(lengths[place::columns]) for place in range(columns)]

@@ -54,7 +54,7 @@ def _reduce_scatter(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     sizes = check_sizes(sizes, x.shape[0], comm.size, "sizes")
-    longest = max(sizes)  # torch takes equal chunks only
+    longest = max(sizes)  # torch's collective requires equal chunks
     padded = torch.cat([_pad(chunk, longest) for chunk in torch.split(x, sizes)])
     padded_own = x.new_empty((longest, *x.shape[1:]))
     native_calls.reduce_scatter(padded_own, padded, _torch_name(op, x), comm.process_group())

@@ -29,7 +29,7 @@ class Kept(Protocol):
 class PointToPoint:
     """One rank's membership in a group of ranks, with messages to its other members. `Comm` adds the collectives.
 
-    rank, size   this rank's place in the group, 0 <= rank < size
+    rank, size   this rank's index in the group, 0 <= rank < size
     ranks        the members as world ranks, in this group's order
     device       device of the tensors to communicate
     traffic      bytes and messages this rank has sent through this Comm and its subgroups
@@ -198,7 +198,7 @@ class PointToPoint:
 
 
 class Levels(NamedTuple):
-    """A rank's two groups: the ranks of its node, and the ranks with its place in every node."""
+    """A rank's two groups: the ranks of its node, and the ranks of all nodes with the same local rank."""
 
     node: PointToPoint
     across: PointToPoint

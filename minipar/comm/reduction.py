@@ -45,7 +45,7 @@ def exchange_and_add(
 ) -> torch.Tensor:  # fmt: skip
     """Send `send_chunk` to rank `to`, receive a chunk from rank `source`, and return out = mine + the received chunk.
 
-    `mine`, `out` and the received chunk are flat tensors of one length. Chunks are sent in segments, messages of at most
+    `mine`, `out` and the received chunk are flat tensors of equal length. Chunks are sent in segments, messages of at most
     SEGMENT_BYTES. `out` may be `mine` or `send_chunk` itself: a segment is overwritten only after it is read and sent.
     """
     length = max(1, SEGMENT_BYTES // send_chunk.element_size())

@@ -1,10 +1,10 @@
 """Ring collectives: each rank sends to its right neighbour and receives from its left one, one chunk per step.
 
-Adds to `simple/collectives.py`: uneven chunk sizes, any reduction, messages in segments, results in given memory.
+Adds to `simple/collectives.py`: uneven chunk sizes, any reduction, messages in segments, results in a given tensor.
 
 These collectives are bandwidth-optimal: no algorithm sends fewer bytes per rank. Their latency is proportional to p.
 
-Costs, with p ranks, n bytes in the whole vector, latency alpha, seconds per byte beta, seconds to add a byte gamma
+Costs, with p ranks, n bytes in the whole vector, latency alpha, time to send a byte beta, time to add a byte gamma
 (Thakur, Rabenseifner, Gropp 2005, sections 4.1-4.5):
 
     reduce_scatter   (p-1) alpha + (p-1)/p n (beta + gamma)
@@ -103,7 +103,7 @@ def _reduce_scatter_steps(
 
 
 def all_gather_steps(comm: PointToPoint, chunks: list[Tensor]) -> None:
-    """Run steps p to 2p-2. This rank has its own chunk of `chunks`, and receives the others."""
+    """Run steps p to 2p-2. This rank has its own chunk of `chunks`, and receives the other chunks."""
     p, rank = comm.size, comm.rank
     left, right = (rank - 1) % p, (rank + 1) % p
     for step in range(p, 2 * p - 1):

@@ -46,9 +46,9 @@ def all_reduce(comm: PointToPoint, x: Tensor, op: str = "sum", out: Tensor | Non
 
 
 def _broadcast_in(comm: PointToPoint, out: Tensor, root: int) -> None:
-    """Receive from the parent, then send to the children. A place is a rank counted from the root, mod p.
+    """Receive from the parent, then send to the children.
 
-    The parent of a place is that place with its lowest set bit cleared.
+    `place` is this rank's position counted from the root, mod p. Clearing its lowest set bit gives the parent's position.
     """
     p = comm.size
     place = (comm.rank - root) % p

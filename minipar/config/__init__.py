@@ -1,8 +1,8 @@
 """The settings of a run and of a model, and every rule of what is legal. Imports no torch. In reading order:
 
 model_config.py    ModelConfig: a model's sizes
-moe_config.py      its mixture of experts
-choices.py         settings chosen by name, with the core's own choices
+moe_config.py      MoEConfig: the options of its MoE layers
+choices.py         settings chosen by name, with minipar's own choices
 llama_config.py    the sizes in a Hugging Face Llama's config.json
 train_config.py    TrainConfig: model, batch, optimizer, mesh
 toml_config.py     a configuration as a TOML file

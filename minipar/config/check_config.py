@@ -40,7 +40,7 @@ def blocks_per_unit(recompute: str) -> int | None:
 
 
 def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
-    """Return the schedule of the pipeline of a dp rank; with `dp_speeds` they may have different numbers of microbatches."""
+    """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may have different numbers of microbatches."""
     options = config.options.get("schedule")
     arguments = () if options is None else tuple(sorted(vars(options).items()))
     microbatches = config.dp_microbatches[dp_rank]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_experts(config: TrainConfig) -> None:
-    """Raise ValueError if the mixture of experts does not fit the model's layers or the mesh."""
+    """Raise ValueError if the experts do not fit the model's layers or the mesh."""
     model = config.model
     if model.num_experts and model.moe_every > model.num_layers:
         raise ValueError(

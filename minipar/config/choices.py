@@ -1,4 +1,4 @@
-"""The fields of TrainConfig that are chosen by name and that extras can extend, with the core's own choices.
+"""The fields of TrainConfig whose value is the name of a choice. Extras add choices to minipar's own, which are here.
 
 A field's value is a name; `config.options[field]` holds the options of the choice with that name, if it has any.
 Imports no torch.
@@ -17,7 +17,7 @@ from minipar.support.registry import Choice, Kind
 
 
 class Averaging(Choice):
-    """A way to average gradients over dp x cp; the core's own choice averages them uncompressed.
+    """A way to average gradients over dp x cp; minipar's own choice averages them uncompressed.
 
     `load` returns a `minipar.train.averaging.GradientAveraging`.
     """
@@ -25,7 +25,7 @@ class Averaging(Choice):
     depends_on_mesh = False  # whether the losses depend on the mesh
 
     def exact_steps(self, config: Any) -> int:
-        """Return how many steps from the start give the same numbers as one process, up to rounding."""
+        """Return how many steps from the start give the same results as one process, up to rounding."""
         steps: int = config.steps
         return steps
 
@@ -43,7 +43,7 @@ class Averaging(Choice):
         return False
 
     def keeps_own_gradients(self, config: Any, step: int) -> bool:
-        """Return whether ranks keep their own gradients in a step, because something other than gradients is averaged."""
+        """Return whether ranks keep their own gradients in a step, because momenta or weights are averaged instead."""
         return False
 
     def begins_after(self, stored: str) -> bool:
@@ -90,7 +90,7 @@ class NodeOptions:
 
 
 class Dispatch(Choice):
-    """A way to send tokens to their experts. `load` returns a function (moe, ep, options) that installs it in a mixture."""
+    """A way to send tokens to their experts. `load` returns a function (moe, ep, options) that installs it in `moe`."""
 
     def not_priced(self, config: Any) -> str:
         node_size = getattr(config.options.get("dispatch"), "node_size", None)
@@ -147,7 +147,7 @@ MEMBERSHIPS: Kind[Choice] = Kind(
     "membership", {"fixed": Choice("minipar.train.trainer:train_on_given_ranks", "the ranks it starts with")}
 )
 
-# Every kind of choice, by the field of TrainConfig that it belongs to.
+# Every `Kind` of choice, by the field of TrainConfig that it belongs to.
 CHOSEN: dict[str, Kind[Any]] = {
     kind.name: kind
     for kind in (

@@ -15,7 +15,7 @@ ATTENTIONS = ("ring", "ulysses", "all_gather", "usp")
 
 
 def length_multiple(size: int, layout: str, ulysses_size: int = 1) -> int:
-    """Return the number of which the sequence length must be a multiple."""
+    """Return the number that must divide the sequence length."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; use {one_of(LAYOUTS)}")
     # zigzag gives each group two pieces, so a multiple of `size` suffices if ulysses_size is even

@@ -41,7 +41,7 @@ def _require_product(world_size: int, sizes: dict[str, int]) -> None:
 
 
 def why_batch_illegal(batch_size: int, dp: int, parts: int, what: str = "microbatches") -> str | None:
-    """Return why dp does not divide the batch, or `parts` a rank's samples; None if both do.
+    """Return why dp cannot divide the batch, or why `parts` cannot divide a rank's samples; None if both can.
 
     parts  the number of microbatches, or the samples per microbatch
     what   the name of `parts` in the message

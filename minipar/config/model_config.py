@@ -93,7 +93,7 @@ class ModelConfig(MoEConfig):
 
     @property
     def core_width(self) -> int:
-        """The multiplications of attention per query and key, over all heads: for the score and for the weighted sum."""
+        """The multiplications of the attention core per query and key, over all heads: for score and weighted sum."""
         return 2 * self.dim + (self.num_heads * self.rope_dim if self.kv_latent_dim else 0)
 
     def has_experts(self, layer: int) -> bool:

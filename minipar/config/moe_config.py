@@ -1,4 +1,4 @@
-"""The options of a mixture of experts: number of experts, routing, capacity, and load balancing."""
+"""The options of MoE layers: number of experts, routing, capacity, and load balancing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DropOrder = Literal["position", "weight"]
 @with_option_table
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """The options of a mixture of experts; ModelConfig inherits them, and num_experts=0 means a model without experts.
+    """The options of MoE layers. ModelConfig inherits them, and num_experts=0 means a model without experts.
 
     A routing group is a property of the model, not of a layout. A group that the sequence's end cuts short has the same
     capacity as a full group. Raises ValueError for invalid or incompatible options; the message says what would work.

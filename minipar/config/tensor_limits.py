@@ -41,7 +41,7 @@ def why_tp_illegal(
     """Return why a model of these sizes cannot be split over tp ranks; None if it can.
 
     shared_dim  width of the expert that every token uses; 0: there is none
-    pad_vocab   the last rank may have fewer rows of the vocabulary than the others
+    pad_vocab   the last rank may have fewer rows of the vocabulary than the other ranks
     """
     why = (
         why_not_divisor("tp", tp, "num_heads", num_heads)

@@ -42,8 +42,8 @@ class TrainConfig:
     dp: int = option(1, "data-parallel ranks: each works on an equal part of the batch", "mesh", common=True)
     dp_speeds: tuple[float, ...] | None = option(
         None,
-        "for unequal machines, the speed of each dp rank, in any unit: it gets as many samples as it can do while the others "
-        "do theirs, in more microbatches, or in larger ones where ranks send in every microbatch; none: equal parts",
+        "for unequal machines, the speed of each dp rank, in any unit: samples are dealt out in proportion to it, as more "
+        "microbatches, or as larger ones where ranks communicate in every microbatch; none: equal parts",
         "mesh",
     )
     pp: int = option(1, "pipeline ranks: each has an equal part of the layers", "mesh", common=True)
@@ -126,8 +126,8 @@ class TrainConfig:
     )
     compress: str = option(
         "none",
-        "what is sent over dp x cp instead of full gradients; all choices but none are lossy, so losses differ from those "
-        "of one process",
+        "what is sent over dp x cp instead of full gradients, or when they are applied; with all choices but none losses "
+        "differ from those of plain training in one process",
         "messages",
         common=True,
     )
@@ -411,7 +411,7 @@ class TrainConfig:
 
     @property
     def torch_master_dtype(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer updates and, by default, of gradient reduction."""
+        """The dtype of the weights that the optimizer updates; by default, gradients are reduced in it, too."""
         import torch
 
         return torch.float32 if self.mixed_precision else self.torch_dtype

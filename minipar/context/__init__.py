@@ -6,7 +6,7 @@ all_gather.py      every rank all-gathers keys and values
 attention_ring.py  keys and values are sent around a ring
 ulysses.py         each rank gets all tokens of some heads, by all-to-all
 usp.py             Ulysses inside nodes, ring attention across nodes
-parallelize_context.py  `context_parallel`: the model with one of these as its attention's core
+parallelize_context.py  `context_parallel`: replaces the attention core of a model by one of these
 """
 
 import lazy_loader

@@ -114,7 +114,7 @@ class KeyValueGather(NamedTuple):
         return indices(self.runs)
 
     def query_heads(self, x: Tensor, chunk: int, num_kv_heads: int) -> Tensor:
-        """Return a view of the heads of x [B, H, ...] that read this chunk of the key/value heads."""
+        """Return a view of the heads of x [B, H, ...] that attend to this chunk of the key/value heads."""
         heads = x.shape[1] // num_kv_heads * self.heads_at_once
         return x[:, chunk * heads : (chunk + 1) * heads]
 

@@ -6,13 +6,13 @@ Adds to `simple/ulysses.py`: grouped queries, heads that P does not divide, othe
 
 One all-to-all sends queries, keys and values together. Attention itself needs no communication and every rank does
 the same work, whatever the mask; but P must divide the heads, or the last ranks get fewer (`pad`). If there are fewer
-key/value heads than ranks, each key/value head is sent to all ranks whose queries read it.
+key/value heads than ranks, each key/value head is sent to all ranks whose queries attend to it.
 
 Sent per rank, for N tokens of each sample, h = heads * head_dim and h_kv = K * head_dim:
 
     forward    (2 h + 2 h_kv) N (P-1)/P^2 elements: 4 N h (P-1)/P^2 without grouped queries.     backward   the same
 
-K counts a key/value head once for each rank that reads it. If P divides the number of key/value heads, K is that number; if
+K counts a key/value head once per rank that receives it. If P divides the number of key/value heads, K is that number; if
 P is a multiple of it (and divides the heads), K is P; if neither divides the other, K is larger than both. If ranks have
 different numbers of heads, the formula gives the mean over ranks.
 
@@ -97,7 +97,7 @@ def exchange_heads(
 
 
 class HeadSplit(NamedTuple):
-    """The heads of each rank: consecutive query heads, and the key/value heads that these read."""
+    """The heads of each rank: consecutive query heads, and the key/value heads that these attend to."""
 
     num_heads: int
     num_kv_heads: int
@@ -116,7 +116,7 @@ class HeadSplit(NamedTuple):
         return [_length(self.queries(rank)), *2 * [_length(self.keys(rank))]]
 
     def key_of_each_query(self, rank: int) -> list[int] | None:
-        """Return, for each query head of `rank`, which of its key/value heads it reads; None if they are shared evenly."""
+        """Return, for each query head of `rank`, the index of its key/value head; None if these are shared evenly."""
         queries, keys = self.queries(rank), self.keys(rank)
         group = self.num_heads // self.num_kv_heads
         reads = [head // group - keys.start for head in range(queries.start, queries.stop)]

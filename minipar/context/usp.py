@@ -2,8 +2,7 @@
 
 P = R * U ranks: neighbouring ranks form R groups of U. A group holds the tokens that one rank of a ring of R would hold,
 and each of its ranks a contiguous piece of them. The all-to-all inside the group gives each rank all of the group's tokens
-for H/U of
-the heads; ring attention then runs over the R ranks, one of each group, that have the same heads.
+for H/U of the heads; ring attention then runs over the R ranks, one of each group, that have the same heads.
 
 The number of heads limits only U, so there can be more ranks than heads. Each ring sends 1/U of the heads, so ring traffic
 shrinks by U, at the cost of the all-to-alls inside nodes.

@@ -10,19 +10,19 @@ stages.py       layers of each pipeline rank, live activations and idle time of 
 ranks.py        contents of each pipeline rank
 activations.py  bytes that a layer keeps for its backward
 memory.py       bytes per rank, itemised: states, activations, logits, gathered units, buffers
-collectives.py  seconds of a collective, latency and bandwidth
-links.py        the links that a mesh axis really has: members per node, cards per node
+collectives.py  time of a collective, from latency and bandwidth
+links.py        the bandwidth that a group along a mesh axis gets, inside a node and between nodes
 traffic.py      bytes sent per step and rank, by axis, and how many of them leave the node
-work.py         seconds of a layer's and the head's arithmetic: one efficiency rule
-timing.py       seconds of a step, by part; MFU and HFU
-programs.py     training programs with published runs, and their fitted numbers
+work.py         time of the arithmetic of a layer and of the head, by one efficiency rule
+timing.py       time of a step, by part; MFU and HFU
+programs.py     training programs with published runs, and the parameters fitted to these runs
 doubt.py        the spread of a prediction's errors on published runs
-serving.py      seconds and bytes of serving: decode steps, prompts, requests that fit
-serving_plan.py replicas for a rate of requests within two targets. serving_report.py: the text of `minipar plan --serve`
-planner.py      every legal layout, pruned and ranked
+serving.py      time and memory of serving: decode steps, prefill, the number of requests that fit
+serving_plan.py replicas for a request rate and two latency targets. serving_report.py: the text of `minipar plan --serve`
+planner.py      the search: every legal layout, pruned and ranked
 reasons.py      why the other layouts lost; what would help if nothing fits
 report.py       the text of `minipar plan`
-plan_command.py the command
+plan_command.py the work of `minipar plan`, except for drawing
 """
 
 import lazy_loader

@@ -8,7 +8,7 @@ and this library's layer, with e bytes per activation:
 
     e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term is divided by t, too
 
-Activations outside the split matrices are whole on every rank, unless sequence parallelism shards them by tokens.
+Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens.
 Korthikanti's 5 a s/h counts the probabilities, which fused attention does not keep.
 
 A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
@@ -16,7 +16,7 @@ A parallel block has one norm and one dropout, so its term outside the split mat
 
 With recomputation, either layer keeps
 
-    selective   everything except the scores, or the log-sum-exps of attention that stores no scores
+    selective   everything except the attention scores (if attention stores no scores, except its log-sum-exps)
     full        only the layer's input
     every:N     only the input of every N-th layer; the backward recomputes N layers at a time
 
@@ -45,16 +45,16 @@ def gpt_layer_bytes(
     dropout: bool = True,
     norms: int = 2,
 ) -> float:
-    """Return the bytes that a GPT layer keeps; with the defaults, Korthikanti's layer.
+    """Return the bytes that a GPT layer keeps. The defaults give Korthikanti's layer.
 
-    ffn   width of the MLP, if not 4 h         keys  tokens that a query sees, if not s
+    ffn   width of the MLP, if not 4 h         keys  tokens that a query attends to, if not s
     e     bytes of an activation               a dropout mask takes one byte per element
     norms 2, or 1 in a parallel block
 
     Bytes per element of [s, b, h]:
 
     outside the split matrices   4 e + 2: the inputs of two norms and of two matrices, and two masks
-    inside, divided by tp        q, k, v and o's input 4 e; the MLP 2 e ffn/h; stored scores (2 e + 1) a keys/h
+    inside, divided by tp        q, k, v, and the input of o: 4 e; the MLP 2 e ffn/h; stored scores (2 e + 1) a keys/h
     """
     split = tp if sequence_parallel else 1
     if recompute == "full":
@@ -78,12 +78,12 @@ def layer_activation_bytes(
 
     e        bytes of an activation
     scores   number of keys whose scores are stored for each query; 0: none, as with fused and flash attention
-    experts  the layer has a mixture of experts. It keeps 2 D + 4 F/tp (input, output and the MLP's 4 F/tp) for each of
+    experts  whether it is an MoE layer. This keeps 2 D + 4 F/tp (input, output and the MLP's 4 F/tp) for each of
              top_k * capacity_factor rows per token
 
         norms      2 (3 D + 1)   input, its inverse root mean square, the normalized input, and its product with the weight
-                                 (the input of q, k and v, or of gate and up)              whole, or tokens / tp
-        dropouts   2 D bytes     a mask after attention, one after the MLP                 whole, or tokens / tp
+                                 (the input of q, k and v, or of gate and up)              unsharded, or tokens / tp
+        dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
                    (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
         mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp
@@ -122,7 +122,7 @@ def layer_bytes(
     e: int,
     experts: bool = False,
 ) -> float:
-    """Return the bytes that a layer keeps, a GPT layer or this library's.
+    """Return the bytes that a layer keeps: this library's layer or, if the MLP is not gated, a GPT layer.
 
     s, b   tokens per sample and samples on this rank
     dense  attention stores its scores

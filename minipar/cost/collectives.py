@@ -1,4 +1,4 @@
-"""Seconds of a collective by the alpha-beta model: latency per message, and bytes over bandwidth.
+"""Time of a collective by the alpha-beta model: latency per message, and bytes over bandwidth.
 
 p is the number of ranks, n the bytes of the whole vector: an all-gather's result, a rank's input to an all-to-all.
 
@@ -9,7 +9,7 @@ p is the number of ranks, n the bytes of the whole vector: an all-gather's resul
     broadcast, binomial       ceil(lg p) (alpha + n beta)
     all-reduce, Rabenseifner  2 lg p alpha + 2 (p-1)/p n beta        for p a power of two
 
-Source: Thakur, Rabenseifner and Gropp, 2005, section 4. The time of additions, their gamma, is left out.
+Source: Thakur, Rabenseifner and Gropp, 2005, section 4. The time of additions (gamma in the source) is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def sent_share(kind: str, p: int) -> float:
 def collective_s(
     kind: str, p: int, num_bytes: float, alpha: float, beta: float, algorithm: str = "ring"
 ) -> float:
-    """Return the seconds of one collective over p ranks: alpha seconds per message, beta seconds per byte."""
+    """Return the time of one collective over p ranks: alpha seconds per message, beta seconds per byte."""
     if p == 1:
         return 0.0
     rounds = ceil(log2(p))
@@ -42,7 +42,7 @@ def collective_s(
 def hierarchical_all_reduce_s(
     nodes: int, per_node: int, num_bytes: float, fast: tuple[float, float], slow: tuple[float, float]
 ) -> float:
-    """Return the seconds of a hierarchical all-reduce.
+    """Return the time of a hierarchical all-reduce.
 
     It is a reduce-scatter inside each node, an all-reduce of each part between nodes, and an all-gather inside each node.
 

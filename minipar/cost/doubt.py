@@ -1,17 +1,17 @@
-"""The doubt of a prediction: the spread of its errors on published runs that were held out from fitting."""
+"""The uncertainty ("doubt") of a predicted time: the spread of errors on published runs held out from fitting."""
 
 from __future__ import annotations
 
 from minipar.cost.layout import Job, Layout
 
-# 80 % of the held-out runs of a kind of layout are within this fraction of the prediction for an unknown program.
-# Kinds with fewer than five runs have the largest. `python -m minipar.extras.cost.fit` computes these numbers, and
-# those of programs.
+# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction with the default parameters,
+# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest of these fractions.
+# `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
 SPREADS = {"ZeRO-3": 0.13, "tp or pp": 0.04, "data parallel": 0.13, "cp": 0.13}
-# The same by program, for programs with five held-out runs or more, predicted by their own numbers.
+# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs.
 PROGRAM_SPREADS = {"megatron-2021": 0.03, "composer": 0.08}
 
-# The machines of these runs. On others, the fractions of data-sheet rates that programs reach are taken to be the same.
+# The machines of these runs. Other machines are assumed to reach the same fractions of their data-sheet rates.
 COMPARED = ("a100-40gb", "a100-80gb", "h100")
 
 
@@ -25,10 +25,10 @@ def kind_of(layout: Layout) -> str:
 
 
 def doubt(job: Job, layout: Layout) -> float:
-    """Return the fraction by which the seconds of a layout may be too high or too low, for four runs of five.
+    """Return the relative error that the predicted time of a layout stays within, for four runs of five.
 
-    A known program with enough runs has its own. A single GPU sends no messages: it has the doubt of arithmetic, which is
-    that of tp and pp.
+    A known program with enough runs has a fraction of its own. A single GPU sends no messages, so only the prediction of
+    its arithmetic can be wrong: it uses the fraction for tp or pp.
     """
     if job.program in PROGRAM_SPREADS:
         return PROGRAM_SPREADS[job.program]

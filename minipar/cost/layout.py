@@ -21,7 +21,7 @@ AXES = ("dp", "pp", "cp", "ep", "tp")
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter for weights, gradients and optimizer state (with master weights); bytes per activation."""
+    """Bytes per parameter of weights, gradients and optimizer state (including master weights); bytes per activation."""
 
     weight: int
     gradient: int
@@ -51,15 +51,15 @@ class Implementation:
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
-    replicate          number of groups that the dp x cp ranks form, each with all shards of ZeRO-3: hybrid sharding
+    replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
     bucket_mb          megabytes (2**20 bytes) of gradients in a bucket
-    cp_ulysses         with cp_attention="usp", ranks in a Ulysses group
-    group_tokens       tokens that the router handles as one group, which no slice cuts; None: a group is a slice
-    arithmetic         seconds of a layer's arithmetic, in multiples of the formulas of work.py
-    overlap            fraction of the messages of ZeRO-3 and of gradients that hides behind arithmetic, if there is enough
-                       of it; the rest is waited for
-    gathers_per_layer  collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
-    attention_speed    rate of the program's attention kernel, in multiples of the machine's attention_fraction
+    cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
+    group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
+    arithmetic         factor on the times of arithmetic that the formulas of work.py give
+    overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
+                       enough arithmetic; the rest is exposed
+    gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
+    attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
     The last four are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
     ignores it.
@@ -85,8 +85,8 @@ class Job:
     """A training job to plan: model, machine and batch. Jobs are compared by identity, so that cache lookups are fast.
 
     seq_len       tokens per sample    batch  samples per step, over all ranks
-    margin_bytes  memory of each GPU that a plan leaves free: for the allocator's fragments, and for what no formula has
-    program       the name of a training program whose `implementation` this is (programs.py); "": none that is known
+    margin_bytes  memory of each GPU that a plan leaves free: for fragmentation, and for memory that no formula counts
+    program       the name of the training program that `implementation` describes (programs.py); "": no known program
 
     Raises ValueError for a size below 1, an unknown precision, or latent attention, whose activations and messages have no
     formula here.
@@ -160,7 +160,7 @@ class Layout:
         return self.dp * self.pp * self.cp * self.tp
 
     def with_order(self, zero: int, schedule: str, chunks: int, slices: int = 1) -> Layout:
-        """Return this layout with another ZeRO stage and schedule."""
+        """Return this layout with the given ZeRO stage, schedule, chunks and slices."""
         return Layout(
             self.dp, self.pp, self.cp, self.ep, self.tp, zero, schedule, chunks, self.microbatch, self.recompute,
             self.cp_attention, slices,
@@ -193,7 +193,7 @@ def parse_layout(text: str) -> Layout:
     """
     values: dict[str, Any] = {}
     rest, not_planned = text, unplanned()
-    # Schedules first: some of their names have a hyphen, and the text is then split at hyphens.
+    # Schedules are found first: some of their names have a hyphen, and the rest of the text is split at hyphens.
     for schedule in sorted((*planned(), *not_planned), key=len, reverse=True):
         found = re.search(rf"(?:^|-){re.escape(schedule)}(?::(\d+))?(?=-|$)", rest)
         if found:

@@ -26,7 +26,7 @@ LINK_FRACTION = 0.8
 class Links(NamedTuple):
     """The links of a group of `size` ranks, `per_node` of them on each node.
 
-    inside   bytes per second from a rank to others on its node
+    inside   bytes per second from a rank to the other ranks on its node
     between  bytes per second from the group's ranks on a node to other nodes
     """
 
@@ -65,7 +65,7 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
 def axis_links(machine: Machine, layout: Layout, axis: str) -> Links:
     """Return the links of an axis: tp, cp, pp, ep, dp or edp.
 
-    dense gradients are summed over dp (here dp x cp ranks), expert gradients over edp (dp x cp / ep ranks)
+    Dense gradients are summed over dp (here dp x cp ranks), expert gradients over edp (dp x cp / ep ranks).
     """
     size = {
         "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp * layout.cp,
@@ -79,9 +79,9 @@ def axis_links(machine: Machine, layout: Layout, axis: str) -> Links:
 
 
 def collective_s(machine: Machine, links: Links, kind: str, num_bytes: float) -> float:
-    """Return the seconds of a collective over a group with these links; `num_bytes` is the whole vector.
+    """Return the time of a collective over a group with these links; `num_bytes` is the size of the whole vector.
 
-    A ring uses all its links at once and runs at the speed of the slowest. In an all-to-all, each rank sends what goes to
+    A ring uses all its links at once and runs at the speed of the slowest. In an all-to-all, each rank sends its bytes for
     other nodes through its own share of the cards. The latency is that of a ring's hops; for an all-reduce, that of a
     tree's hops if it is lower.
     Source: NCCL, src/graph/tuning.cc.
@@ -109,7 +109,7 @@ def collective_s(machine: Machine, links: Links, kind: str, num_bytes: float) ->
 
 
 def send_s(machine: Machine, layout: Layout, num_bytes: float) -> float:
-    """Return the seconds of a message from one pipeline rank to the next."""
+    """Return the time of a message from one pipeline rank to the next."""
     if machine.collectives is not None:
         alpha, beta = machine.collectives["send"]
         return alpha + beta * num_bytes

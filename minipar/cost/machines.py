@@ -25,9 +25,9 @@ class Machine:
     memory_bytes           usable memory: a card sold as 80 GB has 80 GiB, of which the driver leaves 80e9 bytes
     hbm_bytes_per_s        bandwidth of a GPU's memory
     gpus_per_node          GPUs joined by the fast links
-    link_bytes_per_s       from a GPU to the others of its node together, in one direction
-    pairs                  whether each two GPUs of a node have a link of their own, in place of a switch: a group of n then
-                           has (n - 1) of a GPU's (gpus_per_node - 1) links
+    link_bytes_per_s       bandwidth from a GPU to all other GPUs of its node together, in one direction
+    pairs                  whether each pair of GPUs in a node has its own link, and there is no switch: in a group of n, a
+                           GPU then uses n - 1 of its gpus_per_node - 1 links
     cards_per_node         network cards, shared by all GPUs of the node
     card_bytes_per_s       speed of each card, in one direction
     link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple
@@ -78,7 +78,7 @@ class Machine:
             _check_collectives(self.collectives)
             pairs = {
                 kind: (alpha, beta) for kind, (alpha, beta) in self.collectives.items()
-            }  # these fields are lists in a file
+            }  # a TOML file gives each pair as a list
             object.__setattr__(self, "collectives", pairs)
 
 
@@ -141,7 +141,7 @@ ALIASES = {
     "b200-180gb": "b200",
     "v100-32gb": "v100",
     "mi300x-192gb": "mi300x",
-}  # names with the memory's size, like those of the A100s
+}  # names that include the memory's size, like those of the A100s
 
 
 LOCAL = Path("local.toml")  # `minipar calibrate local.toml` writes it

@@ -7,9 +7,10 @@
     activations      live chunks x layers per chunk x `layer_bytes`; recompute="every:N" keeps one input per N layers;
                      for samples cut into slices, the schedule's `SlicedForms` give the bytes
     recomputation    all activations of the layers that are recomputed together
-    logits           (e + 4) tokens V/t: the head's output and its float32 copy, for each live microbatch of the last stage
-    buffers          two gradient buckets, or all gradients if those are fewer bytes; what a stage receives; for context
-                     parallelism, two blocks of keys and values (ring), the whole sequence's keys and values
+    logits           (e + 4) tokens V/t + 3 e tokens D: the head's output, its float32 copy and the last norm's activations,
+                     for each live microbatch of the last stage
+    buffers          two gradient buckets, or all gradients if those are fewer bytes; the messages that a stage receives;
+                     for context parallelism, two blocks of keys and values (ring), the whole sequence's keys and values
                      (all_gather), or the q, k, v and o sent (ulysses)
     context          CUDA's context and libraries
 
@@ -83,9 +84,9 @@ def _dense_and_expert_elems(job: Job) -> tuple[int, int]:
 def state_floor(
     job: Job, tp: int, pp: int, ranks: int, ep: int, zero: int, accumulates: bool = False
 ) -> float:
-    """Return a lower bound of the bytes of parameters, gradients and optimizer states on the fullest pp rank.
+    """Return a lower bound on the bytes of parameters, gradients and optimizer states on the fullest pp rank.
 
-    The bound is an even share over the pp ranks.
+    The bound assumes an even share over the pp ranks.
 
     accumulates  gradients accumulate over several microbatches, so ZeRO does not shard them
     """
@@ -162,7 +163,7 @@ def chunk_bytes(
     """Return the bytes that the layers of one chunk keep, and the extra bytes while a unit of layers is recomputed.
 
     kept(recompute, experts)  returns the bytes that a layer keeps, with or without experts
-    read                      the part of kept("full") that other slices read too, so that every layer keeps it
+    read                      the part of kept("full") that other slices use, too, so that every layer keeps it
     """
     whole = kept("none", held.num_moe > 0)
     if a.unit > 1:
@@ -192,7 +193,8 @@ def _buffers(job: Job, layout: Layout, elems: int) -> float:
 
 def _context_buffers(job: Job, layout: Layout) -> float:
     shape = job.shape
-    both = 2 * job.bytes_of.activation * layout.tokens(job)  # keys and values, for one element per token each
+    # Bytes of two tensors with one element per token: times kv_dim for keys and values, times dim for q and o.
+    both = 2 * job.bytes_of.activation * layout.tokens(job)
     kv = both * shape.kv_dim / min(layout.tp, shape.num_kv_heads)
     if layout.cp_attention == "ulysses":
         return both * shape.dim / layout.tp + kv

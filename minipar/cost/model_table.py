@@ -1,4 +1,4 @@
-"""Sizes of known models: Llama 2 and 3, GPT-3, Mixtral, and a mixture of many small experts."""
+"""Sizes of known models: Llama 2 and 3, GPT-3, Mixtral, and an MoE model of many small experts."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ class ModelShape:
     norm_params     parameter vectors per norm: 1 for RMSNorm, 2 for LayerNorm
     positions       number of learned positions; 0: rotary embeddings
     dropout         each layer has two dropouts (a parallel block has one) and keeps their masks
-    parallel_block  attention and MLP read the output of one norm, and their sum goes through one dropout
-    kv_latent_dim   0, or the width of the latent of multi-head latent attention; rope_dim its rotary features per head
-    num_experts, top_k, capacity_factor, shared_dim   sizes of a mixture; each expert is hidden_dim wide
+    parallel_block  attention and MLP share one norm as their input, and their sum goes through one dropout
+    kv_latent_dim   width of the latent of multi-head latent attention, or 0; rope_dim: its rotary features per head
+    num_experts, top_k, capacity_factor, shared_dim   sizes of an MoE layer; each expert is hidden_dim wide
     """
 
     name: str
@@ -122,43 +122,44 @@ class ModelShape:
 
     @cached_property
     def num_active_params(self) -> int:
-        """The number of parameters that process one token; in each mixture only top_k experts count."""
+        """The number of parameters that process one token; in each MoE layer only top_k experts count."""
         unused = (self.num_experts - self.top_k) * expert_elems(self) if self.num_experts else 0
         return self.num_params - self.num_moe_layers * unused
 
 
 def latent_attention_elems(dim: int, num_heads: int, kv_latent_dim: int, rope_dim: int) -> int:
-    """Return the matrix elements of latent attention: D (2 D + H r) of q and o, D (c + r) of the latents, 2 c D of k and v.
+    """Return the number of matrix elements of latent attention, with a latent of width c and r rotary features per head.
 
-    Here the H heads together are D wide, as in this library.
+    q and o have D (2 D + H r) elements, the matrices that compute latents D (c + r), and k and v 2 c D. The H heads
+    together are D wide, as in this library.
     """
     heads = dim * (2 * dim + num_heads * rope_dim) + 2 * kv_latent_dim * dim
     return heads + latent_elems(dim, kv_latent_dim, rope_dim)
 
 
 def latent_elems(dim: int, kv_latent_dim: int, rope_dim: int) -> int:
-    """Return the elements of kv_down and k_rope, which are whole on every tp rank."""
+    """Return the number of elements of kv_down and k_rope, which tp does not split."""
     return dim * (kv_latent_dim + rope_dim)
 
 
 def attention_elems(shape: ModelShape) -> int:
-    """Return the matrix elements of a layer's attention."""
+    """Return the number of matrix elements of a layer's attention."""
     if shape.kv_latent_dim:
         return latent_attention_elems(shape.dim, shape.num_heads, shape.kv_latent_dim, shape.rope_dim)
     return 2 * shape.dim * (shape.dim + shape.kv_dim)
 
 
 def core_width(shape: ModelShape) -> int:
-    """Return multiplications per query and key over all heads: D for the score, D for the values, and rotary features."""
+    """Return the multiplications per query-key pair over all heads: D for scores, D for values, and rotary features."""
     return 2 * shape.dim + shape.num_heads * shape.rope_dim
 
 
 def layer_elems(shape: ModelShape, layer: int, tp: int = 1, ep: int = 1) -> tuple[int, int]:
     """Return (dense, expert): the numbers of a layer's parameters on one rank.
 
-    q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Norms, the router, and the biases
-    of o and of the MLP's last matrix are whole on every rank; so are the matrices that compute latents, and their norm.
-    Experts are split over ep and then over tp.
+    q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Not split are norms, the router,
+    the biases of o and of the MLP's last matrix, and the matrices that compute latents, with their norm. Experts are split
+    over ep and then over tp.
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
     dim, width = shape.dim, shape.hidden_dim // tp
@@ -182,7 +183,7 @@ def expert_elems(shape: ModelShape) -> int:
 
 
 def layer_matmul_elems(shape: ModelShape, layer: int) -> int:
-    """Return the matrix elements of a layer that multiply a token; each costs a multiplication and an addition forward."""
+    """Return the number of weight elements that multiply a token; each costs a multiplication and an addition forward."""
     attention = attention_elems(shape)
     if not shape.has_experts(layer):
         return attention + expert_elems(shape)
@@ -212,7 +213,9 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 
 
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
-    """Return the FLOPs per token with recomputation: of the attention core for "selective", else of all layers' forward.
+    """Return the FLOPs per token, including recomputation.
+
+    "none" recomputes nothing, "selective" recomputes the attention core; every other value, the forward of all layers.
 
     With full recomputation, a GPT takes 96 l h^2 (1 + s/(6 h) + V/(16 l h)), because the head is not recomputed. Selective
     recomputation adds one forward of the core, 4 s h per layer. The paper's equation has s/(3 h) where this gives s/(6 h).

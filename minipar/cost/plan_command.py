@@ -1,4 +1,4 @@
-"""The work of `minipar plan`: search for layouts or explain one, and make the text. The command line draws the pictures."""
+"""The work of `minipar plan`: search for layouts or explain one, and make the text. `minipar.cli` draws the pictures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minipar.support.errors import one_of
 from minipar.support.options import make_options
 from minipar.support.registry import Choice, Kind
 
-MARGIN = 1 / 16  # 5 GB of 80
+MARGIN = 1 / 16  # the fraction of a GPU's memory to leave free: 5 GB of 80
 
 
 class ScalingPoint(NamedTuple):
@@ -47,7 +47,7 @@ class Curves(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The question that `minipar plan` puts to a view.
+    """The request that `minipar plan` passes to a view.
 
     layout   the best layout found, or the one to explain; None while the request is checked, and None for a view that
              replaces the plan
@@ -116,7 +116,7 @@ def plan_command(
     """Return the outcome of one `minipar plan`; its --help describes the arguments.
 
     margin_gb  memory of each GPU to leave free; None: a MARGIN of it
-    program    whose structure and fitted numbers to use, a name of PROGRAMS
+    program    a name of PROGRAMS: the training program whose behaviour and fitted parameters to assume
     view       the name of one of VIEWS, or "" for none
 
     Raises ValueError for an unknown name, a layout that is not legal, or a job that does not fit.
@@ -165,7 +165,7 @@ def _legal(job: Job, layout: Layout) -> Layout:
 
 
 def _answering(name: str, options: Mapping[str, Any], asked: Asked) -> Callable[[Asked], Answer]:
-    """Check a view's options and the request; return the function that computes its answer (empty if there is no view)."""
+    """Check a view's options and the request; return the function that computes its answer (empty without a view)."""
     if not name:
         if options:
             raise ValueError(f"view.{min(options)} is an option of a view, and none is asked for; use view")

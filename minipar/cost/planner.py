@@ -2,12 +2,12 @@
 
 A family is all layouts with one value of one axis: tp=16, or zero=0. A layout is legal if `why_illegal` gives no reason.
 
-Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So of the
-layouts that are so near the fastest, the plan chooses the simplest.
+Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So among the
+layouts within NEAR of the fastest, the plan chooses the simplest.
 
-The search visits layouts in the order of a lower bound of their time. It evaluates a layout only if that layout could be
+The search visits layouts in the order of a lower bound on their time. It evaluates a layout only if that layout could be
 near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
-if every layout were evaluated. The lower bound of time leaves out idle ranks and gradients; the lower bound of memory is an
+if every layout were evaluated. The lower bound on time leaves out idle ranks and gradients; the lower bound on memory is an
 even share of the states plus one microbatch's activations.
 """
 
@@ -33,9 +33,9 @@ from minipar.cost.timing import least_seconds, step_parts
 from minipar.schedules.registry import SCHEDULES
 from minipar.support.errors import divisors
 
-SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, waits for it, and holds more
-LONG_TOKENS = 8192  # of a sample; up to here, few training programs use cp
-NEAR = 0.05  # a fraction of the best time
+SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, without overlap, and holds more
+LONG_TOKENS = 8192  # for samples of at most this length, few training programs use cp
+NEAR = 0.05  # times that exceed the best by up to this fraction count as equal to it
 FRONT_REACH = 2  # the Pareto front goes up to this many times the best time
 FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule", "slices")
 OF_CELL = FAMILIES[:7]
@@ -43,7 +43,7 @@ Family = tuple[str, object]  # axis, value
 
 
 class Candidate(NamedTuple):
-    """A layout that fits. Candidates compare by seconds (four digits), then bytes on the fullest rank, then layout."""
+    """A layout that fits. Candidates are ordered by seconds (four digits), bytes on the fullest rank, and layout."""
 
     order: float
     num_bytes: float
@@ -67,7 +67,7 @@ class Plan:
     """The result of a search.
 
     schedules the schedules searched
-    best      the fastest layouts that fit, fastest first: the choice need not be the first of them
+    best      the fastest layouts that fit, fastest first; `choice` may be a slightly slower one
     families  (axis, value) -> the family's fastest layout that fits; if none fits, the one that exceeds memory least
     fits      the layouts that were evaluated and fit
     seen      number of layouts whose memory was computed
@@ -87,18 +87,18 @@ class Plan:
 
     @property
     def near(self) -> list[Candidate]:
-        """The layouts that fit and that the model cannot tell from the fastest, the simplest first."""
+        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first."""
         least = self.best[0].seconds
         found = [c for c in self.fits if c.seconds <= (1 + NEAR) * least]
         return sorted(found, key=lambda c: (simplicity(self.job, c.layout), c))
 
     @property
     def choice(self) -> Candidate:
-        """The layout to use: of those as fast as any, the simplest."""
+        """The layout to use: the simplest of `near`."""
         return self.near[0]
 
     def shown(self) -> list[Candidate]:
-        """The simplest layout of each mesh near the fastest, the choice first; then leaders of families of other meshes."""
+        """Return the simplest near layout of each mesh, `choice` first; then leaders of families, on other meshes."""
         leaders = [c for c in self.families.values() if isinstance(c, Candidate)]
         found: dict[tuple[int, ...], Candidate] = {}
         for candidate in (*self.near, *sorted(leaders)):
@@ -123,7 +123,7 @@ def mesh_of(a: Layout) -> tuple[int, ...]:
 def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
     """Return a key that is smaller for a simpler layout.
 
-    First the number of axes in use; then the field's habit: no cp up to LONG_TOKENS tokens, tp inside a node, experts
+    First the number of axes in use; then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts
     spread over ep, the schedules of SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
     """
     axes = sum(size > 1 for size in (a.dp, a.pp, a.cp, a.ep, a.tp))
@@ -136,7 +136,7 @@ def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
 
 
 class Cell(NamedTuple):
-    """Layouts that differ only in ZeRO stage and schedule, and a lower bound of their seconds per step."""
+    """Layouts that differ only in ZeRO stage and schedule, and a lower bound on their seconds per step."""
 
     seconds: float
     layout: Layout
@@ -208,7 +208,7 @@ class Order(NamedTuple):
 
 @cache
 def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp: int) -> list[Order]:
-    """Return every order of these schedules whose largest stage has at least `unit` layers, recomputed together."""
+    """Return every order of these schedules with `unit` or more layers in its largest stage, as recomputation needs."""
     layers, found = job.shape.num_layers, []
     for name in schedules:
         chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]
@@ -220,7 +220,7 @@ def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp
 
 
 def _repeats(zero: int, m: int) -> bool:
-    """Return whether this is ZeRO-2, and no better than ZeRO-1: with several microbatches both keep whole gradients."""
+    """Return whether this is ZeRO-2 with several microbatches: like ZeRO-1, it then keeps unsharded gradients."""
     return zero == 2 and m > 1
 
 
@@ -237,7 +237,7 @@ def _search(job: Job, cell: Cell, found: Plan) -> None:
     if not _matters(found, keys, cell.seconds, min(floors.values())):
         return
     for zero, floor in floors.items():
-        # ZeRO-3 takes longer, because it gathers weights.
+        # ZeRO-3 has a higher bound, because it gathers weights.
         least = least_seconds(job, a.with_order(3, "1f1b", 1)) if zero == 3 else cell.seconds
         for schedule, chunks, slices in ways:
             layout = a.with_order(zero, schedule, chunks, slices)
@@ -251,7 +251,7 @@ def _families_of(layout: Layout) -> list[Family]:
 
 
 def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: float) -> bool:
-    """Return whether a layout of these families could change what is found, if it needs `seconds` and `num_bytes`."""
+    """Return whether a layout of these families, which needs at least `seconds` and `num_bytes`, could change `found`."""
     leaders = [found.families.get(key) for key in families]
     excess = num_bytes - found.job.room_bytes
     if excess > 0:
@@ -272,7 +272,7 @@ def _order(seconds: float) -> float:
 
 
 def _beaten(found: Plan, seconds: float, num_bytes: float) -> bool:
-    """Return whether a layout that needs at least `seconds` and `num_bytes` is neither among the best nor on the front."""
+    """Return whether a layout that needs at least `seconds` and `num_bytes` cannot enter `best` or the Pareto front."""
     if len(found.best) < found.top or _order(seconds) <= found.best[-1].order:
         return False
     if seconds > FRONT_REACH * found.best[0].seconds:
@@ -288,7 +288,7 @@ def _memory_floor(job: Job, a: Layout, zero: int, m: int) -> float:
 
 
 def evaluate(layout: Layout, least_s: float, found: Plan) -> None:
-    """Evaluate a layout and enter it into `found`; `least_s` is a lower bound of its seconds."""
+    """Evaluate a layout and enter it into `found`; `least_s` is a lower bound on its time."""
     job = found.job
     num_bytes = sum(worst_rank_memory(job, layout)[1].values())
     found.seen += 1

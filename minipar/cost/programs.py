@@ -1,4 +1,4 @@
-"""Training programs whose runs were published, with the numbers fitted to half of these runs."""
+"""Training programs whose runs were published, with the parameters fitted to half of these runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minipar.cost.layout import Implementation
 
 
 class Program(NamedTuple):
-    """A training program: what it does, and its fitted numbers, in words."""
+    """A training program: `implementation` is its behaviour and fitted parameters, `words` a description."""
 
     implementation: Implementation
     words: str

@@ -28,7 +28,7 @@ class RankContents(NamedTuple):
 
 
 def head_layers(job: Job) -> float:
-    """Return the head's cost in units of a layer's cost, which counts the matrices and attention's products."""
+    """Return the head's cost divided by an average layer's cost, which counts the matrices and attention's products."""
     shape = job.shape
     layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
     return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)
@@ -68,7 +68,7 @@ def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Contents, 
 
 @cache
 def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the (dense, expert) parameters of a layer without experts, and of a layer with experts."""
+    """Return the numbers of (dense, expert) parameters of a layer without experts, and those of a layer with experts."""
     shape = job.shape
     without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
     return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)

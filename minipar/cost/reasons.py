@@ -58,7 +58,7 @@ ASKED = ("tp", "pp", "cp", "zero", "schedule")
 
 
 def why_nots(plan: Plan) -> list[Reason]:
-    """Return the five reasons that anybody would ask for: of each axis of ASKED, why not its best other value."""
+    """Return one reason for each axis of ASKED: why the plan does not use the best other value of that axis."""
     found = []
     for axis in ASKED:
         of_axis = [r for r in reasons(plan) if r.axis == axis]
@@ -104,7 +104,7 @@ def _too_large(job: Job, axis: str, value: object, layout: Layout) -> Reason:
 
 
 def no_fit(plan: Plan) -> str:
-    """Return a line for a job without a layout that fits: how much is missing, what takes the most, what would help."""
+    """Say in one line, for a job that no layout fits, how much memory is missing, what uses most, and what would help."""
     job, nearest = plan.job, plan.nearest
     if nearest is None:
         return (

@@ -1,4 +1,4 @@
-"""The text of `minipar plan`: the best layouts, why the others lost, one layout itemised, and the commands to run it."""
+"""The text of `minipar plan`: the best layouts, why others lost, a layout itemised, and the commands to run a layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def headline(job: Job) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the table of what was found, with the doubt of each prediction, and five lines on what was not chosen."""
+    """Return the table of the layouts found, with the uncertainty of each time, and up to five lines on why others lost."""
     job, near, choice = plan.job, len(plan.near), plan.choice
     margin = f", which leaves {job.margin_bytes / GB:g} GB free" if job.margin_bytes else ""
     lines = [
@@ -72,7 +72,7 @@ def _near_words(near: int) -> str:
 
 
 def _short_cp(plan: Plan) -> str:
-    """Say what a plan without cp would cost, since published runs split so few tokens in other ways."""
+    """Warn that published runs do not use cp for samples this short; say how much longer a plan without cp takes."""
     without = plan.families.get(("cp", 1))
     if not isinstance(without, Candidate):
         return "without it nothing fits; recomputation, or more of tp, is the usual choice"
@@ -88,7 +88,7 @@ def shares(parts: dict[str, float]) -> str:
 
 
 def explain_text(job: Job, layout: Layout) -> str:
-    """Itemise one layout: the fullest rank's memory and whether it fits, seconds of a step, bytes sent."""
+    """Itemise one layout: the fullest rank's memory and whether it fits, the time of a step, and the bytes sent."""
     rank, items = worst_rank_memory(job, layout)
     step, card, total = step_time(job, layout), job.room_bytes, sum(items.values())
     verdict = (
@@ -160,7 +160,7 @@ def plan_json(plan: Plan, why: list[Reason]) -> dict[str, Any]:
 def run_lines(job: Job, layout: Layout) -> list[str]:
     """Return the `minipar train` and torchrun commands for a layout.
 
-    Raises ValueError if minipar cannot train the model, or not on the machine.
+    Raises ValueError if minipar cannot train the model, or does not run on the machine.
     """
     if job.machine.name.startswith("tpu"):
         raise ValueError(f"machine={job.machine.name} runs no torchrun; leave out --run")

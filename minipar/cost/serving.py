@@ -1,24 +1,24 @@
 """Memory and time of serving a model: the bytes that a decode step reads, the requests that fit, and tp's messages.
 
-A step that writes one token for each of B requests reads all weights once and the cache of every request, and multiplies
-B rows. On today's GPUs reading takes longer up to a few hundred rows:
+A decode step generates one token for each of B requests. It reads all weights once and the KV cache of every request from
+memory, and multiplies B rows. On today's GPUs reading memory takes longer than arithmetic, up to a few hundred rows:
 
     reading     (weights + B * S * cache of a token) / bandwidth of the memory
     arithmetic  2 * parameters * B / rate
     tp          2 all-reduces per layer, of B * dim elements: few bytes, but each waits for its hops
 
-A prompt of T tokens takes 2 * parameters * T operations in a few large products, and 2 T^2 dim per layer for attention
-under a causal mask, so arithmetic decides its time. With a mixture of experts, a step is assumed to read all parameters, as
-a large batch does, and computes with the active ones.
+The prefill of T tokens takes 2 * parameters * T operations in a few large products, and 2 T^2 dim per layer for attention
+under a causal mask, so arithmetic decides its time. A step of an MoE model is assumed to read all parameters, as a large
+batch does, and to compute with the active ones.
 
 An all-reduce over tp is "ring", with 2 (tp - 1) hops, or "direct", with one hop: every rank reads the vectors of all tp - 1
 other ranks, as engines do for the few rows of a decode step.
 
-`decode_time` uses the machine's data sheet, so it is a bound; `in_a_run` gives the machine with the rates that runs reach.
+`decode_time` uses the machine's data sheet, so it is a lower bound; `in_a_run` gives the machine with the rates that runs
+reach.
 
-Left out: kernel launches, sampling, and the arithmetic of a decode step's attention and of decoding quantised numbers.
-Latent attention has the most of this arithmetic: each element of its cache takes about 4 h operations, an element of keys
-or values 2 h / h_kv.
+Left out: kernel launches, sampling, dequantization, and the arithmetic of a decode step's attention. Latent attention has
+the most of this arithmetic: each element of its cache takes about 4 h operations, an element of keys or values 2 h / h_kv.
 Source: Pope et al., arXiv:2211.05102, section 2; the latencies are NCCL's, see machines.py.
 """
 
@@ -32,7 +32,7 @@ from minipar.cost.models import ModelShape, latent_elems
 from minipar.support.errors import one_of, require_divides, require_positive
 
 ALL_REDUCES = ("ring", "direct")
-GROUP = 64  # number of values that share a rounding step if they are stored in fewer than 16 bits
+GROUP = 64  # number of values that share a scale, or a min and a step, if quantized to fewer than 16 bits
 ACTIVATION_BYTES = 2
 
 
@@ -48,7 +48,7 @@ SIXTEEN = Bits()
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one pass of the model, by part: reading and arithmetic overlap; the messages of tp do not."""
+    """The time of one forward of the model, by part. Memory reads and arithmetic overlap; tp's messages do not."""
 
     weights_s: float
     cache_s: float
@@ -76,8 +76,8 @@ class StepTime:
 def in_a_run(machine: Machine) -> Machine:
     """Return the machine with the rates that a run reaches, instead of those of its data sheet.
 
-    Memory and links reach the fraction `share` of their bandwidth, as matrix products do of their best rate. For a measured
-    machine, `share` is 1.
+    Memory and links reach only the fraction `share` of their data-sheet bandwidth. Matrix products reach the same fraction
+    of `matmul_fraction` times the peak. For a measured machine, `share` is 1.
     """
     fraction = machine.matmul_fraction * machine.share
     return replace(
@@ -93,7 +93,10 @@ def in_a_run(machine: Machine) -> Machine:
 
 
 def stored_bytes(bits: int, group: int = GROUP) -> float:
-    """Return the bytes of a stored number: 2 for 16 bits, else (bits + 32 / g) / 8, with its share of min and step."""
+    """Return the bytes per stored value: 2 for 16 bits, else (bits + 32 / g) / 8, with its share of a group's min and step.
+
+    g is the number of values in a group.
+    """
     if bits not in (16, 8, 4, 2):
         raise ValueError(f"bits={bits}; use 16, 8, 4 or 2")
     return 2.0 if bits == 16 else (bits + 32 / group) / 8
@@ -116,7 +119,7 @@ def cache_token_bytes(shape: ModelShape, bits: int = 16, block_size: int = 16) -
 def cache_elems(
     num_heads: int, head_dim: int, num_kv_heads: int, kv_latent_dim: int, rope_dim: int
 ) -> dict[str, int]:
-    """Return the elements that a layer caches per token, by kind of attention, for the same heads.
+    """Return the number of elements that a layer caches per token, for each kind of attention with the same heads.
 
     MHA  2 h d       GQA  2 h_kv d       MQA  2 d       MLA  c + r
 
@@ -131,9 +134,9 @@ def cache_elems(
 
 
 def rank_cache_token_bytes(shape: ModelShape, tp: int, bits: int = 16) -> float:
-    """Return the bytes of a token's cache on a tp rank. Heads stay whole, so with tp above h_kv ranks hold copies.
+    """Return the bytes of a token's cache on a tp rank. Heads are not split: with tp above h_kv, ranks hold copies of them.
 
-    Every head reads the whole latent, so each rank holds all of it: tp does not shrink the cache of latent attention.
+    Every head uses the whole latent, so each rank holds all of it: tp does not shrink the cache of latent attention.
     """
     require_divides("tp", tp, "num_heads", shape.num_heads)
     if shape.kv_latent_dim:
@@ -142,7 +145,7 @@ def rank_cache_token_bytes(shape: ModelShape, tp: int, bits: int = 16) -> float:
 
 
 def rank_weight_bytes(shape: ModelShape, tp: int = 1, bits: int = 16) -> float:
-    """Return the bytes of weights that a tp rank reads: 1/tp of all, but the whole matrices that compute latents."""
+    """Return the bytes of weights on a tp rank: 1/tp of all but the matrices that compute latents, which are not split."""
     whole = 0
     if shape.kv_latent_dim:
         whole = shape.num_layers * latent_elems(shape.dim, shape.kv_latent_dim, shape.rope_dim)
@@ -152,7 +155,7 @@ def rank_weight_bytes(shape: ModelShape, tp: int = 1, bits: int = 16) -> float:
 def all_reduces_s(
     shape: ModelShape, machine: Machine, num_rows: int, tp: int, algorithm: str = "ring"
 ) -> float:
-    """Return the seconds of all layers' 2 all-reduces each, for this number of rows."""
+    """Return the time of a forward's all-reduces, two per layer, of `num_rows` rows each."""
     if algorithm not in ALL_REDUCES:
         raise ValueError(f"all_reduce={algorithm!r} is unknown; use {one_of(ALL_REDUCES)}")
     if tp == 1:
@@ -172,7 +175,7 @@ def decode_time(
     bits: Bits = SIXTEEN,
     all_reduce: str = "ring",
 ) -> StepTime:
-    """Return the time of a step that writes a token for each of `batch` requests, which have `context` tokens each.
+    """Return the time of a decode step for `batch` requests with `context` tokens each.
 
     Raises ValueError if tp does not divide the heads, or does not fit in a node.
     """
@@ -188,7 +191,7 @@ def decode_time(
 
 
 def prefill_s(shape: ModelShape, machine: Machine, num_tokens: int, tp: int = 1) -> float:
-    """Return the seconds of a prompt's products, without attention and messages: 2 P T / (the rate that a run reaches)."""
+    """Return the time of a prefill's products, without attention and messages: 2 P T / (the rate that a run reaches)."""
     rate = machine.peak_flops * machine.matmul_fraction * machine.share
     return 2 * shape.num_active_params * num_tokens / tp / rate
 
@@ -196,7 +199,7 @@ def prefill_s(shape: ModelShape, machine: Machine, num_tokens: int, tp: int = 1)
 def prefill_time(
     shape: ModelShape, machine: Machine, num_tokens: int, tp: int = 1, bits: Bits = SIXTEEN
 ) -> StepTime:
-    """Return the time of reading a prompt in one pass. Its all-reduces are large, so they are rings.
+    """Return the time to prefill a prompt in one forward. Its all-reduces are large, so they are rings.
 
     Raises ValueError if tp does not divide the heads, or does not fit in a node.
     """
@@ -214,7 +217,7 @@ def prefill_time(
 
 
 def transfer_s(shape: ModelShape, machine: Machine, num_tokens: int, tp: int = 1, bits: int = 16) -> float:
-    """Return the seconds of sending these tokens' cache to another node, each rank's heads through one network card."""
+    """Return the time to send these tokens' KV cache to another node, each rank's heads through one network card."""
     cards = min(tp, shape.num_kv_heads, machine.cards_per_node)
     return num_tokens * cache_token_bytes(shape, bits) / (cards * machine.card_bytes_per_s)
 
@@ -222,13 +225,13 @@ def transfer_s(shape: ModelShape, machine: Machine, num_tokens: int, tp: int = 1
 def most_requests(
     shape: ModelShape, machine: Machine, context: int, tp: int = 1, bits: Bits = SIXTEEN
 ) -> int:
-    """Return how many requests of `context` tokens fit beside the weights; 0 if not even one does."""
+    """Return how many requests of `context` tokens fit in memory with the weights; 0 if not even one does."""
     left = machine.memory_bytes - machine.context_bytes - rank_weight_bytes(shape, tp, bits.weights)
     return max(0, int(left // (context * rank_cache_token_bytes(shape, tp, bits.cache))))
 
 
 def rows_where_arithmetic_begins(machine: Machine, element_bytes: float = 2) -> float:
-    """Return the rows above which computing a product takes longer than reading its weight: rate e / (2 bandwidth)."""
+    """Return the number of rows above which a product takes longer than reading its weight: rate e / (2 bandwidth)."""
     return machine.peak_flops * element_bytes / (2 * machine.hbm_bytes_per_s)
 
 

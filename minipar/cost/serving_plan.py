@@ -1,20 +1,20 @@
 """The serving planner: how many replicas, each on how many GPUs, serve a rate of requests within two latency targets.
 
 A replica is tp GPUs of one node with all weights. Requests of P prompt tokens and N new ones arrive at `rate` per second. A
-step writes a token for each of B requests and takes t(B) seconds (serving.py), with B * (P + N / 2) tokens in the cache on
-average; a prompt takes T seconds. Reading prompts and writing tokens share the replica's time:
+decode step for B requests takes t(B) seconds (serving.py), with B * (P + N / 2) tokens in the KV cache on average; the
+prefill of a prompt takes T seconds. Prefill and decode share the replica's time:
 
-    token    t(B) / (1 - rate * T)            seconds per output token: the share rate * T goes to prompts
+    token    t(B) / (1 - rate * T)            seconds per output token: the share rate * T goes to prefill
     batch    B = rate * N * token             Little's law
     rate     1 / (T + N t(B) / B)             from both: the rate that a batch of B sustains; it grows with B
     first    S + rate S^2 / (2 (1 - rate S))  seconds to the first token, where S = T + ceil(P / piece) * t(B)
 
 The last line is an M/D/1 queue: requests arrive at random, and each prompt occupies the head of the queue for S seconds,
-since a step carries one piece of one prompt besides the tokens. A replica may get 80 % of the rate that its largest batch
+since a step prefills one piece of one prompt while it decodes. A replica may get 80 % of the rate that its largest batch
 sustains, and its queue of prompts may be busy 80 % of the time; closer to 1, batch and queue grow without bound.
 
-With separate replicas for prefill and decode, one kind takes T, the other N t(B); prompts are not cut into pieces, and the
-cache is sent from one to the other.
+With separate replicas for prefill and decode, a prefill replica has only the terms with T, a decode replica only those with
+t(B); prompts are not cut into pieces, and prefill replicas send the KV cache to decode replicas.
 
 Left out: the spread of lengths and batches (so these are means, not a service's P99); prefix hits, speculation and
 preemption; kernel launches and sampling; pp, cp and ep; memory for activations.
@@ -58,7 +58,7 @@ class ServingJob:
     """The requested service: the model, the GPUs, the requests and the targets.
 
     first_token_s, token_s  targets: seconds to the first token, and per output token
-    piece                   the most prompt tokens that a step reads besides the tokens that it writes
+    piece                   maximum number of prompt tokens that a step prefills in addition to its decoding
     all_reduce              "ring" or "direct", for the decode steps
     """
 
@@ -95,10 +95,10 @@ class ServingJob:
 class Load(NamedTuple):
     """A replica's steady state at a given rate of requests.
 
-    batch          mean number of requests for which tokens are being written
+    batch          mean number of requests in decode
     first_token_s  seconds from arrival to the first token, including the wait in the queue
     token_s        seconds per output token
-    longest_s      seconds of a step with a piece of a prompt, the longest wait between two tokens
+    longest_s      seconds of a step that also prefills a piece of a prompt: the longest wait between two tokens
     """
 
     requests_per_s: float
@@ -110,7 +110,7 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True)
 class Replica:
-    """tp GPUs that read prompts, write tokens, or do both."""
+    """tp GPUs that prefill prompts, decode tokens, or do both (`role`)."""
 
     job: ServingJob
     tp: int
@@ -118,7 +118,7 @@ class Replica:
 
     @cached_property
     def fits(self) -> int:
-        """The number of requests that fit beside the weights, at full length; for prefill only, without new tokens."""
+        """The number of requests that fit in memory with the weights: at full length, or only prompts for prefill."""
         job = self.job
         tokens = job.prompt_tokens if self.role == "prompts" else job.request_tokens
         return most_requests(job.shape, job.machine, tokens, self.tp, job.bits)
@@ -132,7 +132,7 @@ class Replica:
         return 0.0 if self.role == "tokens" else self.prompt.step_s
 
     def step(self, batch: int) -> StepTime:
-        """Return the time of a step without prompts, in which each request has half of its new tokens."""
+        """Return the time of a decode step in which each request has half of its new tokens."""
         job = self.job
         context = job.prompt_tokens + job.new_tokens // 2
         return decode_time(job.shape, job.reached, batch, context, self.tp, job.bits, job.all_reduce)
@@ -141,7 +141,7 @@ class Replica:
         return 0.0 if self.role == "prompts" else self.step(batch).step_s
 
     def sustained(self, batch: int) -> float:
-        """Return the requests per second at which a batch keeps its size while the replica is never idle."""
+        """Return the requests per second that keep the batch at this size while the replica is never idle."""
         return 1 / (self.prompt_s + self.job.new_tokens * self.step_s(batch) / batch)
 
     def batch_at(self, rate: float) -> int:
@@ -188,7 +188,7 @@ class Replica:
 
 
 class Service(NamedTuple):
-    """Equal replicas that share the rate, and each one's state."""
+    """Identical replicas that share the rate of requests equally, and the load of each."""
 
     replica: Replica
     replicas: int
@@ -204,9 +204,9 @@ class Service(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """Some replicas that read prompts and others that write tokens.
+    """Disaggregated serving: prefill replicas and decode replicas.
 
-    transfer_s  seconds of sending a prompt's cache, between the first token and the second
+    transfer_s  seconds to send a prompt's KV cache, between the first token and the second
     """
 
     prompts: Service
@@ -219,7 +219,7 @@ class Apart(NamedTuple):
 
 
 class ServingPlan(NamedTuple):
-    """The services that meet the targets, by number of GPUs, then by time per token; and why each other tp does not."""
+    """The services that meet the targets, by number of GPUs and then time per token, and why each tp but the first lost."""
 
     job: ServingJob
     services: list[Service]
@@ -228,7 +228,7 @@ class ServingPlan(NamedTuple):
 
 
 def plan_serving(job: ServingJob) -> ServingPlan:
-    """Plan replicas of 1, 2, 4 ... GPUs, up to a node's. If nothing meets the targets, `services` is empty."""
+    """Plan replicas of 1, 2, 4 ... GPUs, at most one node. If nothing meets the targets, `services` is empty."""
     services = sorted(_services(job), key=lambda s: (s.gpus, s.load.token_s))
     found = {service.replica.tp for service in services}
     why_not = {tp: why for tp in tensor_parallel_sizes(job) if tp not in found for why in [_why_not(job, tp)]}
@@ -260,7 +260,7 @@ def _services(job: ServingJob, role: Role = "both") -> Iterator[Service]:
 
 
 def _apart(job: ServingJob) -> Apart | None:
-    """Return the fewest GPUs for separate prefill and decode replicas; None if either kind cannot meet its target."""
+    """Return the prefill and decode replicas with the fewest GPUs; None if either kind cannot meet its target."""
     sides = []
     for role in ("prompts", "tokens"):
         services = sorted(_services(job, role), key=lambda s: (s.gpus, s.load.token_s + s.load.first_token_s))

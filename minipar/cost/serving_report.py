@@ -37,7 +37,11 @@ def no_service(plan: ServingPlan) -> str:
 
 
 def serving_text(plan: ServingPlan, shorter: list[tuple[Bits, ServingPlan]]) -> str:
-    """Return the text: services, why others fail, the best one's step by formula, fewer bits, and separate prefill."""
+    """Return the report as text.
+
+    It shows the services that meet the targets, the parts of the best one's decode step, why every other tp fails or is
+    worse, the plans with weights and cache in fewer bits, and disaggregated prefill.
+    """
     header = (
         f"{'tp':>4} {'replicas':>8} {'GPUs':>5} {'batch':>6} {'fits':>6} {'first':>8} {'token':>8} {'longest':>8} "
         f"{'tokens/s':>9} {'at most':>10}"

@@ -1,8 +1,8 @@
 """Pipeline schedules in closed form: layers of each stage, live activations of each rank, idle time.
 
 `minipar.schedules.simulate` computes the same values from a schedule's actions, but takes time proportional to their
-number, and the planner needs them a hundred thousand times. Tests check that both are equal. This module has the formulas
-of the core's own schedules; an extra names the formulas of its schedules in `ScheduleChoice.closed_forms`.
+number, and the planner needs the values a hundred thousand times. Tests check that both are equal. This module has the
+formulas of the library's own schedules; an extra names those of its schedules in `ScheduleChoice.closed_forms`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class ClosedForms(Protocol):
         """Return whether the planner searches the schedule; if not, it can only explain layouts that name the schedule."""
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the most activations that a rank holds at once, counting one per stage and microbatch (or its slice)."""
+        """Return the maximum number of activations that a rank holds, counting one per stage and microbatch (or slice)."""
 
     def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return the seconds that a rank is idle in a step; f, i, w are its seconds per microbatch or mean slice."""
+        """Return a rank's idle time in a step; f, i, w are its times of F, I, W for one microbatch or average slice."""
 
     def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return a lower bound of the idle time, as a fraction of the work of an even share of the layers."""
+        """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers."""
 
     def message_hops(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
-        """Return how many messages between stages lengthen a step, one after the other."""
+        """Return how many messages between stages are on the critical path of a step."""
 
     def enough_microbatches(self, schedule: str, pp: int, m: int) -> bool:
         """Return whether these formulas hold for m microbatches."""
 
     def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return the most microbatches (or slices) between forward and backward on the last stage."""
+        """Return the maximum number of microbatches (or slices) between forward and backward on the last stage."""
 
 
 class LiveActivations(NamedTuple):
@@ -83,13 +83,13 @@ class SlicedForms(ClosedForms, Protocol):
 
 
 class OwnForms:
-    """The formulas of the core's schedules, which leave samples whole."""
+    """The formulas of the library's own schedules, which do not cut samples into slices."""
 
     def is_searched(self, schedule: str) -> bool:
         return True
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the most live activations, by schedule, with v chunks on rank r of p:
+        """Return the maximum number of live activations on rank r of p, with v chunks per rank, by schedule:
 
         gpipe, breadth-first   m v
         1f1b                   min(p - r, m)
@@ -114,7 +114,7 @@ class OwnForms:
         return min(most.get(schedule, (2 * pp + 1, 2 * m)))
 
     def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return the idle seconds, by schedule:
+        """Return the idle time, by schedule:
 
         1f1b, gpipe                  (p-1) (F + I + W)
         interleaved, breadth-first   (p-1) (F + I + W) / v
@@ -149,12 +149,13 @@ class OwnForms:
 
         1f1b                  2 (p-1) (m/p + 1) - 2    after every p microbatches a rank waits for a round trip
         gpipe, zb-h2, zb-auto 2 (p-1)
-        breadth-first         2 (p-1)                  other microbatches' work hides the other hops
+        breadth-first         2 (p-1)                  the other hops overlap with work on other microbatches
         interleaved           2 (v p - 1)
         zb-h1, dualpipe-v     4 (p-1)
         zb-v                  6 (p-1) - 2
 
-        Valid for messages short beside a stage's work, equal stages, and m a multiple of p, at least 2p except for 1f1b.
+        Valid if messages take little time compared with a stage's work, stages are equal, and m is a multiple of p: 2p or
+        more, but for 1f1b also p.
         """
         return {
             "1f1b": 2 * (pp - 1) * (m / pp + 1) - 2,
@@ -173,7 +174,7 @@ class OwnForms:
         return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
 
     def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return m for gpipe and breadth-first, else 1: a forward of the last stage is followed by its backward."""
+        """Return m for gpipe and breadth-first, else 1: each forward of the last stage is followed by its own backward."""
         return m if schedule in ("gpipe", "breadth-first") else 1
 
 
@@ -196,12 +197,12 @@ def sliced_forms_of(schedule: str) -> SlicedForms:
 
 
 def planned() -> tuple[str, ...]:
-    """Return the schedules that have closed forms: the core's, and those of the installed extras."""
+    """Return the schedules that have closed forms: the library's own, and those of the installed extras."""
     return tuple(name for name, choice in SCHEDULES.usable().items() if choice.closed_forms)
 
 
 def unplanned() -> dict[str, str]:
-    """Return the schedules, layouts of tp and optimizers that cannot be planned: name -> what to plan instead."""
+    """Return the schedules, layouts of tp and optimizers that cannot be planned: name -> why, or what to plan instead."""
     no_forms = {name: choice for name, choice in SCHEDULES.usable().items() if not choice.closed_forms}
     schedules = {name: choice.instead or NO_FORMS for name, choice in no_forms.items()}
     layouts = dict.fromkeys(TENSOR_LAYOUTS.extras(), "is a layout of tp that is not planned; use tp alone")
@@ -239,22 +240,22 @@ def stages_of(schedule: str, rank: int, pp: int, chunks: int) -> tuple[int, ...]
 
 
 def live_chunks(schedule: str, rank: int, pp: int, m: int, chunks: int = 1, slices: int = 1) -> int:
-    """Return the most activations that a rank holds at once, counting one per stage and microbatch (or its slice)."""
+    """Return the maximum number of activations that a rank holds, counting one per stage and microbatch (or slice)."""
     return forms_of(schedule).live_chunks(schedule, rank, pp, m, chunks, slices)
 
 
 def idle_s(schedule: str, pp: int, f: float, i: float, w: float, chunks: int = 1) -> float:
-    """Return the seconds that a rank is idle in a step; f, i, w are the seconds of its F, I, W for one microbatch."""
+    """Return the time that a rank is idle in a step; f, i, w are the times of its F, I, W for one microbatch."""
     return forms_of(schedule).idle_s(schedule, pp, f, i, w, chunks)
 
 
 def least_idle(schedule: str, pp: int, m: int, chunks: int, slices: int = 1) -> float:
-    """Return a lower bound of the idle time, as a fraction of the work of an even share of the layers."""
+    """Return a lower bound on the idle time, as a fraction of the time of an even share of the layers."""
     return forms_of(schedule).least_idle(schedule, pp, m, chunks, slices)
 
 
 def message_hops(schedule: str, pp: int, m: int, chunks: int = 1, slices: int = 1) -> float:
-    """Return how many messages between stages lengthen a step, one after the other; 0 without a pipeline."""
+    """Return how many messages between stages are on the critical path of a step; 0 without a pipeline."""
     return forms_of(schedule).message_hops(schedule, pp, m, chunks, slices) if pp > 1 else 0.0
 
 
@@ -264,9 +265,9 @@ def enough_microbatches(schedule: str, pp: int, m: int) -> bool:
 
 
 def live_heads(schedule: str, m: int, slices: int = 1) -> int:
-    """Return the most microbatches (or slices) between forward and backward on the last stage.
+    """Return the maximum number of microbatches (or slices) between forward and backward on the last stage.
 
-    All but one of their backwards follow another backward of the stage, and not its forward.
+    All but the first of their backwards directly follow another backward of the stage, not a forward.
     """
     return forms_of(schedule).live_heads(schedule, m, slices)
 

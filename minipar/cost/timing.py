@@ -1,17 +1,18 @@
-"""Seconds of a step, by part, and the GPUs' utilization that follows (MFU and HFU).
+"""Time of a training step, by part, and the utilization of the GPUs that follows from it (MFU and HFU).
 
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
            + exposed gradients + update
 
-With s slices per sample, m s units run, each as long as the mean slice; but idle ranks wait for the largest one.
+With s slices per sample, the m s slices run one after another, and each counts with the time of the average slice. Idle
+time counts with the time of the largest slice.
 
 Every layer waits for its tp and ep messages. A cp ring overlaps with the attention that it feeds, but splits it into blocks
-and merges their results. Other messages run beside arithmetic: ZeRO-3's gathers and reductions beside the layers before;
-gradients, if the implementation overlaps them, beside the last microbatch's backward, except for one layer. Of those, the
-fraction `overlap` hides, as far as there is arithmetic; the rest is waited for, because both share the GPU and its memory,
-and a message that is late delays everybody:
+and merges their results. Other messages overlap with arithmetic: ZeRO-3's gathers and reductions with the arithmetic of
+the layer before; gradients, if the implementation overlaps them, with the last microbatch's backward, except for one layer.
+At most the fraction `overlap` of these messages is hidden, since messages and arithmetic share the GPU and its memory, and
+a late message delays every rank:
 
-    exposed = max(messages - arithmetic beside them, (1 - overlap) messages)
+    exposed = max(messages - arithmetic they overlap with, (1 - overlap) messages)
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ PARTS = ("compute", "recompute", "tp", "cp", "ep", "zero3", "idle", "pp", "gradi
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by part, and utilization as a fraction of the GPUs' peak FLOPs.
+    """The time of a step in seconds, by part, and utilization as a fraction of the GPUs' peak FLOPs.
 
     mfu  counts the model's FLOPs    hfu  also counts recomputed FLOPs
     """
@@ -64,7 +65,7 @@ class StepTime(NamedTuple):
 
     @property
     def communication(self) -> float:
-        """Seconds spent waiting for messages."""
+        """The time spent waiting for messages."""
         return sum(self.parts[part] for part in ("tp", "cp", "ep", "zero3", "pp", "gradients"))
 
 
@@ -82,22 +83,22 @@ def step_time(job: Job, layout: Layout) -> StepTime:
 class GradientTerm(Protocol):
     """The time to reduce gradients in another form, such as compressed.
 
-    elems  a rank's numbers of (dense, expert) elements
-    hides  whether the messages may overlap with the backward, as uncompressed gradients do
+    elems  the numbers of (dense, expert) elements on a rank
+    hides  whether the messages may overlap with the backward, as those of uncompressed gradients do
     """
 
     @property
     def hides(self) -> bool: ...
 
     def messages_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        """Return the seconds that messages take in a step."""
+        """Return the time that messages take in a step."""
 
     def codec_s(self, job: Job, layout: Layout, elems: tuple[int, int]) -> float:
-        """Return the seconds of encoding and decoding, which overlap with nothing."""
+        """Return the time of encoding and decoding, which overlap with nothing."""
 
 
 def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) -> dict[str, float]:
-    """Return the seconds of each of PARTS in a step. `gradients` replaces the reduction of uncompressed gradients."""
+    """Return the time of each of PARTS in a step. `gradients` replaces the reduction of uncompressed gradients."""
     a, m = layout, layout.microbatches(job)
     units = m * a.slices
     largest = sliced_forms_of(a.schedule).largest_share(job, a) if a.slices > 1 else 1.0
@@ -116,14 +117,14 @@ def step_parts(job: Job, layout: Layout, gradients: GradientTerm | None = None) 
 
 
 def stage_seconds(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the seconds per microbatch on a rank with contents `held`, with its exposed gradient messages and update."""
+    """Return the time per microbatch on a rank with contents `held`; gradients and update are spread over microbatches."""
     work = _rank_work(job, _layer_layout(a), *held[2:4], held.last)
     once_a_step = _root_s(job, a, held) + sum(_after_backward(job, a, held, work))
     return work.seconds.total + once_a_step / a.microbatches(job)
 
 
 def _root_s(job: Job, a: Layout, held: RankContents) -> float:
-    """Return the seconds of a step in which ZeRO-3 gathers parameters outside the layers, which every unit waits for."""
+    """Return the time per step to gather the parameters outside the layers under ZeRO-3, which overlaps with nothing."""
     if a.zero < 3:
         return 0.0
     links, weight = sharding_links(job, a, "dp")[0], job.bytes_of.weight
@@ -134,12 +135,12 @@ def _root_s(job: Job, a: Layout, held: RankContents) -> float:
 def _after_backward(
     job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
 ) -> tuple[float, float]:
-    """Return the exposed seconds of gradients and of gathering updated parameters, and the seconds of the update."""
+    """Return (messages, update): the exposed time to reduce gradients and gather updated parameters; the update's time."""
     elems = held_elems(job, a, held)
     reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems)
     codec_s, hides = 0.0, job.implementation.overlap_gradients
     if a.zero == 3 and job.implementation.reduce_every == "microbatch":
-        reduce_s = 0.0  # it is part of the layers' time
+        reduce_s = 0.0  # these reductions are counted in the layers' time
     if term is not None:
         reduce_s, codec_s = term.messages_s(job, a, elems), term.codec_s(job, a, elems)
         hides = hides and term.hides
@@ -153,7 +154,7 @@ def _after_backward(
 
 
 def _others(pp: int, kinds: Sequence[RankContents], works: Sequence[RankWork], slowest: RankWork) -> Seconds:
-    """Return the mean F, I and W of the other pipeline ranks: while they fill and drain, the slowest rank idles."""
+    """Return the mean times of F, I and W on the other pipeline ranks: while these fill and drain, the slowest idles."""
     sums = (sum(held.num_ranks * w.seconds[op] for held, w in zip(kinds, works)) for op in range(3))
     return Seconds(*((total - slowest.seconds[op]) / (pp - 1) for op, total in enumerate(sums)))
 
@@ -167,14 +168,14 @@ def _message_s(job: Job, a: Layout) -> float:
 
 
 class RankWork(NamedTuple):
-    """The time of one microbatch, or a mean slice, on one rank: seconds by part, and F, I and W including their waits."""
+    """The time of one microbatch (or average slice) on one rank: by part, and as F, I and W including their waits."""
 
     parts: dict[str, float]
     seconds: Seconds
 
 
 def _layer_layout(a: Layout) -> Layout:
-    """Reset every field of the layout that does not affect a layer's time, so that cached times are found.
+    """Reset every field of the layout that does not affect a layer's time, so that more layouts share a cached time.
 
     dp affects a layer's time only if ZeRO-3 gathers weights.
     """
@@ -185,7 +186,7 @@ def _layer_layout(a: Layout) -> Layout:
 
 
 def least_seconds(job: Job, a: Layout) -> float:
-    """Return a lower bound of a step's seconds: an even share of the layers and head, and nothing else.
+    """Return a lower bound on the time of a step: an even share of the layers and the head.
 
     Idle time, messages between stages, gradients and the update are left out.
     """
@@ -197,9 +198,8 @@ def least_seconds(job: Job, a: Layout) -> float:
                 parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
             )
     work += head_seconds(job, a.tokens(job) / a.slices, a.tp).total
-    return (
-        a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
-    )  # slightly lower, because the same sum in another order may round higher
+    # A lower bound must not exceed the exact time, in which the same terms, summed in another order, may round lower.
+    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
 
 
 @cache
@@ -224,10 +224,10 @@ def _rank_work(job: Job, layout: Layout, num_layers: int, num_moe: int, last: bo
 
 
 class LayerParts(NamedTuple):
-    """The time of one layer for one microbatch, or a mean slice.
+    """The time of one layer for one microbatch (or average slice), in seconds.
 
-    work               arithmetic                again  seconds of recomputation
-    forward, backward  seconds of waiting, by part
+    work               arithmetic                again  recomputation
+    forward, backward  waiting for messages, by part
     """
 
     work: Seconds
@@ -260,14 +260,14 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
 
 
 def _exposed(job: Job, messages_s: float, arithmetic_s: float) -> float:
-    """Return the seconds of messages that arithmetic beside them does not hide."""
+    """Return the time of the messages that does not overlap with the arithmetic."""
     return messages_s - min(arithmetic_s, job.implementation.overlap * messages_s)
 
 
 def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
-    """Return the seconds in which ZeRO-3 gathers a layer's weights once, and reduces its gradients after each microbatch.
+    """Return (gather, reduce) for ZeRO-3: the times to all-gather a layer's weights once and to reduce its gradients once.
 
-    The second is 0 where gradients are reduced once a step, since `_after_backward` has them.
+    `reduce` is 0 if gradients are reduced once per step instead of per microbatch: `_after_backward` counts that time.
     """
     machine, b, times = job.machine, job.bytes_of, job.implementation.gathers_per_layer
     reduces = job.implementation.reduce_every == "microbatch"
@@ -281,7 +281,10 @@ def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
 
 
 def _ring(job: Job, a: Layout) -> tuple[float, float]:
-    """Return a layer's seconds, forward and backward, that a cp ring costs: messages waited for, small blocks, merges."""
+    """Return (forward, backward): the time that ring attention adds to a layer.
+
+    It consists of exposed messages, the lower kernel efficiency of smaller blocks, and the merging of partial results.
+    """
     links, tokens = axis_links(job.machine, a, "cp"), a.tokens(job)
     core = core_seconds(job, tokens, a.tp)
     slowest = min([links.inside] * (links.per_node > 1) + [links.between] * (links.nodes > 1))
@@ -293,7 +296,7 @@ def _ring(job: Job, a: Layout) -> tuple[float, float]:
 
 
 def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
-    """Return a layer's seconds of cp messages, forward and backward, which overlap with nothing.
+    """Return (forward, backward): the time of a layer's cp messages, none of which overlap with arithmetic.
 
     They are Ulysses' all-to-alls, or the all-gather of keys and values and the reduce-scatter of their gradients.
     """
@@ -312,7 +315,7 @@ def _waited_cp(job: Job, a: Layout) -> tuple[float, float]:
 def _gradients(
     job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int]
 ) -> tuple[float, float, float]:
-    """Return (seconds of reduction, seconds of gathering updated parameters, elements that a rank updates)."""
+    """Return (time to reduce gradients, time to gather updated parameters, number of elements that a rank updates)."""
     machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
     kind = "reduce_scatter" if zero else "all_reduce"
     reduce_s = gather_s = updated = 0.0

@@ -34,7 +34,7 @@ def find(kind: str, name: str, table: dict[str, T], cls: type[T]) -> T:
 
 
 def read(kind: str, path: Path, cls: type[T]) -> T:
-    """Read a `cls` from a TOML file that has a value for each field. The default of `name` is the file's name.
+    """Read a `cls` from a TOML file with a value for each field that has no default. `name` defaults to the file's stem.
 
     Raises ValueError, naming the file, if a field is missing or unknown, has a wrong type, or a value that `cls` refuses.
     """

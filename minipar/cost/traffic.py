@@ -5,9 +5,9 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
     tp     a multiple of (t-1)/t N D e: 8 per layer (four all-reduces), 2 for the embedding and 2 for the head. With
            sequence parallelism, the backward gathers each column-parallel input again: 2 more per layer, 1 more for the
            head. recompute="full" adds 2 per layer (3 with sequence parallelism, 4 with dropout); "every:N" adds 4 per
-           layer, but less for the last of N layers. The loss adds 3 numbers per token. For a parallel block without
-           experts, the numbers per layer are 4 (not 8), 1 (not 2) with sequence parallelism, 0, 1 and 2 (not 2, 3 and 4)
-           with "full", and 2 (not 4) with "every:N"
+           layer, but less for the last of N layers. The loss adds 3 elements per token. A parallel block without experts
+           has half as many all-reduces: 4 per layer in place of 8, and 1 in place of 2 with sequence parallelism;
+           recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N"
     pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
            bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
 
 def step_traffic(job: Job, layout: Layout, rank: int) -> dict[str, Sent]:
-    """Return what the rank with pp coordinate `rank` sends in a step over each of tp, pp, cp, ep, dp and edp."""
+    """Return the bytes that the rank with pp coordinate `rank` sends in a step over each of tp, pp, cp, ep, dp and edp."""
     by_axis = {
         "tp": _tp(job, layout, rank),
         "pp": _pp(job, layout, rank),
@@ -58,9 +58,9 @@ def step_traffic(job: Job, layout: Layout, rank: int) -> dict[str, Sent]:
 
 
 def sharding_links(job: Job, layout: Layout, axis: str) -> tuple[Links, Links]:
-    """Return the links of a group that holds all shards of gradients over dp or edp, and of the ranks with the same shard.
+    """Return (shards, copies) for dp or edp: the links of a group that holds all shards, and of ranks with the same shard.
 
-    Without hybrid sharding the first is the whole axis, and the second has one rank.
+    Without hybrid sharding the first group is the whole axis, and the second has one rank.
     """
     copies = job.implementation.replicate if layout.zero == 3 else 1
     whole = axis_links(job.machine, layout, axis)
@@ -119,7 +119,7 @@ def _pp(job: Job, layout: Layout, rank: int) -> float:
     held = held_by(job, layout, rank)
     hops = 2 * layout.chunks - held.first - held.last
     if SCHEDULES[layout.schedule].v_shaped:
-        # The last rank holds both stages of the turn: nothing is sent between them.
+        # The last rank holds both stages at the turn of the V: nothing is sent between them.
         hops -= 2 * (rank == layout.pp - 1)
     return hops * layout.microbatches(job) * message_bytes(job, layout)
 
@@ -137,7 +137,7 @@ def cp_layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     shape, e = job.shape, job.bytes_of.activation
     kv_heads = max(1, shape.num_kv_heads // layout.tp)
     group = ulysses_ranks(layout.cp, layout.cp_attention, job.implementation.cp_ulysses)
-    # In a group with fewer key/value heads than ranks, each head goes to every rank that reads it.
+    # In a group with fewer key/value heads than ranks, each head goes to every rank that uses it.
     read = max(kv_heads, group) if group > 1 else kv_heads
     width = shape.dim // layout.tp + read * shape.head_dim
     both = 2 * layout.tokens(job) * width * (group - 1) / group * e
@@ -165,7 +165,7 @@ def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
 
 
 def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, float]]:
-    """Return for dp and edp the bytes that a rank sends to ranks with other shards, and to those with the same one."""
+    """Return, for dp and edp, the bytes that a rank sends to ranks with other shards, and to ranks with the same shard."""
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
@@ -191,19 +191,22 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
 def gathers(layout: Layout) -> float:
     """Return how often ZeRO-3 gathers a layer's weights per microbatch, on average over the layers of a unit.
 
-    It gathers them twice, and a third time to recompute a layer, except the last layer of a recomputed unit.
+    ZeRO-3 gathers a layer's weights twice, and a third time to recompute the layer. Only the last layer of a recomputed
+    unit needs no third gather.
     """
     return 3 - 1 / layout.unit if layout.unit else 2
 
 
 def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int, int]]:
-    """Return (elements, gathers in a step) of each of the rank's roots: parameters outside the layers, with ZeRO-3.
+    """Return (elements, gathers in a step) of each ZeRO-3 root on the rank. A root holds the parameters outside the layers.
 
-    For u microbatches, or slices of them:
+    Each forward gathers the root, and leaves it gathered until another unit, or the next forward, begins. So the gathers
+    are, for u microbatches or slices of them:
 
-    no pipeline       u     the root's forward ends last, so that its backward finds it gathered
-    the first stage   2 u   its output is that of its last layer, whose backward comes first and reshards the root
-    the last stage    u + live_heads - 1    a backward that follows another backward finds the root resharded
+    no pipeline       u     the backward begins in the root, which is still gathered
+    the first stage   2 u   the backward begins in the last layer, which reshards the root, so it is gathered again
+    the last stage    u + live_heads - 1    as without a pipeline, but a backward that directly follows another backward
+                            gathers the root again, since the earlier backward has resharded it
     """
     units = layout.microbatches(job) * layout.slices
     if layout.pp == 1:

@@ -1,19 +1,19 @@
-"""Seconds of arithmetic, by one rule for every layer, model and machine:
+"""Time of arithmetic, by one rule for every layer, model and machine:
 
     matrix products   FLOPs / (peak * matmul_fraction * share) + bytes / (HBM bandwidth * share)
-    flash attention   FLOPs that the mask leaves / (peak * attention_fraction * share), times 1 + 440 / tokens of a block
+    flash attention   unmasked FLOPs / (peak * attention_fraction * share), times 1 + 440 / tokens of a block
     everything else   bytes read and written / (HBM bandwidth * share)
 
-matmul_fraction is what the machine's best measured product reaches, attention_fraction what a measured kernel reaches. A
-run keeps only `share` of either, because kernels do not fill the GPU, launches take time and clocks fall under load. share
-is not fitted: it is 0.8, also the fraction of a link's speed that collectives are assumed to reach.
+matmul_fraction is the fraction of peak that the machine's best measured product reaches, attention_fraction that of a
+measured kernel. A run keeps only `share` of either, because kernels do not fill the GPU, launches take time and clocks fall
+under load. share is not fitted: it is 0.8, the fraction of a link's speed that collectives are assumed to reach.
 
 A product of T x h by h x h does 2 T h^2 operations on about 4 T h bytes, so its rate depends on h: reading and writing take
 h_0 / h of the time of its operations, with h_0 about 270 on an A100 and 470 on an H100. A roofline would take the longer of
 the two; published runs lie nearer to their sum, since a kernel's first and last tiles overlap with nothing.
 
 An attention kernel is slower on short blocks, too: FlashAttention-2 on an A100 reaches about half of its best rate with 512
-tokens and nine tenths with 4,096 (arXiv:2307.08691, figure 4), as n / (n + 440) does.
+tokens and nine tenths with 4,096 (arXiv:2307.08691, figure 4), which n / (n + 440) describes.
 
 A cp ring computes attention in cp blocks and merges their results: each merge reads two float32 outputs and writes one.
 
@@ -35,12 +35,12 @@ from typing import NamedTuple
 from minipar.cost.layout import Job
 from minipar.cost.models import ModelShape, layer_matmul_elems
 
-# Tokens at which a flash attention kernel reaches half of its rate.
+# The number of tokens in a block at which a flash attention kernel reaches half of its rate.
 SLOW_TOKENS = 440
 
 
 class Seconds(NamedTuple):
-    """The seconds of one microbatch: the forward, and the input-gradient and weight-gradient halves of the backward."""
+    """The times of one microbatch: forward, and the input-gradient and weight-gradient halves of the backward."""
 
     forward: float
     input_gradient: float
@@ -52,9 +52,9 @@ class Seconds(NamedTuple):
 
 
 def layer_seconds(job: Job, tokens: float, tp: int, experts: bool) -> Seconds:
-    """Return the seconds of one layer's arithmetic for `tokens` tokens, without recomputation and communication."""
+    """Return the time of one layer's arithmetic for `tokens` tokens, without recomputation and communication."""
     shape = job.shape
-    # The backward of flash attention computes the scores again.
+    # A flash backward takes 2.5 times its forward, not 2, because it recomputes the scores.
     flash = job.implementation.attention != "dense"
     layer = shape.moe_every - 1 if experts else 0
     elems = layer_matmul_elems(shape, layer) if experts or not shape.num_experts else _dense_elems(shape)
@@ -66,9 +66,9 @@ def layer_seconds(job: Job, tokens: float, tp: int, experts: bool) -> Seconds:
 
 
 def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -> float:
-    """Return the forward seconds of a layer's attention core: two products; a flash kernel skips masked scores.
+    """Return the forward time of a layer's attention core: two products, of which a flash kernel skips masked scores.
 
-    block  tokens of a block that a flash kernel computes at once; None: a sample's
+    block  number of tokens on which a flash kernel runs at once; None: all of a sample
     """
     flops = 4 * job.seq_len * job.shape.dim * tokens / tp
     if job.implementation.attention == "dense":
@@ -79,9 +79,11 @@ def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -
 
 
 def ring_extra_seconds(job: Job, tokens: float, tp: int, cp: int) -> float:
-    """Return the forward seconds that a layer's attention takes longer in cp blocks than in one: small blocks, and merges.
+    """Return the extra forward time of a layer's attention in cp blocks instead of one: slower small blocks, and merges.
 
-    tokens  of one rank. A backward takes 2.5 times as long: it computes each block anew, and sums three gradients.
+    tokens  number of tokens on one rank
+
+    The extra time of a backward is 2.5 times as long: it recomputes each block, and sums three gradients.
     """
     whole = core_seconds(job, tokens, tp)
     merges = (cp - 1) * 3 * 4 * job.shape.dim * tokens / tp / _hbm_rate(job)
@@ -89,13 +91,13 @@ def ring_extra_seconds(job: Job, tokens: float, tp: int, cp: int) -> float:
 
 
 def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
-    """Return the seconds that selective recomputation takes: the core, and reading and writing its stored scores."""
+    """Return the time of selective recomputation: the attention core, and reading and writing its stored scores."""
     passes = _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return core_seconds(job, tokens, tp) + passes
 
 
 def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
-    """Return the seconds of the head and the loss: a product, and three passes over float32 logits.
+    """Return the time of the head and the loss: a product, and three passes over float32 logits.
 
     The passes write the logits, read them, and turn them into their gradient.
     """
@@ -105,7 +107,7 @@ def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
 
 
 def optimizer_seconds(job: Job, elems: float) -> float:
-    """Return the seconds of updating `elems` parameters.
+    """Return the time to update `elems` parameters.
 
     The update reads the gradient, master weights and both moments; it writes the master weights, moments and weights.
     """
@@ -128,7 +130,7 @@ def _hbm_rate(job: Job) -> float:
 def _operand_bytes(job: Job, elems: int, tokens: float, tp: int) -> float:
     """Return the bytes that a layer's products read and write. With few tokens per rank, reading weights takes longest.
 
-    The inputs of q, k, v and of the MLP and the outputs of o and of the MLP are whole on every rank; all other inputs and
+    Each rank has the full inputs of q, k, v and of the MLP, and the full outputs of o and of the MLP; all other inputs and
     outputs are split over tp.
     """
     shape = job.shape

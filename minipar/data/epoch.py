@@ -17,14 +17,14 @@ ROUNDS = 8
 
 
 class EpochPlace(NamedTuple):
-    """The place of a run in its data before a step: the epoch, and the number of the epoch's samples already drawn."""
+    """The position of a run in its data before a step: the epoch, and the number of its samples drawn so far."""
 
     epoch: int
     samples: int
 
 
 def num_samples(num_tokens: int, seq_len: int) -> int:
-    """Return the number of samples in a text, each with a target after its last token; a shorter remainder is left out."""
+    """Return the number of samples in a text. A sample also needs the token after its last one, as a target."""
     return (num_tokens - 1) // seq_len
 
 
@@ -33,7 +33,7 @@ def place_of_step(num_tokens: int, step: int, batch_size: int, seq_len: int) -> 
 
 
 def starts_of_step(num_tokens: int, seed: int, step: int, batch_size: int, seq_len: int) -> torch.Tensor:
-    """Return the places in the text at which the samples of a step begin, [batch_size] int64."""
+    """Return the positions in the text at which the samples of a step begin, [batch_size] int64."""
     count, drawn = num_samples(num_tokens, seq_len), step * batch_size + torch.arange(batch_size)
     epochs, places = drawn // count, drawn % count
     for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
@@ -43,11 +43,11 @@ def starts_of_step(num_tokens: int, seed: int, step: int, batch_size: int, seq_l
 
 
 def shuffled(places: torch.Tensor, count: int, key: str) -> torch.Tensor:
-    """Return the elements at these places in a random permutation of range(count), which depends only on `key`.
+    """Return the elements at positions `places` of a random permutation of range(count), which depends only on `key`.
 
-    The permutation is never stored: a Feistel network permutes all numbers with as many bits as `count` needs, rounded up
-    to an even number. Results outside the range are permuted again, fewer than 4 times on average. Takes no more
-    memory than `places`.
+    The permutation is never stored: a Feistel network permutes all integers with as many bits as `count` needs, rounded up
+    to an even number of bits. Results outside the range are permuted again, fewer than 4 times on average. Takes memory
+    proportional to `places`, not to `count`.
     Source: Luby and Rackoff, SIAM J. Comput. 17 (1988); cycle walking: Black and Rogaway, CT-RSA 2002.
     """
     half = max(1, -(-(count - 1).bit_length() // 2))

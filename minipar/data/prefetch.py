@@ -9,14 +9,14 @@ from itertools import islice
 from typing import TypeVar
 
 T = TypeVar("T")
-AHEAD = 4  # batches made before their step, so that one slow read is not waited for
+AHEAD = 4  # number of batches made in advance, so that one slow read does not delay a step
 
 
 def prefetch_batches(make: Callable[[int], T], steps: range) -> Generator[tuple[int, T], None, None]:
     """Yield (step, make(step)) in order, while a thread makes the batches of the next AHEAD steps, one after the other.
 
-    An error that `make` raises is raised here, at its step. The thread ends with the iterator, which does not wait for
-    batches that are not begun: close it to leave early.
+    An error that `make` raises is raised here, at its step. To leave early, close the iterator: the thread then ends, and
+    does not make the batches that it has not begun.
     """
     thread = ThreadPoolExecutor(1, "batches")
     try:

@@ -1,4 +1,4 @@
-"""The text as token ids, and the batch of a step, a function of seed and step that is the same on every mesh."""
+"""The text as token ids, and the batch of a step, which is a function of seed and step and the same on every mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_TEXT = TextId()
 
 
 def load_text(path: Path | None) -> torch.Tensor | TokenFile:
-    """Return the bytes of a file, mapped into memory; without a file, the text of CPython's language reference. uint8.
+    """Return the bytes of a file, uint8, mapped into memory; without a file, the text of CPython's language reference.
 
     Raises ValueError if the file is missing, not a file, not readable, or empty.
     """
@@ -46,9 +46,9 @@ def load_text(path: Path | None) -> torch.Tensor | TokenFile:
 
 
 def load_data(config: TrainConfig) -> tuple[torch.Tensor | TokenFile, str]:
-    """Return the token ids of this run's text, and their checksum. Reads all of them, once.
+    """Return the token ids of this run's text, and their checksum, for which all of them are read once.
 
-    Raises ValueError if they cannot be read, are too few for a sample, or include one outside the model's vocabulary.
+    Raises ValueError if they cannot be read, are too few for a sample, or include an id outside the model's vocabulary.
     """
     codec = None if config.tokenizer is None else Tokenizer(config.tokenizer)
     if codec is not None and codec.vocab_size > config.model.vocab_size:
@@ -79,9 +79,10 @@ def require_samples(text: Text, seq_len: int, path: Path | None = None, name: st
 
 
 def digest_of(text: torch.Tensor | TokenFile, vocab_size: int = 1 << 32, path: Path | None = None) -> str:
-    """Return a checksum of the text, by which a checkpoint recognises it. It does not depend on the width of the ids.
+    """Return a checksum of the text, by which a checkpoint recognises it. It does not depend on the dtype of the ids.
 
-    Raises ValueError if a token is outside the vocabulary (the message says where), or if 32-bit ids were read as 16-bit.
+    Raises ValueError if a token is outside the vocabulary (the message says where), or if 32-bit ids were read as 16-bit
+    ids.
     """
     digest, place, only_zeros = hashlib.blake2b(digest_size=16), 0, len(text) > 1
     for piece in pieces_of(text):
@@ -122,16 +123,16 @@ class Part:
         return self._text[places + self._moved_by[torch.bucketize(places, self._ends, right=True)]]
 
 
-Text = torch.Tensor | TokenFile | Part  # token ids, indexed by places
+Text = torch.Tensor | TokenFile | Part  # token ids, indexed by position
 
 
 def hold_out(text: Text, seq_len: int) -> tuple[Part, Part]:
     """Split the text into (training, held out). A twentieth of it, at least one sample, is held out, in spread-out pieces.
 
     The text is cut into up to 20 sections of equal length, and the end of each section is held out; there are fewer
-    sections where a piece would be shorter than a sample. So both sides cover the whole text, whose difficulty may vary,
-    and share no token.
-    Raises ValueError if that leaves too little to train on.
+    sections if a held-out piece would be shorter than a sample. So both parts cover the whole text, whose difficulty may
+    vary, and share no token.
+    Raises ValueError if that leaves too little for training.
     """
     held = max(len(text) // 20, seq_len + 1)
     if len(text) - held < seq_len + 1:
@@ -158,7 +159,7 @@ def batch_of_step(
 ) -> Batch:
     """Draw the samples of a step from (seed, step), so that every rank can make the whole batch and take its own part.
 
-    sampling  random: each sample begins anywhere in the text, independently of the others
+    sampling  random: each sample begins anywhere in the text, independently of all other samples
               epoch: the text is cut into samples, and each is drawn once before any is drawn again (`epoch.py`)
     """
     if sampling == "epoch":

@@ -17,10 +17,10 @@ PIECE = 1 << 22  # number of ids read at a time
 
 
 class TokenFile:
-    """The ids of a file as a sequence. Index it by a slice or a tensor of places; the result is an int64 tensor.
+    """The ids of a file as a sequence. Index it by a slice or a tensor of positions; the result is an int64 tensor.
 
-    Only the pages that are indexed are read from the mapped file, and all ranks of a machine share them. Only the path is
-    sent to a rank, which maps the file itself.
+    Only the pages that are indexed are read from the mapped file, and all ranks of a machine share them. When the object is
+    sent to a rank, only the path is sent, and the rank maps the file itself.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], first_byte: int, count: int):
@@ -52,7 +52,7 @@ def open_tokens(path: Path, vocab_size: int) -> TokenFile:
     """Open a one-dimensional .npy file of unsigned integers, or a headerless file of ids in the machine's byte order.
 
     Ids in a headerless file have 16 bits, or 32 if `vocab_size` exceeds 65536.
-    Raises ValueError if the file cannot be read, is empty, or holds something else.
+    Raises ValueError if the file cannot be read, is empty, or has other contents.
     """
     if path.suffix != ".npy":
         return _opened("tokens", path, np.dtype("uint16" if vocab_size <= 1 << 16 else "uint32"), 0)

@@ -1,4 +1,4 @@
-"""Codecs between text and token ids: bytes, a tokenizer of the package `tokenizers`, or the written ids themselves."""
+"""Codecs between text and token ids: bytes, a tokenizer of the package `tokenizers`, or ids written as numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minipar.config.train_config import TrainConfig
 from minipar.support.atomic_files import whole_file
 
 PIECE = 1 << 20  # characters encoded at a time, unless one line is longer
-TOKENIZER = "tokenizer.json"  # the text's tokenizer, in the run's folder
+TOKENIZER = "tokenizer.json"  # the file name of a run's tokenizer, in the run's folder
 
 
 class Bytes:
-    """The bytes of UTF-8 as tokens. Invalid bytes are decoded as replacement characters."""
+    """UTF-8 bytes as tokens. Invalid bytes are decoded as replacement characters."""
 
     vocab_size = 256
 
@@ -30,7 +30,7 @@ class Bytes:
 
 
 class Ids:
-    """Written token ids, such as "17 4 256", for a run on a file of tokens without a tokenizer."""
+    """Token ids written as numbers, such as "17 4 256", for a run on a file of tokens without a tokenizer."""
 
     vocab_size = 0
 
@@ -47,7 +47,7 @@ class Ids:
 
 
 class Tokenizer:
-    """A tokenizer.json. Raises ValueError if it cannot be read, or the package is not installed."""
+    """A tokenizer.json. Raises ValueError if it cannot be read, or the package `tokenizers` is not installed."""
 
     def __init__(self, path: Path):
         self.content = read_tokenizer(path)
@@ -100,7 +100,7 @@ def codec_of(config: TrainConfig) -> Codec:
 def codec_of_run(folder: Path, extra: dict[str, Any]) -> Codec:
     """Return the codec of the run in `folder`; `extra` is from the run's checkpoint.
 
-    Raises ValueError if the folder lacks the tokenizer that the run was trained with.
+    Raises ValueError if the folder does not have the tokenizer with which the run was trained.
     """
     name = extra.get("codec", "bytes")
     if name in ("bytes", "ids"):
@@ -147,7 +147,7 @@ def tokens_of_text(path: Path | None, codec: Tokenizer) -> torch.Tensor:
 
 
 def write_tokens(path: Path, codec: Tokenizer, out: Path) -> int:
-    """Write a text's token ids to `out`, as `token_file.open_tokens` reads them by that name; return their number."""
+    """Write a text's token ids to `out`, in the format that `open_tokens` expects of that name; return their number."""
     count, dtype = 0, np.dtype(np.uint16 if codec.vocab_size <= 1 << 16 else np.uint32)
     has_header = out.suffix == ".npy"
     with whole_file(out) as file:
@@ -156,7 +156,8 @@ def write_tokens(path: Path, codec: Tokenizer, out: Path) -> int:
         for ids in encoded(path, codec):
             file.write(ids.astype(dtype).tobytes())
             count += len(ids)
-        if has_header:  # numpy's header leaves room for any count, so the second one is as long as the first
+        # numpy pads the header, so it has the same length for every count, and can be overwritten.
+        if has_header:
             file.seek(0)
             _write_header(file, dtype, count)
     return count

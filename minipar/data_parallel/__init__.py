@@ -1,20 +1,21 @@
-"""Data parallelism: every rank has the model, or its shard of it, and a part of the batch. In reading order:
+"""Data parallelism: every rank has the model, or a shard of it, and a part of the batch. In reading order:
 
 arguments.py               checks of the arguments that DDP, ZeRO and FSDP have in common
-compressors.py             compressed averages of gradients in place of an all-reduce, one compressor for each Comm
 buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
-partial_gradients.py       `.grad` where a rank has only a part of a gradient: torch's gradient clipping then raises
+compressors.py             the interface of compressed averaging of gradients, and one compressor per Comm
+compressed_reductions.py   a compressor in place of the all-reduce or reduce-scatter of a flat buffer
+partial_gradients.py       `.grad` of a rank that has only part of a gradient: torch's gradient clipping raises on it
 backward_end.py            a callback at the end of a backward
 gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO
 buffers.py                 running means and other buffers: copied from rank 0 before each forward
 ddp.py                     DDP: every rank has a replica, and gradients are all-reduced
 sharded_bucket.py          a bucket of which each rank owns a chunk
-memory.py                  the memory that keeps shards and states between updates: the device's, or CPU memory or disk
+memory.py                  where shards and states are kept between updates: on the device, in CPU memory or on disk
 chunk_optimizer.py         the optimizer of one chunk
-elementwise_optimizers.py  the optimizers that may update a shard of a parameter
+elementwise_optimizers.py  which optimizers can update a shard of a parameter
 tensor_lists.py            optimizer arithmetic on lists of tensors, one kernel for a whole list
-unused_parameters.py       which parameters any rank used
-optimizer_state.py         saving and loading a sharded optimizer's state in torch's form, gathered or this rank's part
+unused_parameters.py       finding the parameters that at least one rank used
+optimizer_state.py         saving and loading a sharded optimizer's state dict: gathered, or this rank's part
 zero.py                    ZeRO-1 and ZeRO-2: the optimizer's state is sharded, then the gradients too
 freed_parameter.py         the error on using a parameter whose unit is resharded
 flat_parameters.py         a unit's parameters as one flat buffer, unsharded and resharded
@@ -22,7 +23,7 @@ flat_gradients.py          a unit's gradients, reduced to shards
 fsdp_unit.py               FSDP's units: which modules are units, which parameters each unit has, and their order
 fsdp_full_state.py         making FSDP's shards from full parameters, and gathering them again
 fsdp.py                    ZeRO-3, or FSDP: the parameters are sharded too, and unsharded only while their unit runs
-optimizer_interface.py     one interface to the optimizer, for every stage
+optimizer_interface.py     one optimizer interface for every ZeRO stage
 loss_scaler.py             dynamic loss scaling, for gradients in fp16
 """
 

@@ -14,7 +14,7 @@ from minipar.support.errors import one_of
 MIB = 2**20  # bytes
 
 CommOf = Callable[[Tensor], Comm]  # parameter -> its Comm
-ParamGroup = dict[str, Any]  # a torch optimizer's: "params", and options
+ParamGroup = dict[str, Any]  # one of a torch optimizer's param_groups: "params", and options
 MaybeComm = TypeVar("MaybeComm", Comm, Comm | None)
 
 
@@ -46,7 +46,7 @@ def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:
-    """Give each parameter that has no Placement a whole one, named by its group's `param_names`, else "parameter N"."""
+    """Give each parameter without a Placement an unsharded one, named by its group's `param_names`, else "parameter N"."""
     number = 0
     for group in groups:
         names = group.get("param_names") or [f"parameter {number + i}" for i in range(len(group["params"]))]

@@ -1,4 +1,4 @@
-"""A callback at the end of a backward, to reduce the remaining gradients; hooks that do not keep their wrapper alive."""
+"""A callback at the end of a backward, to reduce the remaining gradients; and hooks that do not keep a wrapper alive."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from minipar.data_parallel.arguments import refuse_copy
 
 
 class WeakCall:
-    """A function that calls a method, with `args` first, while something else keeps the method's object alive.
+    """A function that calls a method, with `args` first; once the method's object is freed, it does nothing.
 
-    A wrapper's hooks are of this kind. A bound method would keep the wrapper alive until the garbage collector runs or, as
-    a parameter's hook, until the process ends, because the collector does not see such hooks.
+    The wrappers' hooks are WeakCalls. A bound method as a hook would keep the wrapper alive until the garbage collector
+    runs or, on a parameter, until the process ends, because the collector does not see the hooks of parameters.
     """
 
     def __init__(self, method: Callable[..., None], *args: Any):
@@ -36,9 +36,9 @@ class WeakCall:
 
 
 class BackwardEnd:
-    """A callback to the method `finish`, made once at the end of the backward in which `arm` is called.
+    """Calls the method `finish` once, at the end of the backward in which `arm` is called.
 
-    Only between `arm` and the callback does it keep the method's object alive.
+    It keeps the method's object alive only from `arm` until that call.
     """
 
     def __init__(self, finish: Callable[[], None]):
@@ -62,7 +62,8 @@ class BackwardEnd:
 class LastOf:
     """A hook for several tensors, which makes one call when a backward has computed the gradients of all of them.
 
-    The hooks of torch's `register_multi_grad_hook(mode="all")` refer to the nodes they are on, a cycle that is never freed.
+    torch's `register_multi_grad_hook(mode="all")` does the same, but its hooks refer to the autograd nodes that hold them,
+    a cycle that is never freed.
     """
 
     def __init__(self, number: int, call: Callable[[], None]):
@@ -84,7 +85,10 @@ def in_backward() -> bool:
 
 
 def arm_on_backward(outputs: object, arm: Callable[[], None]) -> None:
-    """Call `arm` in the backward of any output, so that a rank takes part even if no parameter there gets a gradient."""
+    """Call `arm` when a backward reaches any output.
+
+    So a rank takes part in the reduction even if none of its parameters gets a gradient.
+    """
     for x in tensors_in(outputs):
         if x.requires_grad:
             x.register_hook(lambda _: arm())

@@ -8,17 +8,19 @@ Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.data_parallel.compressors import Compressor
 from minipar.mesh import placement_of
 
 ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
 
+Layout = Mapping[
+    Tensor, tuple[int, int]
+]  # parameter -> (start, number of elements) of its gradient in a flat buffer
 Key = tuple[Comm, torch.dtype, torch.device]  # what the parameters of a bucket have in common
 
 
@@ -28,8 +30,8 @@ class Bucket:
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
-    flags   one for each parameter of `flagged`: nonzero, once reduced, if any rank has a gradient; empty in other buckets.
-            ZeRO does not read the flags, but has them, so that its chunks and order of addition are DDP's
+    flags   one per parameter of `flagged`: after the reduction, nonzero if any rank has a gradient. Empty if the bucket is
+            not the last. ZeRO does not read the flags; it has them so that its chunks and order of addition are DDP's
     """
 
     def __init__(self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter] = ()):
@@ -75,16 +77,9 @@ class Bucket:
             return False
         return gradient is not None
 
-    @torch.no_grad()
-    def average(self, sent: Tensor, compressor: Compressor, reduce: str) -> Tensor:
-        """Replace the gradients in `sent`, laid out like `flat`, by the compressor's means or sums; return `sent`."""
-        parts: dict[Tensor, Tensor] = {}
-        for param, view in self.views.items():
-            start = view.storage_offset()
-            parts[param] = sent[start : start + view.numel()].view(view.shape)
-        for key, mean in compressor.means(parts).items():
-            parts[key].copy_(mean if reduce == "mean" else mean * self.comm.size)
-        return sent
+    def layout(self) -> Layout:
+        """Return parameter -> (start, number of elements) of its gradient in `flat`."""
+        return {param: (int(view.storage_offset()), view.numel()) for param, view in self.views.items()}
 
     @torch.no_grad()
     def write(self, param: nn.Parameter, used: bool) -> None:
@@ -103,7 +98,7 @@ def make_buckets(
     bucket_bytes: int,
     first_bucket_bytes: int,
 ) -> list[Bucket]:
-    """Group parameters into buckets of at most `bucket_bytes`, in the order to reduce them.
+    """Group parameters into buckets of at most `bucket_bytes`, in the order in which the buckets are reduced.
 
     A larger parameter has its own bucket. Parameters share a bucket only if they have the same Comm, dtype and device.
     """

@@ -12,7 +12,7 @@ from minipar.comm import Comm
 
 @torch.no_grad()
 def copy_buffers_of_rank0(module: nn.Module, comms_of: Sequence[Callable[[Tensor], Comm | None]]) -> None:
-    """Copy rank 0's buffers to the other ranks, over one Comm after the other; a Comm may be None.
+    """Copy rank 0's buffers to the other ranks, over each buffer's Comms in turn; where a Comm is None, copy nothing.
 
     Sends one broadcast per Comm and dtype; all ranks together send the bytes of the buffers p-1 times. A buffer whose
     values do not change is not written to, since autograd may have saved it.

@@ -14,12 +14,12 @@ from minipar.data_parallel.memory import Memory
 from minipar.data_parallel.optimizer_interface import State
 from minipar.mesh import placement_of, set_placement
 
-MASTER = "master"  # the key of the optimizer's own copy of a parameter, where it keeps one
+MASTER = "master"  # the key of the master copy of a parameter, if there is one
 SCALAR_STATES = ("step", "eta", "mu", "mu_product")  # states that torch's optimizers keep as 0-dim tensors
 
 
 class Chunk(Protocol):
-    """What `ChunkOptimizer` needs of a chunk's owner, which is a `ShardedBucket` or the flat parameters of FSDP.
+    """The interface that `ChunkOptimizer` needs of a chunk's owner: a `ShardedBucket`, or the flat parameters of FSDP.
 
     own     [n/p] this rank's part
     shards  parameter -> its part of `own`, with a Placement and, after a backward, a `.grad`
@@ -78,7 +78,7 @@ class ChunkOptimizer(Generic[C]):
         self.optimizer = optimizer_cls(inner, **comm)
 
     def refresh_masters(self) -> None:
-        """Copy to the master weights what was written to the parameters since the last step, such as loaded weights."""
+        """Copy values written to the parameters since the last step, such as loaded weights, to the master weights."""
         self._refresh(self.chunk)
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ class ChunkOptimizer(Generic[C]):
             self.bucket.own.copy_(chunk)
 
     def _set_gradients(self, chunk: Tensor, grad_scale: float) -> None:
-        """Give the masters their gradients, divided by `grad_scale` and cast, in two operations for all parameters."""
+        """Set the masters' `.grad`, divided by `grad_scale` and cast, with two operations on all parameters together."""
         shards = {p: self.bucket.shards[p].grad for p in self.masters}
         found = {p: grad.as_subclass(Tensor) for p, grad in shards.items() if grad is not None}
         if not found:
@@ -138,7 +138,7 @@ class ChunkOptimizer(Generic[C]):
         self.memory.prefetch(self.offloaded, self.bucket.comm.trace)
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
-        """Yield each master weight and its state. The caller may read the state, or replace it by tensors of that shape."""
+        """Yield each master weight and its state. The caller may replace the state's tensors by others of their shape."""
         self.refresh_masters()
         for param, master in self.masters.items():
             set_placement(master, placement_of(self.bucket.shards[param]))
@@ -163,7 +163,7 @@ class ChunkOptimizer(Generic[C]):
 
     @torch.no_grad()
     def _collect_states(self, chunks: dict[str, Tensor]) -> None:
-        """Copy the states that are not views of these chunks into them, or into new chunks in `memory`."""
+        """Copy states that are not yet views of `chunks` into them, or into new chunks in `memory`."""
         new: dict[str, Tensor] = {}
         for param, master in self.masters.items():
             for key, value in self.optimizer.state[master].items():
@@ -180,7 +180,7 @@ class ChunkOptimizer(Generic[C]):
 def step_chunks(
     chunks: list[ChunkOptimizer[C]], groups: list[ParamGroup], grad_scale: float
 ) -> Iterator[ChunkOptimizer[C]]:
-    """Update and yield one chunk after another, while the next chunk's states are read and the last chunk's written."""
+    """Update and yield chunk after chunk, while the next chunk's states are read and the previous chunk's are written."""
     memories = dict.fromkeys(chunk.memory for chunk in chunks)
     try:
         for chunk, following in zip(chunks, [*chunks[1:], None]):

@@ -1,6 +1,6 @@
 """DDP: every rank computes gradients on its part of the batch; they are reduced while the backward is still running.
 
-Adds to `simple/ddp.py`: buckets by dtype and Comm, unused, frozen and thawed parameters, buffers that change, no_sync,
+Adds to `simple/ddp.py`: buckets by dtype and Comm; unused, frozen and thawed parameters; buffers that change; no_sync;
 and recovery from exceptions.
 """
 
@@ -27,6 +27,7 @@ from minipar.data_parallel.arguments import (
 from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.compressed_reductions import compressed_all_reduce
 from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.mesh import place_whole, placement_of, set_placement
@@ -54,7 +55,7 @@ class DDP(nn.Module):
     backward    grad = 1/p * sum over ranks of grad: bucket by bucket, all waited for at the end
 
     A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. Where only some ranks used a
-    parameter, its gradient counts as zero on the others. Gradients are views of the buckets. Accumulate under `no_sync()`;
+    parameter, its gradient counts as zero on the rest. Gradients are views of the buckets. Accumulate under `no_sync()`;
     otherwise a gradient that an earlier backward has reduced is reduced again. Gradients of `torch.autograd.grad` are not
     reduced. Parameters thawed or added after wrapping get rank 0's values, and buckets of their own, at the next forward.
     Set broadcast_buffers=False if two forwards come before a backward and the model changes buffers that its backward
@@ -89,7 +90,7 @@ class DDP(nn.Module):
         self._comm_of = function_of_parameter(comm)
         self.compressors = Compressors(compress, self._comm_of)
         self._handles: list[Pending] = []
-        # (handle, its bucket, the tensor that it reduces), which is `flat` or a copy in reduce_dtype.
+        # For each handle, (bucket, the tensor being reduced), which is the bucket's `flat` or a copy in reduce_dtype.
         self._sent: list[tuple[Bucket, Tensor]] = []
         self.reducer: GradientReducer[Bucket] = GradientReducer(self._launch, self._finish, "DDP")
         self.buckets = self.reducer.buckets
@@ -104,7 +105,7 @@ class DDP(nn.Module):
             self._before_forward()
         outputs = self.module(*args, **kwargs)
         if self.reducer.synchronised:
-            # Hook the method, not `end`, so that a backward after the wrapper was dropped still finds it.
+            # A method of the wrapper, not of `end`: the hook keeps the wrapper alive until this backward has run.
             arm_on_backward(outputs, self._arm)
         return outputs
 
@@ -142,7 +143,7 @@ class DDP(nn.Module):
         self._handles.append(handle)
 
     def _reduce_compressed(self, bucket: Bucket, sent: Tensor, compressor: Compressor) -> None:
-        bucket.average(sent, compressor, self.reduce)
+        compressed_all_reduce(bucket.comm, compressor, sent, bucket.layout(), self.reduce)
         if bucket.flagged and not getattr(compressor, "sends_nothing", False):
             bucket.comm.all_reduce_(sent[bucket.flags.storage_offset() :])
 
@@ -163,7 +164,7 @@ class DDP(nn.Module):
 
     @torch.no_grad()
     def _add(self, params: list[nn.Parameter]) -> None:
-        """Give the parameters rank 0's values and, where they are trained, buckets."""
+        """Copy rank 0's values to the parameters, and put the trained ones into buckets."""
         if not params:
             return
         place_whole(self.module)
@@ -172,6 +173,7 @@ class DDP(nn.Module):
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
+        self.compressors.keys += trained
         self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

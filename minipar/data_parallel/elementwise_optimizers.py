@@ -29,8 +29,10 @@ ELEMENTWISE_OPTIMIZERS = [
 
 
 def require_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer], per_element: bool) -> None:
-    """Raise ValueError unless the class updates per element, is said to by `per_element`, or sums norms over shards.
+    """Raise ValueError unless the optimizer can update a shard.
 
+    An optimizer can update a shard if it updates each element independently (known by its class, or stated by
+    `per_element`), or if it sums its norms over the shards itself.
     LAMB rescales a parameter's step by the parameter's norm, which a shard does not have: the squares must be summed over
     the ranks with the other shards, as `Lamb` does. Adafactor and Muon use whole rows and columns of a matrix.
     """
@@ -50,7 +52,7 @@ def is_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer]) -> bool:
 
 
 def refuse_whole_matrix_steps(fsdp: nn.Module, shards: Iterable[nn.Parameter]) -> None:
-    """Make `step` of an optimizer that is not known to be per-element raise ValueError if it has one of the shards.
+    """Make any optimizer's `step` raise ValueError if it has one of `shards` and is not known to be per-element.
 
     The check is a hook on every optimizer's step of this process, removed when `fsdp`, which owns the shards, is freed.
     """

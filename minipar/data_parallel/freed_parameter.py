@@ -45,7 +45,7 @@ def forbid_use(param: nn.Parameter, name: str, unit: str) -> None:
 
 def allow_use(param: nn.Parameter) -> None:
     if param.__class__ is FreedParameter:
-        param.__class__ = nn.Parameter  # type: ignore[assignment]  # mypy takes the `if` for the declared type
+        param.__class__ = nn.Parameter  # type: ignore[assignment]  # mypy narrowed it in the `if`
 
 
 def _tensors(nested: Mapping[Any, Any] | Iterable[Any]) -> Iterator[Tensor]:

@@ -1,7 +1,7 @@
 """FSDP, or ZeRO-3: parameters are sharded too, and a unit's parameters are unsharded only while the unit runs.
 
-Adds to `simple/fsdp.py`: units inside units, prefetch, unused, frozen and tied parameters, hybrid sharding, mixed
-precision, no_sync, recomputation, buffers that change, and recovery from exceptions.
+Adds to `simple/fsdp.py`: units inside units; prefetch; unused, frozen and tied parameters; hybrid sharding; mixed
+precision; no_sync; recomputation; buffers that change; and recovery from exceptions.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from minipar.data_parallel import arguments
 from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.elementwise_optimizers import refuse_whole_matrix_steps
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
@@ -44,9 +45,9 @@ Kwargs = dict[str, Any]
 
 
 class UnitForward:
-    """The forward of a unit's module, between FSDP's two hooks, as long as the FSDP is in use elsewhere.
+    """Replaces the forward of a unit's module: runs it between FSDP's two hooks.
 
-    It has no reference to the FSDP or the module, so that both are freed as soon as they are dropped.
+    It has only weak references to the FSDP and the module, so that both are freed as soon as they are dropped.
     Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
     """
 
@@ -54,7 +55,7 @@ class UnitForward:
         unit = fsdp.units[i]
         forward, self._name = unit.module.forward, unit.name
         own = getattr(forward, "__self__", None) is unit.module
-        # A forward that was already replaced on the module has no other owner.
+        # If a caller assigned a function to `module.forward`, nothing else may hold the function: keep a strong reference.
         self._inner: Callable[[], Any] = weakref.WeakMethod(forward) if own else lambda: forward
         self._fsdp, self._i = weakref.ref(fsdp), i
 
@@ -80,42 +81,46 @@ class FSDP(nn.Module):
 
     module        changed in place; every rank gets rank 0's parameters and buffers. May be on the meta device: see `init`
     comm          the ranks to shard over, or a function from parameter to Comm
-    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: one unit in all
+    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: the whole module
+                  is one unit
     shard_rest    True: parameters outside units form a unit, the root. False: they are replicated, and their gradients
                   all-reduced
     reshard_after_forward   reshard a unit after its forward, and unshard it again for the backward. False: keep it
                             unsharded
-    compute_dtype the dtype to which shards are cast before the all-gather, and floating-point inputs of units
+    compute_dtype the dtype to which shards (before the all-gather) and floating-point inputs of units are cast
     reduce_dtype  the dtype in which gradients are summed; default: the parameters' dtype
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes
-    replicas      the ranks that hold the same shard, as a Comm or a function: hybrid sharding
+    replicas      for hybrid sharding: the ranks that hold the same shard, as a Comm or a function from parameter to Comm
     init          for a module on the meta device: (canonical name, shape) -> the parameter's value. Or init_part:
                   Placement -> the value of that part, so that no rank makes the whole parameter
     offload       None, "cpu" or "disk": the memory that holds the shards; `folder` for the files
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
     per_element   True: allow the step of an optimizer that is not known to update each element from that element alone
+    compress      None, or a compressor of gradients that can take the place of a reduce-scatter: see compressors.py
 
     forward       w = all_gather(shard)                              unit by unit, before the unit runs
     backward      w = all_gather(shard) again;  shard.grad = 1/p reduce_scatter(w.grad)
 
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
     optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
-    with `minipar.clip_grad_norm_(shards, max_norm, comm)`; torch's function would take a shard's norm for the parameter's,
-    and raises. All ranks must run the same units in the same order. The unit whose forward ends last stays unsharded,
-    since its backward comes first. torch.compile cannot trace the hooks: a compiled module may be a unit,
-    FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit. torch.compile(FSDP(module,
-    comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's containers.
+    with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order. The unit whose forward
+    ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks: a compiled module may
+    be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
+    torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
+    containers.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
-    and each unit to 64p. Also sends an all-reduce of one byte per parameter. For P parameters, a step sends 3P elements in
-    all, where DDP sends 2P. A forward
-    with gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
+    and each unit to 64p. With `compress`, the compressor's bytes replace those of the gradients. Also sends an all-reduce
+    of one byte per parameter. For P parameters, a step sends 3P elements in all, where DDP sends 2P. A forward with
+    gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
     Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
     a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
-    backward reaches a unit whose output hides its tensors; TypeError for a copy of the wrapper.
+    backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
+    attributes); TypeError for a copy of the wrapper.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -140,9 +145,14 @@ class FSDP(nn.Module):
         axis: str = "dp",
         broadcast_buffers: bool = True,
         per_element: bool = False,
+        compress: Callable[[Comm], Compressor] | None = None,
     ):
         super().__init__()
         arguments.require_reduce(reduce)
+        if compress is not None and replicas is not None:
+            raise ValueError(
+                "compress replaces one reduction, and replicas add a second one; use replicas=None, or no compress"
+            )
         self.module, self.compute_dtype = module, compute_dtype
         place_whole(module)
         arguments.require_whole(module.parameters(), "a second FSDP")
@@ -153,13 +163,15 @@ class FSDP(nn.Module):
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
         memory = memory_for(offload, folder)
+        self.compressors = Compressors(compress, comm_of)
         groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
         for key, params in groups.items():
             unit = self.units[key.unit]
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
             full_state.init_shards(flat, init, init_part, axis)
             unit.flats.append(flat)
-            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce))
+            unit.gradients.append(FlatGradients(flat, reduce_dtype, reduce, self.compressors))
+            self.compressors.keys += flat.stand_ins.values() if flat.trained else ()
         full_state.require_values_of_buffers(module)
         self.broadcast_buffers, self._comms_of = broadcast_buffers, (comm_of, replicas_of)
         copy_buffers_of_rank0(module, self._comms_of)
@@ -244,9 +256,9 @@ class FSDP(nn.Module):
         A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
         Returns whether the unit has a backward.
         """
-        # Watch views, not the inputs themselves, so that this unit is resharded before the unit that computed the input is
-        # unsharded and prefetches another one. Also, a leaf's hook may run before a parameter's gradient is computed; a
-        # view's may not.
+        # Watch views, not the inputs themselves. An input may also be the output of another unit, whose hook would run
+        # first: it would unshard that unit, and prefetch a third, before this unit is resharded. Also, the hook of an input
+        # that is a leaf may run before a parameter's gradient is computed; the hook of a view may not.
         args, kwargs = tree_map_only(Tensor, lambda x: x.view_as(x) if x.requires_grad else x, (args, kwargs))
         watched = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         hook = LastOf(len(watched), partial(self._after_backward, unit))
@@ -258,7 +270,7 @@ class FSDP(nn.Module):
         return x.to(self.compute_dtype) if x.is_floating_point() else x
 
     def _begin_forward(self) -> None:
-        """Reshard units left unsharded, since an optimizer may have stepped; `no_sync` may keep them unsharded."""
+        """Reshard units left unsharded, since an optimizer may have changed their shards. Under `no_sync` some may stay."""
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
@@ -272,7 +284,7 @@ class FSDP(nn.Module):
             copy_buffers_of_rank0(self.module, self._comms_of)
 
     def _end_forward(self) -> None:
-        """Make all parameters shards until the backward. With gradients enabled, unsharded buffers keep their memory."""
+        """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
         self.order.end()
         for unit in self.units:
             if torch.is_grad_enabled():

@@ -51,7 +51,7 @@ def require_values_of_buffers(module: nn.Module) -> None:
 
 
 def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
-    """Return the full parameters, in their own dtype; those of sharded ones are new tensors. Sends (p-1)/p n elements."""
+    """Return the full parameters in their own dtype, as new tensors if they are sharded. Sends (p-1)/p n elements."""
     full = flat.shard.to(flat.device)
     if flat.comm is not None:
         full = flat.comm.all_gather(full)
@@ -107,7 +107,7 @@ def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> No
 
 @contextmanager
 def full_parameters(fsdp: FSDP, writeback: bool) -> Iterator[None]:
-    """Unshard all parameters at once, which takes a whole model's memory. On exit, copy this rank's part if `writeback`."""
+    """Unshard all parameters at once, which takes a whole model's memory. On exit, if `writeback`, update the shards."""
     with torch.no_grad():
         full = {
             p: value for flat in fsdp.flats for p, value in gather_parameters(flat).items() if not flat.whole

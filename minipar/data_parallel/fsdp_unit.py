@@ -16,7 +16,7 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 
 
 class Unit:
-    """The flat parameters of one module, without those of units inside it, and their gradients.
+    """The flat parameters of one module, except those that belong to units inside it, and their gradients.
 
     active            the number of calls of the module that are in their backward
     output_is_hidden  True if the unit has a backward, but no tensor found in its last output requires a gradient; the unit
@@ -193,7 +193,7 @@ def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]
 
 
 class FlatKey(NamedTuple):
-    """The properties that the parameters of one flat buffer share. Where comm is None, they are not sharded."""
+    """The properties that the parameters of one flat buffer share. If comm is None, the parameters are not sharded."""
 
     unit: int
     comm: Comm | None

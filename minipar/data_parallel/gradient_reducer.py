@@ -34,7 +34,7 @@ B = TypeVar("B", bound=ReducedTogether)
 
 
 class ReducerHook(WeakCall):
-    """A parameter's hook, which calls its reducer's `on_gradient` as long as the reducer is in use elsewhere."""
+    """A parameter's hook, which calls its reducer's `on_gradient`, unless the reducer was freed."""
 
     def __init__(self, reducer: GradientReducer[Any]):
         super().__init__(reducer.on_gradient)
@@ -65,7 +65,7 @@ class GradientReducer(Generic[B]):
         self.begin()
 
     def add(self, buckets: Sequence[B]) -> None:
-        """Reduce these buckets too, after the others."""
+        """Reduce these buckets too, after the existing ones."""
         if not buckets:
             return
         self.buckets += buckets
@@ -140,7 +140,7 @@ class GradientReducer(Generic[B]):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make a context in which backwards only accumulate; the next one outside, or `synchronize`, reduces the sum."""
+        """Make a context in which backwards only accumulate. A backward outside it, or `synchronize`, reduces the sum."""
         before, self.synchronised = self.synchronised, False
         try:
             yield

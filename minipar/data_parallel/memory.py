@@ -1,4 +1,4 @@
-"""The memory that keeps shards and optimizer states between two updates: the device's, or one that an extra provides."""
+"""Where shards and optimizer states are kept between two updates: on the device, or in a memory that an extra provides."""
 
 from __future__ import annotations
 

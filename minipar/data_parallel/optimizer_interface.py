@@ -88,5 +88,5 @@ class TorchOptimizerAdapter:
 def as_optimizer_interface(optimizer: torch.optim.Optimizer) -> OptimizerInterface:
     """Return the optimizer itself if it implements `OptimizerInterface`, else a `TorchOptimizerAdapter` around it."""
     if hasattr(optimizer, "tensors_and_states"):
-        return optimizer  # type: ignore[return-value]  # this method tells the two apart
+        return optimizer  # type: ignore[return-value]  # torch's optimizers do not have it
     return TorchOptimizerAdapter(optimizer)

@@ -74,7 +74,7 @@ def _packed(groups: list[ParamGroup]) -> list[ParamGroup]:
 
 
 def _per_element_keys(chunk: ChunkOptimizer[ShardedBucket]) -> list[str]:
-    """Return the keys of the states with one entry per element. All ranks have these keys: empty shards are updated too."""
+    """Return the keys of the states with one entry per element: the same on all ranks, as empty shards are updated too."""
     keys = [MASTER] if chunk.has_master else []
     for master in chunk.masters.values():
         for key, value in chunk.optimizer.state.get(master, {}).items():

@@ -25,7 +25,7 @@ INSTEAD = (
 class ReducedGradient(Tensor):
     """A stand-in in `param.grad` for a reduced gradient. Dropping or zeroing it drops or zeroes the shard's gradient.
 
-    added   what later backwards have added and nobody has reduced yet, or None
+    added   the sum of the gradients that later backwards computed and that are not reduced yet, or None
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class ReducedGradient(Tensor):
         )
 
 
-ALLOWED: dict[Any, Callable[..., Any]] = {  # called by autograd, which adds, and by zero_grad
+ALLOWED: dict[Any, Callable[..., Any]] = {  # autograd adds, and zero_grad zeroes
     aten.add_.Tensor: ReducedGradient._add,
     aten.add.Tensor: ReducedGradient._add,
     aten.zero_.default: ReducedGradient._zero,

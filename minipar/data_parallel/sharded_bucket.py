@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
-from minipar.data_parallel.compressors import Compressor, ScatteringCompressor, can_scatter
+from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
+from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
 from minipar.mesh import Placement, placement_of, set_placement
 from minipar.transport.stream import Pending
@@ -97,7 +98,7 @@ class ShardedBucket:
     # Gradients ------------------------------------------------------------------------------------------------
 
     # Once reduced, a gradient is in `shard.grad`, and `param.grad` is a ReducedGradient. Setting `param.grad` to None, as
-    # `model.zero_grad()` does, drops the reduced gradient; what a later backward adds is reduced and added to it.
+    # `model.zero_grad()` does, drops the reduced gradient. The gradient of a later backward is reduced and added to it.
 
     @torch.no_grad()
     def collect(self, param: nn.Parameter) -> bool:
@@ -141,8 +142,8 @@ class ShardedBucket:
     def reduce(self, op: str, algorithm: str, compressor: Compressor | None = None) -> Callable[[], None]:
         """Start the reduce-scatter of the collected gradients. Return a function that waits for it and keeps the result.
 
-        compressor  takes the place of the reduce-scatter if it can, and full gradients are not kept. Otherwise it reduces
-                    the whole bucket as in DDP, bit for bit, and this rank keeps its own chunk
+        compressor  replaces the reduce-scatter if it can scatter and full gradients are not kept. Otherwise it averages
+                    the whole bucket, bit for bit as in DDP, and this rank keeps its own chunk
         """
         flat = self.bucket.flat
         if compressor is not None:
@@ -163,39 +164,17 @@ class ShardedBucket:
     def _reduce_compressed(self, op: str, compressor: Compressor) -> Callable[[], None]:
         sent = self.bucket.flat.to(self.reduce_dtype)
         if not self.keep_full_grads and can_scatter(compressor):
-            own = partial(self._scattered, sent, compressor, op)
+            args = self.comm, compressor, sent, self.bucket.layout(), self.sizes, op
+            own = partial(compressed_reduce_scatter, *args)
             scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True)
             for param in self.params:
                 param.grad = self._reduced_gradients[param].added = None
             return lambda: self._store_reduced(scatter.wait())
-        average = partial(self.bucket.average, sent, compressor, op)
+        average = partial(compressed_all_reduce, self.comm, compressor, sent, self.bucket.layout(), op)
         handle = self.comm.custom("compressed_all_reduce", average, async_op=True)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait()[slice(*self.range)])
-
-    @torch.no_grad()
-    def _scattered(self, sent: Tensor, compressor: ScatteringCompressor, op: str) -> Tensor:
-        """Return this rank's chunk of the compressor's means or sums of the gradients `sent`, laid out like `flat`."""
-        means = compressor.scattered_means(self._parts_by_rank(sent))
-        chunk = sent.new_zeros(self.sizes[self.comm.rank])
-        for param, mean in means.items():
-            place = self.slice_of_chunk(param, chunk)  # type: ignore[arg-type]
-            place.copy_((mean if op == "mean" else mean * self.comm.size).view(place.shape))
-        return chunk
-
-    def _parts_by_rank(self, flat: Tensor) -> list[dict[Tensor, Tensor]]:
-        """Return, for each rank, the pieces of the parameters in its chunk of `flat`, without empty ones."""
-        parts, start = [], 0
-        for size in self.sizes:
-            found: dict[Tensor, Tensor] = {}
-            for param, first in self.starts.items():
-                low, high = range_in_param(first, param.numel(), (start, start + size))
-                if high > low:
-                    found[param] = flat[first + low : first + high]
-            parts.append(found)
-            start += size
-        return parts
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:

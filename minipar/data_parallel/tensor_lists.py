@@ -1,6 +1,7 @@
 """Optimizer arithmetic for all parameters at once: one operation on a list of tensors is one kernel on a GPU.
 
-All tensors of a list must have one dtype and device, and lists given to one operation equal shapes at equal indices.
+All tensors of a list must have the same dtype and device. Lists in the same operation must have equal shapes at equal
+indices.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def squared_norms(tensors: list[Tensor]) -> Tensor:
     """Return the tensors' squared norms [n], in float64, so that cutting a tensor changes only the rounding of the sum."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    # A ShardGradient has no norm: it is not the whole gradient.
+    # As plain tensors, since the norm of a ShardGradient raises.
     plain = [x.as_subclass(Tensor) for x in tensors]
     return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
 

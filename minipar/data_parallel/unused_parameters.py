@@ -1,4 +1,4 @@
-"""Parameters that no rank used get no gradient; if only some ranks used one, the others contribute zeros."""
+"""Parameters that no rank used get no gradient; if only some ranks used a parameter, the other ranks contribute zeros."""
 
 from __future__ import annotations
 

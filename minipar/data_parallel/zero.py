@@ -40,8 +40,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     reduce_dtype   the dtype in which gradients are summed; default: master_dtype
     offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the file. See memory.py
     per_element    True: accept an optimizer class that is not known to update each element from that element alone
-    compress       None, or a compressor of gradients: see compressors.py. Stage 1: as in DDP, bit for bit. Stage 2: a
-                   reduce-scatter of compressed chunks, where the compressor can; its bytes in place of a reduce-scatter's
+    compress       None, or a function from Comm to a `Compressor` (see compressors.py), whose messages replace those of
+                   the reduce-scatter. Stage 1: it averages as in DDP, bit for bit. Stage 2: it reduce-scatters compressed
+                   chunks, if it can
 
     backward       shard.grad = 1/p * sum over ranks of grad       reduce-scatter, bucket by bucket, during the backward
     step           shard = optimizer_cls(shard, shard.grad)        then all-gather, while the next bucket is updated
@@ -53,15 +54,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     to a parameter, such as a loaded weight, also replaces its master weight. The optimizer does not handle buffers: make
     them equal on all ranks yourself.
     Parameters given in the order of registration fill the same buckets as in DDP, and with algorithm "auto", "ring" or
-    "halving_doubling" their sums are bitwise DDP's. Parameters that groups put in another order fill other buckets with
-    other chunks:
-    on 3 or more ranks, rounding differs.
+    "halving_doubling" their sums are bitwise DDP's. If groups put them in another order, buckets and chunks differ, and on
+    3 or more ranks rounding differs too.
 
     Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
-    all-reduce of one byte per parameter. In all 2P elements, as in DDP. In mixed precision with Adam, holds 4 + 12/p bytes
-    per parameter in stage 1, and 2 + 14/p in stage 2. M backwards outside no_sync accumulate in the shards: they send
-    (M+1)P elements, and stage 2 needs no more memory than above. If all but the last are under no_sync, they send 2P
-    elements, but full gradients are held.
+    all-reduce of one byte per parameter: 2P elements in all for P parameters, as in DDP. In mixed precision with Adam,
+    holds 4 + 12/p bytes per parameter in stage 1, and 2 + 14/p in stage 2. M backwards outside no_sync accumulate in the
+    shards: they send (M+1)P elements, and stage 2 needs no more memory than above. If all but the last are under no_sync,
+    they send 2P elements, but full gradients are held.
     Raises ValueError for a bad argument or a state that does not fit, TypeError for a copy, RuntimeError if a
     parameter's storage was replaced, a later optimizer or DDP was made for it, or torch clips or unscales its gradient.
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7.
@@ -135,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wide = self._master_dtype or bucket.flat.dtype
             chunk = ChunkOptimizer(bucket, self.optimizer_cls, self.param_groups, wide, self._memory)
             self._chunks.append(chunk)
+            self.compressors.keys += bucket.params
             self._unreduced = True
         self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
 
@@ -166,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
 
-    tensors = shards  # its name in `OptimizerInterface`
+    tensors = shards  # the name that `OptimizerInterface` gives this property
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each shard, or its master copy, and its optimizer state, which the caller may read or replace."""
@@ -245,7 +246,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return optimizer_state.full_state_dict(self._chunks, self.param_groups)
 
     def load_full_state_dict(self, full: StateDict) -> None:
-        """Load a full state, made on any number of ranks or by `optimizer_cls` itself. Load the parameters, too."""
+        """Load a full state, made on any number of ranks or by `optimizer_cls` itself. Does not load the parameters."""
         optimizer_state.load_full_state_dict(self._chunks, self.param_groups, full)
 
     def state_dict(self) -> StateDict:
@@ -253,7 +254,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return optimizer_state.own_state_dict(self._chunks, self.param_groups)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the `state_dict()` of the same rank, with as many ranks and equal buckets. Load the parameters, too."""
+        """Load the `state_dict()` of the same rank, of as many ranks with equal buckets. Does not load the parameters."""
         optimizer_state.load_own_state_dict(self._chunks, self.param_groups, state_dict)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -16,7 +16,7 @@ from minipar.model.moe import MoE
 
 
 class Installer(Protocol):
-    """A function that installs a dispatch, named by `--dispatch`, in a mixture sharded over `ep`.
+    """A function that installs a dispatch, named by `--dispatch`, in an MoE layer sharded over `ep`.
 
     overlap  send rows while the shared expert computes
     options  the choice's options, such as NodeOptions
@@ -26,7 +26,7 @@ class Installer(Protocol):
 
 
 def install(moe: MoE, ep: Comm, overlap: bool, options: Any) -> None:
-    """Install `AllToAll` in a mixture: an `Installer`."""
+    """Install `AllToAll` in an MoE layer. This function is an `Installer`."""
     moe.overrides.dispatch = AllToAll(ep, overlap, options.node_size)
     moe.overrides.pad_to_capacity = True
 

@@ -30,17 +30,17 @@ def expert_parallel(
     dispatch: str = "all-to-all",
     **options: Any,
 ) -> nn.Module:
-    """Shard the experts of every mixture in the model over `comm`, in place; returns the model.
+    """Shard the experts of every MoE layer of the model over `comm`, in place; returns the model.
 
     comm       the ep ranks, each with its own tokens; each calls this with the same model
-    overlap    dispatch rows while the shared expert computes; None: do so in mixtures that have a shared expert
+    overlap    dispatch rows while the shared expert computes; None: do so in layers that have a shared expert
     algorithm  the algorithm of the all-to-all
     dispatch   how tokens reach their experts: a name in `minipar.config.choices.DISPATCHES`
     options    options of that dispatch; all-to-all has node_size: None, or the ranks per node of a two-level all-to-all
 
 
-    Call it before or after `tensor_parallel`, but before `DDP`, `FSDP` and optimizers. A stage without mixtures is
-    unchanged. Each mixture sends what its dispatch sends: see `AllToAll`. Raises ValueError, before anything is changed, if
+    Call it before or after `tensor_parallel`, but before `DDP`, `FSDP` and optimizers. A stage without MoE layers is
+    unchanged. Each layer sends what its dispatch sends: see `AllToAll`. Raises ValueError, before anything is changed, if
     ep does not divide num_experts, experts are already sharded, or the dispatch is unknown or lacks these options.
     """
     layers, way = list(moe_layers(model)), DISPATCHES[dispatch]
@@ -64,7 +64,7 @@ def expert_parallel(
 
 
 def shard_moe(moe: MoE, comm: Comm, name: str) -> None:
-    """Keep this rank's experts of one mixture, whose canonical name is `name`; give all its parameters placements."""
+    """Keep this rank's experts of one MoE layer, whose canonical name is `name`; give all its parameters placements."""
     place_whole(moe, f"{name}." if name else "")
     for own_name, parameter in list(moe.experts.named_parameters()):
         setattr(moe.experts, own_name, _local_experts(parameter, comm))

@@ -1,4 +1,4 @@
-"""The mixture of experts that takes a Comm."""
+"""An MoE layer that takes a Comm."""
 
 from __future__ import annotations
 

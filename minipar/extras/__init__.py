@@ -1,19 +1,21 @@
-"""The parts that few runs use, each a folder that the core finds by name and never imports.
+"""The parts of minipar that few runs use. Each is a folder; the library finds it by name, and never imports it directly.
 
-compress      gradients compressed, or averaged less often
+compress      compressed gradients, and gradients or weights averaged less often than once a step
 optimizers    LAMB and Muon
 offload       optimizer states and master weights in CPU memory or in a file
-schedules     two directions, waves, V-Half and V-Min, slices of sequences, offloaded activations, exact search
+schedules     pipeline schedules: two directions, waves, V-Half and V-Min, slices of sequences, offloaded activations, and
+              an exact search
 pipelines     PipeDream
+asynchrony    gradients applied some steps later
 tensor_grids  tensor parallelism in two and three dimensions
-experts       tokens sent once per node, hot experts replicated or moved, rows sent in chunks
-precision     products of 8 and 4-bit floats, stochastic rounding
+experts       dispatch that sends a token once per node, replicates or moves hot experts, or sends rows in chunks
+precision     matmuls in 8-bit and 4-bit floats, stochastic rounding
 collectives   double binary tree, Bruck
-cost          further views of the planner: stages of unequal meshes, topology, compression, scaling
-dry_run       what every rank would hold and send, without starting any
+cost          further views of `minipar plan`: stages of unequal meshes, topology, compression, scaling
+dry_run       finds what every rank would hold and send, without starting any
 checkpoints   torch's distributed checkpoint format
-http          requests over HTTP, in the format of OpenAI's API
+http          serves requests over HTTP, in the format of OpenAI's API
 run           elastic training, calibration
 
-`minipar.support.registry` says how an extra is found: by the entry points of the group "minipar.extras".
+Extras are found by the entry points of the group "minipar.extras": see `minipar.support.registry`.
 """

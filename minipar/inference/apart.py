@@ -1,20 +1,20 @@
-"""Prefill and decode on different ranks: one side reads prompts, the other writes tokens, and the cache is sent in between.
+"""Disaggregated serving: some ranks prefill, the other ranks decode, and each request's KV cache is sent in between.
 
-    prefill ranks   read prompt 0 | read prompt 1 | read prompt 2 | ...      never wait for a decode
-                              \\ cache, token     \\ cache, token
-    decode ranks                write 0 | write 0 | write 0 1 | write 0 1    never wait for a long prompt
+    prefill ranks   prefill 0 | prefill 1 | prefill 2 | ...                        never wait for a decode
+                          \\ cache, token  \\ cache, token
+    decode ranks            decode 0 | decode 0 | decode 0 1 | decode 0 1 | ...    never wait for a long prompt
 
 Each side is an `Engine` of its own, with its own tp and its own blocks. The prefill side serves every request up to its
 first token. Then it sends the decode side that token and the request's keys and values, which the decode side loads into
-its own blocks, as if they had been swapped out. The decode side may preempt a request and read its text again, like any
+its own blocks, as if they had been swapped out. The decode side may preempt a request and recompute its cache, like any
 engine.
 
-Neither side tells the other what it plans. The time at which a prompt is read depends only on the arrivals and the prompts,
-which all ranks know. So every decode rank computes when each first token will come (`first_tokens`), in the prefill side's
-virtual time, and receives in that order.
+The two sides do not exchange plans. The time of a prefill depends only on the arrivals and the prompts, which all ranks
+know. So every decode rank computes when each first token will come (`first_tokens`), in the prefill side's virtual time,
+and receives in that order.
 
-Costs: the weights are held twice; the bytes of a transfer are those of `transfer.py`, sent while the prefill side reads on,
-which waits only once `MAX_UNSENT` requests have been handed over and not yet received.
+Costs: the weights are held twice. The bytes of a transfer are those of `transfer.py`; it overlaps with further prefills,
+which wait only while `MAX_UNSENT` requests have been handed over and not yet received.
 Source: DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677.
 """
 
@@ -71,13 +71,13 @@ def serve_apart(
     decode_duration: Duration | None = None,
     on_result: Callable[[int, Result], None] = _to_nobody,
 ) -> Served:
-    """Serve requests on `prefill_tp` ranks that read prompts and, on the other ranks of `world`, tp ranks that decode.
+    """Serve requests: the first `prefill_tp` ranks of `world` prefill, all other ranks decode.
 
     load        mesh of this rank's side -> its shard of the model; every rank calls it once
     options     the options of both sides; only the decode side uses drafts
-    duration    (tokens read, 0) -> seconds of a step; it may depend on the tokens only, as every rank computes it
+    duration    (tokens of a step, 0) -> seconds of the step; must depend on the tokens only, since every rank computes it
     transfer_s  (tokens) -> seconds between a first token and its arrival on the decode side; see cost/serving.py
-    decode_duration  None: as on the prefill side; or the decode side's own, which may use the measured time
+    decode_duration  the decode side's own duration, which may use the measured time; None: the same as the prefill side's
     on_result   called on the first decode rank with a request's number and result, as soon as it is finished or refused
 
     Every rank calls this with the same arguments.
@@ -126,7 +126,7 @@ def serve_apart(
 def transfer_ends(
     times: Items[float], requests: Items[Request], transfer_s: Callable[[int], float]
 ) -> list[float]:
-    """Return when each request's cache arrives, if there is one link and caches are sent in the order of first tokens."""
+    """Return when each request's cache arrives, if one link sends all caches in the order of their first tokens."""
     arrivals, free_s = [0.0] * len(requests), 0.0
     for number in sorted(range(len(requests)), key=lambda i: (times[i], i)):
         free_s = max(free_s, times[number]) + transfer_s(len(requests[number].prompt))
@@ -135,7 +135,7 @@ def transfer_ends(
 
 
 def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_tp: int) -> None:
-    """Raise ValueError if caches of such a model cannot be sent from prefill_tp ranks to decode_tp ranks."""
+    """Raise ValueError if the cache of this model cannot be sent from prefill_tp ranks to decode_tp ranks."""
     if config.kv_latent_dim or options.cache_bits is not None:
         raise ValueError(NOT_SENDABLE)
     for tp in (prefill_tp, decode_tp):
@@ -143,7 +143,7 @@ def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_t
 
 
 def refusals(requests: Items[Request], options: Options, config: ModelConfig) -> dict[int, str]:
-    """Return number -> why a request cannot be served, before any rank reads a token."""
+    """Return, for each request that cannot be served, its number -> why. No rank has computed anything yet."""
     found, scheduler = {}, _scheduler(options)
     for number, request in enumerate(requests):
         try:
@@ -155,7 +155,7 @@ def refusals(requests: Items[Request], options: Options, config: ModelConfig) ->
 
 
 def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> list[float]:
-    """Return when the prefill side writes each request's first token, by running its schedule without a model."""
+    """Return when the prefill side generates each request's first token, by running its schedule without a model."""
     scheduler, now_s, times = _scheduler(options), 0.0, [0.0] * len(requests)
     coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
     while coming or scheduler.sequences:
@@ -185,7 +185,7 @@ def _scheduler(options: Options) -> Scheduler:
 
 
 class Side(Engine):
-    """An engine on the ranks of one side; `world` has the ranks of both."""
+    """An engine on the ranks of one side; `world` has the ranks of both sides."""
 
     def __init__(
         self,
@@ -199,17 +199,16 @@ class Side(Engine):
         super().__init__(model, options, mesh, duration)
         require_sendable(self.paged)
         self.world, self.prefill_tp = world, prefill_tp
-        self._finished: dict[
-            int, tuple[int, list[int], int]
-        ] = {}  # number -> first token, blocks, tokens read
-        self._unsent: deque[list[Pending]] = deque()  # a request's messages each
+        # Request's number -> its first token, its blocks, and the number of its tokens in the cache.
+        self._finished: dict[int, tuple[int, list[int], int]] = {}
+        self._unsent: deque[list[Pending]] = deque()  # for each request, its messages
 
 
 class PrefillSide(Side):
-    """Reads prompts; sends each request's cache and first token to the decode ranks.
+    """Prefills prompts; sends each request's cache and first token to the decode ranks.
 
-    Keeps in memory what the decode ranks have not received yet, so that prompts need not wait for them. That cannot hang:
-    the decode ranks receive requests in the order in which they are handed over.
+    It keeps messages in memory until the decode ranks have received them, so that prefills need not wait. This cannot
+    hang: the decode ranks receive requests in the order in which they are handed over.
     """
 
     def _retire(self, sequence: Sequence) -> None:
@@ -217,13 +216,13 @@ class PrefillSide(Side):
         super()._retire(sequence)
 
     def read_prompts(self, requests: Items[Request], results: Results) -> None:
-        """Serve requests up to their first tokens, and send what the decode ranks need; return when all is sent."""
+        """Serve requests up to their first tokens; return when all caches and tokens are sent to the decode ranks."""
         for _ in self.iterate([replace(request, max_new_tokens=1) for request in requests], results):
             self.hand_over()
         self.wait_for_sends(0)
 
     def hand_over(self) -> None:
-        """Send the requests that this step has finished, in order of their numbers, as the decode ranks expect them."""
+        """Send the requests that this step has finished, in order of their numbers, which the decode ranks expect."""
         for number in sorted(self._finished):
             token, table, num_tokens = self._finished.pop(number)
             messages = []
@@ -236,14 +235,14 @@ class PrefillSide(Side):
             self.wait_for_sends(MAX_UNSENT)
 
     def wait_for_sends(self, most: int) -> None:
-        """Wait until the decode ranks have received all but at most so many of the requests handed over."""
+        """Wait until at most `most` requests have caches that the decode ranks have not received."""
         while len(self._unsent) > most:
             for message in self._unsent.popleft():
                 message.wait()
 
 
 class DecodeSide(Side):
-    """Continues requests whose prompts other ranks have read."""
+    """Decodes requests that the prefill ranks have prefilled."""
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Receive a request's first token and cache; queue it as if its blocks had been swapped out."""

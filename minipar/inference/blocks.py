@@ -1,15 +1,15 @@
-"""Blocks of the key/value cache: which request holds which block, and the memory behind them.
+"""Blocks of the KV cache: which request holds which block, and the memory behind them.
 
 Adds to `simple/paged.py`: blocks that requests share, a count of the holders of each block, other kinds of models.
 
 A contiguous cache reserves memory for the longest text that a request may become. Here memory is cut into blocks of b
 tokens, and a request has a table of the blocks that its tokens fill, in order; it takes a block when it needs one:
 
-    token t of the request   lies in block table[t // b], at place t % b
+    token t of the request   is in block table[t // b], at offset t % b
 
     table [7, 2, 5], b = 4   tokens 0-3 in block 7, tokens 4-7 in block 2, tokens 8-9 in block 5, whose last two are unused
 
-So each request wastes less than one block, and requests whose texts begin alike can share the blocks of that beginning.
+So each request wastes less than one block, and requests whose texts have a common prefix can share its blocks.
 A block has a count of holders and becomes free when the last one releases it. A request that must write to a shared block
 first copies it.
 
@@ -43,7 +43,7 @@ def cache_bytes(config: ModelConfig, num_tokens: int, block_size: int, element_b
 
 
 class Share(NamedTuple):
-    """The tokens of every text that one of `size` ranks stores: every size-th token; see `split_keys.py`.
+    """The part of every text that one of `size` ranks stores: every size-th token; see `split_keys.py`.
 
     Each rank stores b / size tokens of a block of b tokens. `WHOLE` means that this rank stores all tokens.
     """
@@ -52,7 +52,7 @@ class Share(NamedTuple):
     size: int = 1
 
     def tokens(self, begin: int, end: int) -> range:
-        """Return which of the tokens begin, ..., end - 1 of a text this rank stores."""
+        """Return those of the tokens begin, ..., end - 1 of a text that this rank stores."""
         return range(begin + (self.rank - begin) % self.size, end, self.size)
 
     def slot(self, table: Sequence[int], token: int, block_size: int) -> int:
@@ -65,7 +65,7 @@ WHOLE = Share()
 
 
 class BlockPool:
-    """A pool of `num_blocks` blocks: which of them are free, and how many holders each of the others has.
+    """A pool of `num_blocks` blocks: which of them are free, and how many holders every other block has.
 
     Raises ValueError unless both sizes are positive.
     """
@@ -126,7 +126,7 @@ class BlockMemory:
     def __init__(
         self, pool: BlockPool, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ):
-        # Zeros, not uninitialised memory: the unused end of a block is gathered too, and only then cut off.
+        # Zeros, not uninitialised memory: `read` gathers the unused end of a block too, before cutting it off.
         shape = 2, pool.num_blocks, pool.block_size, num_kv_heads, head_dim
         self.data = torch.zeros(shape, dtype=dtype, device=device)
         self.tensors = (self.data,)
@@ -142,14 +142,14 @@ class BlockMemory:
         return keys, values
 
     def views(self, table: Tensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the keys and values that tokens begin ... end - 1 see, as (end of a range of tokens, its keys, its values).
+        """Yield the keys and values that tokens begin ... end - 1 attend to: (end of a range of tokens, keys, values).
 
-        Here all these tokens form one range. If blocks are rounded, what a token sees depends on the block that it is in.
+        Here these tokens form one range. With quantized blocks, each block of tokens attends to other keys and values.
         """
         yield end, *self.read(table, end)
 
     def settle(self, table: Sequence[int], num_tokens: int) -> None:
-        """Note that the first tokens of a request are final: no guess among them can still be rejected."""
+        """Note that the first tokens of a request are final: none of them is a draft that may still be rejected."""
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +164,7 @@ class BlockMemory:
         return [x[:, table].cpu() for x in self.tensors]
 
     def load(self, table: Tensor, saved: list[Tensor]) -> None:
-        """Write saved blocks to the first blocks of another table."""
+        """Write saved blocks to the first blocks of `table`."""
         for x, blocks in zip(self.tensors, saved, strict=True):
             x[:, table[: blocks.shape[1]]] = blocks.to(x.device)
 
@@ -174,7 +174,7 @@ class LatentBlockMemory(BlockMemory):
 
     data  [1, num_blocks, b, 1, c + r]    a token's latent and its rotated key
 
-    Every head reads every latent, so under tensor parallelism each rank stores all of them: the cache does not shrink.
+    Every head uses every latent, so under tensor parallelism each rank stores all of them: the cache does not shrink.
     """
 
     def __init__(self, pool: BlockPool, latent_dim: int, dtype: torch.dtype, device: torch.device):

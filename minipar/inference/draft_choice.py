@@ -17,11 +17,11 @@ from minipar.train.text_generation import load_stage
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """A draft by its name. `check` is called before any rank starts, `load` on every rank, since all make the same guesses.
+    """A draft by its name. Call `check` before any rank starts, and `load` on every rank, since all ranks make the guesses.
 
-    ngram     repeats what followed earlier in the text
+    ngram     repeats what followed the text's last two tokens where they occurred before
     layers:K  the first K layers of the model itself, with its last norm and its output layer
-    FOLDER    the newest checkpoint of another run
+    FOLDER    the model of the newest checkpoint of another run
     """
 
     word: str = "ngram"

@@ -1,13 +1,13 @@
 """The engine: requests in, texts out, one step after another.
 
-    arrivals -> Scheduler.plan -> save, copy, load blocks -> one pass of the model -> choose tokens -> Scheduler.advance
-                begin                                                                 end
+    arrivals -> Scheduler.plan -> save, copy, load blocks -> forward of the model -> choose tokens -> Scheduler.advance
+                begin                                                                end
 
 On a mesh of tp x pp x cp ranks every rank runs this same loop on the same requests. The scheduler sees only counts, so all
 ranks make the same plans and the same tables without a message. The tp ranks of a stage compute its layers together, the
-stages compute one after another, and one rank chooses the tokens and broadcasts them. Up to pp steps are under way at once,
+stages compute one after another, and one rank chooses the tokens and broadcasts them. Up to pp steps are in flight at once,
 each for different requests (`rotation.py`); every rank begins and ends the same steps in the same order. The cp ranks
-divide the tokens of every text among them (`split_keys.py`), and the ep ranks the experts (`expert_shares.py`).
+split the tokens of every text among themselves (`split_keys.py`), and the ep ranks split the experts (`expert_shares.py`).
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an engine. Only cache_bits, weight_bits, and the rule "rejection" for sampled text change what is written.
+    """Options of an engine. Only cache_bits, weight_bits, and rule="rejection" with sampling change the generated text.
 
     block_size     tokens per block of the cache; under cp, a multiple of cp
     num_blocks     blocks of the cache, for all requests together
-    token_budget   the most tokens that a step reads; prompts are read in pieces that fit what decodes leave of it
-    max_running    the most requests in a step
+    token_budget   maximum number of tokens in a step; prompts are prefilled in pieces that fit the budget left by decodes
+    max_running    maximum number of requests in a step
     policy         which request goes first: "first-come", "shortest-remaining" or "multi-level-feedback"
-    prefix_cache   keep blocks of earlier texts for requests that begin alike
+    prefix_cache   keep blocks of earlier texts for requests with a common prefix
     preemption     what happens to the blocks that a request loses: "recompute" them later, or "swap" them to CPU memory
     draft          None, or the draft that guesses tokens to be verified
-    num_drafts     the most guesses per request in a step
+    num_drafts     maximum number of guesses per request in a step
     rule           when a guess is accepted: "same text" or "rejection"; see speculative.py
-    cache_bits     None, or 8, 4 or 2: keys and values of full blocks are rounded to so many bits. The text changes, and
-                   depends on block_size, but is the same in every batch
-    cache_group    features of a value that share a rounding step; all features of a head, if it has fewer
-    weight_bits    None, or 8 or 4: the layers' weights are rounded to so many bits, in the model that the engine is given.
-                   The text changes, but is the same in every batch and on every mesh
+    cache_bits     None, or 8, 4 or 2: keys and values of full blocks are quantized to this many bits. The text changes,
+                   and depends on block_size, but is the same in every batch
+    cache_group    number of features of a value that share a min and a step; all features of a head, if it has fewer
+    weight_bits    None, or 8 or 4: the layers' weights are quantized to this many bits, in place. The text changes, but
+                   is the same in every batch and on every mesh
     weight_group   with 4 bits, the number of inputs that share a scale
     offload        "none", or the choice of `--offload` that stores the layers; see streamed_weights.py
     offload_folder for "disk": the folder of the file; None: the system's folder for temporary files
-    one_by_one     read each token in a pass of its own: the same bits in every batch, but slower; see paged_model.py
+    one_by_one     run each token in a forward of its own: bitwise equal in every batch, but slower; see paged_model.py
     """
 
     block_size: int = 16
@@ -119,7 +119,7 @@ def nothing_more() -> bool:
     return False
 
 
-# (tokens read, measured seconds) -> the seconds of a step. In virtual time each stage takes an equal part of them.
+# (tokens of a step, its measured seconds) -> the time of the step. In virtual time each stage takes an equal part of it.
 Duration = Callable[[int, float], float]
 
 
@@ -129,16 +129,16 @@ def one_second(num_tokens: int, measured_s: float) -> float:
 
 
 def as_measured(num_tokens: int, measured_s: float) -> float:
-    """Return the seconds measured on the choosing rank, since the last step's tokens or, if later, this step's start."""
+    """Return the time measured on the choosing rank: since the previous step's tokens or, if later, this step's start."""
     return measured_s
 
 
 @dataclass
 class Step:
-    """A step under way.
+    """A step in flight.
 
-    ready_s  when it was planned
-    ends     the sequences that write tokens, in the order of the answer
+    ready_s  the time at which it was planned
+    ends     the sequences that get new tokens, in the row order of `answer`
     answer   the tokens, [len(ends), num_drafts + 1], padded with NO_TOKEN
     """
 
@@ -152,12 +152,12 @@ class Step:
 class Engine:
     """Serves requests with one model.
 
-    model     the whole model; on a mesh, this rank's stage, cut over tp, and by `expert_parallel` over ep
+    model     the whole model; on a mesh, this rank's stage, split over tp, and by `expert_parallel` over ep
     mesh      None, or the mesh of tp x pp x cp ranks; every rank makes an engine and calls `run` with the same requests.
               The ep ranks are among the cp ranks, or, if cp is 1, hold the same cache: Mesh(dp=n, ep=n)
-    duration  the time that a step takes; if it uses the measured time, all ranks use that of the rank that chooses
+    duration  the time that a step takes; if it uses the measured time, all ranks use that of the rank that chooses tokens
 
-    Raises ValueError if the model's keys and values cannot be cached, the weights cannot be rounded in such groups, the
+    Raises ValueError if the model's keys and values cannot be cached, the weights cannot be quantized in such groups, the
     draft has another vocabulary, cp does not divide the block size, or the experts are not split over the ep ranks.
     """
 
@@ -181,7 +181,7 @@ class Engine:
         self.stages = Stages(self.paged, mesh)
         self.config, self.duration = model.config, duration
         self.num_stages = 1 if mesh is None else mesh.sizes["pp"]
-        self.num_groups = self.num_stages  # as many steps under way at once, so that no stage idles
+        self.num_groups = self.num_stages  # this many steps in flight at once keep every stage busy
         if options.draft is not None:
             check_draft(options.draft, model.config.vocab_size)
         self.events: list[Event] = []
@@ -190,7 +190,7 @@ class Engine:
         self.now_s = 0.0
 
     def run(self, requests: Items[Request]) -> list[Result]:
-        """Serve these requests; return their results in order. One that cannot be served has an error instead of tokens."""
+        """Serve these requests; return their results in order. If one cannot be served, its result has an error."""
         results = [Result() for _ in requests]
         for _ in self.iterate(requests, results):
             pass
@@ -230,7 +230,7 @@ class Engine:
                     under_way.append(step)
                 if under_way:
                     yield self._end(under_way.popleft(), results)
-        except GeneratorExit:  # all ranks stop here; this one still receives what was sent to it
+        except GeneratorExit:  # all ranks stop here; this one still receives the messages sent to it
             for step in under_way:
                 step.answer.wait()
             raise
@@ -273,7 +273,7 @@ class Engine:
                 return
 
     def _begin(self, num_under_way: int) -> Step | None:
-        """Plan a step and compute this rank's part of it; return None if no request can be read until another step ends."""
+        """Plan a step and compute this rank's part of it; return None if no request can run until another step ends."""
         started = time.perf_counter()
         plan = self.scheduler.plan(num_under_way)
         self._move_blocks(plan)
@@ -288,7 +288,7 @@ class Engine:
         return Step(plan, guesses, self.now_s, ends, answer)
 
     def _end(self, step: Step, results: Results) -> Plan:
-        """Wait for a step's tokens, and write them to its requests."""
+        """Wait for a step's tokens, and append them to its requests."""
         plan, guesses, scheduler = step.plan, step.guesses, self.scheduler
         chosen, measured_s = step.answer.wait()
         answers = {
@@ -305,7 +305,7 @@ class Engine:
         for read in plan.reads:
             sequence, written = read.sequence, answers.get(read.sequence.number, [])
             if sequence not in scheduler.sequences:
-                continue  # it was cancelled while the step was under way
+                continue  # it was cancelled while the step was in flight
             self._write(scheduler, read, written, len(guesses.get(sequence.number, ())))
             results[sequence.number].tokens += written
             if written and sequence.request.is_finished_by(sequence.text):
@@ -315,7 +315,7 @@ class Engine:
         return plan
 
     def _stage_seconds(self, num_tokens: int, measured_s: float) -> list[float]:
-        """Return a step's seconds in each stage; measured seconds count from the end of the previous step."""
+        """Return a step's time in each stage. A measured time is the last stage's, from the end of the previous step."""
         seconds = self.duration(num_tokens, measured_s)
         if self.duration is as_measured:
             return [0.0] * (self.num_stages - 1) + [seconds]
@@ -335,7 +335,7 @@ class Engine:
             self.paged.load(sequence.table, self._saved.pop(sequence.number))
 
     def _guess(self, plan: Plan) -> dict[int, list[Guess]]:
-        """Return guesses for each sequence that the plan lets verify some; on a mesh, every rank makes the same ones."""
+        """Return guesses for each sequence with drafts in the plan; on a mesh, every rank makes the same guesses."""
         draft = self.options.draft
         return {
             read.sequence.number: draft.guess(
@@ -346,10 +346,10 @@ class Engine:
         }
 
     def _read(self, plan: Plan, guesses: dict[int, list[Guess]], num_ends: int) -> Tensor:
-        """Run this rank's part of the model; return the new tokens of each sequence whose text has been read to its end.
+        """Run this rank's part of the model; return the new tokens of each sequence that has no unprocessed tokens left.
 
-        Returns [num_ends, num_drafts + 1], padded with NO_TOKEN. Only the rank that chooses has tokens, others only
-        padding.
+        Returns [num_ends, num_drafts + 1], padded with NO_TOKEN. Only the rank that chooses tokens has them; the other
+        ranks return padding.
         """
         rows = [
             Rows(
@@ -377,7 +377,7 @@ class Engine:
         return chosen
 
     def _choose(self, sequence: Sequence, guesses: list[Guess], logits: Tensor) -> list[int]:
-        """Return the tokens that a sequence writes, given logits [g + 1, V] of its last token and of each guess."""
+        """Return the new tokens of a sequence, given the logits [g + 1, V] of its last token and of each guess."""
         request = sequence.request
         p = [distribution(row, request) for row in logits]
         dice = KeyedDice(request.seed, begin=len(sequence.text))
@@ -388,7 +388,7 @@ class Engine:
         return written
 
     def _write(self, scheduler: Scheduler, read: Read, written: list[int], num_guesses: int) -> None:
-        """Append the chosen tokens. All but the last were right guesses, already read; wrong guesses are dropped."""
+        """Append the chosen tokens. All but the last were accepted guesses, already in the cache; the rest are dropped."""
         sequence = read.sequence
         sequence.text += written
         right = max(0, len(written) - 1)

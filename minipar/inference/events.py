@@ -1,4 +1,4 @@
-"""The log of an engine: each event of a request, with its time. All metrics and pictures read it."""
+"""The log of an engine: each event of a request, with its time. All metrics and plots are made from it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class Kind(StrEnum):
     ARRIVE = "arrive"
     REFUSE = "refuse"
     HIT = "hit"  # the first num_tokens of the text were in the prefix cache
-    PREFILL = "prefill"  # read num_tokens of a prompt, or of a text that is read again after a preemption
-    DECODE = "decode"  # read the last token written, and drafts: num_tokens together
+    PREFILL = "prefill"  # num_tokens of a prompt, or of a text that is recomputed after a preemption
+    DECODE = "decode"  # the last generated token and its drafts: num_tokens together
     GUESSED = "guessed"  # num_tokens guesses of a draft were verified in this step
     ACCEPTED = "accepted"  # num_tokens guesses of a draft were right
-    PAD = "padding"  # a static batch that is not yet done computed num_tokens of padding; see static.py
-    WRITE = "write"  # num_tokens were written
+    PAD = "padding"  # num_tokens of padding, computed for a finished request until its static batch ended: see static.py
+    WRITE = "write"  # num_tokens were generated
     PREEMPT = "preempt"  # the request lost its blocks
     RESTORE = "restore"  # num_tokens were loaded back from CPU memory
-    FINISH = "finish"  # all num_tokens of its answer are written
-    CANCEL = "cancel"  # the client cancelled it after num_tokens were written
+    FINISH = "finish"  # all num_tokens of its answer are generated
+    CANCEL = "cancel"  # the client cancelled it after num_tokens were generated
 
 
 class Event(NamedTuple):
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """Totals of a step: its time, the tokens read, blocks held by requests, and blocks held by the prefix cache alone."""
+    """Totals of a step: its time, its tokens, blocks held by requests, and blocks held by the prefix cache alone."""
 
     begin_s: float
     end_s: float

@@ -1,18 +1,18 @@
-"""Expert parallelism when serving: the experts of every mixture are split over the ep ranks, and a step has few tokens.
+"""Expert parallelism in serving: the experts of every MoE layer are split over the ep ranks, and a step has few tokens.
 
 `minipar.expert.expert_parallel` splits the experts, as in training. How tokens reach them depends on which ranks have
 the tokens:
 
 every ep rank has all tokens   cp is 1. Each rank computes the share of its own experts, and the shares are summed by one
-                               all-reduce of N D elements per mixture: each rank sends 2 (ep - 1) / ep N D, whatever k is.
-                               With few tokens the number of messages dominates the cost, and here no counts are sent
-                               ahead of the rows.
+                               all-reduce of N D elements per MoE layer: each rank sends 2 (ep - 1) / ep N D, whatever k
+                               is. With few tokens the number of messages dominates the cost, and an all-reduce, unlike
+                               an all-to-all, needs no message with counts before the rows.
 each rank has its own tokens   ep divides cp (`split_keys.py`). Rows go to their experts' ranks and back by all-to-all,
                                as in training: 2 D elements for each choice of an expert on another rank, and 8 E bytes of
-                               counts from every rank to every other.
+                               counts from every rank to every other rank.
 
-Without cp the ep ranks hold the same cache and compute the same attention, so only the experts take less memory on each.
-With cp they also divide the cache and the attention among them, at the cost of the messages of attention.
+Without cp the ep ranks hold the same cache and compute the same attention, so ep saves memory only for the experts. With
+cp they also split the cache and the attention, at the cost of the messages of attention.
 Source: GShard, arXiv:2006.16668, section 3, for the all-to-all.
 """
 
@@ -31,7 +31,7 @@ from minipar.support.errors import require_divides
 
 
 def own_plan(plan: PermutePlan, first: int, num_experts: int) -> PermutePlan:
-    """Return the part of a plan for experts first, ..., first + num_experts - 1, without the choices of other experts."""
+    """Return the part of `plan` for experts first, ..., first + num_experts - 1, without the rows of other experts."""
     begin = int(plan.counts[:first].sum())
     counts = plan.counts[first : first + num_experts]
     end = begin + int(counts.sum())
@@ -40,7 +40,7 @@ def own_plan(plan: PermutePlan, first: int, num_experts: int) -> PermutePlan:
 
 
 class OwnShare:
-    """Tokens that every ep rank has, dispatched to this rank's experts: a `dispatch_tokens` of `MoEOverrides`.
+    """Dispatches tokens that every ep rank has to this rank's experts: a `dispatch_tokens` of `MoEOverrides`.
 
     x  [N, D], weight  [N, k]    the same on all ranks of `ep`
     """
@@ -61,7 +61,7 @@ class OwnShare:
 
 
 def check_expert_parallel(config: ModelConfig, ep: int, cp: int = 1) -> None:
-    """Raise ValueError if this model cannot be served with its experts split over ep ranks and its texts over cp ranks."""
+    """Raise ValueError if this model cannot be served with experts split over ep ranks and tokens over cp ranks."""
     if ep == 1:
         return
     if not config.num_experts:
@@ -72,7 +72,7 @@ def check_expert_parallel(config: ModelConfig, ep: int, cp: int = 1) -> None:
 
 
 def spread_mixtures(model: Transformer, mesh: Mesh | None) -> list[MoE]:
-    """Return the mixtures whose experts are split over the ep ranks of this mesh.
+    """Return the MoE layers whose experts are split over the ep ranks of this mesh.
 
     Raises ValueError if the model cannot be served on this mesh, or if `expert_parallel` has not split its experts.
     """

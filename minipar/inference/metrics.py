@@ -1,10 +1,10 @@
 """Metrics of a service, computed from its log alone.
 
-    time to first token      first token written - arrival: the queue, and the prefill
-    inter-token latency      each gap between two steps in which a request wrote, divided by the later step's tokens
+    time to first token      first token - arrival: the queue, and the prefill
+    inter-token latency      the time between two steps that gave a request tokens, divided by the later step's tokens
     time per output token    of a request: (last token - first token) / (tokens - 1), the mean of its gaps
     end to end               last token - arrival
-    throughput               tokens per second written for all requests, from the first arrival to the last token
+    throughput               generated tokens per second of all requests, from the first arrival to the last token
     goodput                  requests per second that met their targets; 0 for a server that is late for all of them
 
 P50 is the smallest value such that at least half of all values do not exceed it, and P99 likewise for 99 of 100.
@@ -80,7 +80,7 @@ class Metrics:
     inter_token_s: Spread
     end_to_end_s: Spread
     preemptions: int
-    prefix_hit_rate: float  # tokens found in the prefix cache / tokens found or read as prefill
+    prefix_hit_rate: float  # tokens found in the prefix cache / (these tokens + tokens prefilled)
     acceptance_rate: float  # drafts that were right / drafts verified
 
 

@@ -1,9 +1,9 @@
-"""The model over a paged cache: one pass reads new tokens of any number of requests, each at its own place in its text.
+"""The model over a paged KV cache: one forward of new tokens of any number of requests, each at its own position.
 
-All tokens of a pass form one batch of N rows with one token each. Everything in the model except attention processes each
-row independently, so rows of several requests can be in one batch without padding. Attention distinguishes the requests.
-It writes the keys and values of the new tokens to the blocks, gathers each request's keys and values by the request's
-table, and computes the model's attention for that request alone:
+All tokens of a forward ("pass") form one batch of N rows with one token each. Everything in the model except attention
+processes each row independently, so rows of several requests can be in one batch without padding. Attention distinguishes
+the requests. It writes the keys and values of the new tokens to the blocks, gathers each request's keys and values by the
+request's table, and computes the model's attention for that request alone:
 
     rows     request 0: tokens 5 6 7  |  request 1: token 12  |  request 2: tokens 0 1
     layer    norms, projections, MLP: [N, 1, D], for the rows of all requests at once
@@ -12,12 +12,12 @@ table, and computes the model's attention for that request alone:
 With multi-head latent attention, the blocks hold the latents, and the core runs on these, with absorbed matrices: see
 `LatentAttention`.
 
-What "the same text in every batch" means: for each request the same numbers are added, but a matrix product may add them
-in another order when the batch has other rows, so logits differ by rounding. In float64 the difference is 1e-15 of the
-logits, and the text is identical unless the logits of two tokens are that close. In float32 and bfloat16 such ties are
-less rare. With `one_by_one`, every token goes through the model in a pass of its own. Then no shape depends on other
-requests, on blocks, or on how a prompt is divided, and the logits are bitwise equal in every dtype. The price is that
-weights are not reused: a pass reads all of them for one token instead of for N.
+"The same text in every batch" holds up to rounding: for each request the same terms are added, but a matrix product may add
+them in another order when the batch has other rows. In float64 the difference is 1e-15 of the logits, and the text is
+identical unless the logits of two tokens are that close. In float32 and bfloat16 such ties are less rare. With
+`one_by_one`, every token goes through the model in a forward of its own. Then no shape depends on other requests, on
+blocks, or on how a prompt is divided, and the logits are bitwise equal in every dtype. The price is that weights are not
+reused: a forward loads all of them for one token instead of for N.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def require_cacheable(config: ModelConfig, cp: int = 1, cache_bits: int | None =
 
 
 class Rows(NamedTuple):
-    """New tokens of one request: tokens begin, begin + 1, ... of its text, whose earlier tokens have been read."""
+    """New tokens of one request: tokens begin, begin + 1, ... of its text. All earlier tokens are in the cache."""
 
     tokens: Sequence[int]
     begin: int
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Where the rows of one pass are stored, computed once for all layers; under cp, only the rows of this rank."""
+    """The rows of one forward and their slots, computed once for all layers; under cp, only the rows of this rank."""
 
     requests: Sequence[Rows]
     tokens: Tensor  # [N, 1]
@@ -98,7 +98,7 @@ class Pass(NamedTuple):
 
 
 class PagedCore:
-    """Replaces the core of one attention module for one pass: finds keys and values by the requests' tables."""
+    """Replaces the core of one attention module for one forward: finds keys and values by the requests' tables."""
 
     def __init__(self, core: AttentionCore, memory: BlockMemory, of_pass: Pass):
         self.core, self.memory, self.of_pass = core, memory, of_pass
@@ -108,9 +108,9 @@ class PagedCore:
     ) -> Tensor:
         """Return each new token's attention over its own request's tokens so far.
 
-        q, out  [N, H, 1, head_dim]      k, v  [N, h_kv, 1, head_dim]    of the pass's N new tokens
+        q, out  [N, H, 1, head_dim]      k, v  [N, h_kv, 1, head_dim]    of the N new tokens
 
-        A request is one document, so `positions` are not needed: the tables determine them.
+        `positions` are not needed: a request is one document, and its table determines the positions.
         """
         self.memory.write(self.of_pass.slots, k.squeeze(2), v.squeeze(2))
         outs, first = [], 0
@@ -124,7 +124,7 @@ class PagedCore:
 
 
 class PagedModel:
-    """A model or a stage of it, possibly cut over tp and ep, whose keys and values are stored in the blocks of a pool.
+    """A model or a stage of it, possibly split over tp and ep, whose keys and values are stored in the blocks of a pool.
 
     mesh  None, or the mesh of its ranks: each cp rank stores a part of every block (`split_keys.py`), and each ep rank has
           its own experts (`expert_shares.py`)
@@ -174,13 +174,13 @@ class PagedModel:
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[Rows], hidden: Tensor | None = None) -> Tensor:
-        """Read the new tokens of these requests; return the logits of all N rows, [N, V], or a stage's output, [N, 1, D].
+        """Run the new tokens of these requests; return the logits of all N rows, [N, V], or a stage's output, [N, 1, D].
 
         hidden  the input of a stage that is not the first, [N, 1, D]
 
         Under cp, N counts the rows of this rank: `num_rows`.
 
-        Raises RuntimeError if a request would write to a block that others hold too.
+        Raises RuntimeError if a request would write to a block that has other holders, too.
         """
         b = self.pool.block_size
         for rows in requests:
@@ -207,17 +207,17 @@ class PagedModel:
             memory.copy(source, destination)
 
     def settle(self, table: Sequence[int], num_tokens: int) -> None:
-        """Note that these tokens are final, so that their blocks may be rounded."""
+        """Note that these tokens are final, so that their blocks may be quantized."""
         for memory in self.memories:
             memory.settle(table, num_tokens)
 
     def save(self, table: Sequence[int]) -> list[list[Tensor]]:
-        """Return copies of a request's blocks in CPU memory, of each layer."""
+        """Return copies of a request's blocks in CPU memory, for each layer."""
         where = torch.tensor(table, device=self.device)
         return [memory.save(where) for memory in self.memories]
 
     def load(self, table: Sequence[int], saved: Sequence[list[Tensor]]) -> None:
-        """Write what `save` returned to other blocks."""
+        """Load copies made by `save` into the blocks of `table`."""
         where = torch.tensor(table, device=self.device)
         for memory, blocks in zip(self.memories, saved, strict=True):
             memory.load(where, blocks)
@@ -250,7 +250,7 @@ class PagedModel:
                 moe.overrides.dispatch_tokens = dispatch
 
     def _cores(self, of_pass: Pass) -> list[AttentionCore]:
-        """Return the cores that replace those of the attention modules for one pass."""
+        """Return the cores that replace those of the attention modules for one forward."""
         if self.cp is None:
             return [PagedCore(a.core, memory, of_pass) for a, memory in zip(self.attentions, self.memories)]
         a, cp = self.attentions[0], self.cp

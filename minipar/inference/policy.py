@@ -1,7 +1,8 @@
 """Policies: the order in which requests get their share of a step's tokens, of `max_running`, and of memory.
 
 A policy ranks requests by what the scheduler knows about them. The request with the smallest rank goes first; when there
-are too few blocks, the one with the largest rank loses its own. A policy sees arrivals and counts of tokens, never a clock.
+are too few blocks, the request with the largest rank loses its blocks. A policy sees arrivals and counts of tokens, never a
+clock.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ class Ranked(Protocol):
     """All that a policy may know about a request.
 
     number      its index in the list of requests
-    remaining   the most tokens that it still has to read or write; an end token may come earlier
-    num_served  tokens that the model has read for it so far, including those read again after a preemption
+    remaining   maximum number of tokens that it still has to prefill and decode; an end token may come earlier
+    num_served  tokens that the model has processed for it so far, including those recomputed after a preemption
     """
 
     @property
@@ -34,14 +35,14 @@ class Policy(Protocol):
 
 
 class FirstCome:
-    """The earliest arrival goes first. None waits for a later one, but short requests wait for long ones before them."""
+    """The earliest arrival goes first. No request waits for a later one, but short requests wait for earlier long ones."""
 
     def rank(self, request: Ranked) -> tuple[Any, ...]:
         return request.arrival_s, request.number
 
 
 class ShortestRemaining:
-    """The request with the fewest tokens left goes first, which minimises the mean completion time but delays long ones.
+    """The request with the fewest tokens left goes first: the mean completion time is least, but long requests wait.
 
     On one machine that serves one token per step, no order of the same requests has a smaller mean (Schrage, 1968).
     """
@@ -51,7 +52,7 @@ class ShortestRemaining:
 
 
 class MultiLevelFeedback:
-    """The request served least so far, by levels, goes first: like shortest remaining, without knowing what remains.
+    """Requests served few tokens so far go first, by levels. This favours short requests without knowing their lengths.
 
     A request begins at level 0 and goes down a level when it has been served `quantum` tokens, then twice as many, four
     times as many, and so on. Within a level, the earliest arrival goes first.

@@ -1,15 +1,15 @@
 """Prefix cache: full blocks of earlier texts, found by their own tokens and all tokens before them.
 
-The keys and values of a token depend on every token before it. So a block may be reused only where the whole text up to
-its end is the same. A chain of hashes expresses that in one number per block:
+The keys and values of a token depend on every token before it. So a block may be reused only if the whole text up to the
+block's end is the same. A chain of hashes expresses that in one hash per block:
 
     key_i = hash(key_{i-1}, tokens of block i)
 
-So two texts with the same block 3 but a different block 0 have different keys from block 0 on.
+So two texts with the same block 3 but a different block 0 have different hashes from block 0 on.
 
 The cache counts as one holder of each of its blocks, as a request does. When memory is needed, it gives up the least
-recently used of the blocks that only the cache holds. Of one text it gives up the end before the beginning, because a block
-is never found once its parent is gone.
+recently used of the blocks that only the cache holds. It gives up a text's last blocks first, because a block cannot be
+found once its parent is gone.
 
 Source: automatic prefix caching of vLLM; RadixAttention, arXiv:2312.07104, section 3, keeps the same texts in a tree.
 """
@@ -40,7 +40,7 @@ def block_keys(tokens: Sequence[int], block_size: int) -> list[bytes]:
 
 
 class PrefixCache:
-    """Full blocks of earlier texts by key, in order from the least recently used."""
+    """Full blocks of earlier texts by hash, the least recently used first."""
 
     def __init__(self, pool: BlockPool):
         self.pool = pool
@@ -60,7 +60,7 @@ class PrefixCache:
         return [self.pool.share(self._blocks[key]) for key in found]
 
     def keep(self, tokens: Sequence[int], table: Sequence[int]) -> None:
-        """Add the full blocks of this text, whose tokens are all written. A key that is in the cache keeps its block."""
+        """Add the full blocks of this text. A hash that is in the cache already keeps its block."""
         keys = block_keys(tokens, self.pool.block_size)
         for key, block in zip(keys, table):
             if key not in self._blocks:
@@ -75,7 +75,7 @@ class PrefixCache:
         return bool(keys)
 
     def evict(self) -> bool:
-        """Free the least recently used block that nobody else holds; return whether there was one."""
+        """Free the least recently used block that no request holds; return whether there was one."""
         for block in self._blocks.values():
             if self.pool.holders[block] == 1:
                 return self.forget(block)
@@ -86,5 +86,5 @@ class PrefixCache:
             self.pool.release(self._blocks.popitem()[1])
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # so that a parent was used after its children
+        for key in reversed(keys):  # children first, so that they are evicted before their parent
             self._blocks.move_to_end(key)

@@ -1,6 +1,6 @@
-"""Blocks of the cache whose keys and values are rounded to 8, 4 or 2 bits when they are full.
+"""Blocks of the KV cache whose keys and values are quantized to 8, 4 or 2 bits when they are full.
 
-The numbers of a group are stored as small integers; the group's min and step restore them:
+The elements of a group are stored as small integers, and dequantized with the group's min and step:
 
     step = (max - min) / (2^bits - 1)       code = round((x - min) / step)       x' = min + step code
 
@@ -8,35 +8,36 @@ So |x' - x| is at most half a step, plus the rounding of min and step to 16 bits
 
     values   by token: g features of a head of one token
     keys     by channel: one feature of a head over the b tokens of a block. Some features of keys are large in every
-             token; in a group with other features, they would enlarge the step for all of them
+             token; they would enlarge the step of every other feature in their group
 
 Including min and step, an element takes
 
     bits + 32 / g  bits        values: 4.5 for 4 bits in groups of 64, so they shrink 3.6 times from bfloat16, not 4 times
     bits + 32 / b  bits        keys: the more tokens a block has, the fewer bits
 
-The most recent tokens matter most, and keys need a whole group of tokens. So the last block of a text stays unrounded until
-it is full:
+The most recent tokens matter most, and keys need a whole group of tokens. So the last block of a text stays unquantized
+until it is full:
 
-    token t reads    tokens 0 ... b (t // b) - 1 rounded    |    tokens b (t // b) ... t unrounded
+    token t attends to    tokens 0 ... b (t // b) - 1 quantized    |    tokens b (t // b) ... t unquantized
 
-What a token sees is a function of t, b and the request's own text. So the text is the same in every batch, for every
-division of the prompt, after every preemption and on every mesh; only another block size changes it. Each of these could
-break that:
+The keys and values of a token's attention depend only on t, b and the request's own text. So the text is the same in every
+batch, for every division of the prompt, after every preemption and on every mesh; only another block size changes it.
+These cases need care:
 
-    a prompt read in pieces    queries of one piece see the same block unrounded or rounded, by their position (`views`)
-    a guess that is wrong      a block is rounded for good when its tokens are final (`settle`), not when it is full
-    swapping, copying          unrounded tokens move with their block
+    a prompt in pieces         a block filled by a piece is quantized for the piece's queries after the block, but not for
+                               the queries in the block (`views`)
+    a wrong draft token        a block is quantized for good when its tokens are final (`settle`), not when it is full
+    swapping, copying          unquantized tokens move with their block
     recomputation              begins at the first token of a block
-    a prefix that is cached    reading resumes at the first token of a block, so the block of a text's last token is never
+    a cached prefix            prefill resumes at the first token of a block, so the block of a text's last token is never
                                shared (scheduler.py)
 
-On a small trained model, rounded to 2 bits in blocks of 16, leaving the last block unrounded divides the KL divergence of
-the next token's distribution by 6, and rounding keys by channel divides it by another 1.4.
+On a small trained model, quantized to 2 bits in blocks of 16, leaving the last block unquantized divides the KL divergence
+of the next token's distribution by 6, and quantizing keys by channel divides it by another 1.4.
 
-Source: KIVI, arXiv:2402.02750, section 3. There, attention over a prompt uses unrounded keys and values, which are rounded
-afterwards, so that a text depends on where its prompt ends; and the unrounded tokens are a window of 32 or 128 tokens,
-where here they are a block.
+Source: KIVI, arXiv:2402.02750, section 3. There, attention over a prompt uses unquantized keys and values, which are
+quantized afterwards, so a text depends on where its prompt ends; and a window of 32 or 128 tokens stays unquantized, where
+here one block does.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def element_bits(bits: int, group: int) -> float:
 
 
 def round_along(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
-    """Round x in groups that lie along `dim`.
+    """Quantize x in groups that lie along `dim`.
 
     codes    as x, uint8
     extents  as x without `dim`, [..., 2] float16: min and step of each group
@@ -74,7 +75,7 @@ def round_along(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def restore_along(codes: Tensor, extents: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """Return what `round_along` rounded."""
+    """Dequantize the result of `round_along`."""
     least, step = (extent.unsqueeze(dim) for extent in extents.double().unbind(-1))
     return (least + step * codes).to(dtype)
 
@@ -87,14 +88,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Return what `pack` packed."""
+    """Return the codes that `pack` put into bytes."""
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     codes: Tensor = ((packed[..., None] >> places) & (2**bits - 1)).flatten(-2)
     return codes
 
 
 def round_values(v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
-    """Round values by token, in groups of features.
+    """Quantize values by token, in groups of features.
 
     v        [..., d]
     codes    [..., d * bits / 8] uint8
@@ -105,13 +106,13 @@ def round_values(v: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
 
 
 def restore_values(codes: Tensor, extents: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return what `round_values` rounded."""
+    """Dequantize the result of `round_values`."""
     groups = unpack(codes, bits).unflatten(-1, (extents.shape[-2], -1))
     return restore_along(groups, extents, -1, dtype).flatten(-2)
 
 
 def round_keys(k: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Round the keys of a block by channel.
+    """Quantize the keys of a block by channel.
 
     k        [..., b, h_kv, d]
     codes    [..., b, h_kv, d * bits / 8] uint8
@@ -122,19 +123,19 @@ def round_keys(k: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def restore_keys(codes: Tensor, extents: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return what `round_keys` rounded."""
+    """Dequantize the result of `round_keys`."""
     return restore_along(unpack(codes, bits), extents, -3, dtype)
 
 
 class QuantizedBlockMemory(BlockMemory):
-    """A `BlockMemory` in which the keys and values of full blocks are rounded.
+    """A `BlockMemory` in which the keys and values of full blocks are quantized.
 
     codes          [2, num_blocks, b, h_kv, d * bits / 8] uint8        keys, then values
     key_extents    [1, num_blocks, h_kv, d, 2] float16
     value_extents  [1, num_blocks, b, h_kv, d / g, 2] float16
-    whole          block -> [2, b, h_kv, d], unrounded, for the blocks that are not settled
+    whole          block -> [2, b, h_kv, d], unquantized, for the blocks that are not settled
 
-    After a step, one block per request is unrounded; during a step, so are the blocks of the tokens that it reads.
+    After a step, one block per request is unquantized; during a step, so are the blocks of its new tokens.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class QuantizedBlockMemory(BlockMemory):
             self.whole[block][:, places[own]] = both[:, own]
 
     def views(self, table: Tensor, begin: int, end: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield what the tokens of each block see: the blocks before it rounded, and the block itself unrounded."""
+        """Yield what the tokens of each block attend to: earlier blocks quantized, and the block itself unquantized."""
         b, blocks = self.pool.block_size, table.tolist()
         last = (end - 1) // b
         for block in blocks[:last]:
@@ -175,7 +176,7 @@ class QuantizedBlockMemory(BlockMemory):
             yield stop, keys, values
 
     def read(self, table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Gather the keys and values of the first tokens of a request, as the last of these tokens sees them."""
+        """Gather the keys and values of a request's first tokens, as the last of these tokens attends to them."""
         ((_, keys, values),) = self.views(table, num_tokens - 1, num_tokens)
         return keys, values
 
@@ -220,7 +221,7 @@ class QuantizedBlockMemory(BlockMemory):
         self.codes[1, block], self.value_extents[0, block] = round_values(v, self.bits, self.group)
 
     def _restore(self, table: Tensor) -> Tensor:
-        """Return the rounded keys and values of these blocks, [2, blocks * b, h_kv, d]."""
+        """Return the dequantized keys and values of these blocks, [2, blocks * b, h_kv, d]."""
         (key_codes, value_codes), how = self.codes[:, table], (self.bits, self.dtype)
         keys = restore_keys(key_codes, self.key_extents[0, table], *how)
         values = restore_values(value_codes, self.value_extents[0, table], *how)

@@ -1,34 +1,33 @@
-"""Weights of the layers rounded to 8 or 4 bits after loading: half, or little more than a quarter, of bfloat16's bytes.
+"""Quantizes the layers' weights to 8 or 4 bits after loading: half, or little more than a quarter, of bfloat16's bytes.
 
 Each row of a weight w [F, D] is cut into groups of g inputs. A group has one scale, and its weights become integers:
 
     scale = max |w| / (2^(bits-1) - 1)      code = round(w / scale)      w' = scale code
 
     8 bits   one group per row: g = D
-    4 bits   g = 64 or 128, since with one group per row, its largest weight would leave only seven steps for all others
+    4 bits   g = 64 or 128: with one group per row, the row's largest weight would leave all others only seven steps
 
 |w' - w| is at most half a scale. Scales are bfloat16, which has float32's range. So a weight takes bits + 16 / g bits: 4.25
 with 4 bits in groups of 64.
 
-Rounding is symmetric: 0 stays 0, and there is no zero point, unlike for keys and values (quantized_blocks.py). Weights are
-spread about evenly around 0, so a zero point would shorten the step of a normally distributed group of 64 by only a sixth,
-for another 16 / g bits. Without one, a kernel may also multiply by the codes first, and by the scale once per group.
+Quantization is symmetric: 0 stays 0, and there is no zero point, unlike for keys and values (quantized_blocks.py). Weights
+are spread about evenly around 0, so a zero point would shorten the step of a normally distributed group of 64 by only a
+sixth, for another 16 / g bits. Without one, a kernel may also multiply by the codes first, and by the scale once per group.
 
 Over tp, codes are split as weights are: a shard has its part of the codes and scales of the full weight. A column-parallel
-shard has full rows. A row-parallel one has a range of each row's inputs, which must begin and end at a group's border; with
-8 bits, the ranks agree on the largest weight of each row, by a maximum of F numbers per matrix. So every mesh multiplies by
-the same weights as one process that has rounded them, and writes the same text. That text differs from the one that
-unrounded weights write.
+shard has full rows. A row-parallel shard has a range of each row's inputs, which must begin and end at a group's border;
+with 8 bits, a max all-reduce of F elements per matrix gives all ranks the largest weight of each row. So every mesh
+multiplies by the same weights as one process that has quantized them, and generates the same text. Unquantized weights
+generate another text.
 
-The embedding, the head, the norms and the routers are not rounded.
+The embedding, the head, the norms and the routers are not quantized.
 
-Each product dequantises its weight first. That saves memory, not time: it reads bits / 8 bytes per element, then writes e
-bytes and reads them again. A kernel that dequantises in registers reads only the bits / 8 bytes. A decode step, which takes
+Each product dequantizes its weight first. That saves memory, not time: it reads bits / 8 bytes per element, then writes e
+bytes and reads them again. A kernel that dequantizes in registers reads only the bits / 8 bytes. A decode step, which takes
 as long as reading the weights, would then be 16 / (bits + 16 / g) times as fast as in bfloat16: 3.8 times with 4 bits.
 
-Source: LLM.int8(), arXiv:2208.07339, section 2 (one scale per row); GPTQ, arXiv:2210.17323, section 4 (groups). GPTQ
-chooses codes that minimise the error of the layer's output, where those here are the nearest ones; its format is the
-same.
+Source: LLM.int8(), arXiv:2208.07339, section 2 (one scale per row); GPTQ, arXiv:2210.17323, section 4 (groups). GPTQ has
+the same format, but chooses the codes that minimise the error of the layer's output; here the nearest codes are chosen.
 """
 
 from __future__ import annotations
@@ -59,13 +58,13 @@ def weight_element_bits(bits: int, group: int) -> float:
 def quantize_weight(
     weight: Tensor, bits: int, group: int, sharing_rows: Comm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Round a weight in groups of inputs.
+    """Quantize a weight in groups of inputs.
 
     weight  [..., F, D]
     codes   [..., F, D] int8, or with 4 bits [..., F, D / 2] uint8: code + 8, two per byte, the first in the lower bits
     scales  [..., F, D / g] bfloat16
 
-    sharing_rows  None, or the Comm of the ranks that hold the other inputs of the same groups
+    sharing_rows  None, or the Comm of the ranks over which a group is split
     """
     most = 2 ** (bits - 1) - 1
     groups = weight.detach().unflatten(-1, (-1, group))
@@ -97,7 +96,7 @@ def dequantize_weight(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
 
 
 class RoundedWeight(nn.Module):
-    """A parametrization whose buffers are codes and scales: reading the module's weight computes it from them."""
+    """A parametrization whose buffers are codes and scales; each access to the module's weight dequantizes them."""
 
     def __init__(self, bits: int, group: int | None, width: int, dtype: torch.dtype, rows: Comm | None):
         super().__init__()
@@ -125,10 +124,9 @@ def quantize_weights(model: Transformer, bits: int, group: int = 64, tp: Comm | 
     model  a whole model or a stage; with `tp`, this rank's shard of it
     group  with 4 bits, the number of inputs that share a scale; 8 bits have one scale per row
 
-    Reading a module's `weight` then computes it from the codes. A model that is already rounded in this way is left as it
-    is.
-    Raises ValueError if a group would cross the end of a row or of its shard, or if the model is already rounded in another
-    way.
+    Each access to a module's `weight` then dequantizes it. A model that is already quantized in this way is left as it is.
+    Raises ValueError if a group would cross the end of a row or of its shard, or if the model is already quantized in
+    another way.
     """
     _require_bits(bits)
     wanted = bits, None if bits == 8 else group
@@ -149,7 +147,7 @@ def quantize_weights(model: Transformer, bits: int, group: int = 64, tp: Comm | 
 
 
 def check_quantized_weights(config: ModelConfig, bits: int, group: int, tp: int = 1) -> None:
-    """Raise ValueError if the weights of this model, split over tp, cannot be rounded in this way."""
+    """Raise ValueError if the weights of this model, split over tp, cannot be quantized in this way."""
     _require_bits(bits)
     for name, module, own in matrices(Transformer(config, device="meta")):
         width = getattr(module, own).shape[-1]
@@ -167,7 +165,7 @@ def quantized_bytes(model: Transformer) -> int:
 def _group_of(
     name: str, placement: Placement, bits: int, group: int | None, tp: Comm | None
 ) -> tuple[int, Comm | None]:
-    """Return how many inputs of a group this rank holds, and the Comm of the ranks that hold the others, if any."""
+    """Return how many inputs of a group this rank holds, and the tp Comm if a group is split over ranks, else None."""
     whole, own = placement.global_shape[-1], placement.length[-1]
     if group is None:
         return own, tp if own < whole else None

@@ -58,11 +58,11 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that the text can have, including the prompt."""
+        """The maximum number of tokens of the text, including the prompt."""
         return len(self.prompt) + self.max_new_tokens
 
     def is_finished_by(self, text: list[int]) -> bool:
-        """Return whether `text`, the prompt and at least one new token, is complete."""
+        """Return whether `text` is complete. It has the prompt and at least one new token."""
         return len(text) >= self.max_tokens or text[-1] in self.end_tokens
 
 
@@ -84,8 +84,8 @@ def distribution(logits: Tensor, request: Request) -> Tensor:
 
     logits  [V]
 
-    At temperature 0 the most likely token has probability 1. Among equally likely tokens, top_k and top_p keep those with
-    the lower ids, and temperature 0 takes the lowest.
+    At temperature 0 the most likely token has probability 1. Of equally likely tokens, top_k and top_p keep those with
+    lower ids, and temperature 0 takes the lowest id.
     """
     logits = logits.detach().to("cpu", torch.float64)
     if request.temperature == 0:
@@ -107,9 +107,8 @@ def choose(probabilities: Tensor, seed: int, position: int, purpose: str = "toke
     """Draw a token from `probabilities`, [V] float64, as a function of the seed and the token's position in the text.
 
     Each token i gets a time E_i / p_i, where E_i is exponential with mean 1, and the token with the smallest time is
-    chosen, which is token i with probability p_i. The E_i depend only on (seed, position, purpose), not on p. So the same
-    token is drawn in every batch, and two similar distributions, such as a model's and its draft's, mostly give the same
-    one.
+    chosen: token i with probability p_i. The E_i depend only on (seed, position, purpose), not on p. So the same token is
+    drawn in every batch, and similar distributions, such as a model's and its draft's, mostly give the same token.
 
     Source of drawing with common E_i: Daliri, Musco and Suresh, arXiv:2408.07978, section 3.
     """
@@ -118,7 +117,7 @@ def choose(probabilities: Tensor, seed: int, position: int, purpose: str = "toke
 
 
 def uniform(size: int, seed: int, position: int, purpose: str) -> Tensor:
-    """Return `size` numbers, uniform in [0, 1), float64, that depend only on the other arguments."""
+    """Return `size` float64 random numbers, uniform in [0, 1), which are a function of the arguments."""
     digest = hashlib.blake2b(f"{seed} {position} {purpose}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
     return torch.rand(size, dtype=torch.float64, generator=generator)

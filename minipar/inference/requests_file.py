@@ -1,4 +1,4 @@
-"""Requests in a file, one JSON object per line, and results in another file, each written as soon as it is known."""
+"""Reads requests from a file of one JSON object per line; writes each result to another file as soon as it is known."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Requ
 class ResultsFile:
     """A file to which each result is appended as soon as it is known, so that results are kept however the service ends.
 
-    Raises ValueError if the file cannot be written; the lines before the failing one remain, and none is cut short.
+    Raises ValueError if the file cannot be written; the file then has all earlier lines, and no incomplete line.
     """
 
     def __init__(self, path: Path):
@@ -85,7 +85,7 @@ class ResultsFile:
 
 
 def result_line(number: int, tokens: list[int], text: str, error: str | None) -> str:
-    """Return the line of a result, with the index of its request among the lines that are not blank."""
+    """Return the line of a result; `number` is the index of its request among the lines that are not blank."""
     values: dict[str, Any] = {"request": number}
     values |= {"tokens": tokens, "text": text} if error is None else {"error": error}
     return json.dumps(values, ensure_ascii=False) + "\n"

@@ -1,27 +1,28 @@
-"""Continuous batching: how many tokens of which requests the next step reads, and which blocks they get. No tensors here.
+"""Continuous batching: how many tokens of which requests are in the next step, and which blocks they get. No tensors here.
 
 Adds to `simple/continuous.py`: policies, prefix hits, drafts, swapping, and a plan that is the same on every rank.
 
 A static batch runs until its longest request is done, while the rows of finished requests are padding. Here requests enter
-and leave at every step. Each step reads at most `token_budget` tokens:
+and leave at every step. A token is "read" once its keys and values are in the cache. Each step reads at most
+`token_budget` tokens:
 
-    1. decodes     requests with one unread token, the last one written: one row each
+    1. decodes     requests with one unread token, the last one generated: one row each
     2. prefill     unread prompts, in pieces that fit the rest of the budget, so that no long prompt delays the decodes
-    3. drafts      with what is left after that: guessed tokens to be verified; see speculative.py
+    3. drafts      if budget is left after that: guessed tokens to be verified; see speculative.py
 
-Blocks are taken as texts grow. When none is free, the prefix cache gives up its own, and then the lowest-priority request
-gives up all of its blocks: it is preempted. Later its text is read again, the prompt and all tokens written so far
-(recompute), or copies of its blocks are loaded from CPU memory (swap). Either way it continues from the tokens it had, at
-the same positions, so its text is the same.
+Blocks are taken as texts grow. When none is free, the prefix cache gives up its blocks, and then the lowest-priority
+request gives up all of its blocks: it is preempted. Later the keys and values of its prompt and of all tokens generated so
+far are recomputed, or copies of its blocks are loaded from CPU memory (swap). Either way it continues from the same tokens
+at the same positions, so its text is the same.
 
 The highest-priority request is never preempted, and the pool has enough blocks for any one request, so each step makes
-progress: some request writes a token, or the highest-priority one reads some.
+progress: some request gets a new token, or a piece of the highest-priority prompt is prefilled.
 
-In a pipeline several steps are under way (`rotation.py`). A request is in at most one of them, and keeps its blocks
+In a pipeline several steps are in flight (`rotation.py`). A request is in at most one of them, and keeps its blocks
 meanwhile. If these requests hold all blocks, a plan may be empty until one of the steps has ended.
 
 Source: Orca, OSDI 2022, section 4 (requests enter and leave at every step); Sarathi-Serve, arXiv:2403.02310 (pieces of
-prompts beside decodes); PagedAttention, arXiv:2309.06180, section 4.5 (preemption).
+prompts in the same step as decodes); PagedAttention, arXiv:2309.06180, section 4.5 (preemption).
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from minipar.inference.rotation import share
 
 @dataclass(eq=False)
 class Sequence:
-    """A request under way.
+    """A request that is being served.
 
-    text      the prompt and the tokens written so far
+    text      the prompt and the tokens generated so far
     table     its blocks
     num_read  number of leading tokens of the text whose keys and values are in the blocks, or swapped out
-    is_under_way  whether a step reads it whose tokens are not known yet
+    is_under_way  whether it is in a step in flight, whose tokens are not known yet
     """
 
     number: int
@@ -72,13 +73,13 @@ class Sequence:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts worth verifying; the model's own token is written in any case."""
+        """The maximum number of drafts worth verifying: one less than the tokens left, since the model adds its own."""
         return self.request.max_tokens - len(self.text) - 1
 
 
 @dataclass
 class Read:
-    """What a step reads of a sequence: its next `count` tokens, then up to `num_drafts` guessed ones."""
+    """The tokens of a sequence in a step: its next `count` tokens, then up to `num_drafts` guessed tokens."""
 
     sequence: Sequence
     count: int
@@ -86,18 +87,18 @@ class Read:
 
     @property
     def writes(self) -> bool:
-        """Return whether the whole text will have been read, so that its next token can be chosen."""
+        """Whether the step reads the text to its end, so that the next token can be chosen."""
         return self.count == self.sequence.unread
 
 
 @dataclass
 class Plan:
-    """The work of a step, in this order: save, copy, load, then read.
+    """The work of a step, in this order: save, copy and load blocks, then run the model on `reads`.
 
     preempted  (sequence, the blocks it gave up); with swapping, these blocks are saved first
     copies     (source, destination) blocks, in order
     restored   swapped-out sequences, to be loaded into their new blocks
-    hits       (sequence that begins with blocks of the prefix cache, how many of its tokens need not be read)
+    hits       (sequence that begins with blocks of the prefix cache, number of its tokens found there)
     """
 
     reads: list[Read] = field(default_factory=list)
@@ -114,12 +115,12 @@ class Plan:
 class Scheduler:
     """Plans one step after another.
 
-    token_budget  the most tokens of a step
-    max_running   the most requests that are in steps under way or may enter the next step, in all groups together
-    num_drafts    the most guessed tokens of a request in a step
-    swap          whether preempted sequences are saved in CPU memory, instead of being read again
-    rounded       whether full blocks are rounded; then reading resumes only at the first token of a block
-    num_groups    the most steps that are under way together
+    token_budget  maximum number of tokens in a step
+    max_running   maximum number of requests that are in steps in flight or may enter the next step, over all groups
+    num_drafts    maximum number of guessed tokens of a request in a step
+    swap          whether preempted sequences are saved in CPU memory, instead of being recomputed
+    rounded       whether full blocks are quantized; then a prefill can resume only at the first token of a block
+    num_groups    maximum number of steps in flight
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Scheduler:
         """Queue a sequence. Raises ValueError if it may need more blocks than the pool has."""
         needed = blocks_for(
             sequence.request.max_tokens - 1, self.pool.block_size
-        )  # not counting the last token, which is never read
+        )  # the last token's keys and values are never needed
         if needed > self.pool.num_blocks:
             raise ValueError(
                 f"{sequence.request.max_tokens} tokens need {needed} blocks of {self.pool.block_size}; "
@@ -154,7 +155,7 @@ class Scheduler:
         self.sequences.append(sequence)
 
     def plan(self, num_under_way: int = 0) -> Plan:
-        """Choose the tokens of the next step, and take blocks for them, while `num_under_way` other steps are under way."""
+        """Choose the tokens of the next step, and take blocks for them, while `num_under_way` other steps are in flight."""
         self._plan = plan = Plan()
         self.sequences.sort(key=self.policy.rank)
         budget = self.token_budget
@@ -180,7 +181,7 @@ class Scheduler:
         return plan
 
     def _group(self, num_under_way: int) -> list[Sequence]:
-        """Return the sequences that may enter the next step: the first of those with blocks, and of the others."""
+        """Return the sequences that may enter the next step: the first ones with blocks, and the first ones without."""
         free = [s for s in self.sequences if not s.is_under_way]
         num_reading = len(self.sequences) - len(free)
         free = free[: max(0, self.max_running - num_reading)]
@@ -197,7 +198,7 @@ class Scheduler:
         return group
 
     def advance(self, sequence: Sequence, num_read: int) -> None:
-        """Note that the next `num_read` tokens of the text have been read; release the blocks beyond them."""
+        """Note that the next `num_read` tokens of the text are in the cache; release the blocks beyond them."""
         sequence.is_under_way = False
         full = sequence.num_read // self.pool.block_size
         sequence.num_read += num_read
@@ -212,11 +213,11 @@ class Scheduler:
         self.sequences.remove(sequence)
 
     def _admit(self, sequence: Sequence, budget: int) -> bool:
-        """Take the blocks that a sequence needs to read within the budget; return whether there were enough."""
+        """Allocate blocks for a sequence's unread tokens, at most `budget` of these; return whether enough were free."""
         begins = not sequence.table and not sequence.is_swapped
         if begins and self.prefix is not None:
-            # At least the last token must be read, since the next one is chosen from its logits. If its block is cached
-            # too, only this token is written to a shared block, which is copied first. With rounded blocks, reading cannot
+            # At least the last token must be read, since the next one is chosen from its logits. If its block is cached,
+            # too, this token is written to a shared block, which is copied first. With quantized blocks, a prefill cannot
             # resume within a block, so the last token's block is not taken from the cache.
             sequence.table = self.prefix.match(sequence.text[:-1] if self.rounded else sequence.text)
             found = len(sequence.table) * self.pool.block_size
@@ -234,7 +235,7 @@ class Scheduler:
         return True
 
     def _make_room(self, sequence: Sequence, end: int, preempt: bool = True) -> bool:
-        """Take blocks for tokens num_read ... end - 1, and copies of shared ones among them.
+        """Allocate blocks for tokens num_read ... end - 1, and replace shared blocks among these by copies.
 
         If there are too few blocks, take none and return False.
         """
@@ -267,7 +268,7 @@ class Scheduler:
         return self.prefix is not None and self.prefix.evict()
 
     def _preempt_one_after(self, sequence: Sequence) -> bool:
-        """Preempt the last sequence after this one that no step is reading; return whether there was one."""
+        """Preempt the last sequence after this one that is in no step; return whether there was one."""
         reading = {read.sequence.number for read in self._plan.reads}
         for victim in reversed(self.sequences):
             if victim is sequence:

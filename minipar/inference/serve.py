@@ -1,4 +1,4 @@
-"""The work of `minipar serve`: requests from a file, a checkpoint's model, local ranks, and results in a folder."""
+"""The work of `minipar serve`: serve requests from a file with a checkpoint on local ranks; write results to a folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Service(NamedTuple):
 class MeshSizes(NamedTuple):
     """The mesh of a service. The ep ranks are among the cp ranks; with cp=1 they are additional ranks.
 
-    prefill_tp  0, or the number of additional ranks, which read prompts while the tp ranks write
+    prefill_tp  0, or the number of additional ranks, which prefill while the tp ranks decode
     """
 
     tp: int = 1
@@ -85,16 +85,16 @@ def serve_file(
 
     tp, pp, cp, ep  mesh sizes. The ep ranks are among the cp ranks; with cp=1 they are additional ranks, so the service
                     has tp * pp * max(cp, ep) ranks
-    prefill_tp  0, or the number of additional ranks that read prompts and send the caches to the others; with tp alone
+    prefill_tp  0, or the number of additional ranks that prefill and send caches to the tp ranks; not with pp, cp or ep
     targets_s  seconds to the first token, and per further token, within which a request counts towards goodput
-    on_done    called with the number of finished requests, and of all that are served
+    on_done    called with the number of finished requests, and the number of all served requests
     draft      None, or the draft of which each rank loads a copy
 
     The clock starts with the service and runs only during steps; when no request is left to serve, it jumps to the next
-    arrival. With prefill_tp, both sides must know beforehand when a prompt will have been read: steps of the prefill side
-    take as long as `step_line` says, and sending a cache takes no time.
+    arrival. With prefill_tp, both sides must know beforehand when a prefill will end. So steps of the prefill side count
+    as the time that `step_line` predicts, and sending a cache counts as no time.
 
-    A line that is not a request, or that the model cannot serve, gets a result that says why; the others are served.
+    A line that is not a request, or that the model cannot serve, gets a result that says why; all other lines are served.
     Results are appended in the order in which they are finished, so all finished results are in the file even if a rank
     fails, the disk is full, or Ctrl-C ends the service.
     Raises ValueError before any rank starts for a folder without a complete checkpoint, a mesh over which the model cannot
@@ -201,7 +201,7 @@ def _serve_rank_apart(
     world: Comm, chosen: CheckpointRef, sizes: MeshSizes, requests: list[Request], options: Options,
     draft: DraftChoice | None,
 ) -> tuple[list[Event], list[StepCounts]]:  # fmt: skip
-    """On a rank: read prompts or write texts; the first rank that writes reports each result as soon as it is there."""
+    """On each rank: prefill or decode; the first decode rank reports each result as soon as it is finished."""
     checkpoint = chosen.open()
 
     def load(mesh: Mesh) -> Transformer:
@@ -220,9 +220,10 @@ def _serve_rank_apart(
 def step_line(
     world: Comm, load: Callable[[Mesh], Transformer], options: Options, prefill_tp: int
 ) -> Duration:
-    """Return the seconds of a step that reads n tokens, a + b n: a line through two measured steps of the prefill ranks.
+    """Return the time of a step of n tokens as a function a + b n: a line through two measured steps of the prefill ranks.
 
-    The steps read one token, and as many as the budget and the model allow. Every rank of `world` calls this alike.
+    One step has one token, the other as many as the budget and the model allow. Every rank of `world` calls this with the
+    same arguments.
     """
     line = None
     if world.rank < prefill_tp:
@@ -233,7 +234,7 @@ def step_line(
             options.token_budget, engine.config.max_seq_len - 2, options.num_blocks * options.block_size - 2
         )
         request = Request((0,) * most, 2)
-        engine.run([request])  # the first time, memory is allocated
+        engine.run([request])  # the first run, which allocates memory, is not measured
         engine.run([request])
         (many_s, one_s) = (step.end_s - step.begin_s for step in engine.steps)
         per_token_s = max(0.0, many_s - one_s) / max(1, most - 1)

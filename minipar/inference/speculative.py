@@ -1,18 +1,18 @@
-"""Speculative decoding: guess several tokens cheaply, verify them in one pass of the model.
+"""Speculative decoding: guess several tokens cheaply, verify them in one forward of the model.
 
 Adds to `simple/speculative.py`: drafts by a small model, and a rule that leaves sampled text unchanged too.
 
-A decode step reads all weights to write one token. Reading g + 1 tokens takes hardly longer. So a draft guesses the next g
-tokens, the model reads them all, and guesses are kept up to the first wrong one. There the model's own choice is written
-instead, and the remaining guesses are dropped, with their keys and values. A pass writes between 1 and g + 1 tokens; if
-each guess is right with probability a, it writes (1 - a^(g+1)) / (1 - a) on average.
+A decode step loads all weights from memory for one token. A forward of g + 1 tokens takes hardly longer. So a draft guesses
+the next g tokens, the model processes them all, and guesses are kept up to the first wrong one. This is replaced by the
+model's own choice, and later guesses are dropped, with their keys and values. A forward gives between 1 and g + 1 new
+tokens; if each guess is right with probability a, it gives (1 - a^(g+1)) / (1 - a) on average.
 
 There are two rules for when a guess is right. p is the model's distribution of the token, q the draft's:
 
-same text   The model's own choice is drawn as always, from p and the token's position; the guess is right if it is the
-            same token. The text is the one written without speculation, whatever the draft guesses. A draft that draws
-            with the same random numbers as the model agrees with it with probability at least (1 - d) / (1 + d), where d
-            is the total variation distance of p and q; one that always guesses x agrees with probability p(x).
+same text   The model's own choice is drawn as without a draft, from p and the token's position; the guess is right if it is
+            the same token. The text is the one generated without speculation, whatever the draft guesses. A draft that
+            draws with the same random numbers as the model agrees with it with probability at least (1 - d) / (1 + d),
+            where d is the total variation distance of p and q; one that always guesses x agrees with probability p(x).
 
 rejection   The guess x, drawn from q, is accepted with probability min(1, p(x) / q(x)); after a rejection the token is
             drawn from the residual, max(0, p - q) normalised. Each token has exactly the distribution p:
@@ -22,7 +22,7 @@ rejection   The guess x, drawn from q, is accepted with probability min(1, p(x) 
             Guesses are accepted with probability 1 - d, which no rule exceeds. The text depends on the guesses, whose
             number depends on how many rows a step has left; the distribution of texts does not.
 
-At temperature 0, p is 1 for one token, and with both rules the text is the one written without speculation.
+At temperature 0, p is 1 for one token, and with both rules the text is the one generated without speculation.
 
 Source: arXiv:2211.17192, algorithm 1 and appendix A.1; arXiv:2302.01318; for the same text, arXiv:2408.07978.
 """
@@ -48,7 +48,7 @@ class Guess(NamedTuple):
 class Draft(Protocol):
     """Guesses the next tokens of a text, as a function of only the text and its request."""
 
-    vocab_size: int | None  # None: it repeats tokens of the text, so any vocabulary is right
+    vocab_size: int | None  # None: it only repeats tokens of the text, so it works with any vocabulary
 
     def guess(self, text: Sequence[int], request: Request, num_drafts: int, purpose: str) -> list[Guess]: ...
 
@@ -75,11 +75,11 @@ class NGramDraft:
 
 
 class ModelDraft:
-    """Guesses what a smaller model would write; that model reads the whole text again for every guess.
+    """Guesses the tokens that a smaller model would generate. It has no cache: each guess is a forward of the whole text.
 
     The first layers of the model itself are such a model: `ModelDraft(model.stage(range(k), first=True, last=True))`.
-    Source of these: LayerSkip, arXiv:2404.16710, section 4.3, for models trained to exit early.
-    `check_draft` raises ValueError if its vocabulary differs from that of the model it guesses for.
+    Source of that: LayerSkip, arXiv:2404.16710, section 4.3, for models trained to exit early.
+    `check_draft` raises ValueError if its vocabulary differs from that of the model for which it guesses.
     """
 
     vocab_size: int | None
@@ -128,7 +128,7 @@ class KeyedDice:
 
 
 def keep_same_text(p: Sequence[Tensor], guesses: Sequence[Guess], dice: Dice) -> list[int]:
-    """Return the tokens to write under the rule "same text": the right guesses and one more token.
+    """Return the new tokens under the rule "same text": the right guesses and one more token.
 
     p        the model's distributions of the next g + 1 tokens, [V] each: p[i] given the guesses before i
     guesses  g guesses
@@ -142,7 +142,7 @@ def keep_same_text(p: Sequence[Tensor], guesses: Sequence[Guess], dice: Dice) ->
 
 
 def accept_or_resample(p: Sequence[Tensor], guesses: Sequence[Guess], dice: Dice) -> list[int]:
-    """Return the tokens to write under the rule "rejection": the accepted guesses and one more. Arguments as above."""
+    """Return the new tokens under the rule "rejection": the accepted guesses and one more. Arguments: `keep_same_text`."""
     written: list[int] = []
     for i, (guessed, q) in enumerate(guesses):
         q = torch.zeros_like(p[i]).index_fill_(0, torch.tensor(guessed), 1.0) if q is None else q
@@ -169,6 +169,6 @@ DRAWS = {"same text": "token", "rejection": "draft"}
 
 
 def expected_tokens(acceptance_rate: float, num_drafts: int) -> float:
-    """Return the tokens that a pass writes on average: (1 - a^(g+1)) / (1 - a), or g + 1 if a is 1."""
+    """Return the mean number of new tokens per forward: (1 - a^(g+1)) / (1 - a), or g + 1 if a is 1."""
     a, g = acceptance_rate, num_drafts
     return g + 1.0 if a == 1 else (1 - a ** (g + 1)) / (1 - a)

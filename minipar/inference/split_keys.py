@@ -1,12 +1,12 @@
-"""Context parallelism: the cache of every request is split over the cp ranks by token, and stays where it was written.
+"""Context parallelism: the KV cache of every request is split over the cp ranks by token, and stays where it was written.
 
-    token t of a request   is read by rank t mod cp, and its keys and values stay there
+    token t of a request   is computed on rank t mod cp, and its keys and values stay there
     a block of b tokens    is b / cp tokens on every rank, in the same block of each rank's memory
 
 All ranks have the same tables, so a block is copied, swapped and found by its prefix without a message, and each rank
 stores the same number of tokens of every text, give or take one. If whole blocks were dealt to the ranks instead, copying
-one could need a message, a piece of a prompt within one block would be read by one rank, and a short text would be stored
-on few ranks.
+one could need a message, a piece of a prompt within one block would be computed on one rank only, and a short text would be
+stored on few ranks.
 
 Everything in the model except attention processes each token independently, so a rank computes it for its own tokens only.
 Attention of T new tokens over the S tokens of their text needs the other ranks' keys, so either queries or keys must move.
@@ -17,11 +17,10 @@ All ranks together send, per layer, with H query heads and h_kv key/value heads 
     ring         keys and values circulate, and every rank attends to them with its own queries, as in training
                  (`context/attention_ring.py`): (cp - 1) cp ceil(S / cp) 2 h_kv d elements
 
-A single token is read by split keys, whose messages do not grow with the text. A piece of a prompt is read by whichever way
-sends fewer elements: the ring at the beginning of a prompt, split keys when a short piece follows a long text.
+Attention of a single new token uses split keys, whose messages do not grow with the text. A piece of a prompt uses the way
+that sends fewer elements: the ring at the beginning of a prompt, split keys when a short piece follows a long text.
 Partial results are merged in float32 or wider, and outs and log-sum-exps are sent in that precision. Queries of all
-requests of a step are sent together; each ring serves one request. Rounded keys (`quantized_blocks.py`) are sent as
-restored.
+requests of a step are sent together; each ring serves one request.
 
 Source: arXiv:2411.01783 (pass-KV and pass-Q; there the choice also depends on the time of computing).
 """
@@ -47,26 +46,26 @@ if TYPE_CHECKING:
 
 
 def split_keys_elems(num_tokens: int, cp: int, num_heads: int, head_dim: int) -> int:
-    """Return the elements that all ranks send for one layer's attention of T new tokens, by split keys."""
+    """Return the number of elements that all ranks send for one layer's attention of T new tokens, by split keys."""
     return (cp - 1) * num_tokens * num_heads * (2 * head_dim + 1)
 
 
 def ring_elems(text_len: int, cp: int, num_kv_heads: int, head_dim: int) -> int:
-    """Return the elements that all ranks send for one layer's attention over S tokens, by a ring."""
+    """Return the number of elements that all ranks send for one layer's attention over S tokens, by a ring."""
     return (cp - 1) * cp * -(-text_len // cp) * 2 * num_kv_heads * head_dim
 
 
 def goes_by_ring(rows: Rows, cp: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Return whether these new tokens are read by a ring: if there are several, and a ring sends less than split keys."""
+    """Return whether these new tokens use a ring: if there are several, and a ring sends less than split keys."""
     T = len(rows.tokens)
     ring = ring_elems(rows.end, cp, num_kv_heads, head_dim)
     return T > 1 and ring < split_keys_elems(T, cp, num_heads, head_dim)
 
 
 class SplitPass(NamedTuple):
-    """For each request of a pass, whether queries or keys move; computed once for all layers.
+    """For each request of a forward, whether queries or keys move; computed once for all layers.
 
-    own       for each request, its rows among this rank's
+    own       for each request, the slice of this rank's rows that are its tokens
     by_ring   for each request, whether keys move instead of queries
     asking    [n] this rank's rows whose queries go to all ranks
     sizes     for each rank, the number of its rows whose queries go to all ranks
@@ -103,7 +102,7 @@ class SplitPass(NamedTuple):
 
 
 class SplitCore:
-    """Replaces the core of one attention module for one pass over a split cache; see the top of this file."""
+    """Replaces the core of one attention module for one forward over a split cache; see the top of this file."""
 
     def __init__(self, cp: Comm, memory: BlockMemory, of_pass: Pass, ways: SplitPass):
         self.cp, self.memory, self.of_pass, self.ways = cp, memory, of_pass, ways
@@ -111,7 +110,7 @@ class SplitCore:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, positions: Tensor | None = None
     ) -> Tensor:
-        """Return the attention of this rank's new tokens, each over all tokens of its own request so far, on all ranks.
+        """Return the attention of this rank's new tokens, each over its request's tokens so far, which are on all ranks.
 
         q, out  [N_r, H, 1, head_dim]      k, v  [N_r, h_kv, 1, head_dim]    N_r may be 0
         """
@@ -129,7 +128,7 @@ class SplitCore:
         rows, size = self.of_pass.requests[i], self.cp.size
         keys, values = self._own_keys(i)
         longest = -(-rows.end // size)
-        # All messages of a ring have the same length. The padding comes after the last token, so no query sees it.
+        # All messages of a ring have the same length. The padding comes after the last token, so no query attends to it.
         keys, values = (F.pad(x, (0, 0, 0, longest - x.shape[2])) for x in (keys, values))
         queries = self._run(self.cp.rank, rows.begin, rows.end)
 
@@ -139,7 +138,7 @@ class SplitCore:
         return Ring(self.cp, mask_of, choose("auto", q, mask_of(self.cp.rank))).attend(q, keys, values)
 
     def _by_split_keys(self, q: Tensor) -> Tensor:
-        """Attend to all ranks' keys with the queries of this rank's tokens, [n, H, 1, head_dim]."""
+        """Return the attention of this rank's queries, [n, H, 1, head_dim], over the keys of all ranks."""
         everyone = self.cp.all_gather(q.squeeze(2), list(self.ways.sizes))  # [sum of sizes, H, head_dim]
         parts = self._parts(everyone)
         n = len(q)
@@ -181,11 +180,11 @@ def gather_logits(cp: Comm, rows: Sequence[Rows], own: Tensor) -> Tensor | None:
 
     own  [N_r, V]    the logits of this rank's tokens
 
-    Rows from which no token is chosen are 0 in the result. Of the other rows, each that is not on the first rank already
-    costs V elements.
+    Rows from which no token is chosen are 0 in the result. Each of the other rows that is not on the first rank costs a
+    message of V elements.
     """
-    wanted: list[list[int]] = [[] for _ in range(cp.size)]  # for each rank, the rows it sends
-    here: list[int] = []  # those among this rank's own rows
+    wanted: list[list[int]] = [[] for _ in range(cp.size)]  # for each rank, the result rows it sends
+    here: list[int] = []  # the rows of `own` that this rank sends
     first = own_row = 0
     for x in rows:
         for t in range(x.begin, x.end):

@@ -1,4 +1,4 @@
-"""A pass of the model on a mesh: through the stages of pp, to an answer on which all ranks agree."""
+"""A forward of the model on a mesh: through the stages of pp, to new tokens that all ranks know."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from minipar.mesh import Mesh
 
 
 def _axes_of_one_text(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes along which ranks work on the same requests; along the others, each replica serves its own."""
+    """Return the axes along which ranks work on the same requests; along other axes, each replica serves its own."""
     if mesh.sizes["cp"] > 1:
         return "pp", "cp", "tp"
     return ("pp", "ep", "tp") if mesh.sizes["ep"] > 1 else ("pp", "tp")
 
 
 class Answer:
-    """The tokens of a step, and its seconds by the clock of the rank that chooses. The message may still be under way."""
+    """The tokens of a step, and its time on the rank that chooses tokens. The message with both may still be in flight."""
 
     def __init__(self, told: Tensor | Any, shape: torch.Size, sent: Any = None):
         self.told, self.shape, self.sent = told, shape, sent
 
     def wait(self) -> tuple[Tensor, float]:
-        """Wait for the tokens and the seconds; return them."""
+        """Wait for the tokens and the time; return both."""
         if self.sent is not None:
             self.sent.wait()
         told = self.told if isinstance(self.told, Tensor) else self.told.wait().cpu()
@@ -35,23 +35,25 @@ class Answer:
 
 
 class Stages:
-    """This rank's stage among the others; without a mesh, the whole model.
+    """This rank's pipeline stage and its messages; without a mesh, the whole model.
 
-    Sends, for a step that reads N tokens and writes in n requests, with at most g drafts: from stage to stage N*D elements;
-    over tp, what the forward of N tokens sends, including the gather of logits; over cp and ep, what `split_keys.py` and
-    `expert_shares.py` state, and the logits from which tokens are chosen; and in one broadcast to all ranks, 8 n (g + 1)
-    bytes and 8 for the step's time.
+    A step of N tokens, in which n requests get new tokens and have at most g drafts each, sends:
+
+    from stage to stage   N D elements
+    over tp               the messages of a forward of N tokens, including the gather of logits
+    over cp and ep        see `split_keys.py` and `expert_shares.py`; over cp also the logits from which tokens are chosen
+    to all ranks          8 n (g + 1) bytes of tokens and 8 of the step's time, in one broadcast
     """
 
     def __init__(self, paged: PagedModel, mesh: Mesh | None):
         self.paged = paged
         self.pp = None if mesh is None else mesh.comm("pp")
         self.ranks = None if mesh is None else mesh.comm(*_axes_of_one_text(mesh))
-        # The first rank of the last stage has the logits, and chooses the tokens.
+        # The first rank of the last stage chooses the tokens, because it has the logits.
         self.chooser = 0
         if mesh is not None and self.ranks is not None:
             self.chooser = self.ranks.size - self.ranks.size // mesh.sizes["pp"]
-        # The tp ranks have the same logits, so those of one are sent to the chooser.
+        # The tp ranks have the same logits, so only one of them sends its logits to the chooser.
         self.sends_logits = mesh is not None and mesh.coordinates.tp == 0
         self._sent: Any = None  # the handle of the last message from this stage to the next
 
@@ -60,7 +62,7 @@ class Stages:
         return self.ranks is None or self.ranks.rank == self.chooser
 
     def logits(self, rows: Sequence[Rows]) -> Tensor | None:
-        """Read the new tokens; return their logits [N, V] on the rank that chooses; other ranks may return None.
+        """Run this stage; return the logits [N, V] of the tokens on the rank that chooses; other ranks may return None.
 
         A stage does not wait until the next one has received its output. Under cp, rows from which no token is chosen are
         0.
@@ -80,11 +82,11 @@ class Stages:
         return None
 
     def tell(self, chosen: Tensor, seconds: float) -> Answer:
-        """Broadcast the tokens and the time of the rank that chooses, so that all ranks continue with the same ones.
+        """Broadcast the chosen tokens and the time from the rank that chooses, so that all ranks continue with the same.
 
         chosen  [n, g + 1] int64, of the same shape on all ranks
 
-        No rank waits here: the last stage may be several steps behind the first one.
+        No rank waits here, since the last stage may be several steps behind the first one.
         """
         here = torch.cat([chosen.flatten(), torch.tensor([seconds], dtype=torch.float64).view(torch.int64)])
         if self.ranks is None:

@@ -1,10 +1,10 @@
 """Static batching, for comparison: requests enter together, and leave when the longest of them is done.
 
-    continuous   when a request is finished, another one takes its place in the batch at the next step
-    static       the place of a finished request computes padding, one token per step, until the batch ends
+    continuous   when a request is finished, another one takes its slot in the batch at the next step
+    static       the slot of a finished request computes padding, one token per step, until the batch ends
 
-A batch of B requests that write n_1 ... n_B tokens takes max(n) steps, the first of which reads all prompts. Of its
-B max(n) places, counted over all steps, B max(n) - sum(n) are padding, however long the prompts are.
+A batch of B requests that generate n_1 ... n_B tokens takes max(n) steps, the first of which prefills all prompts. Of its
+B max(n) slots, counted over all steps, B max(n) - sum(n) are padding, however long the prompts are.
 
 Time is counted in steps, so that the comparison is the same on every machine.
 """
@@ -20,11 +20,11 @@ from minipar.support.errors import require_positive
 
 
 class Places(NamedTuple):
-    """How well the places of a batch are used.
+    """The use of a batch's slots.
 
     num_steps    steps from the first arrival to the last token
-    num_working  places that read a token of a request, summed over all steps
-    size         places in a step
+    num_working  slots that process tokens of a request, summed over all steps
+    size         slots in a step
     """
 
     num_steps: int
@@ -39,7 +39,7 @@ class Places(NamedTuple):
 def in_steps(events: Sequence[Event], steps: Sequence[StepCounts]) -> list[Event]:
     """Return the log with times counted in steps: step i lasts from i to i + 1, and idle time is left out.
 
-    If g steps are under way together (`rotation.py`), step i lasts from i / g to i / g + 1.
+    If g steps are in flight at once (`rotation.py`), step i lasts from i / g to i / g + 1.
     """
     begins = [step.begin_s for step in steps]
     together = max([1, *(bisect_left(begins, step.end_s) - i for i, step in enumerate(steps))])
@@ -53,10 +53,10 @@ def in_steps(events: Sequence[Event], steps: Sequence[StepCounts]) -> list[Event
 
 
 def static_batches(events: Sequence[Event], batch_size: int) -> list[Event]:
-    """Return the log that static batches of a log's finished requests would have; the times of both are in steps.
+    """Return the log of serving the finished requests of `events` in static batches. Times of both logs are in steps.
 
     Requests are put into batches in order of arrival. A batch begins when the one before it has ended and all of its
-    requests have arrived. Its first step reads all of every prompt; each step writes a token for each unfinished request.
+    requests have arrived. Its first step prefills every prompt; each step gives each unfinished request a token.
     Raises ValueError unless the size is positive.
     """
     require_positive(batch_size=batch_size)
@@ -74,7 +74,7 @@ def static_batches(events: Sequence[Event], batch_size: int) -> list[Event]:
 
 
 def _row(arrived: Event, num_tokens: int, begin: float, end: float) -> list[Event]:
-    """Return the events of one place of a batch that lasts from `begin` to `end`."""
+    """Return the events of one slot (row) of a batch that lasts from `begin` to `end`."""
     number, finished = arrived.number, begin + num_tokens
     row = [Event(Kind.PREFILL, number, begin, begin + 1, arrived.num_tokens)]
     row += [Event(Kind.DECODE, number, begin + i, begin + i + 1, 1) for i in range(1, num_tokens)]
@@ -86,7 +86,10 @@ def _row(arrived: Event, num_tokens: int, begin: float, end: float) -> list[Even
 
 
 def places_of(events: Sequence[Event], batch_size: int) -> Places:
-    """Return how a log in steps uses its places; steps in which a static batch waits for requests count too."""
+    """Return the use of the batch slots in a log with times in steps (`in_steps`).
+
+    Idle steps, in which a static batch waits for requests, count too.
+    """
     spans = [event for event in events if event.kind in (Kind.PREFILL, Kind.DECODE)]
     if not spans:
         return Places(0, 0, batch_size)

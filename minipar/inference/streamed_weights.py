@@ -1,21 +1,21 @@
-"""Weights that are stored in CPU memory or in a file, each layer read while the layer before it computes.
+"""Offloaded weights: stored in CPU memory or in a file, and loaded layer by layer, each while the layer before it computes.
 
-    memory    | read 2 |   | read 3 |   | read 0 |          of the next pass, during the head
+    memory    | load 2 |   | load 3 |   | load 0 |          for the next forward, during the head
     device    | layer 1    | layer 2    | layer 3 | head
 
-So a model can run whose layers do not all fit beside the cache. At most two of them are resident: the one that computes,
-and the next. The embedding, the head and the last norm stay where they are.
+So a model can run whose layers do not all fit in memory with the cache. At most two of them are resident: the one that
+computes, and the next. The embedding, the head and the last norm stay where they are.
 
-A pass reads all layers, however many rows it has. When decoding, a layer computes far faster than it is read, so a pass
-takes as long as reading the weights:
+A forward loads all layers, however many rows it has. In decode, a layer computes far faster than it is loaded, so a forward
+takes as long as loading the weights:
 
     tokens per second <= rows * bandwidth / bytes of the layers
 
-For 7 billion weights in bfloat16, read from a disk at 5 GB/s, that is 0.36 tokens per second for one request. In 4 bits,
-with groups of 64, they are read 3.8 times as fast; and 100 requests together write 100 tokens per pass.
+For 7 billion weights in bfloat16, loaded from a disk at 5 GB/s, that is 0.36 tokens per second for one request. In 4 bits,
+with groups of 64, they are loaded 3.8 times as fast; and 100 requests together get 100 tokens per forward.
 
-`--offload` chooses where the weights are stored, as it does for optimizer states in training. "disk" reads in a thread of
-its own. With "cpu", the copy to a GPU is queued among the GPU's own work; on a CPU there is nothing to copy.
+`--offload` chooses where the weights are stored, as it does for optimizer states in training. "disk" loads in a thread of
+its own. With "cpu", the copy to a GPU is queued on the GPU among its kernels; on a CPU there is nothing to copy.
 
 The full stage is loaded first, and then its layers are moved.
 
@@ -40,7 +40,7 @@ ALIGNMENT_BYTES = 64
 
 
 def most_tokens_per_s(read_bytes_per_s: float, layer_bytes: float, rows: int = 1) -> float:
-    """Return the most tokens per second that `rows` requests together can write: rows * bandwidth / bytes of the layers."""
+    """Return the maximum tokens per second of `rows` requests together: rows * bandwidth / bytes of the layers."""
     require_positive(rows=rows)
     return rows * read_bytes_per_s / layer_bytes
 
@@ -82,11 +82,11 @@ class StreamedLayer:
 
 
 class StreamedWeights:
-    """The layers of a model or a stage, moved to `memory`, and read from there in every pass. Replaces `run_blocks`.
+    """The layers of a model or a stage, moved to `memory` and loaded from there in every forward. Replaces `run_blocks`.
 
-    read_bytes  bytes that passes have read so far
+    read_bytes  bytes that all forwards have loaded so far
 
-    A layer that has not arrived has empty weights, so that using them raises an error instead of writing a wrong text.
+    A layer that has not arrived has empty weights, so that using them raises an error instead of generating a wrong text.
     """
 
     def __init__(self, model: Transformer, memory: Memory):
@@ -111,9 +111,9 @@ class StreamedWeights:
 
 
 def stream_weights(model: Transformer, where: str, folder: str | None = None) -> None:
-    """Move the layers of a model or a stage to the storage that `--offload` names, irreversibly; "none" leaves them.
+    """Move the layers of a model or a stage to the storage that `--offload` names, irreversibly; "none" does nothing.
 
-    Any copy of the model must be made before. A model that is already streamed is left as it is.
+    A copy of the model, if needed, must be made before. A model whose layers are already moved is left as it is.
     """
     if where != "none" and not isinstance(model.overrides.run_blocks, StreamedWeights):
         StreamedWeights(model, MEMORIES[where].load().memory(folder))

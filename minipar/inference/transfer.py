@@ -1,13 +1,13 @@
-"""The cache of a request, sent from the ranks that read its prompt to those that decode it, whose tp may differ.
+"""Sends the KV cache of a request from the prefill ranks to the decode ranks, whose tp may differ.
 
 Each rank of a side holds whole key/value heads: h_kv / tp of them, or, if tp exceeds h_kv, a copy of one head. A decode
-rank gets each head that it holds once, from one of the prefill ranks that have it:
+rank gets each of its heads once, from one of the prefill ranks that have it:
 
     prefill tp = 2          decode tp = 4                 decode tp = 1
     rank 0: heads 0 1  ->   rank 0: head 0, rank 1: 1     rank 0: heads 0 1 2 3
     rank 1: heads 2 3  ->   rank 2: head 2, rank 3: 3
 
-A request's blocks need not have the same numbers on both sides: its tokens are sent in order, without the unused end of the
+A request's blocks may have different numbers on the two sides: its tokens are sent in order, without the unused end of the
 last block.
 
 Source: DistServe, arXiv:2401.09670 (prefill and decode on different GPUs).
@@ -51,7 +51,7 @@ def transfers(prefill_tp: int, decode_tp: int, num_kv_heads: int) -> list[Transf
     found = []
     for destination in range(decode_tp):
         needed, sent = heads_of(destination, decode_tp, num_kv_heads), set[int]()
-        # If heads have copies, decode ranks begin their search at different prefill ranks, so that all copies are used.
+        # Where prefill ranks hold copies of a head, decode ranks start their search at different ranks to use all copies.
         for i in range(prefill_tp):
             source = (destination * prefill_tp // decode_tp + i) % prefill_tp
             held = heads_of(source, prefill_tp, num_kv_heads)
@@ -70,8 +70,8 @@ def send_cache(
     comm   prefill_tp prefill ranks, then the decode ranks, each of which calls `recv_cache`
     table  the request's blocks on this rank
 
-    Each message is [L, 2, S, heads, head_dim]. Together they are 2 L h_kv d e bytes per token; if the decode side has more
-    ranks than heads, they are that times the number of copies of a head there.
+    Each message is [L, 2, S, heads, head_dim]. All messages together have 2 L h_kv d e bytes per token, times the number of
+    copies of each head on the decode side.
     """
     require_sendable(paged)
     decode_tp, num_kv_heads = comm.size - prefill_tp, paged.model.config.num_kv_heads
@@ -88,7 +88,7 @@ def send_cache(
 
 
 def recv_cache(comm: Comm, prefill_tp: int, paged: PagedModel, num_tokens: int) -> list[list[Tensor]]:
-    """On a decode rank, receive the first S tokens of a request, as blocks of this rank's size for `PagedModel.load`."""
+    """On a decode rank, receive the first S tokens of a request, in blocks of this rank's size, for `PagedModel.load`."""
     require_sendable(paged)
     decode_tp, num_kv_heads = comm.size - prefill_tp, paged.model.config.num_kv_heads
     here, b = heads_of(comm.rank - prefill_tp, decode_tp, num_kv_heads), paged.pool.block_size
@@ -103,6 +103,6 @@ def recv_cache(comm: Comm, prefill_tp: int, paged: PagedModel, num_tokens: int) 
 
 
 def require_sendable(paged: PagedModel) -> None:
-    """Raise ValueError unless the cache has plain keys and values by head: neither rounded ones nor latents."""
+    """Raise ValueError unless the cache has plain keys and values by head: neither quantized ones nor latents."""
     if any(type(memory) is not BlockMemory for memory in paged.memories):
         raise ValueError(NOT_SENDABLE)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # a mesh without a Comm needs no torch
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "tp")
 
-# The groups that parallel strategies use, created with the mesh: NCCL hangs unless all ranks create them in one order.
+# The groups that strategies use, created with the mesh: NCCL hangs unless all ranks create them in the same order.
 _GROUPS = (
     ("pp",),
     ("dp",),

@@ -9,7 +9,7 @@ A tensor-parallel weight is a block; its ZeRO shard is a range of that flattened
 checkpoints and verification work for any combination of transformations.
 
 Every placement is a few boxes of the global tensor (`pieces`). Slicing, writing back, gathering and
-overlapping are loops over them.
+overlapping are loops over these boxes.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Placement:
         )
 
     def shard(self, dim: int, index: int, count: int) -> Placement:
-        """Keep chunk `index` of `count` along `dim`, with the chunk sizes of every collective: 5 by 4 is 2, 2, 1, 0."""
+        """Keep chunk `index` of `count` along `dim`. Sizes are those that collectives use: 5 in 4 chunks is 2, 2, 1, 0."""
         if not 0 <= index < count:
             raise ValueError(f"{self.name}: index={index} is not one of {count} shards; use 0 to {count - 1}")
         sizes = chunk_sizes(self.length[self._require_dim(dim)], count)

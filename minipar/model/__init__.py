@@ -8,7 +8,7 @@ deferrable_linear.py  a linear layer whose weight gradient can be deferred
 norm.py               root-mean-square normalisation
 rope.py               rotary position embeddings
 mask.py               attention masks as a range of keys for each query
-lse_merge.py          merging attention over parts of the keys by their log-sum-exps
+lse_merge.py          merges attention results over separate parts of the keys by their log-sum-exps
 flash.py              attention in tiles, without the score matrix
 fused.py              flash attention by torch's fused kernels
 attention.py          grouped-query attention, with a plain, a fused or a flash core
@@ -19,15 +19,15 @@ counter_dropout.py    dropout and random numbers that depend on global coordinat
 router.py             which tokens go to which experts
 groups.py             routing groups: consecutive tokens that share the experts' capacity
 permute.py            permuting tokens into their experts' rows, and combining the results
-grouped_kernel.py     an MLP per expert, by torch's grouped product
-grouped_mlp.py        an MLP per expert, in a loop over experts or by the grouped product
+grouped_kernel.py     an MLP per expert, computed by torch's grouped matrix product
+grouped_mlp.py        an MLP per expert, computed in a loop over experts or by the grouped product
 aux_loss.py           losses that balance the experts' load, and routing metrics
 init.py               initial weights from the seed and a parameter's name
-moe.py                a mixture of experts
+moe.py                the MoE layer
 block.py              one layer
 vocabulary.py         the check that tokens are in the vocabulary
 transformer.py        the whole model, a stage of it, and the loss
-cache.py              the key/value cache
+cache.py              the KV cache
 sampling.py           text generation
 huggingface.py        loading Hugging Face's Llama under this model's parameter names
 """

@@ -44,7 +44,7 @@ def fused_attention(
 ) -> Tensor:
     """Compute `plain_attention` by torch's fused kernels, which keep one number per query instead of the probabilities.
 
-    The kernels need a dense mask of T*S bytes in two cases: for documents, where `flash_attention` needs no mask, and for
+    The kernels need a dense mask of T*S bytes in two cases: for documents (`flash_attention` needs no mask there), and for
     causal attention with 1 < T < S, since the kernels' own causal mask lets query i see keys 0 ... i. With T = 1, the
     query sees all keys, so no mask is needed.
     """

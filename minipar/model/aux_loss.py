@@ -1,4 +1,4 @@
-"""Auxiliary losses that balance the experts' load, a function that adds them to the gradients, and routing metrics."""
+"""Auxiliary losses that balance the experts' load, a function that adds their gradients, and routing metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def balance_losses(counts: Tensor, prob_sums: Tensor, tokens: Tensor, coef: float) -> Tensor:
-    """Return coef * E * sum over experts of f_e P_e for each group; exactly `coef` where the load is even.
+    """Return coef * E * sum over experts of f_e P_e for each group; it is exactly `coef` if the load is even.
 
     counts     [N, E]   choices per expert, before any is dropped
     prob_sums  [N, E]   sum over the group's tokens of the router's probability
@@ -21,7 +21,7 @@ def balance_losses(counts: Tensor, prob_sums: Tensor, tokens: Tensor, coef: floa
 
     Source: arXiv:2101.03961, equations 4 to 6.
     """
-    counts = counts.to(prob_sums.dtype)  # a quotient of whole numbers would be float32
+    counts = counts.to(prob_sums.dtype)  # a quotient of two integer tensors would be float32
     f = counts / counts.sum(1, keepdim=True)
     return coef * counts.shape[1] * (f * prob_sums / tokens[:, None]).sum(1)
 
@@ -61,7 +61,7 @@ class _AttachAuxLoss(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class MoEMetrics:
-    """Routing metrics of a mixture of experts. The metrics of a batch's parts add up to the metrics of the whole batch.
+    """Routing metrics of an MoE layer. The metrics of a batch's parts add up to the metrics of the whole batch.
 
     balance_loss, z_loss  sums over these tokens' routing groups, divided by the number of groups in the whole batch
     load                  [E] choices per expert; kept_load [E] choices within the expert's capacity
@@ -87,12 +87,12 @@ class MoEMetrics:
 
     @property
     def drop_rate(self) -> float:
-        """The fraction of all choices that was dropped."""
+        """The fraction of all choices that were dropped."""
         return float(self.dropped) / max(1, int(self.load.sum()))
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's load over the mean load: 1 for an even load, E where one expert has all of it."""
+        """The busiest expert's load over the mean load: 1 for an even load, E if one expert has all of the load."""
         return float(self.load.max()) * len(self.load) / max(1, int(self.load.sum()))
 
     @property

@@ -27,14 +27,14 @@ class Block(nn.Module):
 
     x, y        [B, T, D]
     positions   [T] or [B, T]  for rotary embeddings and attention's mask: each token's position in its document
-    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None:
-                `positions`, which a sample of one document has
+    indices     [T] or [B, T]  each token's index in its sample, which keys dropout and the router's noise. None: the same
+                as `positions`, if each sample is one document
     sample_ids  [B]            each row's number in the step's batch; also keys dropout and the router's noise
 
     h = x + dropout(attention(norm(x)))
-    y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or a mixture of experts, whose auxiliary losses are attached to y
+    y = h + dropout(mlp(norm(h)))      mlp: a SwiGLU, or an `MoE`, whose auxiliary losses are attached to y
 
-    With `parallel_block`, attention and MLP read the output of one norm, and their sum is added once, after one dropout:
+    With `parallel_block`, attention and MLP have the same normed input, and their sum is added once, after one dropout:
 
     y = x + dropout(attention(norm(x)) + mlp(norm(x)))
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *args: object) -> Tensor:
-    """Run blocks one after another; each gets the output of the one before, and `args`."""
+    """Run blocks one after another; each gets the output of the previous block, and `args`."""
     for block in blocks:
         x = block(x, *args)
     return x

@@ -1,18 +1,18 @@
-"""Key/value cache: during generation a model reads each token once.
+"""KV cache: during generation the model processes each token once.
 
-Causal attention needs only the keys and values of earlier tokens, which do not change when text is appended. If they are
+Causal attention needs only the keys and values of earlier tokens, which do not change when tokens are appended. If they are
 cached, the next token costs the layers' matrix products for one token, and attention over the S tokens before it, which
-is linear in S. Reading the whole text again costs the products for S tokens, and attention quadratic in S. The cache holds
+is linear in S. Without a cache it costs the products for S tokens, and attention quadratic in S. The cache holds
 2 * batch * num_kv_heads * head_dim elements per token and layer; grouped queries make this small, and latent attention
 caches batch * (kv_latent_dim + rope_dim).
 
-In two cases nothing can be cached, and the whole text is read again for every token:
+In two cases nothing can be cached, and the whole sequence is processed again for every token:
 
-the window slides   If a text is longer than max_seq_len, the model reads its last max_seq_len tokens and counts positions
-                    from the first of these. With every new token all positions change, and so do all keys.
-experts are full    Where a mixture drops tokens (capacity_factor is a number), whether a token is dropped can depend on
+the window slides   If a sequence is longer than max_seq_len, the model gets its last max_seq_len tokens and counts
+                    positions from the first of these. With every new token all positions change, and so do all keys.
+experts are full    If an MoE layer drops tokens (capacity_factor is a number), whether a token is dropped can depend on
                     all tokens of its group, even later ones, and so can its keys in the layers above. Without a
-                    capacity each token is routed alone, and its keys and values can be cached.
+                    capacity each token is routed independently, and its keys and values can be cached.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class KeyValueCache:
 class LatentCache(KeyValueCache):
     """The latents of one `LatentAttention`: keys and values are the same tensor, which is stored once.
 
-    With tensor parallelism, each rank caches all of them, since every head reads every latent.
+    With tensor parallelism, each rank caches all of them, since every head uses every latent.
     """
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append latents [B, 1, T, c + r], given as both k and v; return all so far as both."""
+        """Append latents [B, 1, T, c + r], given as both k and v; return all latents so far, as keys and as values."""
         latents, _ = super().extend(k, v[..., :0])
         return latents, latents
 
 
 class GenerationCache:
-    """The number of tokens that a model or a stage has read, and the caches of its attention modules."""
+    """The number of tokens that a model or a stage has processed, and the caches of its attention modules."""
 
     def __init__(self, model: Transformer, key_values: list[KeyValueCache]):
         self.max_seq_len, self.key_values = model.config.max_seq_len, key_values
@@ -79,14 +79,14 @@ class GenerationCache:
 
     @property
     def length(self) -> int:
-        """The number of tokens read so far."""
+        """The number of tokens in the cache."""
         return self.key_values[0].length
 
     def unread(self, tokens: Tensor) -> Tensor:
-        """Return the tokens of this text that the model has not read; the text must continue the text of the last call.
+        """Return the tokens that are not in the cache; `tokens` must begin with the tokens of the last call.
 
         tokens   [B, S]
-        returns  [B, T]    the new tokens, or the whole window where nothing can be cached
+        returns  [B, T]    the new tokens, or the whole window if nothing can be cached
         """
         if not self.is_usable or tokens.shape[1] > self.max_seq_len:
             for layer in self.key_values:
@@ -102,12 +102,11 @@ class GenerationCache:
 def caching(model: nn.Module, max_tokens: int) -> Iterator[GenerationCache]:
     """Make a context in which the model caches keys and values: call the model on `cache.unread(tokens)`.
 
-    max_tokens  the largest number of tokens to cache; never more than max_seq_len are needed
+    max_tokens  maximum number of tokens to cache; more than max_seq_len are never needed
 
     Each attention module caches 2 * B * (its key/value heads) * head_dim * max_tokens elements, and latent attention
     B * (kv_latent_dim + rope_dim) * max_tokens. They are freed on exit.
-    Raises ValueError under context parallelism, where a rank reads only a part of each sample, and inside another
-    `caching`.
+    Raises ValueError under context parallelism, where a rank gets only a part of each sample, and inside another `caching`.
     """
     transformer = next(m for m in model.modules() if isinstance(m, Transformer))
     if transformer.overrides.default_positions is not None:

@@ -22,7 +22,7 @@ def dropout(
     indices: Tensor,
     feature_offset: int = 0,
 ) -> Tensor:
-    """Zero each element with probability p and divide the others by 1 - p, by a counter-based mask.
+    """Zero each element with probability p and divide all other elements by 1 - p, by a counter-based mask.
 
     x, y        [B, T, D]
     sample_ids  [B]            each row's number in the step's batch
@@ -59,7 +59,7 @@ def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices
     return (_hash(num_features, key, sample_ids, indices) + 0.5) / 2**32
 
 
-# Each step of the hash uses the one before twice, which torch's compilers expand: one layer took them minutes.
+# Each step of the hash uses the previous step's result twice. torch's compilers expand that, and took minutes for a layer.
 @_disable_dynamo
 def _hash(
     num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices: Tensor, feature_offset: int = 0
@@ -81,8 +81,8 @@ def mix(state: int | Tensor, word: int | Tensor) -> int | Tensor: ...
 def mix(state: int | Tensor, word: int | Tensor) -> int | Tensor:
     """Mix one more word into a 32-bit state; both are ints or int64 tensors.
 
-    Products may overflow int64, but their low 32 bits stay right; shifts are logical, since no value is negative. The word
-    is spread over all 32 bits before the XOR with the state, so that consecutive counters differ in high bits too.
+    Products may overflow int64, but their low 32 bits stay correct; shifts are logical, since no value is negative. The
+    word is spread over all 32 bits before the XOR with the state, so that consecutive counters differ in high bits, too.
     """
     h = state ^ ((word + 1) * 0x9E3779B9 & _LOW_32)
     h = (h ^ (h >> 16)) * 0x85EBCA6B & _LOW_32

@@ -2,8 +2,8 @@
 
 The backward of y = x w^T is two independent products: dx = dy w, which the backward of the layer below needs, and
 dw = dy^T x, which nothing needs until the optimizer steps. A pipeline can compute dw later, to fill its idle time. One
-autograd function serves both cases, so a backward split in two halves (I, W) runs the same products as a whole backward
-(B), and gives the same bits.
+autograd function serves both cases, so a backward split in two halves (I, W) runs the same products as an unsplit backward
+(B), and gives bitwise equal results.
 """
 
 from __future__ import annotations
@@ -164,8 +164,8 @@ def linear(
 class Linear(nn.Module):
     """A module around `linear`, with a weight [out_features, in_features] and an optional bias; `initialize` fills them.
 
-    The backward puts the weight gradient into the queue that was in `deferred` during the forward; without one, it computes
-    it at once.
+    The backward defers the weight gradient to the queue that was in `deferred` during the forward; without a queue, it
+    computes the gradient at once.
     """
 
     deferred: WeightGradients | None = None

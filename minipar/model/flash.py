@@ -6,10 +6,10 @@ and output o, and rescales l and o whenever the maximum grows (online softmax):
     m' = max(m, max_j s_j)      l' = exp(m - m') l + sum_j exp(s_j - m')      o' = exp(m - m') o + sum_j exp(s_j - m') v_j
     at the end   out = o / l    lse = m + log l
 
-In the backward, the scores are recomputed, and one number per query, lse, turns them directly into probabilities:
+In the backward, the scores are recomputed, and lse, one number per query, turns them directly into probabilities:
 
     P = exp(S - lse)     dv = P^T dout     dP = dout v^T     dS = P * (dP - delta)     dq = dS k     dk = dS^T q
-    delta = sum over features of dout * out, which equals the sum over keys of P dP; minus dlse where lse has a gradient
+    delta = sum over features of dout * out, which equals the sum over keys of P * dP; minus dlse if lse has a gradient
 
 Keeps q, k, v, out and lse, which are linear in the length; the score matrix is quadratic. Costs 2 matrix products forward
 and 5 backward; plain attention costs 2 and 4. Fully hidden tiles are skipped, so causal attention costs about half.
@@ -34,8 +34,8 @@ from minipar.support.errors import one_of, require_divides
 from minipar.support.staging import to_device
 
 IMPLEMENTATIONS = ("tiled", "fused", "auto")
-TILE_ELEMS = 1 << 18  # scores per tile: few enough for a core's cache, enough to outweigh a call's overhead
-MIN_TILE_SIDE = 32  # least number of queries and keys in a tile, however many heads there are
+TILE_ELEMS = 1 << 18  # scores per tile: few enough for a CPU cache, enough to outweigh a call's overhead
+MIN_TILE_SIDE = 32  # minimum number of queries and keys in a tile, however many heads there are
 
 
 @overload
@@ -169,7 +169,7 @@ def backward_(
     all_dk, all_dv = dk.view(all_k.shape), dv.view(all_v.shape)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     all_delta = tile.queries((delta if dlse is None else delta - dlse)[..., None])
-    # For a query that sees nothing, exp(s - inf) = 0.
+    # For a query that sees no key, lse = inf makes every weight exp(s - inf) = 0.
     all_lse = tile.queries(lse.masked_fill(lse == -torch.inf, torch.inf)[..., None])
     for rows, blocks in mask.tiles(tile.side):
         q, dout, lse, delta = (x[:, :, rows].flatten(1, 2) for x in (all_q, all_dout, all_lse, all_delta))
@@ -194,9 +194,9 @@ def _backward_tile(
 
 
 class _Tiling:
-    """Tile size and tensor layout: a batch of G = B*H/g matrices, each with g query heads in its rows.
+    """Tile size and tensor layout: a batch of G = B*H/g matrices, whose rows are the queries of g heads each.
 
-    side  queries and keys per tile, so that a tile has about TILE_ELEMS scores
+    side  number of queries, and of keys, per tile: a tile has about TILE_ELEMS scores
     """
 
     def __init__(self, q: Tensor, k: Tensor):

@@ -1,7 +1,7 @@
 """`forward_` and `backward_` of `flash.py` by torch's fused kernels, for masks without documents.
 
-A kernel can hide nothing, or everything above the diagonal. Where a sequence is cut into runs, the visible scores form a
-few rectangles and triangles (`Mask.regions`). The kernel runs on each, and the results are merged by their log-sum-exps.
+A kernel can mask nothing, or everything above the diagonal. If a sequence is cut into runs, the visible scores form a few
+rectangles and triangles (`Mask.regions`). The kernel runs on each, and the results are merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minipar.model.lse_merge import merge_
 from minipar.model.mask import Mask, ScoreRegion
 
 _aten = torch.ops.aten
-# With fewer keys than a vector's 8 to 32 elements, the CPU kernel gives 0 where all scores are nan.
+# With fewer keys than its vectors have elements (8 to 32), the CPU kernel returns 0 where all scores are nan.
 FEW_KEYS = 64
 
 
@@ -106,7 +106,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
 
 
 def _with_nan(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """Compute what a kernel would, in float32 or wider, and pass on nans."""
+    """Compute the result of a kernel without it, in float32 or wider; nans are kept."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(2, 3) * q.shape[3] ** -0.5
     if is_causal:

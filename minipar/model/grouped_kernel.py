@@ -1,4 +1,4 @@
-"""`grouped_swiglu` by torch's grouped matrix product: one kernel launch for all experts, where a loop needs one for each.
+"""`grouped_swiglu` by torch's grouped matrix product: one kernel launch for all experts, instead of one for each.
 
     product   [R, K] x [E, K, N] -> [R, N]    row r times the matrix of its expert
     outer     [R, M] x [R, N] -> [E, M, N]    for each expert, the sum over its rows of a_r b_r^T
@@ -20,7 +20,7 @@ from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 
 ALIGNMENT_BYTES = 16  # the size of a row must be a multiple of this
 
-# The queue, and the weights gate, up and down.
+# The queue that gets the deferred weight gradients, and the weights gate, up and down.
 DeferredTo = tuple[WeightGradients, tuple[Tensor, Tensor, Tensor]]
 
 

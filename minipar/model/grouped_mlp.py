@@ -28,7 +28,7 @@ def grouped_swiglu(
 
     x         [R, D]      rows sorted by expert
     gate, up  [E, F, D]   down  [E, D, F]
-    counts    E numbers, or [E] on x's device: the rows of each expert; their sum is R, and any may be 0
+    counts    E numbers, or [E] on x's device: the number of rows of each expert; their sum is R, and any may be 0
     y         [R, D]
 
     With g = gate_e x_r, u = up_e x_r:
@@ -37,7 +37,7 @@ def grouped_swiglu(
                dgate = sum over e's rows of dg x^T, and so on           at once, or as one entry of `deferred`
 
     Costs 6 R D F flops forward and 12 R D F backward: nothing is padded. An expert without rows has a gradient of 0.
-    Keeps x, g and u, which are 2 R F elements besides x; autograd would also keep silu(g) and silu(g) * u.
+    Keeps x, g and u: 2 R F elements in addition to x. Autograd would also keep silu(g) and silu(g) * u.
     Source: MegaBlocks, arXiv:2211.15841. Here, a loop of dense products, or torch's grouped product
     (`grouped_kernel.py`) where it takes these tensors, replaces the paper's block-sparse kernel.
     """
@@ -80,7 +80,7 @@ class _Experts(torch.autograd.Function):
         needed = ctx.needs_input_grad[4:]
         dweights = [torch.empty_like(w) for w in (gate, up, down)] if any(needed) else []
         saved_per_expert = []
-        # Finish one expert before the next: its rows are still in the cache.
+        # Finish one expert before the next, while its rows are in the CPU's cache.
         for e, rows in _expert_slices(ctx.counts):
             dh = dy[rows] @ down[e]
             dg = torch.ops.aten.silu_backward(dh * u[rows], g[rows])
@@ -121,8 +121,8 @@ def _add_later(
 ) -> None:
     """Add the deferred gradients, in the dtype of the rows.
 
-    FSDP may have resharded the weights by now, and holds their shards in a wider dtype. So `shapes` are the weights' shapes
-    in the forward.
+    By now FSDP may have resharded the weights, and its shards have a wider dtype. So `shapes` are the weights' shapes in
+    the forward.
     """
     x = saved_per_expert[0][0]
     dweights = [x.new_empty(shape) for shape in shapes]

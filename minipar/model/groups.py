@@ -1,7 +1,7 @@
 """Routing groups: consecutive positions of one sequence that share the experts' capacity.
 
 Which tokens form a group depends on the model, never on the ranks. If a group were "the tokens on this rank", as in many
-implementations, a different number of ranks would drop different tokens, and so be a different model.
+implementations, another number of ranks would drop other tokens, and thus train another model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_whole_groups(positions: Tensor, group_tokens: int | None) -> None:
     positions     [T] or [B, T]
     group_tokens  the size of a group; None: a group is a whole sequence
 
-    A group must begin at a multiple of its size and continue with consecutive positions. Where a group is cut in two, the
+    A group must begin at a multiple of its size and continue with consecutive positions. If a group is cut in two, the
     rank that has the second part raises.
     """
     length = positions.shape[-1]

@@ -1,7 +1,7 @@
 """Hugging Face's Llama: its configuration, and its weights under this model's parameter names.
 
 This model has Llama's architecture, parameter for parameter, so loading only renames the weights. Checkpoints that it
-cannot represent are refused: another activation, other head sizes, scaled rotary embeddings, biases, quantised weights.
+cannot represent are refused: another activation, other head sizes, scaled rotary embeddings, biases, quantized weights.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
         model = Transformer(config, dtype=torch.bfloat16)
         model.load_state_dict(weights)
 
-    Reads config.json, and the weights' names in model.safetensors or in the files that the index lists. A weight itself
-    is read when it is asked for.
-    Raises ValueError, naming file and field, where a file is missing or holds something that this model cannot represent.
+    Reads config.json, and the weights' names in model.safetensors or in the files that the index lists. A weight is read
+    only when it is accessed.
+    Raises ValueError, naming file and field, if a file is missing or has something that this model cannot represent.
     """
     folder = Path(folder)
     config = read_config(folder / "config.json")
@@ -54,7 +54,7 @@ def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
 
 
 class LlamaWeights(Mapping[str, Tensor]):
-    """The unsharded weights in a folder, under this model's parameter names; each is read from its file when asked for.
+    """The unsharded weights in a folder, under this model's parameter names. Each is read from its file when accessed.
 
     `weights[name]` reads one tensor, `weights.slice(name)[rows, columns]` a part of it.
     Raises ValueError if names or shapes are not those of a Llama of this configuration.
@@ -72,7 +72,7 @@ class LlamaWeights(Mapping[str, Tensor]):
         _check_shapes(folder, config, {name: tuple(s.get_shape()) for name, s in self._slices.items()})
 
     def slice(self, name: str) -> Any:
-        """Return the weight without reading it: indexing the result reads the part asked for."""
+        """Return the weight without reading it: indexing the result reads the indexed part."""
         return self._slices[name]
 
     def __getitem__(self, name: str) -> Tensor:

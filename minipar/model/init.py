@@ -46,7 +46,7 @@ def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = 
         for i, block in model.layers.items():
             initialize(block.to_empty(device="cpu"), config, seed, prefix=f"layers.{i}.")
 
-    A stage's tied head starts equal to the embedding it is tied to. Raises ValueError on a meta parameter.
+    A stage's tied head starts equal to its embedding. Raises ValueError on a meta parameter.
     """
     tied = getattr(module, "tied_copies", {})
     for name, parameter in module.named_parameters():
@@ -59,7 +59,7 @@ def initialize(module: nn.Module, config: ModelConfig, seed: int, prefix: str = 
 
 
 def materialise(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter on the meta device a value, and keep its attributes; torch refuses an assignment to its `.data`."""
+    """Give a parameter on the meta device a value, and keep its attributes. torch refuses to assign to its `.data`."""
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)

@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA): all heads' keys and values are computed from one narrow latent per token.
 
-For every new token, generation reads the cache of all earlier ones. So the size of a token's cache decides how many
-requests fit and how fast they are. Grouped queries cache fewer keys and values. MLA caches neither, but only what they are
-computed from:
+For every new token, generation reads the cache of all earlier tokens. So the size of a token's cache decides how many
+requests fit and how fast they are. Grouped queries cache fewer keys and values. MLA caches neither keys nor values, only
+the latent and the rotary key from which they are computed:
 
     c     = norm(W_DKV x)            [kv_latent_dim]       the latent, shared by all heads
     k_R   = rotate(W_KR x)           [rope_dim]            the rotary key, shared by all heads
@@ -11,15 +11,15 @@ computed from:
     q_h   = (W_Q,h x, rotate(W_QR,h x))
     out_h = sum over tokens of softmax(q_h . k_h / sqrt(head_dim + rope_dim)) v_h
 
-The cache holds (c, k_R) of a token and layer. Since W_UK is linear, it can move from the keys to the query, and W_UV from
-the values to the result, so that attention runs directly on the cache:
+The cache holds (c, k_R) for each token and layer. Since W_UK is linear, it can be applied to the query instead of the keys,
+and W_UV to the result instead of the values, so that attention runs directly on the cache:
 
     q_h . k_h               = (W_UK,h^T q_h) . c + q_R,h . k_R
     sum of weights W_UV,h c = W_UV,h (sum of weights c)
 
 These are the *absorbed* matrices: multi-query attention with one key/value head of width kv_latent_dim + rope_dim. This
-works only if the latent is not rotated: a rotation between q_h and W_UK,h, different for each pair of tokens, could not be
-moved. So rotary features are separate, and all heads share the key's.
+works only if the latent is not rotated: a rotation between q_h and W_UK,h would differ for each pair of tokens, so W_UK,h
+could not be applied to the query once. So rotary features are separate, and all heads share those of the key.
 
 The paper also compresses queries, which saves activations in training but nothing in the cache; that is left out here.
 Source: DeepSeek-V2, arXiv:2405.04434, section 2.1 and appendix C; the norm of the latent, section 3.1.2.
@@ -81,7 +81,7 @@ class LatentAttention(Attention):
         return self.q(x), self.latents(x)
 
     def latents(self, x: Tensor) -> Tensor:
-        """Return what the cache holds for each token, not yet rotated, [B, T, c + r]."""
+        """Return each token's normed latent and its rotary key before rotation, [B, T, c + r]."""
         return torch.cat((self.kv_norm(self.kv_down(x)), self.k_rope(x)), dim=-1)
 
     def attend(self, projected: tuple[Tensor, ...], positions: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class LatentAttention(Attention):
         """Compute attention over the latents, which are the keys and values of one head that all queries share."""
         k_up, v_up = (self._heads_of(matrix.weight) for matrix in (self.k_up, self.v_up))
         q = torch.cat((torch.einsum("bthd,hdc->bthc", q, k_up), q_rope), dim=-1).transpose(1, 2)
-        # The core divides by sqrt(c + r), and the plain form's scores are divided by sqrt(d + r).
+        # The core divides scores by sqrt(c + r), where the plain form divides by sqrt(d + r).
         q = q * math.sqrt((self.latent_dim + self.rope_dim) / (self.head_dim + self.rope_dim))
         k = v = torch.cat((latent.unsqueeze(-2), k_rope), dim=-1).transpose(1, 2)
         if self.overrides.cache is not None:

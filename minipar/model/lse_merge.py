@@ -1,4 +1,4 @@
-"""Merge attention computed over separate parts of the keys, by the log-sum-exps of their scores.
+"""Merge attention results over separate parts of the keys, by the log-sum-exps of the scores.
 
 Let s be the scores of one query. A softmax over a part of the keys differs from the softmax over all keys only by a
 factor, which the log-sum-exp of the part's scores determines:

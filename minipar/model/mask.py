@@ -1,4 +1,4 @@
-"""Attention masks where queries and keys are any parts of a sequence, in any order.
+"""Attention masks for queries and keys that are any parts of a sequence, in any order.
 
 Every mask used here follows one rule: a query sees the keys whose index in the sequence lies in the query's own range,
 
@@ -62,7 +62,7 @@ class Mask:
             raise ValueError("positions of documents are given with causal=False; use causal=True")
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """Return each query's (low, high), [T] or [B, T] int64, on the CPU, where the loop over tiles reads them."""
+        """Return each query's (low, high), [T] or [B, T] int64, on the CPU, because the loop over tiles runs there."""
         index = indices(self.queries)
         positions = None if self.positions is None else self.positions.cpu()
         low = torch.zeros_like(index) if positions is None else index - positions
@@ -121,7 +121,7 @@ class Mask:
 def single_process_mask(
     num_queries: int, num_keys: int, causal: bool, positions: Tensor | None = None
 ) -> Mask:
-    """Return the mask where the keys are the whole sequence and the queries its last tokens, or all of them."""
+    """Return the mask for keys that are the whole sequence and queries that are its last tokens, or all of them."""
     return Mask((TokenRun(num_keys - num_queries, num_queries),), (TokenRun(0, num_keys),), causal, positions)
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts: many MLPs, of which each token uses a few.
+"""The MoE layer, a mixture of experts: many MLPs, of which each token uses a few.
 
 Adds top-k, other routers, shared experts, padded buffers and metrics to `simple/moe.py`. All experts are on one rank,
 unless `expert_parallel` shards them.
@@ -32,6 +32,7 @@ class Routing(NamedTuple):
     """The routing of M tokens, k choices each, in N groups.
 
     expert, place, kept, weight  [M, k]   where `kept` is False, the other three have no meaning
+                                          place: the position of the choice in its expert's queue
     load, kept_load              [N, E]   choices per group and expert: all of them, and only those within the capacity
     """
 
@@ -197,22 +198,22 @@ class MoE(nn.Module):
 
 
 def moe_layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
-    """Return the mixtures of experts inside `model`, as pairs (name, module)."""
+    """Return the MoE layers inside `model`, as pairs (name, module)."""
     return ((name, m) for name, m in model.named_modules() if isinstance(m, MoE))
 
 
 def set_num_groups(model: nn.Module, num_groups: int | None, loss_scale: float = 1.0) -> None:
-    """Tell every mixture the number of routing groups in the whole batch (`config.num_groups(batch, seq_len)`).
+    """Tell every MoE layer the number of routing groups in the whole batch (`config.num_groups(batch, seq_len)`).
 
-    Required where the model is called on parts of a batch (microbatches, or this rank's samples): an auxiliary loss is
-    the mean over all groups of the batch. `loss_scale` is the factor that multiplies the loss before its backward, if any.
+    Required if the model is called on parts of a batch (microbatches, or this rank's samples): an auxiliary loss is the
+    mean over all groups of the batch. `loss_scale` is the factor that multiplies the loss before its backward, if any.
     """
     for _, moe in moe_layers(model):
         moe.num_groups, moe.loss_scale = num_groups, loss_scale
 
 
 def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
-    """Return each mixture's metrics since the last call, by name, and reset them."""
+    """Return each MoE layer's metrics since the last call, by name, and reset them."""
     taken = {name: moe.metrics for name, moe in moe_layers(model) if moe.metrics is not None}
     for _, moe in moe_layers(model):
         moe.metrics = None
@@ -221,7 +222,7 @@ def take_metrics(model: nn.Module) -> dict[str, MoEMetrics]:
 
 @torch.no_grad()
 def update_balance_bias(model: nn.Module, rate: float = 1e-3, comm: Comm | None = None) -> None:
-    """Raise the bias of each expert whose load since the last update is below the mean, and lower it for the others.
+    """Raise the bias of each expert whose load since the last update is below the mean; lower the bias of those above it.
 
     bias_e += rate * sign(mean load - load_e), over the tokens of all ranks of `comm`. Loads are integers, so every
     layout gives the same biases. Call it after each optimizer step.

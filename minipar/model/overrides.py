@@ -1,16 +1,17 @@
 """Every point of the model that a strategy may override: its signature, which strategy overrides it, and why.
 
 A module keeps its override points in `overrides`, one of the records below. None means the module's own function. The
-records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace
+records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace:
 
-    child modules         q, k, v, o, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head: by sharded or
-                          replicated modules                                  tensor_parallel
-    parameters            by their shards                                     tensor_parallel, expert_parallel, FSDP
-    param.data            by views of flat buckets                                                     ZeRO
-    num_heads             an Attention's, and its num_kv_heads: by the heads that this rank computes   tensor_parallel
-    deferred              a layer's: by a queue for its weight gradients (deferrable_linear.py)        pipeline
-    forward               a unit's: by the same function between two hooks                             FSDP
-    compile               a unit's: by an error, since torch.compile cannot trace the hooks            FSDP
+    child modules         (q, k, v, o, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head)
+                          replaced with sharded or replicated modules                                  tensor_parallel
+    parameters            replaced with their shards                          tensor_parallel, expert_parallel, FSDP
+    param.data            replaced with views of flat buckets                                                  ZeRO
+    num_heads             and num_kv_heads of an `Attention`:
+                          replaced with the numbers of heads that this rank computes                   tensor_parallel
+    deferred              of a layer: replaced with a queue for its weight gradients (deferrable_linear.py)    pipeline
+    forward               of an FSDP unit: replaced with the same function between two hooks                   FSDP
+    compile               of an FSDP unit: replaced with an error, since torch.compile cannot trace the hooks  FSDP
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class TransformerOverrides:
                        tensor_parallel: under sequence parallelism, stages exchange shards [B, T/tp, D]
     default_positions  (T, device) -> [T], each token's index in its sample; used where the caller gives no positions
                        context_parallel: this rank's tokens are not the first T
-                       cache.py, pipeline: the tokens follow earlier tokens of the text or of the sample
+                       cache.py, pipeline: the tokens follow earlier tokens of the sequence
                        inference: [B, T], as each row is a token of some request
-    run_blocks         (blocks, x, *args) -> x, after all of the stage's blocks, each called with x and args
+    run_blocks         (blocks, x, *args) -> x, the output of the stage's last block; each block is called with x and args
                        recompute="every:N": every N blocks under one activation checkpoint
     """
 
@@ -83,7 +84,7 @@ class CachedKeys(Protocol):
     """A cache of earlier tokens' keys and values, such as `KeyValueCache`."""
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append these keys and values; return all so far."""
+        """Append these keys and values; return those of all tokens so far."""
 
 
 @dataclass(slots=True)
@@ -95,11 +96,11 @@ class AttentionOverrides:
                  inference: the keys of each token's own request, gathered from blocks
     project_qkv  (x) -> q, k, v; in a `LatentAttention`, q and the latents
                  tensor_parallel: the three sharded matrices have one input, so one reduction of dx suffices; latents are
-                 whole on every rank
+                 not split
     positions    (positions) -> the positions of the samples in this rank's q, k and v
                  tensor_parallel: on a grid of ranks, a rank has only some of the samples
     cache        prepends the keys and values of earlier tokens
-                 cache.py: generation reads each token once; pipeline: a slice of a sample sees the slices before it
+                 cache.py: generation processes each token once; pipeline: a slice of a sample sees the slices before it
     absorbed     a `LatentAttention` gives `core` and `cache` the latents themselves, as keys and values of a single head
                  cache.py, inference: so that the cache holds nothing but latents
     """
@@ -126,7 +127,7 @@ class Dispatched(Protocol):
     """Rows, or tokens, on their way to the experts."""
 
     def through(self, experts: ExpertFunction) -> Tensor:
-        """Return the experts' outputs, sent back to the rank that the rows came from."""
+        """Return the experts' outputs, sent back to the rank from which the rows came."""
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class MoEOverrides:
                      replaces `dispatch`, which sends one row for each choice
                      expert_parallel: sends one row to each node that a token uses
     pad_to_capacity  give every expert `capacity` rows per group, used or not
-                     expert_parallel: so message sizes are known before routing
+                     expert_parallel: message sizes are then known before routing
     gather_tokens    (x) -> all tokens, for the router and the experts
                      tensor_parallel: under sequence parallelism each rank has T/tp tokens of a sample
     copy_input       (x) -> x, on the experts' input and on the weights of their outputs
@@ -157,8 +158,8 @@ class MoEOverrides:
     reduce_output: Callable[[Tensor], Tensor] | None = None
 
 
-# The name of a parameter's attribute: a function that gets a deferred weight gradient, in place of an addition to `.grad`.
-# FSDP sets it, since the parameter may be resharded by the time its deferred gradient is computed.
+# Attribute of a parameter: a function that is called with the deferred weight gradient, which is then not added to `.grad`.
+# FSDP sets the attribute, since the parameter may be resharded by the time its deferred gradient is computed.
 GRADIENT_RECEIVER = "receive_deferred_gradient"
 
 
@@ -166,7 +167,7 @@ GRADIENT_RECEIVER = "receive_deferred_gradient"
 class GradientSync(Protocol):
     """The methods that the pipeline calls on DDP or FSDP, which reduce a stage's gradients over replicas.
 
-    Methods alone: of an `nn.Module`, isinstance() sees no submodule from Python 3.12 on.
+    It declares no attributes, only methods: from Python 3.12 on, isinstance() does not find submodules of an `nn.Module`.
     """
 
     def no_sync(self) -> AbstractContextManager[None]:

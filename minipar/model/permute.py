@@ -1,4 +1,4 @@
-"""Copy tokens to their experts' rows and combine the results: two index maps make every step a gather.
+"""Copy tokens to their experts' rows and combine the results. Two index maps make every step a gather.
 
 A choice is one (token, expert) pair; token t's j-th choice has the number t * k + j. A plan maps each row to its choice,
 and each choice to its row. With both maps, forward and backward may read rows in any order but write them in sequence, so
@@ -54,7 +54,7 @@ def plan_padded_rows(
     """Plan `capacity` rows for every expert and group, used or not, so that sizes are known before routing.
 
     expert, kept, place  [M, k]    group  [M]
-    row of a choice = (expert * num_groups + group) * capacity + place
+    row of a choice = (expert * num_groups + group) * capacity + place        place: its position in the expert's queue
     """
     row = ((expert * num_groups + group[:, None]) * capacity + place).masked_fill(~kept, -1)
     rows_each = num_groups * capacity
@@ -128,7 +128,7 @@ def _token_of_row(plan: PermutePlan) -> Tensor:
 def _gather_or_zero(x: Tensor, index: Tensor) -> Tensor:
     """Return x[index], 0 where the index is -1."""
     missing = index < 0
-    if not missing.is_cuda and not missing.any():  # on a GPU, waiting for any() takes longer than masking
+    if not missing.is_cuda and not missing.any():  # on a GPU, any() takes longer than masking
         return x.index_select(0, index)
     return x.index_select(0, index.clamp(min=0)).masked_fill_(missing[:, None], 0)
 

@@ -2,7 +2,7 @@
 
     y = x w^T        dx = dy w        dw = dy^T x
 
-`PLAIN` multiplies numbers as they are. An extra may round them first, to compute as hardware of fewer bits would.
+`PLAIN` multiplies tensors as they are. An extra may round them first, to emulate hardware with fewer bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Products(Protocol):
-    """How a linear layer multiplies.
+    """The matrix products of a linear layer.
 
     x  [..., D]    dy  [..., F]    w  [F, D], or a rank's part of it along one dim; the last dim but one of x and dy is
     the tokens of a sample
@@ -35,7 +35,7 @@ class Products(Protocol):
 
 
 class PlainProducts:
-    """Multiply numbers as they are, in their own dtype."""
+    """Multiplies tensors as they are, in their own dtype."""
 
     def output(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, w, bias)
@@ -56,11 +56,9 @@ def rows(x: Tensor) -> Tensor:
 
 
 def keep(model: nn.Module, config: TrainConfig, mesh: Any) -> None:
-    """Leave the model's products as they are. `--products plain` loads this function.
+    """Do nothing: `--products plain` loads this function. The functions of other choices set `products` of linear layers.
 
-    model   the whole model, or this rank's stage after every cut
-    config  the run
+    model   the whole model, or this rank's stage after all strategies have split it
+    config  the run's configuration
     mesh    the run's Mesh; None: one process
-
-    Another choice's function sets `products` of linear layers.
     """

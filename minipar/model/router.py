@@ -94,7 +94,8 @@ def tie_ranks(scores: Tensor, dim: int) -> Tensor:
     change ranks wherever equal scores lie at a boundary of the grid.
     """
     ordered = scores.sort(dim=dim, descending=True)
-    larger = ordered.values.roll(1, dim)  # the first is compared with the last, and is not smaller
+    # roll wraps around: the largest score is compared with the smallest, which is not larger, and so gets rank 0.
+    larger = ordered.values.roll(1, dim)
     ranks = (larger - ordered.values > TIE_TOLERANCE).cumsum(dim)
     return torch.empty_like(ranks).scatter_(dim, ordered.indices, ranks)
 
@@ -115,14 +116,14 @@ def token_choice(probs: Tensor, scores: Tensor, top_k: int) -> tuple[Tensor, Ten
 
 
 def random_second(expert: Tensor, weight: Tensor, draw: Tensor, num_experts: int) -> Tensor:
-    """Leave out each token's second expert at random; return the experts, with `num_experts` for one that is left out.
+    """Leave out each token's second expert at random; return the experts, with `num_experts` for a left-out expert.
 
     expert, weight  [..., 2]
     draw            [...]     uniform in (0, 1), counter-based, so that every mesh leaves out the same experts
 
-    The second expert is used where 2 weight_2 > draw: always where the two weights are equal, rarely where weight_2 is
-    small. If it is left out, its place is free for other tokens and no row is sent to it, so second experts get
-    2 E[weight_2] rows per token instead of 1.
+    The second expert is used if 2 weight_2 > draw: always if the two weights are equal, rarely if weight_2 is small. If it
+    is left out, its capacity is free for other tokens and no row is sent to it. So second experts get 2 E[weight_2] rows
+    per token on average instead of 1.
     Source: GShard, arXiv:2006.16668, section 2.2 and algorithm 1.
     """
     used = 2 * weight.detach()[..., 1].double() > draw
@@ -130,15 +131,17 @@ def random_second(expert: Tensor, weight: Tensor, draw: Tensor, num_experts: int
 
 
 def on_best_nodes(affinity: Tensor, top_k: int, num_nodes: int, nodes_per_token: int) -> Tensor:
-    """Return the mask of experts that are on each token's M best nodes.
+    """Return, for each token, the mask of the experts on its M best nodes.
 
     affinity  [..., E]  probabilities, with the balance bias added if there is one
     returns   [..., E]  bool; M = nodes_per_token
 
-    Node n has experts n*E/N ... (n+1)*E/N - 1. A node's score is the sum of the affinities of its ceil(k/M) best experts.
+    Node n of N has experts n*E/N ... (n+1)*E/N - 1. A node's score is the sum of the affinities of its ceil(k/M) best
+    experts.
 
-    A dispatch that copies a token once to each other node that it uses sends at most min(k, M) rows of D elements per
-    token between nodes: (N-1)/N of `nodes_used` where the nodes are used evenly. `AllToAll` sends k rows. Without a limit,
+    Suppose that a dispatch sends a token once to each other node that has one of the token's experts. Then at most
+    min(k, M) rows of D elements per token go between nodes. If all nodes are used equally, the average is (N-1)/N times
+    the mean number of nodes per token (see `nodes_used`). `AllToAll` sends at most k rows, one per expert. Without a limit,
     k experts drawn with equal probability are on N (1 - C(E - E/N, k) / C(E, k)) nodes on average.
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3; the node's score: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
@@ -150,7 +153,7 @@ def on_best_nodes(affinity: Tensor, top_k: int, num_nodes: int, nodes_per_token:
 
 
 def nodes_used(expert: Tensor, num_experts: int, num_nodes: int) -> Tensor:
-    """Return the number of nodes that a token's experts are on: [..., k] -> [...]. `num_experts` stands for no expert."""
+    """Return the number of nodes with a token's experts: [..., k] -> [...]. In `expert`, `num_experts` means no expert."""
     node = expert.div(num_experts // num_nodes, rounding_mode="floor")
     return F.one_hot(node, num_nodes + 1)[..., :num_nodes].amax(-2).sum(-1)
 
@@ -180,7 +183,7 @@ def position_in_expert(expert: Tensor, num_experts: int, priority: Tensor | None
     expert    [N, g, k]   `num_experts` for no expert
     priority  [N, g, k]   larger comes first, ties by token position; None: all by token position
 
-    Queued by token position, a token's place does not depend on later tokens, so routing is causal; by priority it is not.
+    If choices are queued by token position, no choice depends on later tokens, so routing is causal; by priority it is not.
     Source: arXiv:2101.03961, section 2.2; arXiv:2106.05974, section 4.1 (batch prioritized routing).
     """
     queue = expert.flatten(1)
@@ -199,7 +202,7 @@ def expert_choice(probs: Tensor, real: Tensor, capacity: int) -> tuple[Tensor, T
 
     probs  [N, g, E]    real  [N, g]: False for padding
     expert [N, g, E]    e in column e where expert e chose the token, else E
-    place  [N, g, E]    the token's place in e's order of preference, below `capacity` where e chose it
+    place  [N, g, E]    the token's position in e's order of preference, below `capacity` where e chose it
 
     Every expert is full by construction; a token may be chosen by many experts or by none. Not causal: whether a token
     is chosen depends on later tokens.

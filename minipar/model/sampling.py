@@ -25,8 +25,8 @@ def generate(
     returns        [T + num_tokens] or [B, T + num_tokens]
 
     temperature 0 takes the most likely token; above 0, tokens are drawn from softmax(logits / temperature) by a
-    generator seeded with `seed`. The model sees the last max_seq_len tokens. It reads the prompt once and then one
-    token at a time, with cached keys and values; see `cache.py` for the cases in which it reads the whole text again.
+    generator seeded with `seed`. The model sees the last max_seq_len tokens. It processes the prompt once and then one
+    token at a time, with a KV cache; see `cache.py` for the cases in which it processes the whole sequence again.
     Raises ValueError on an empty prompt, a token outside the vocabulary, or a negative num_tokens or temperature.
     """
     batch = checked_prompt(model.config, prompt_tokens, num_tokens, temperature)
@@ -43,7 +43,7 @@ def generate(
 def continue_text(
     model: nn.Module, batch: Tensor, num_tokens: int, next_token: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Append `num_tokens` tokens to [B, T], each by calling `next_token` on the tokens that `model` has not read yet.
+    """Append `num_tokens` tokens to [B, T], each by calling `next_token` on the tokens that are not in the cache yet.
 
     next_token  [B, new] -> [B, 1]    runs the model, or this stage of it, on the new tokens
     """
@@ -63,7 +63,7 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     """Choose a token for each sample: [B, V] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    odds = (logits.double() / temperature).softmax(-1).cpu()  # drawn on the CPU: the same on every device
+    odds = (logits.double() / temperature).softmax(-1).cpu()  # on the CPU, every device draws the same tokens
     return torch.multinomial(odds, 1, generator=generator).to(logits.device)
 
 

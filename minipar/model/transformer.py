@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.config, self.seed, self.first, self.last = config, seed, first, last
         self.overrides = TransformerOverrides()
         if first:
-            # torch.get_default_device() fails in torch 2.9 where the default was set to None, as a rank does.
+            # torch.get_default_device() fails in torch 2.9 if the default was set to None, as every rank does.
             shape, where = (config.vocab_size, config.dim), device or torch.empty(0).device
             self.embedding = nn.utils.skip_init(nn.Embedding, *shape, device=where, dtype=dtype)
         self.layers = nn.ModuleDict(
@@ -149,7 +149,7 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the mean cross-entropy over the targets that are not -100.
 
-        x        tokens [B, T], or hidden [B, T, D] where this is not the first stage
+        x        tokens [B, T], or hidden [B, T, D] if this is not the first stage
         targets  [B, T] int64
         count    divides the sum; default: the number of targets in `targets` that are not -100. For a part of a batch,
                  pass the whole batch's count; losses and gradients of the parts then sum to those of the whole batch.
@@ -171,7 +171,7 @@ class Transformer(nn.Module):
     def stage(self, layers: Iterable[int], first: bool, last: bool) -> Transformer:
         """Return a stage of this model with *copies* of its present values; this model is unchanged.
 
-        Cut stages before applying other strategies: the copies lose whatever a strategy has attached to the parameters.
+        Cut stages before applying other strategies: the copies lose what a strategy has attached to the parameters.
         Raises ValueError if this model lacks a requested layer, or the requested embedding or head.
         """
         layers = _checked_layers(layers, self.config.num_layers)

@@ -14,8 +14,9 @@ def check_vocabulary(name: str, tokens: Tensor, vocab_size: int, ignore_index: i
     tokens        int64 of any shape
     ignore_index  None, or a value that is allowed besides 0 ... vocab_size - 1
 
-    Without this check a split vocabulary would give a plausible loss, since every rank takes the token for another rank's.
-    On a GPU the host does not wait for the tokens: as in torch's embedding, the GPU asserts, and the process ends.
+    Without this check a split vocabulary would give a plausible loss, since each rank would assume that another rank has
+    the token. On a GPU the host does not wait for the tokens: as in torch's embedding, the GPU asserts, and the process
+    ends.
     """
     ignored = torch.zeros_like(tokens, dtype=torch.bool) if ignore_index is None else tokens == ignore_index
     inside = ignored | (tokens >= 0) & (tokens < vocab_size)

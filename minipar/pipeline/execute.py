@@ -104,7 +104,7 @@ class Pipeline:
         stage_kwargs: dict[str, Any] | None = None,
         loss_scale: float = 1.0,
     ) -> Tensor | None:
-        """Add the gradients of one batch to `.grad`; return the loss on the last stage's rank, None on the others.
+        """Add the gradients of one batch to `.grad`; return the loss on the last stage's rank, None on the other ranks.
 
         inputs        [B, ...] on the rank of stage 0; m divides B, and the batch is cut along dim 0
         targets       [B, ...] on the rank of the last stage
@@ -112,7 +112,7 @@ class Pipeline:
                       means; without `loss_fn`, the number of targets that are not -100. Where several pipelines share a
                       batch, give each the whole batch's count: their losses and gradients then sum to the whole batch's
         per_sample    keyword arguments of this rank's stages that are cut like the batch, such as `sample_ids`
-        stage_kwargs  keyword arguments passed whole, such as `positions` and `step`
+        stage_kwargs  keyword arguments that are not cut, such as `positions` and `step`
         loss_scale    multiplies the gradients, not the loss that is returned
 
         A Transformer without `sample_ids` gets 0 ... B-1. With two copies of the model, each last stage returns a part of

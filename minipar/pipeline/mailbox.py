@@ -50,7 +50,7 @@ class Mailbox:
         pairs = {pair for a, b in boundaries if a != b for pair in ((a, b), (b, a))}
         self._comms: dict[Pair, Comm] = {
             pair: comm.subgroup(pair, f"pipe {pair[0]} to {pair[1]}")
-            for pair in sorted(pairs)  # one order on every rank, as NCCL needs
+            for pair in sorted(pairs)  # the same order on every rank, as NCCL needs
             if comm.rank in pair
         }
         self._outbox = Outbox(HELD_BYTES if comm.device.type == "cpu" else math.inf)
@@ -63,7 +63,7 @@ class Mailbox:
         self._announced: set[Boundary] = set()
 
     def begin(self) -> None:
-        """Start a step, with no message under way."""
+        """Start a step: no message is under way."""
         self._arriving: dict[Action, Handle] = {}
         self._late: dict[Pair, deque[Action]] = {pair: deque() for pair in self._comms}
 

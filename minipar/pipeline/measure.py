@@ -32,7 +32,7 @@ def measured(schedule: Schedule, spans: Sequence[Mapping[Action, Span]]) -> Time
 
 
 def measured_costs(schedule: Schedule, spans: Mapping[Action, Span], comm: float = 0.0) -> Costs:
-    """Return the mean seconds of each op on each stage, for a simulation. If a stage runs B, not I and W, B counts as I."""
+    """Return the mean time of each op on each stage, for a simulation. If a stage runs B, not I and W, B counts as I."""
     sums: dict[tuple[str, int], list[float]] = {}
     for action, (start, end) in spans.items():
         sums.setdefault((action.op, action.stage), []).append(end - start)

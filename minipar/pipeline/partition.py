@@ -104,7 +104,7 @@ def balance(costs: Sequence[float], num_stages: int, speeds: Sequence[float] | N
 
     costs   work per layer, such as measured seconds
     speeds  work per unit of time of each stage's rank, for unequal machines; None: all equal. A rank at half the speed of
-            the others gets about half as many layers
+            the other ranks gets about half as many layers
 
     Takes O(num_stages n^2) time. Of several optimal cuts, returns the one with the longest last stages.
     Raises ValueError if there are fewer layers than stages, a cost is negative, or a speed is not above 0.

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: forward and backward of one unit of work, with the backward whole or in two halves."""
+"""One stage of a pipeline: forward and backward of one unit of work, with the backward in one action or in two halves."""
 
 from __future__ import annotations
 

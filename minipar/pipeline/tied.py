@@ -17,7 +17,7 @@ class TiedGradients:
 
     Runs after both stages' last backward, and after each stage's replicas have summed their gradients; the order of these
     sums does not matter. But it must run before gradients are sharded, because the two stages would shard the weight at
-    different places. Only this step's gradients are summed; gradients of earlier steps are summed already, and are added
+    different offsets. Only this step's gradients are summed; gradients of earlier steps are summed already, and are added
     afterwards. Both ranks add in the same order, so equal weights stay equal bit for bit.
     Sends V * D elements each way; nothing where one rank holds both stages, as in a V schedule or with two copies of the
     model.

@@ -25,11 +25,11 @@ OnReport = Callable[[int, Any], object]  # called with a rank and what it report
 OnAsk = Callable[[int, Any], object]  # called with a rank and what it asks; returns the answer
 GRACE_S = 0.5  # after a failure, time for the other ranks to report its cause and what they wait for
 PATIENCE_S = 0.5  # silence after which ranks are asked whether they are stuck
-ANSWER_S = 5.0  # how long they may take to answer; a machine may be overloaded
+ANSWER_S = 5.0  # how long these ranks may take to answer; a machine may be overloaded
 
 
 class Keeper(Protocol):
-    """The pool as a call needs it: its connection to the fork server, the pipe for stacks, the ranks that have ended."""
+    """The part of a pool that a call needs: the connection to the fork server, the pipe for stacks, which ranks ended."""
 
     keeper: Connection
     stacks: Connection
@@ -153,7 +153,7 @@ class Call:
             self._listen(left)
         self._ask(GRACE_S)
         while time.monotonic() < deadline and not all(s.blocked for s in self._statuses.values()):
-            # A running rank may soon block, and then report what it waits for, which explains more.
+            # Ask again: a running rank may soon block, and then report what it waits for, which explains more.
             self._listen(GRACE_S / 20)
             self._ask(GRACE_S)
         # Raise the first failure that is not a consequence of another rank's failure; without one, the first failure.
@@ -168,17 +168,20 @@ class Call:
         raise RankError(rank, traceback, self._others(rank), results(self._answers))
 
     def _name_who_is_late(self, rank: int, failure: Failure) -> None:
-        """Raise RankError for the running rank for which this rank waited past its deadline, directly or through others."""
+        """Raise RankError for the rank that `rank`, which timed out, waits for, if that rank is running.
+
+        If that rank waits for another rank, follow the waits to the rank at the end.
+        """
         self._ask(2 * GRACE_S)
         stack = {r: status.stack for r, status in self._statuses.items()}
         silent = {r: process for r, process in self._open().items() if r not in stack}
         stopped = {r for r, process in silent.items() if process.stopped}
-        # The signal for the stack wakes the rank.
+        # `stopped` must be found before asking for stacks: asking wakes a stopped rank.
         stack |= {r: self._stack_of(process) for r, process in silent.items()}
         running = {r for r, status in self._statuses.items() if status.running}
         running |= stopped | {r for r in silent if not stacks.inside_comm(stack[r])}
         waits_for = self._waits_for()
-        known = rank in waits_for  # in a native collective it is not known
+        known = rank in waits_for  # a native collective does not tell which rank it waits for
         late = last_waited_for(rank, waits_for) if known else min(running, default=rank)
         if late in running:
             why = failure.summary.removeprefix("failed too: ")
@@ -204,7 +207,7 @@ class Call:
         raise RankError(late, said, self._others(late), results(self._answers))
 
     def _waits_for(self) -> dict[int, int]:
-        """Return, for each rank that waits or has waited for a message, the rank at its other end."""
+        """Return, for each rank that waits or has waited for a message, the rank at the message's other end."""
         found = {}
         for r, status in self._statuses.items():
             message = next(iter(status.counts.waiting), None)

@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType
 from typing import Any, NamedTuple
@@ -36,26 +35,27 @@ class CallerModules:
     """
 
     def __init__(self) -> None:
-        sys.meta_path.insert(0, _FromSource())
+        self._files: dict[str, str] = {}  # name -> its file, also where the import failed
+        sys.meta_path.insert(0, _FromSource(self._files))
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (mtime, size) of its file when imported
         self._place: tuple[list[str], str] | None = (
             None  # the last caller's import path and working directory
         )
 
     def remember(self) -> None:
-        for name, file in _own_modules():
+        for name, file in self._files.items():
             if name not in self._seen:
                 self._seen[name] = _stamp(file)
 
     def forget_stale(self, caller: CallerEnvironment) -> None:
-        """Remove all these modules if one was edited or may be another file: the others may have imported its names."""
-        own = dict(_own_modules())
+        """If one of these modules was edited or may be another file, remove all: they may import names from each other."""
         place = (caller.path, caller.directory)
-        edited = any(_stamp(own[name]) != stamp for name, stamp in self._seen.items() if name in own)
+        edited = any(_stamp(self._files[name]) != stamp for name, stamp in self._seen.items())
         if edited or place != self._place:
-            for name in own:
+            for name in self._files:
                 sys.modules.pop(name, None)
             importlib.invalidate_caches()
+            self._files.clear()
             self._seen.clear()
         self._place = place
 
@@ -63,25 +63,22 @@ class CallerModules:
 class _FromSource:
     """An import hook that finds what Python's own hooks find, and reads the caller's modules without byte code."""
 
+    def __init__(self, files: dict[str, str]) -> None:
+        self._files = files  # the caller's modules that were asked for: name -> file
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         others = (finder.find_spec for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (find(name, path, target) for find in others)), None)
         if spec is not None and type(spec.loader) is SourceFileLoader and spec.origin and is_own(spec.origin):
             spec.loader = _SourceLoader(name, spec.origin)
             spec.cached = None
+            self._files[name] = spec.origin
         return spec
 
 
 class _SourceLoader(SourceFileLoader):
     def get_code(self, name: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
-
-
-def _own_modules() -> Iterator[tuple[str, str]]:
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if file and file.endswith(".py") and os.path.isabs(file) and is_own(file):
-            yield name, file
 
 
 def is_own(file: str) -> bool:

@@ -85,7 +85,7 @@ def group_options(backend: str, device: torch.device) -> dict[str, Any]:
     """Return the options of `init_process_group`.
 
     With NCCL, gloo carries the values that the host reads (`comm/host.py`). With a device_id, NCCL connects all ranks here;
-    at the first message, other ranks might be busy elsewhere. It also keeps the other ranks off GPU 0.
+    at the first message, other ranks might be busy elsewhere. The device_id also keeps the other ranks off GPU 0.
     """
     if backend != "nccl":
         return {"backend": backend}

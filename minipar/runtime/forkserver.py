@@ -31,9 +31,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-LOOK_S = 0.5  # seconds between checks whether the caller lives, where the system does not report it
+LOOK_S = 0.5  # seconds between checks whether the caller still lives, since the system may not report that it has ended
 # The first optimizer of a process imports torch._dynamo; here one import serves all ranks.
 _PRELOADED = ("torch", "torch._dynamo", "numpy", "minipar.runtime.worker")
+# Packages that start no thread when they are imported. The server imports what the caller has imported of them, before it
+# forks, so that not every rank has to.
+_SHARED = ("minipar", "hypothesis", "pytest")
 PR_SET_CHILD_SUBREAPER = 36  # from linux/prctl.h
 _MAX_FDS = 250  # Linux's limit for one message; a pool of 64 ranks takes 194
 
@@ -63,7 +66,9 @@ class ForkServer:
         # The server writes this once it has imported everything.
         if not self._control.recv(1, socket.MSG_PEEK):
             raise RuntimeError(f"the fork server has ended with exit code {self._process.wait()}")
-        socket.send_fds(self._control, [json.dumps([size, backend, tempfile.gettempdir()]).encode()], ends)
+        request = json.dumps([size, backend, tempfile.gettempdir(), _imported()]).encode()
+        socket.send_fds(self._control, [len(request).to_bytes(4, "big")], ends)
+        self._control.sendall(request)
 
     def alive(self) -> bool:
         return self._process.poll() is None
@@ -77,15 +82,22 @@ class ForkServer:
         """End the server, and with it every rank; in a forked child, only close the connection."""
         if os.getpid() == self._caller:
             with contextlib.suppress(OSError):  # it has ended
-                self._control.shutdown(socket.SHUT_RDWR)  # a forked child may hold this end, too
+                self._control.shutdown(socket.SHUT_RDWR)  # also if a forked child holds this end
             self._process.wait()
         else:
             self._process.returncode = 0  # the server is not this process's child
         self._control.close()
 
 
+def _imported() -> list[str]:
+    """Return the names of the modules in shared packages that this process has imported."""
+    return [
+        name for name in list(sys.modules) if name.partition(".")[0] in _SHARED and "__main__" not in name
+    ]
+
+
 def _interpreter(function: str, *args: object) -> list[str]:
-    """Return the command of a new interpreter that imports what this one can, and calls a function of a module."""
+    """Return the command of a new interpreter that can import whatever this one can, and that calls a module's function."""
     module, _, name = function.rpartition(".")
     program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}{args!r}"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -110,6 +122,14 @@ def serve(control_fd: int, caller: int, method: str) -> None:
     finally:
         server.end_all()
         os._exit(0)
+
+
+def _import(names: list[str]) -> None:
+    """Import these modules; a rank that needs one that cannot be imported here reports the error itself."""
+    for name in names:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
 
 
 @contextlib.contextmanager
@@ -139,7 +159,7 @@ class _Server:
         self._caller = caller
         self._begin = self._fork if method == "fork" else self._exec
         self._pools: dict[Connection, _Pool] = {}
-        # Kept, because garbage collection of a Popen waits for its process.
+        # Kept, because a Popen that is garbage-collected reaps its process, and `_report` would not see how it ended.
         self._interpreters: list[subprocess.Popen[bytes]] = []
         self._woken, self._wake = socket.socketpair()  # readable when a rank has ended or was stopped
         self._wake.setblocking(False)
@@ -163,12 +183,15 @@ class _Server:
 
     def _start(self) -> bool:
         """Start a pool's ranks; return False if no request comes, because the caller has closed its connection."""
-        request, fds, *_ = socket.recv_fds(self._control, 1 << 12, _MAX_FDS)
-        if not request:
+        length, fds, *_ = socket.recv_fds(self._control, 4, _MAX_FDS)
+        if not length:
             return False
         for fd in fds:
             os.set_inheritable(fd, False)
-        size, backend, temporary = json.loads(request)
+        request = self._control.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
+        size, backend, temporary, imported = json.loads(request)
+        if self._begin == self._fork:
+            _import(imported)
         keeper = Connection(fds.pop(0))
         try:
             folder = tempfile.mkdtemp(prefix="minipar-", dir=temporary)
@@ -250,7 +273,7 @@ class _Server:
     def _end_orphans(self) -> None:
         """Kill processes that ended ranks left behind in other sessions: all children of this process but ranks.
 
-        A daemon detached by a living rank of another pool ends too, because nothing tells which rank started it.
+        A daemon that a living rank of another pool has detached is killed too, because nothing tells which rank started it.
         """
         spared = {pid for pool in self._pools.values() for pid in pool.ranks}
         while orphans := children_of(os.getpid()) - spared:
@@ -267,7 +290,7 @@ class _Server:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of its descendants whose own parent ends. Does nothing but on Linux."""
+    """Make this process the parent of its descendants whose own parent ends. Has no effect except on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 

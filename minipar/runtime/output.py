@@ -13,7 +13,7 @@ class Output:
 
     def __init__(self, source: Connection, rank: int, name: str):
         self._source, self._rank, self._name = source, rank, name
-        self._rest = b""  # the beginning of a line
+        self._rest = b""  # the beginning of a line that is not complete yet
         self.open = True
         os.set_blocking(source.fileno(), False)
 

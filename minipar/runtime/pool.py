@@ -103,7 +103,7 @@ class Pool:
             with suppress(EOFError, OSError):
                 self.keeper.send_bytes(b"end")
                 while True:
-                    self.keeper.recv_bytes()  # until the server has closed its end: all have ended
+                    self.keeper.recv_bytes()  # the server closes its end once all ranks have ended
             if self._folder is not None:
                 # The server has removed it, unless something has killed the server.
                 shutil.rmtree(self._folder, ignore_errors=True)

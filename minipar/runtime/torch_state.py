@@ -21,7 +21,7 @@ _FUNCTIONS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    # Its setter imports a compiler, which takes a second.
+    # This setter imports a compiler, which takes a second: `reset` calls it only if the value differs.
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.is_warn_always_enabled, torch.set_warn_always),

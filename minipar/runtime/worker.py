@@ -45,7 +45,7 @@ from minipar.transport.transport import Transport
 from minipar.transport.transports import choose_transport
 from minipar.transport.watch import Stuck, Watch
 
-MAX_CHARACTERS = 1 << 16  # the most that the caller gets of an exception and its traceback
+MAX_CHARACTERS = 1 << 16  # maximum length of a traceback that the caller gets; longer ones are shortened
 
 
 @contextlib.contextmanager
@@ -100,9 +100,8 @@ class Worker:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._modules = CallerModules()
         self._torch = TorchState()
-        self._groups: dict[
-            ChannelId, dist.ProcessGroup
-        ] = {}  # the process groups, which last as long as the process
+        # The process groups, which last as long as the process.
+        self._groups: dict[ChannelId, dist.ProcessGroup] = {}
         self._transport: Transport | None = None  # the transport of the call under way, or of the last call
 
     def tell(self, what: str, value: object) -> None:
@@ -271,7 +270,7 @@ def _wake_without_preempting() -> None:
     """Use batch scheduling for this process and the threads that it starts.
 
     gloo's thread polls without sleeping while another thread is inside a send on the same pair. If the rank that the
-    message wakes preempts the sending thread, the poll lasts a whole time slice, and a step of 50 microseconds 3 ms.
+    message wakes preempts the sending thread, the poll lasts a whole time slice: a step of 50 microseconds takes 3 ms.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

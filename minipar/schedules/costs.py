@@ -26,7 +26,7 @@ class Costs:
     comm: Cost = 0.0
 
     def table(self, num_stages: int) -> dict[Op, tuple[float, ...]]:
-        """Return the seconds by op and stage. Raises ValueError for a negative cost or a wrong number of stages."""
+        """Return each op's time on each stage. Raises ValueError for a negative cost or a wrong number of stages."""
         f, i, w = (_per_stage(name, getattr(self, name), num_stages) for name in "FIW")
         return {"F": f, "B": tuple(map(sum, zip(i, w))), "I": i, "W": w}
 

@@ -4,11 +4,12 @@ The programs must not hang even on a transport that guarantees very little: a se
 (rendezvous), and the messages between two ranks, of both directions together, pass in the order in which they were posted.
 Posting never blocks; only `Wait` does.
 
-Both ranks of each pair post their transfers in the order in which a simulated run produces them. Suppose that
-the programs hang, and consider the unfinished action that the simulation started first. The results it needs
-have been computed, because the simulation started their actions earlier. Every transfer that the simulation had
-produced by then is posted by both ranks, because each rank posts it after actions that all started earlier; and
-no other transfer between the same ranks is posted before them. So these transfers complete, and the action can run.
+Both ranks of each pair post their transfers in the order in which a simulated run produces them. Suppose that the programs
+hang. Let a be the unfinished action that the simulation started first, at time t. Every action that the simulation started
+before t has run, so the results that a needs have been computed. Consider a transfer that the simulation had produced by t.
+Both ranks have posted it, because each rank posts it only after actions that the simulation started before t. The transfers
+ahead of it in the pair's order were also produced by t, so both ranks have posted those as well. So all of these transfers
+complete, and a can run: a contradiction.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from minipar.schedules.schedule import Action, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 
-# Post a receive before the action during which its message arrives, and one action earlier than that.
+# Post a receive two actions before the first action that starts after its message has arrived, that is, just before the
+# action that precedes the one during which the message arrives.
 ACTIONS_AHEAD = 2
 
 
@@ -104,7 +106,7 @@ def transfers(timeline: Timeline) -> list[Transfer]:
 
 
 def _posts(timeline: Timeline, crossings: list[Transfer]) -> dict[tuple[int, int], list[Instruction]]:
-    """Return posts[rank, i], posted by `rank` just before its i-th action. Both ranks of a pair post in one order."""
+    """Return posts[rank, i], posted by `rank` just before its i-th action. Both ranks of a pair post in the same order."""
     actions = timeline.schedule.actions
     starts = [[timeline.spans[action][0] for action in own] for own in actions]
     index = {action: i for own in actions for i, action in enumerate(own)}

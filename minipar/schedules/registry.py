@@ -1,4 +1,4 @@
-"""Every schedule, by its name on the command line: the core's own here, others from extras."""
+"""Every schedule, by its name on the command line: minipar's own here, other schedules from extras."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ScheduleChoice(Choice):
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
     sliced        samples are cut into slices
     copies        number of copies of the model, each spread over all ranks
-    closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it is not planned
-    instead       if it is not planned: the reason, and the schedule to plan in its place
+    closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it has none
+    instead       if the planner has no formulas: the reason, and the schedule to plan in its place
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class ScheduleChoice(Choice):
         self.closed_forms, self.instead = closed_forms, instead
 
     def priced_as(self, config: Any) -> str:
-        """Return the name of the schedule, with one copy of the model, whose closed forms price this run."""
+        """Return the name of the schedule, with one copy of the model, whose formulas predict this run."""
         return str(config.schedule)
 
     def unit_sizes(self, config: Any) -> tuple[int, ...] | None:
-        """Return the number of tokens of each slice of a run's samples; None if samples are whole."""
+        """Return the number of tokens of each slice of a run's samples; None if samples are not sliced."""
         return None
 
 

@@ -36,7 +36,7 @@ class Action(NamedTuple):
 def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...]:
     """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
 
-    num_stages   stages of one copy of the model; a copy's first and last stages need no other copy's
+    num_stages   stages of one copy of the model; a copy's first and last stages need no stage of another copy
 
 
     F(s, k)   the activation from stage s-1        F(s-1, k)

@@ -16,7 +16,7 @@ def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights:
     """Return the best of eight greedy schedules and, if they fit the memory limit, ZB-H1 and ZB-H2.
 
 
-    memory_limit      the most a rank may hold, in activations of one microbatch; p is 1F1B's memory and gives the
+    memory_limit      the largest memory of a rank, in activations of one microbatch; p is 1F1B's memory and gives the
                       paper's ZB-1p, 2p gives ZB-2p
     kept_for_weights  the fraction of an activation that is kept between its I and its W. With 1, memory_limit
                       bounds `Timeline.peak_live`; a transformer layer keeps 32sbh of sb(34h + 5as)
@@ -46,7 +46,7 @@ def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights:
 
 
 def peak_memory(schedule: Schedule, kept_for_weights: float = 1.0) -> float:
-    """Return the most activations that any rank holds; after I, a fraction `kept_for_weights` of an activation remains."""
+    """Return the peak number of activations on any rank; after I, a fraction `kept_for_weights` of one remains."""
     change = {"F": 1.0, "B": -1.0, "I": kept_for_weights - 1, "W": -kept_for_weights}
     peak = 0.0
     for actions in schedule.actions:
@@ -73,7 +73,7 @@ class _Draft:
         self.count: list[dict[Op, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
         self.free = [0.0] * p
         self.ends: dict[Action, float] = {}
-        # Each rank's final own span if it is never idle again.
+        # The own span (see `Timeline`) with which each rank would end if it had no further idle time.
         self.own_span = [m * (self.seconds["F"][rank] + self.seconds["B"][rank]) for rank in range(p)]
 
     def complete(self, eager: bool, patience: float | None) -> tuple[tuple[Action, ...], ...]:

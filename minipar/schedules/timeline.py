@@ -35,7 +35,7 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The seconds that each rank computes."""
+        """The time, in seconds, that each rank computes."""
         return tuple(sum(e - s for s, e in self._rank_spans(rank)) for rank in range(self.schedule.num_ranks))
 
     @cached_property
@@ -61,7 +61,7 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """The most activations that each rank holds at once, counting one per stage and microbatch (or its slice)."""
+        """The peak number of activations that each rank holds, counting one per stage and microbatch (or its slice)."""
         return tuple(
             max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
         )

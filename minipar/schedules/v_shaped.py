@@ -46,8 +46,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     If F=I=W=1 and m >= 2p, each rank idles p-1 and keeps at most 2p+1 chunks alive. In the paper the two actions of a pair
     overlap, so that one communicates while the other computes; the paper's idle time, (p-1)(F&B + B - 3W), counts a pair as
     one action. Here the two run in turn, and the first sends its result before the second runs. Only backwards that would
-    leave a gap are split. Fewer than 2p microbatches use the order for
-    2p, without its microbatches from m on.
+    leave a gap are split. Fewer than 2p microbatches use the order for 2p, without its microbatches from m on.
     Raises ValueError if p or m is below 1.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1, and its DualPipeV.
     """

@@ -45,7 +45,7 @@ def _split_1f1b(p: int, m: int, num_warmup: list[int], lag: list[int], name: str
 
 
 def _with_weights(actions: list[Action], lag: int) -> tuple[Action, ...]:
-    """Insert after each I the W of the microbatch `lag` places earlier; the last `lag` W come at the end."""
+    """Insert after each I the W that belongs to the I `lag` positions before it; the last `lag` W come at the end."""
     deferred: list[Action] = []
     out: list[Action] = []
     for action in actions:

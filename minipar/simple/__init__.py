@@ -27,20 +27,20 @@ tensor_parallel.py    column- and row-parallel matrices, and the MLP and the att
 vocab.py              the embedding and the cross-entropy with a sharded vocabulary
 sequence_parallel.py  tensor parallelism with the tokens sharded outside the matrices
 pipeline.py           GPipe and 1F1B as loops with send and receive
-dispatch.py           rows to the ranks of their experts, and back, by all-to-all
+dispatch.py           rows sent to the ranks of their experts, and back, by all-to-all
 moe.py                Switch: capacity, balance loss and z-loss
 ring_attention.py     attention over a sharded sequence: keys and values are sent around a ring
 ulysses.py            attention over a sharded sequence: all-to-all to all tokens of some heads, and back
 mesh.py               the grid of ranks, and each rank's group along each axis
 transformer.py        the model that train.py trains, and a rank's part of it
-train.py              all of it: dp x tp x pp; one flag each adds cp, ep, ZeRO-1 or sequence parallelism
+train.py              all of it: dp x tp x pp; flags add cp, ep, ZeRO-1 and sequence parallelism
 grad_norm.py          the norm of a gradient whose parts are on many ranks
-reshard.py            a matrix saved in parts, read as other parts
+reshard.py            a matrix saved as the parts of one mesh, read as the parts of another
 sign_compression.py   a mean over ranks at one bit per element, with error feedback
 power_sgd.py          a mean over ranks as the product of two thin matrices
 generate.py           text, one token at a time, with a key/value cache
-paged.py              the cache in blocks, a table of them for each text, new tokens of many texts in one pass
-continuous.py         texts enter and leave the batch at every step
+paged.py              the cache in blocks, with a block table per sequence; new tokens of many sequences in one pass
+continuous.py         continuous batching: sequences enter and leave the batch at every step
 speculative.py        guess several tokens, verify them in one pass: accept or resample
 
 Where a file checks for a case that it does not handle, its ValueError names the library's version, which does.

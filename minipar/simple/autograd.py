@@ -66,5 +66,5 @@ def _same(x):
 
 
 def _along_tokens(collective):
-    """Make `collective`, which acts on dim 0, act on the tokens, dim 1."""
+    """Return a function that does along dim 1, the tokens, what `collective` does along dim 0."""
     return lambda x: collective(x.transpose(0, 1).contiguous()).transpose(0, 1)

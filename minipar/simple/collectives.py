@@ -14,7 +14,7 @@ Each rank sends, for n elements in the whole vector:
     all_reduce                              2(p-1)/p n
     broadcast                                n per message: ceil(log2 p) messages from the root, p-1 in all
 
-In the library: minipar/comm/ring.py, tree.py, pairwise.py, which add segments, other algorithms, results in given memory.
+In the library: minipar/comm/ring.py, tree.py, pairwise.py, which add segments, other algorithms, a tensor for the result.
 """
 
 import torch
@@ -44,7 +44,7 @@ def all_gather(comm, chunk, sizes=None):
     p, r = comm.size, comm.rank
     left, right = (r - 1) % p, (r + 1) % p
     sizes = sizes or [len(chunk)] * p
-    chunks = [chunk] * p  # the other ranks' chunks take their places
+    chunks = [chunk] * p  # the other ranks' chunks replace the copies
     for step in range(p - 1):
         newest = chunks[(r - step) % p]  # first its own chunk, then the one received last
         source = (r - step - 1) % p
@@ -61,7 +61,7 @@ def all_reduce(comm, x, combine=torch.add):
 
 
 def all_reduce_(comm, x):
-    """The same sum, written into x, which is contiguous, with memory for one received chunk."""
+    """Write the same sum into x, which must be contiguous. Needs memory for one received chunk."""
     p, r = comm.size, comm.rank
     left, right = (r - 1) % p, (r + 1) % p
     chunks = cut(x.view(-1), p)  # views: writing to a chunk writes to x
@@ -96,7 +96,7 @@ def all_to_all(comm, x, send_sizes, recv_sizes):
     """Send chunk s of x to rank s; chunk s of the result is from rank s.   [sum(send), ...] -> [sum(recv), ...]"""
     p, r = comm.size, comm.rank
     sent = x.split(send_sizes)
-    received = list(sent)  # its own chunk stays; the others' take the other places
+    received = list(sent)  # keeps this rank's own chunk; received chunks replace the rest
     for step in range(1, p):  # in each step every rank sends one chunk and receives one
         to, source = (r + step) % p, (r - step) % p
         shape = (recv_sizes[source], *x.shape[1:])

@@ -40,7 +40,7 @@ class Collectives:
         return self._run(False, collectives.all_to_all, x, send_sizes or equal, recv_sizes or equal)
 
     def _run(self, async_op, collective, *args):
-        """Run the collective in a thread, after those of this group that were called before it."""
+        """Run the collective in a thread, after the collectives that this group has called before."""
         if not hasattr(self, "thread"):
             self.thread = ThreadPoolExecutor(1)
         future = self.thread.submit(torch.no_grad()(collective), self, *args)
@@ -60,7 +60,7 @@ class Comm(Collectives):
         if dist.get_rank() not in self.ranks:
             raise ValueError(f"rank {dist.get_rank()} is not in the group {name}, {self.ranks}")
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
-        # Each message carries its group's tag, so that no group receives another's. Making a group sends nothing.
+        # Each message carries its group's tag, so that no group receives another group's. Making a group sends nothing.
         self.tag = crc32(f"{name} {self.ranks}".encode()) >> 1
 
     def subgroup(self, ranks, name):

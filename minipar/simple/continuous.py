@@ -1,14 +1,14 @@
-"""Continuous batching: texts enter and leave the batch at every step.
+"""Continuous batching: sequences enter and leave the batch at every step.
 
-A fixed batch runs until its longest text is done; by then the rows of all other texts are padding. Here each step reads
+A fixed batch runs until its longest sequence is done; by then the rows of all other sequences are padding. Here a step has
 
-    first    decodes: one token of each running text whose prompt has been read
-    then     pieces of prompts, which fit what the decodes leave of the step's budget of tokens
+    first    decodes: one token of each running sequence whose prompt has been processed
+    then     chunks of prompts, which fit what the decodes leave of the step's budget of tokens
 
-so no text waits for a long one to end, and no decode waits for a long prompt. Texts take blocks as they grow. When none is
-free, the text that arrived last gives up all of its blocks. It keeps its tokens, and they are read again when there are
-blocks, at the same positions, so the text continues unchanged. The first text in the queue never gives up blocks, so it is
-always finished.
+so no sequence waits for a long one to end, and no decode waits for a long prompt. Sequences take blocks as they grow. When
+none is free, the sequence that arrived last gives up all its blocks. It keeps its tokens, which are processed again at the
+same positions when there are blocks, so it continues unchanged. The first sequence in the queue never gives up blocks, so
+it is always finished.
 
 In the library: minipar.inference, scheduler.py and engine.py, which add other orders, shared prefixes, drafts and metrics.
 Source: Orca, OSDI 2022, section 4; Sarathi-Serve, arXiv:2403.02310.
@@ -19,7 +19,7 @@ from .paged import Pool, read
 
 
 class Text:
-    """An unfinished text: its tokens, how many of them are in the blocks of its table, and its length when finished."""
+    """An unfinished sequence: its tokens, how many of them are in the blocks of its table, and its length when finished."""
 
     def __init__(self, prompt, num_tokens):
         self.tokens, self.end = list(prompt), len(prompt) + num_tokens
@@ -31,7 +31,7 @@ class Text:
 
 
 def serve(groups, model, requests, num_blocks, block_size, budget):
-    """Continue each request, a (prompt, num_tokens); return their new tokens, and how many tokens each step read."""
+    """Continue each request, a (prompt, num_tokens); return their new tokens, and the number of tokens in each step."""
     pool, texts, steps = Pool(model, num_blocks, block_size), [Text(*request) for request in requests], []
     if max(text.end for text in texts) > num_blocks * block_size:
         raise ValueError(f"{num_blocks} blocks of {block_size} cannot hold the longest text; minipar.inference "
@@ -45,7 +45,7 @@ def serve(groups, model, requests, num_blocks, block_size, budget):
 
 
 def plan(pool, waiting, budget):
-    """Choose the (text, tokens to read) of a step, and take blocks for them. `waiting`: unfinished texts, in order."""
+    """Choose a step's pairs (sequence, tokens to process), and take blocks. `waiting`: unfinished sequences, in order."""
     pieces = []
     # Decodes first; otherwise in order of arrival.
     for text in sorted(waiting, key=lambda text: len(text.unread) > 1):
@@ -57,7 +57,7 @@ def plan(pool, waiting, budget):
 
 
 def room_for(pool, text, num_tokens, waiting, reading):
-    """Take blocks for the text's next tokens. If too few are free, later texts give up all of theirs, the latest first."""
+    """Take blocks for the next tokens. If too few are free, later sequences give up all of theirs, the latest first."""
     while not pool.grow(text.table, text.num_read + num_tokens):
         later = waiting[waiting.index(text) + 1 :]
         victims = [other for other in later if other.table and other not in reading]
@@ -69,7 +69,7 @@ def room_for(pool, text, num_tokens, waiting, reading):
 
 
 def advance(pool, pieces, chosen):
-    """Note what was read. A text without unread tokens appends its chosen token; a finished text releases its blocks."""
+    """Count processed tokens. A sequence without unread tokens appends the chosen one; a finished one frees its blocks."""
     for (text, tokens), token in zip(pieces, chosen):
         text.num_read += len(tokens)
         if not text.unread:

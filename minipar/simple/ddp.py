@@ -76,7 +76,7 @@ class DDP(nn.Module):
         if param not in bucket.pending:
             raise ValueError("a gradient came twice: use minipar.DDP and its no_sync() to accumulate")
         bucket.pending.remove(param)
-        for bucket in self.buckets:  # in order: the first incomplete bucket delays those after it
+        for bucket in self.buckets:  # in order: an incomplete bucket delays the buckets after it
             if bucket.pending:
                 break
             if bucket.handle is None:

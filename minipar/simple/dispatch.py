@@ -31,7 +31,7 @@ def dispatch(comm, rows, counts, gate, up, down):
     to_me = table[:, comm.rank]
     send_sizes, recv_sizes = table[comm.rank].sum(1).tolist(), to_me.sum(1).tolist()
     arrived = all_to_all(comm, rows, send_sizes, recv_sizes)
-    segments = list(arrived.split(to_me.flatten().tolist()))  # by source rank, then by expert
+    segments = list(arrived.split(to_me.flatten().tolist()))  # sorted by source rank, then by expert
     for e in range(own):
         from_each_rank = segments[e::own]
         results = expert(torch.cat(from_each_rank), gate[e], up[e], down[e])

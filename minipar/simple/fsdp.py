@@ -1,6 +1,6 @@
 """FSDP (ZeRO-3): each of p ranks keeps a p-th part of every parameter, gradient and optimizer state.
 
-A unit is a submodule whose parameters w are all-gathered together, and are whole only while the unit runs:
+A unit is a submodule whose parameters w are all-gathered together, and are unsharded only while the unit runs:
 
     before a unit's forward    w = all_gather(shard)                        sends (p-1)/p of the unit's elements
     after its forward          free w

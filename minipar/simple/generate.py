@@ -1,10 +1,10 @@
-"""Text generation: each token is read once, because its keys and values are cached.
+"""Text generation: each token is processed once, because its keys and values are cached.
 
-    read the prompt, T tokens -> logits of its last token -> token T -> read token T alone -> token T+1 -> ...
+    prefill the prompt, T tokens -> logits of its last token -> token T -> decode token T alone -> token T+1 -> ...
 
 From earlier tokens, causal attention needs only keys and values, which no later token changes. Without the cache, every new
-token would cost a pass over the whole text. With it, a new token costs a pass over one token, and the cache holds 2 * DIM
-numbers per token and layer.
+token would cost a pass over the whole sequence. With it, a new token costs a pass over one token, and the cache holds
+2 * DIM elements per token and layer.
 
 Under tp, each rank caches its own heads; the logits of the last token are gathered, and every rank chooses the same token.
 
@@ -18,7 +18,7 @@ from .transformer import Block
 
 
 class Cache:
-    """Attention of one layer that remembers the keys and values of all tokens it has read, [B, heads, S, head_dim]."""
+    """Attention of one layer that keeps the keys and values of all tokens processed so far, [B, heads, S, head_dim]."""
 
     def __init__(self):
         self.k = self.v = None

@@ -32,8 +32,8 @@ from .comm import Comm
 def run(fn, size, *args, timeout_s=60.0):
     """Call fn(world, *args) on `size` ranks, each a process of its own; return their results, in rank order.
 
-    fn and args are pickled, so fn must be defined in a file. The first rank that raises ends all: its traceback is in the
-    RuntimeError. Under torchrun each process is a rank already, and the list has this rank's result alone.
+    fn and args are pickled, so fn must be defined in a file. The first rank that raises ends the other ranks; its traceback
+    is in the RuntimeError. Under torchrun each process is a rank already, and the list has this rank's result alone.
     """
     if size < 1:
         raise ValueError(f"size={size} ranks; use 1 or more")
@@ -67,7 +67,7 @@ def run(fn, size, *args, timeout_s=60.0):
 
 
 def cause(ranks, error):
-    """Say which rank failed first: one that died, whose end made the others raise, or the first that raised."""
+    """Say which rank failed first: a rank that died, which made the other ranks raise, or the first rank that raised."""
     for rank, process in enumerate(ranks):
         process.join(0.1)
         if process.exitcode not in (None, 0, 1):
@@ -88,9 +88,9 @@ def _rank(rank, size, folder, timeout_s, all_are_done, fn, args):
         )
         result = fn(Comm(range(size)), *args)
         torch.save(result, Path(folder, f"result{rank}"))
-        all_are_done.wait()  # a process that ends closes its connections, over which its messages may still be on their way
+        all_are_done.wait()  # a process that ends closes its connections, which may still carry its messages
     except Exception:
-        # When this rank's connections close, the others raise too: the first rank to write this file is the cause.
+        # When this rank's connections close, the other ranks raise too: the first rank to write this file is the cause.
         with suppress(FileExistsError), open(Path(folder, "error"), "x") as file:
             file.write(f"rank {rank} raised:\n{traceback.format_exc()}")
         os._exit(1)

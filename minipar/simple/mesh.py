@@ -26,7 +26,7 @@ AXES = ("pp", "dp", "cp", "tp")
 def groups(*axes, pp=1, dp=1, cp=1, tp=1):
     """Return all groups of ranks that differ only along `axes`: groups("tp", dp=2, tp=2) -> [[0, 1], [2, 3]]."""
     grid = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-    members = {}  # ranks whose coordinates along the other axes are equal are in one group
+    members = {}  # ranks with equal coordinates along the other axes form a group
     for place in product(range(pp), range(dp), range(cp), range(tp)):
         others = tuple(i for axis, i in zip(AXES, place) if axis not in axes)
         members.setdefault(others, []).append(int(grid[place]))

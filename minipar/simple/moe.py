@@ -2,11 +2,11 @@
 
     p(t) = softmax(router x(t))        e = argmax_i p_i(t)        y(t) = p_e(t) * expert_e(x(t))
 
-A routing group is one sequence of T tokens. An expert's capacity is ceil(T/E * capacity_factor) tokens per group: it takes
-the first that choose it. The others are dropped: their y is 0, so after the residual connection they are unchanged.
+A routing group is one sequence of T tokens. An expert takes the first ceil(T/E * capacity_factor) tokens of a group that
+choose it: its capacity. Later ones are dropped: their y is 0, so the residual connection leaves them unchanged.
 
     T = 6, E = 2, capacity_factor 1: capacity 3        token     0  1  2  3  4  5
-                                                       chooses   0  0  1  0  0  1
+        place: the index among its expert's tokens     chooses   0  0  1  0  0  1
                                                        place     0  1  0  2  3  1      token 4 is dropped: 3 is not < 3
 
 If a group were "the tokens of this rank" instead, which tokens are dropped would depend on the number of ranks.
@@ -58,7 +58,7 @@ def switch(comm, x, router, gate, up, down, capacity_factor=1.25):
 def within_capacity(chosen, capacity_factor):
     """Return which tokens their expert has room for.   chosen [B, T, E], one-hot -> [B, T]"""
     T, E = chosen.shape[1:]
-    place = (chosen.cumsum(1) * chosen).sum(-1) - 1  # among the group's tokens that chose this expert
+    place = (chosen.cumsum(1) * chosen).sum(-1) - 1  # index among the group's tokens of the same expert
     # Fractions are exact: in floats, a capacity of 100 * 1.1 is rounded up to 111.
     capacity = ceil(Fraction(T, E) * Fraction(str(capacity_factor)))
     return place < min(T, capacity)

@@ -1,15 +1,15 @@
-"""A paged cache: memory in blocks of a few tokens; each text has a table of the blocks that its tokens fill.
+"""A paged cache: memory in blocks of a few tokens; each sequence has a table of the blocks that its tokens fill.
 
     table [7, 2, 5], blocks of 4      tokens 0-3 in block 7, tokens 4-7 in block 2, tokens 8-9 in block 5
 
-How long a text will become is not known in advance. If memory is reserved for the longest possible text, most of it stays
-unused. A text that takes a block only when it needs one wastes less than a block, and may take any free block.
+How long a sequence will become is not known in advance. If memory is reserved for the longest possible one, most of it
+stays unused. A sequence that takes a block only when it needs one wastes less than a block, and may take any free block.
 
-New tokens of many texts are read in one pass: N rows of one token each. Everything in the model except attention processes
-each row independently. Attention writes the new keys and values to their blocks, then gathers the blocks of each text's
-table, one text after another.
+New tokens of many sequences are processed in one pass: N rows of one token each. Everything in the model except attention
+processes each row independently. Attention writes the new keys and values to their blocks, then gathers the blocks of each
+sequence's table, one sequence after another.
 
-In the library: minipar.inference, blocks.py and paged_model.py, which add blocks that texts share, and copies on write.
+In the library: minipar.inference, blocks.py and paged_model.py, which add blocks that sequences share, and copy on write.
 Source: PagedAttention, arXiv:2309.06180, section 4.
 """
 
@@ -44,9 +44,9 @@ class Pool:
 
 @torch.no_grad()
 def read(model, pool, pieces):
-    """Read new tokens of several texts; return the logits of each text's last token, [len(pieces), V/tp].
+    """Process new tokens of several sequences; return the logits of each one's last token, [len(pieces), V/tp].
 
-    pieces   (tokens, begin, table) each: tokens begin, begin + 1, ... of a text whose earlier tokens are in its blocks
+    pieces   (tokens, begin, table) each: the sequence's tokens from `begin` on; its earlier tokens are in its blocks
     """
     rows = torch.tensor([[token] for tokens, _, _ in pieces for token in tokens])
     set_cores(model, [partial(paged_attention, memory, pool.size, pieces) for memory in pool.memory])
@@ -56,7 +56,7 @@ def read(model, pool, pieces):
 
 
 def paged_attention(memory, size, pieces, q, k, v):
-    """Attention of each new token over its own text so far.   q, k, v, out [N, heads, 1, head_dim]"""
+    """Attention of each new token over its own sequence so far.   q, k, v, out [N, heads, 1, head_dim]"""
     outs, row = [], 0
     for tokens, begin, table in pieces:
         rows, end = slice(row, row + len(tokens)), begin + len(tokens)

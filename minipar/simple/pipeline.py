@@ -33,7 +33,7 @@ class Stage:
 
     def __init__(self, comm, module, loss_fn, shape, dtype):
         self.comm, self.module, self.loss_fn = comm, module, loss_fn
-        self.shape, self.dtype = shape, dtype  # those of one microbatch's activation between stages
+        self.shape, self.dtype = shape, dtype  # of one microbatch's activation between stages
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         # One Comm per direction: a send that waits for its receiver must not block messages in the other direction.
         self.activations = comm.subgroup(range(comm.size), "activations")
@@ -41,7 +41,7 @@ class Stage:
         self.kept, self.losses, self.sent = {}, [], []
 
     def forward(self, k, x, target):
-        """Run microbatch k. The first stage reads x, the last target; the others ignore both."""
+        """Run microbatch k. The first stage uses x, the last stage uses target, the other stages ignore both."""
         if not self.first:
             x = self.activations.recv(self.shape, self.dtype, self.comm.rank - 1).requires_grad_()
         y = self.module(x)

@@ -1,4 +1,4 @@
-"""Reading a matrix that was saved in parts, cut into other parts: a checkpoint of one mesh, read by another.
+"""Resharding: read a matrix that one mesh saved in parts as the different parts of another mesh.
 
     saved    boxes of the [R, C] matrix, one per file: ((row, row_end), (column, column_end))
     wanted   a box; every element of it is in exactly one saved box
@@ -38,13 +38,13 @@ def reshard(boxes, load, wanted):
 
 
 def overlap(a, b):
-    """saved as 2 x 1                wanted: box W of a 1 x 2        from file 0: rows 0-1, columns 2-3, as W's rows 0-1
-        +---------+  rows 0-1, file 0  +----+----+
-        +---------+                    |    | W  |                    from file 1: rows 2-3, columns 2-3, as W's rows 2-3
-        +---------+  rows 2-3, file 1  |    |    |
-        +---------+                    +----+----+
+    """Return the common region of two boxes. If there is none, one of the result's ends is before its start.
 
-    The common region of two boxes. If there is none, one of the result's ends is before its start."""
+    saved as 2 x 1                 wanted: box W of a 1 x 2
+    +---------+  rows 0-1, file 0  +----+----+                    from file 0: rows 0-1, columns 2-3, as W's rows 0-1
+    +---------+                    |    | W  |
+    +---------+  rows 2-3, file 1  |    |    |                    from file 1: rows 2-3, columns 2-3, as W's rows 2-3
+    +---------+                    +----+----+"""
     return [(max(a0, b0), min(a1, b1)) for (a0, a1), (b0, b1) in zip(a, b)]
 
 

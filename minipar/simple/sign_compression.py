@@ -5,8 +5,8 @@
 What a step does not send is in the residual, and is sent later: the sum of all that was sent, plus the residual, is the sum
 of all x. Without the residual, an element far below the scale would be sent as +-scale in every step.
 
-Averaging takes two phases, as an all-reduce does. Rank r receives everybody's signs of chunk r, averages, and sends the
-mean to all, again as signs with a residual of their own. So all ranks end with the same bits. A rank sends
+Averaging takes two phases, as an all-reduce does. Rank r receives every rank's signs of chunk r, averages, and sends the
+mean to all ranks, again as signs with a residual of their own. So all ranks end with the same bits. A rank sends
 
     2 (p-1) (n/(8p) + 4) bytes        against 2 (p-1)/p 4n of a float32 ring: about 32 times less
 
@@ -37,7 +37,7 @@ def decode(payload):
 
 
 class SignMean:
-    """Call it on each step's vector: an approximate mean over ranks, the same on all of them."""
+    """An approximate mean over ranks, equal on all of them. Call it on each step's vector."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -55,7 +55,7 @@ class SignMean:
         x = x + self.residual
         payloads = torch.stack([encode(chunk) for chunk in x.chunk(p)])
         self.residual = x - torch.cat([decode(payload) for payload in payloads])
-        received = self.comm.all_to_all(payloads)  # [p, n/(8p) + 4]: chunk r of everybody
+        received = self.comm.all_to_all(payloads)  # [p, n/(8p) + 4]: chunk r of every rank
         mean = torch.stack([decode(payload) for payload in received]).mean(0) + self.residual_of_mean
         payload = encode(mean)
         self.residual_of_mean = mean - decode(payload)

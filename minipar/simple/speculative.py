@@ -1,4 +1,4 @@
-"""Speculative decoding: guess several tokens cheaply, let the model read them all in one pass, keep those that are right.
+"""Speculative decoding: guess several tokens cheaply, verify them all in one pass of the model, keep those that are right.
 
 A pass over one token reads all weights, and a pass over g + 1 tokens hardly takes longer. p is the model's distribution of
 a token, q that of the guess:
@@ -7,7 +7,7 @@ a token, q that of the guess:
 
     q(x) min(1, p(x)/q(x))  +  P(rejection) max(0, p - q)(x) / P(rejection)   =   min(q, p) + max(0, p - q)   =   p(x)
 
-So the text is distributed exactly as if the model had written it without guesses. At temperature 0 it is the same
+So the text is distributed exactly as if the model had generated it without guesses. At temperature 0 it is the same
 text. A wrong guess, and all guesses after it, must leave the cache.
 
 In the library: minipar.inference, speculative.py, which adds small models as drafts, and a rule that leaves sampled text
@@ -34,7 +34,7 @@ class Dice:
 
 
 def accept_or_resample(p, guesses, dice):
-    """Return the tokens to write: the accepted guesses, and one more.   p [g + 1, V]   guesses: g of (token, q [V])"""
+    """Return the tokens to append: the accepted guesses, and one more.   p [g + 1, V]   guesses: g of (token, q [V])"""
     written = []
     for i, (token, q) in enumerate(guesses):
         if not dice.accepts(i, min(1.0, (p[i][token] / q[token]).item())):

@@ -55,7 +55,7 @@ def mlp(comm, x, gate, up, down, enter=copy, leave=all_reduce):
     x = enter(comm, x)  # one `enter` for both products: one all-reduce of dx
     hidden = F.silu(column_parallel(x, gate)) * column_parallel(
         x, up
-    )  # elementwise: no rank needs another's features
+    )  # elementwise: no rank needs another rank's features
     return row_parallel(comm, hidden, down, leave)
 
 

@@ -86,7 +86,7 @@ def train(world, args):
         loss = one_f_one_b(
             pp, stage, partial_loss(tp), inputs, targets, args.microbatches, between_stages, torch.float64
         )
-        # These gradients are sums over the tokens of ep ranks; those of `dense` are over one rank's tokens.
+        # An expert's gradient is a sum over the tokens of ep ranks; a gradient of `dense` is over one rank's tokens.
         for p in experts:
             p.grad /= num_ep
         if not args.zero:  # ZeRO averages them in its step
@@ -123,7 +123,7 @@ def one_process(world, args):
     optimizer = torch.optim.AdamW(model.parameters(), LR)
     losses = torch.zeros(args.steps, dtype=torch.float64)
     if world.rank > 0:
-        return losses, model  # rank 0 trains it; the others take its weights
+        return losses, model  # rank 0 trains it; the other ranks take its weights
     for step in range(args.steps):
         tokens, targets = batch(step, BATCH, LENGTH)
         optimizer.zero_grad()

@@ -3,7 +3,7 @@
     embedding -> block -> ... -> block -> norm -> head        block: x + attention(norm(x)), then x + mlp(norm(x))
 
     stage 0 of 2: embedding, blocks 0 and 1            stage 1: blocks 2 and 3, norm, head
-    in each, tp rank 0: heads 0 and 1, half of the features, bytes 0-127; tp rank 1: the others
+    in each, tp rank 0: heads 0 and 1, half of the features, bytes 0-127; tp rank 1: the other heads, features and bytes
 
 Every rank draws the whole weights of its layers from the same seeds and keeps its part: no weights are sent, and training
 starts from the same numbers on every mesh. In one process, each group has one rank, and the part is the whole.

@@ -33,7 +33,7 @@ def cross_entropy(comm, logits, targets):
 
 
 def to_local(comm, ids, num_rows):
-    """Return the ids as row numbers of this rank, 0 for another rank's ids, and a mask of the latter."""
+    """Return the ids as row numbers of this rank, 0 for another rank's ids, and a mask of those."""
     if ids.numel() and not 0 <= ids.min() <= ids.max() < num_rows * comm.size:
         raise ValueError(
             f"tokens outside 0 ... {num_rows * comm.size - 1}; minipar.vocab_parallel_cross_entropy can ignore -100"
@@ -47,7 +47,7 @@ class CrossEntropy(Function):
     @staticmethod
     def forward(ctx, logits, comm, targets):
         local_ids, is_remote = to_local(comm, targets, logits.shape[1])
-        # In bfloat16, 1 + exp(-6) rounds to 1, whose logarithm is 0.
+        # At least float32: in bfloat16, 1 + exp(-6) rounds to 1, whose logarithm is 0.
         z = logits.to(torch.promote_types(logits.dtype, torch.float32))
         z = z - comm.all_reduce(z.amax(1), "max")[:, None]  # exp cannot overflow
         at_target = z.gather(1, local_ids[:, None])[:, 0].masked_fill(is_remote, 0.0)

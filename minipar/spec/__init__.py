@@ -14,10 +14,10 @@ specification.py       Specification, Stage and Report; running a check on world
 from_file.py           an implementation in a file, loaded on each rank, and its time limit
 own_comm.py            an implementation on a small Comm of its own instead of the library's
 words.py               a wrong tensor or a wrong byte count, described in a sentence
-varied.py              kinds of input beside small float64 tensors: other dtypes, sizes, strides, values
+varied.py              kinds of input other than small float64 tensors: other dtypes, sizes, strides, values
 collectives.py         reduce-scatter, all-gather, all-reduce, broadcast, all-to-all
 algorithms.py          a shift; all-reduces in place, by halving and doubling, and in two levels
-conjugates.py          operators between ranks and their adjoints
+conjugates.py          differentiable collectives and their adjoints
 training.py            small models trained on ranks and by one process, for data_parallel.py, zero.py and fsdp.py
 memory.py              bytes of live tensors, for zero.py and fsdp.py
 data_parallel.py       averaged gradients; DDP's buckets and overlap
@@ -34,7 +34,7 @@ whole_batch.py         the loss over all ranks' tokens, the norm of a sharded gr
 reshard.py             reading a block of a matrix that was saved in other blocks
 kv_cache.py            attention with a cache of keys and values
 paged.py               blocks of the cache, and attention through block tables
-speculation.py         accepting guesses, judged by the exact distribution
+speculation.py         accepting or rejecting guessed tokens, checked by the exact distribution of the output
 batching.py            a step of a scheduler
 all_specifications.py  SPECIFICATIONS: every specification, by name
 """

@@ -1,8 +1,8 @@
-"""Specification of a scheduler's step: how many tokens of each text are read, which texts get blocks, which give them up.
+"""Specification of a scheduler's step: the tokens of each sequence to process, and which sequences get or give up blocks.
 
 More than one plan can be right: a short prompt may overtake one for which there are too few blocks, or wait behind it. So a
 plan is not compared with another plan, but checked by rules: it keeps to the budget, the blocks and the order of arrival,
-and no text waits or gives up its blocks without need.
+and no sequence waits or gives up its blocks without need.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minipar.spec.words import first
 
 
 class Text:
-    """An unfinished text. `tokens` are its prompt and the written tokens; the first num_read of them have been read."""
+    """An unfinished sequence. `tokens` are its prompt and generated tokens; the first num_read of them are in the cache."""
 
     def __init__(self, number: int, num_prompt: int, num_new: int):
         self.number = number
@@ -52,7 +52,7 @@ class Pool:
 
 
 class Before(NamedTuple):
-    """A text before the plan."""
+    """The state of a sequence before the plan."""
 
     tokens: list[int]
     num_read: int
@@ -85,7 +85,7 @@ class Case(NamedTuple):
 
 
 class Step:
-    """One step of a case: the texts and blocks before the plan, and after it."""
+    """One step of a case: the sequences and blocks before and after the plan."""
 
     def __init__(self, case: Case, number: int, pool: Pool, line: list[Text]):
         self.case, self.number, self.pool, self.line = case, number, pool, line
@@ -167,7 +167,7 @@ class Step:
         return None
 
     def _unfair(self, pieces: list[Any]) -> str | None:
-        """Check that each text reads what it can: decodes first, then prompts, each in order of arrival."""
+        """Check that each sequence gets as many tokens as it can: decodes first, then prompts, both in order of arrival."""
         count = {text.number: len(tokens) for text, tokens in pieces}
         rows = list(zip(self.line, self.before))
         victims = [t for t, b in rows if b.num_read > 0 and t.num_read == 0]
@@ -195,7 +195,7 @@ class Step:
             if need > room:
                 denied.append(text)
                 prompts_wait |= is_prompt
-            elif not (is_prompt and prompts_wait):  # behind a text without blocks, prompts may wait
+            elif not (is_prompt and prompts_wait):  # else it may wait behind a prompt that got no blocks
                 ahead = next((t.number for t in order[turn:] if t.number in count), None)
                 overtaken = "" if ahead is None else f", and text {ahead} reads before its turn"
                 return (
@@ -205,9 +205,10 @@ class Step:
         return self._unfair_to_victims(victims, count, denied)
 
     def _room(self, text: Text, reading: list[Text], victims: list[Text]) -> int:
-        """Return a lower bound of the blocks that this text could get in its turn: free ones, and those of later texts.
+        """Return a lower bound on the blocks that a sequence could get in its turn: free ones, and later sequences' blocks.
 
-        Texts behind it that read in this step keep theirs. Texts before it may have given up blocks only after its turn.
+        Later sequences that run in this step keep their blocks. Blocks given up by earlier sequences are subtracted, since
+        these may have given them up only after its turn.
         """
         place = self.line.index(text)
         behind = sum(len(t.table) for t in self.line[place + 1 :] if t not in reading)
@@ -297,7 +298,7 @@ def _each(scheduler: Any, cases: list[Case]) -> str | None:
 
 RUNS = [Case([], 1, 1, 1), Case([(0, 1, 1)], 1, 2, 1)]
 SMALL = [
-    Case([(0, 3, 2)], 3, 2, 2),  # a prompt in pieces, then a decode
+    Case([(0, 3, 2)], 3, 2, 2),  # a prompt in chunks, then a decode
     Case([(0, 2, 2), (0, 2, 2)], 4, 2, 4),
     Case([(0, 2, 3), (1, 4, 1)], 5, 2, 3),  # a decode before a prompt
     Case([(0, 2, 4), (0, 2, 4)], 3, 2, 8),  # one of them must give up its blocks

@@ -82,7 +82,7 @@ class Call:
         return torch.randint(low, high, shape, generator=draw).to(self.dtype)
 
     def rtol(self, size: int) -> float:
-        """Return the rounding error that is allowed, relative to the largest entry; 0 where nothing is rounded."""
+        """Return the allowed rounding error, relative to the largest entry; 0 where nothing is rounded."""
         sums = self.collective in ("all_reduce", "reduce", "reduce_scatter")
         return 2 * size * torch.finfo(self.dtype).eps if sums and self.values == "normal" else 0.0
 
@@ -170,7 +170,7 @@ def _strided(x: Tensor) -> Tensor:
 
 
 def _tree_children(size: int, place: int) -> int:
-    """Return the number of children in a binomial tree of the rank that is `place` places after the root."""
+    """Return the number of children, in a binomial tree, of the rank `place` ranks after the root."""
     distance = 1 << (size - 1).bit_length()
     lowest = place & -place if place else distance
     return sum(place + (lowest >> i) < size for i in range(1, lowest.bit_length()))

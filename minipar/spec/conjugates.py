@@ -1,4 +1,4 @@
-"""Specification of differentiable communication: every backward is the adjoint of its forward, and changes no gradient."""
+"""Specification of differentiable communication: every backward is its forward's adjoint, and does not write to dy."""
 
 from __future__ import annotations
 

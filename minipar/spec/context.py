@@ -1,4 +1,4 @@
-"""Specifications of attention over a sharded sequence: the numbers of one process, and the bytes sent."""
+"""Specifications of attention over a sharded sequence: results equal to one process's, and the bytes sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from minipar.spec.words import first, generator, grad_of, mismatch, normal, wron
 
 LATE = Kind("with scores of hundreds in later blocks alone")
 B, HEADS, PIECE, HEAD_DIM = 2, 12, 4, 3
-HUNDREDS = 30.0  # factor on queries and keys: exp of their scores overflows unless a maximum is subtracted
+# Multiplies queries and keys, so that scores are in the hundreds: exp overflows unless the maximum is subtracted.
+HUNDREDS = 30.0
 
 
 def _right(
@@ -52,7 +53,7 @@ def _right(
 
 
 def _varied(world: Comm, implementation: Implementation, body: Body) -> str | None:
-    full = (FLOAT32, NAN)  # the other kinds are causal
+    full = (FLOAT32, NAN)  # without a causal mask, unlike the other kinds
     return first(body(world, implementation, 5, kind not in full, kind=kind) for kind in (*KINDS, LATE))
 
 
@@ -67,7 +68,7 @@ def _bytes(world: Comm, attention: Implementation, formula: Callable[[int], floa
 
 
 def _case(size: int, seed: int, scale: float, kind: Kind) -> list[Tensor]:
-    """Return whole q, k, v and dout, [B, HEADS, N, HEAD_DIM]."""
+    """Return q, k, v and dout of the whole sequence, [B, HEADS, N, HEAD_DIM]."""
     heads, piece = (HEADS if HEADS % size == 0 else size), (17 if kind.large else PIECE)
     draw, shape = generator(size, seed, kind.seed), (B, heads, size * piece, HEAD_DIM)
     q, k, v, dout = (normal(draw, *shape) for _ in range(4))

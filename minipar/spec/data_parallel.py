@@ -1,4 +1,4 @@
-"""Specification of data parallelism: gradients are averaged over ranks, equal on all, and reduced during the backward."""
+"""Specification of data parallelism: gradients are averaged, equal on all ranks, and reduced during the backward."""
 
 from __future__ import annotations
 

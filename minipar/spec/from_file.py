@@ -1,4 +1,4 @@
-"""An implementation in a file, loaded on each rank, so that it can hang or break only there."""
+"""An implementation in a file, loaded on the ranks, so that only their processes hang or crash."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from minipar.comm import Comm
 from minipar.runtime.caller import is_own
 from minipar.support.trace import Span, Trace
 
-Implementation = Callable[..., Any]  # its signature is the specification's
+Implementation = Callable[..., Any]  # with the signature that the specification gives
 
 # Limit on the processor time of one run of a check, which normally takes a tenth of a second.
 COMPUTING_S = 8.0
-SLOWER = 4  # the wall-clock limit is this many times as long, for busy machines, but below a wait's timeout
-AGAIN_S = 0.5  # after this time, an implementation that caught the first Hangs gets another
+SLOWER = 4  # the wall-clock limit, in COMPUTING_S: long, for busy machines, but below a wait's timeout
+AGAIN_S = 0.5  # after this time, Hangs is raised again, in case the implementation caught the first one
 
 
 class FromFile(NamedTuple):
     """The function or class `names[0]` in the file `path`; for several names, a namespace with all of them.
 
     trace_to   None, or the folder to which each rank writes its trace, for `recorded`
-    limit_s    seconds that one run of a check may compute on a rank
+    limit_s    limit on the processor time of one run of a check on a rank, in seconds
     """
 
     path: str
@@ -58,7 +58,7 @@ class FromFile(NamedTuple):
 
 
 class OnComm(NamedTuple):
-    """An implementation on another Comm than the library's: the context `entered(world)` gives a rank its Comm."""
+    """An implementation to check on a Comm other than the library's: the context `entered(world)` gives a rank its Comm."""
 
     implementation: Implementation | FromFile
     entered: Callable[[Comm], AbstractContextManager[Any]]
@@ -103,7 +103,7 @@ def recorded(folder: str | Path) -> dict[int, list[Span]]:
 
 
 class Hangs(BaseException):
-    """An implementation takes too long. Not an Exception, so that the implementation's `except Exception` misses it."""
+    """An implementation takes too long. It is no Exception, so that an implementation's `except Exception` misses it."""
 
 
 @contextmanager

@@ -54,7 +54,7 @@ def _varied(world: Comm, make: Implementation) -> str | None:
             make(chain(7 + r, 48, 2).to(kind.dtype), world, nn.Linear),
             chain(7, 48, 2).to(kind.dtype).double(),
         )
-        lr = 10.0 if not kind.nan else 0.0  # large, so that a gradient's error is not lost in the parameters
+        lr = 10.0 if not kind.nan else 0.0  # large: no gradient error is lost in rounding parameters
         optimizer, oracle = (torch.optim.SGD(m.parameters(), lr=lr) for m in (fsdp, model))
         for backward in range(2):
             xs = [kind.rounded(samples(s, backward, 48)) for s in range(p)]

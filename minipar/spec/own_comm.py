@@ -1,6 +1,6 @@
-"""A small Comm of isend and irecv, such as minipar.simple's or a learner's, to check a specification on.
+"""Checks on a small Comm made of isend and irecv, such as minipar.simple's or a learner's, in place of the library's.
 
-It runs in the ranks' processes. Its bytes are counted at isend, and each wait for a message has a deadline.
+The small Comm runs in the ranks' processes. Its bytes are counted at isend, and each wait for a message has a deadline.
 """
 
 from __future__ import annotations

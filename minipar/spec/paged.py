@@ -15,7 +15,7 @@ from minipar.spec.specification import Specification, Stage, on_one_rank
 from minipar.spec.varied import KINDS, PLAIN, Kind
 from minipar.spec.words import FLOOR, first, generator, mismatch, normal, wrong_entries
 
-# (block size, texts as (tokens read before, new tokens)), the smallest first
+# (block size, sequences as (cached tokens, new tokens)), the smallest first
 Shape = tuple[int, list[tuple[int, int]]]
 SMALL: list[Shape] = [(4, [(0, 2)]), (2, [(0, 3)]), (2, [(3, 1)]), (2, [(2, 1), (0, 2)])]
 DRAWN: list[Shape] = [
@@ -27,11 +27,11 @@ DRAWN: list[Shape] = [
     (3, [(6, 1)] * 5),
 ]
 LARGE: Shape = (16, [(100, 1), (31, 33), (0, 40)])
-GARBAGE = 100.0  # size of the values that earlier texts have left in the blocks
+GARBAGE = 100.0  # magnitude of the values that earlier sequences left in the blocks
 
 
 class Case(NamedTuple):
-    """One pass of attention: the memory before it, each text's piece, and the rows of all new tokens."""
+    """One attention pass: the memory before it, (new tokens, start, block table) of each sequence, and all q, k, v."""
 
     size: int
     memory: Tensor  # [2, number, size, H, d]
@@ -61,7 +61,7 @@ class Case(NamedTuple):
         return f"blocks of {self.size}, old + new tokens {texts}"
 
     def due(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return a dict from (block, offset in the block) to (text, token), for each new token."""
+        """Return a dict from (block, offset in the block) to (sequence, token), for each new token."""
         return {
             (table[t // self.size], t % self.size): (i, t)
             for i, (new, begin, table) in enumerate(self.pieces)

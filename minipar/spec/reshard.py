@@ -70,7 +70,7 @@ def _files(reshard: Implementation) -> str | None:
 
 
 def _varied(reshard: Implementation) -> str | None:
-    """Check other values, dtypes, strides, sizes and orders of files, and that the files' tensors are only read."""
+    """Check other values, dtypes, strides, sizes and orders of files, and that the files' tensors are not written to."""
     draw = generator(3)
     whole = normal(draw, 5 * R, 5 * C)
     not_finite = whole.clone()

@@ -30,7 +30,7 @@ class Stage(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What one stage says of an implementation."""
+    """The result of one stage for an implementation."""
 
     stage: StageName
     words: str | None  # the mistake; None: the stage is passed

@@ -1,8 +1,9 @@
 """Specification of speculative decoding: its exact distribution, found by taking every branch of each random decision.
 
-Let the draft guess g tokens. Every sequence of guesses, weighted by q, and every random decision, weighted by its
-probability, gives a text. If the text is shorter than g + 1 tokens, the model continues it. The weights of each text of g +
-1 tokens must sum to the model's own probability of the text, up to the rounding of the dtype.
+Let the draft guess g tokens. Each combination of guesses and random decisions gives an output sequence, whose weight is
+the probability of the guesses under q times the probabilities of the decisions. An output shorter than g + 1 tokens is
+continued by the model. For every sequence of g + 1 tokens, the weights must sum to the model's own probability of it, up to
+the rounding of the dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Text = tuple[int, ...]
 
 
 class Misuse(Exception):
-    """The dice were asked for a decision that no dice can make."""
+    """The implementation asked the dice for an impossible decision, or for the same one twice."""
 
 
 class Branch:
@@ -76,7 +77,7 @@ class Branch:
 
 
 class Case:
-    """A model and a draft over `vocab_size` tokens: distributions of the next token after every text, and g guesses."""
+    """A model and a draft over `vocab_size` tokens: distributions of the next token after every prefix, and g guesses."""
 
     def __init__(self, vocab_size: int, num_guesses: int, seed: int, kind: Kind = PLAIN, sharp: str = ""):
         self.vocab_size, self.num_guesses, self.kind, self.sharp = vocab_size, num_guesses, kind, sharp
@@ -96,7 +97,7 @@ class Case:
         return logits.softmax(0).to(self.kind.dtype)
 
     def _law(self, text: Text) -> Tensor:
-        """Return the model's probability of each continuation of the text to g + 1 tokens, [V, V, ...]."""
+        """Return the model's probability of each continuation of `text` to g + 1 tokens, [V, V, ...]."""
         if len(text) == self.num_guesses + 1:
             return torch.ones((), dtype=torch.float64)
         p = self.p(text).double()
@@ -148,7 +149,7 @@ def _wrong_law(rule: Implementation, case: Case) -> str | None:
 def _texts(
     rule: Implementation, p: Tensor, q: list[Tensor], guessed: Text, case: Case
 ) -> Iterator[tuple[Any, float]]:
-    """Yield the text written for these guesses in each branch of the dice, and the branch's probability."""
+    """Yield the tokens generated for these guesses in each branch of the dice, and the branch's probability."""
     paths: list[tuple[int, ...]] = [()]
     while paths:
         dice = Branch(paths.pop(), case.vocab_size, case.num_guesses)
@@ -163,7 +164,7 @@ def _texts(
 
 
 def _difference(found: Tensor, case: Case, allowed: float) -> str:
-    """Describe a token whose probability is wrong: the first one after the shortest text that has one."""
+    """Describe a token whose probability is wrong: the first one after the shortest prefix that has one."""
     for n in range(case.num_guesses + 1):
         rest = tuple(range(n + 1, case.num_guesses + 1))
         got, want = (x.sum(rest) if rest else x for x in (found, case.law(())))
@@ -199,7 +200,7 @@ def _cause(first_token: Tensor, case: Case) -> str:
 
 
 def _most_written(case: Case, text: Text) -> float:
-    """Return the tokens that a pass writes on average, if guess i is accepted with probability sum of min(p, q)."""
+    """Return the mean number of tokens that a pass generates, if it accepts guess i with probability sum of min(p, q)."""
     if len(text) == case.num_guesses:
         return 1.0
     kept = torch.minimum(case.p(text), case.q(text)).double().tolist()

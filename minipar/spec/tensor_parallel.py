@@ -39,7 +39,7 @@ class Case:
         self.attention[0] *= kind.scale
 
     def cut(self, whole: list[Tensor], rank: int) -> list[Tensor]:
-        """Return this rank's shards as leaf tensors: columns of the last matrix, rows of the others."""
+        """Return this rank's shards as leaf tensors: columns of the last matrix, rows of the other matrices."""
         dims = [0] * (len(whole) - 1) + [1]
         return [self.kind.given(w.chunk(self.size, dim)[rank], True) for w, dim in zip(whole, dims)]
 

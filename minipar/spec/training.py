@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Parameters of one element, of thousands, and one not contiguous; and an integer buffer too large for floats."""
+    """Parameters of one to thousands of elements, one not contiguous; a buffer with an integer that no float can hold."""
 
     count: Tensor
 

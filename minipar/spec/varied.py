@@ -1,4 +1,4 @@
-"""Kinds of input beside small float64 tensors on a few ranks: other dtypes, sizes, strides, values."""
+"""Kinds of input other than small float64 tensors on a few ranks: other dtypes, sizes, strides, values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind:
     large     thousands of elements
     strided   the implementation gets views that are not contiguous
     nan       the first entry of the first tensor is nan, and only the result is compared
-    scale     factor on numbers from which a maximum is to be subtracted
+    scale     factor on the input of a softmax, so that its exp overflows unless the maximum is subtracted
     seed      kinds that differ only in the seed have the same shapes and other values
     """
 
@@ -44,7 +44,7 @@ class Kind:
         return x.requires_grad_() if requires_grad else x
 
     def with_nan(self, x: Tensor) -> Tensor:
-        """Return x, with a nan as its first entry if that is this kind."""
+        """Return x, with a nan as its first entry if `nan` is set."""
         if self.nan:
             x = x.clone()
             x.view(-1)[0] = torch.nan

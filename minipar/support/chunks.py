@@ -7,7 +7,7 @@ from itertools import accumulate
 
 
 def chunk_sizes(length: int, count: int) -> list[int]:
-    """Return `count` chunk sizes as torch.chunk has them, padded with zeros if it returns fewer: 5 by 4 -> 2, 2, 1, 0."""
+    """Return `count` chunk sizes as torch.chunk has them, padded with zeros if it returns fewer: (5, 4) -> 2, 2, 1, 0."""
     size = -(-length // count)
     return [max(0, min(size, length - i * size)) for i in range(count)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 
-MAX_RANKS = 64  # the most ranks in a local pool
+MAX_RANKS = 64  # maximum number of ranks in a local pool
 MULTI_RANK_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"  # read by NCCL 2.30 and later
 _RANK = "minipar rank "
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Context manager that counts the bytes of storages allocated inside it: `now` is the current sum, `peak` the most."""
+    """Context manager that counts bytes of storages allocated inside it: `now` is the current sum, `peak` the largest."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

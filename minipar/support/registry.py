@@ -1,7 +1,7 @@
 """Settings that a run chooses by name, and the extras that add choices. Imports no torch.
 
-A package of the core declares a `Kind` with the core's own choices. An extra, from this project or another, adds a choice
-by an entry point in the group "minipar.extras", named by the kind and the choice:
+A package of minipar declares a `Kind` of choice, with its own choices. An extra, from this project or another, adds a
+choice by an entry point in the group "minipar.extras", named by the `Kind` and the choice:
 
     [project.entry-points."minipar.extras"]
     "schedule.hanayo" = "minipar.extras.schedules.choices:HANAYO"
@@ -12,18 +12,18 @@ folder is removed, its names disappear and everything else still works.
     kind         chosen by              a choice is                             the interface of what it loads
     algorithm    --algorithm            a way to compute collectives            comm/collectives.py
     schedule     --schedule             an order of the pipeline's work         schedules/registry.py
-    stage_state  a schedule's slices    what a stage keeps between two units    pipeline/stage_state.py
+    stage_state  a schedule's slices    a stage's state between two units       pipeline/stage_state.py
     timeline     minipar timeline       a schedule that is only drawn           schedules/registry.py
     optimizer    --optimizer            an optimizer over any mesh              train/optim.py
-    compress     --compress             what averages gradients                 train/averaging.py
+    compress     --compress             a way to average gradients              train/averaging.py
     offload      --offload              the memory in which states are stored   data_parallel/memory.py
     tp_layout    --tp-layout            how tp cuts matrices                    train/parallelize.py
-    dispatch     --dispatch             how tokens reach their experts          expert/dispatch.py
+    dispatch     --dispatch             a way to send tokens to experts         expert/dispatch.py
     products     --products             how linear layers multiply              model/products.py
     membership   --membership           which ranks a run has                   train/trainer.py
     view         minipar plan --view    a term of the cost, or another answer   cost/plan_command.py
     server       minipar serve --NAME   how requests arrive                     cli/serve.py
-    instead      minipar train --NAME   what is done instead of training        cli/train.py
+    instead      minipar train --NAME   an action in place of training          cli/train.py
     command      minipar NAME           a command                               cli/__init__.py
 """
 
@@ -44,8 +44,9 @@ GROUP = "minipar.extras"
 
 
 class Choice:
-    """One choice of a kind: what can be said about it without importing torch. Subclasses for a kind add methods.
+    """An option that a run chooses by name, such as a schedule: its metadata, available without importing torch.
 
+    The choices of a `Kind` may have a subclass with more methods.
 
     help            a few words for `--help`
     implementation  "module:name" of the choice's code, imported by `load`
@@ -76,7 +77,7 @@ class Choice:
         return ({},)
 
     def not_priced(self, config: Any) -> str:
-        """Return, as name=value, the part of this choice that the planner does not price; "" if it prices everything."""
+        """Return, as name=value, the part of this choice that the planner's predictions leave out; "" if there is none."""
         return ""
 
 
@@ -95,7 +96,7 @@ class Found(NamedTuple):
 
 
 class Kind(Mapping[str, C], Generic[C]):
-    """The choices of one kind by name: first the core's own, then the installed extras'.
+    """The choices of one kind, such as the schedules, by name: first minipar's own, then the installed extras'.
 
     Iterating yields names and imports no extra; `kind[name]` imports the extra with that name.
     Raises ValueError for a name that no choice has or that two choices have, or if its extra cannot be imported.
@@ -136,7 +137,7 @@ class Kind(Mapping[str, C], Generic[C]):
         return name in self.own or name in self.extras()
 
     def declared(self) -> dict[str, Found]:
-        """Return the names that installed packages declare, also those whose modules are not there. Imports no extra."""
+        """Return the names that installed packages declare, even if their modules are missing. Imports no extra."""
         return {name: found[0] for (kind, name), found in sorted(_installed().items()) if kind == self.name}
 
     def extras(self) -> dict[str, str]:
@@ -163,7 +164,7 @@ class Kind(Mapping[str, C], Generic[C]):
 
 
 def _installed() -> dict[tuple[str, str], list[Found]]:
-    """Return the entry points of all extras by kind and name; they are read again if sys.path has changed."""
+    """Return the entry points of all extras by (`Kind`, choice); they are read again if sys.path has changed."""
     return _read(tuple(sys.path))
 
 

@@ -1,6 +1,6 @@
 """Copies from host memory to a GPU without making the host wait.
 
-ordinary memory   the host waits until the GPU has finished all earlier work and then the copy
+ordinary memory   the host waits until the GPU has finished all earlier work, and then waits for the copy
 pinned memory     the copy is enqueued like a kernel; torch reuses the memory only after the copy
 """
 

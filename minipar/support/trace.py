@@ -63,7 +63,7 @@ def span(trace: Trace | None, kind: Kind, name: str, lane: str = "main") -> Abst
 
 
 def busy_s(spans: Iterable[Span], kind: Kind) -> float:
-    """Return the seconds covered by at least one span of this kind."""
+    """Return the time, in seconds, covered by at least one span of this kind."""
     return _length(_union(spans, kind))
 
 
@@ -118,8 +118,8 @@ class DataWait(NamedTuple):
 def find_data_wait(spans_by_rank: dict[int, list[Span]]) -> DataWait | None:
     """Return the rank that waited longest for data, or None if no rank recorded such a wait.
 
-    The traced time runs from the first span of any rank to the last one's end. One rank that waits is enough to look for:
-    the others then wait for it, in their next collective.
+    The traced time runs from the start of the first span to the end of the last one, over all ranks. One rank is enough,
+    because the other ranks wait for it in their next collective.
     """
     waited_s = {
         rank: _length(_union([s for s in spans if s.name == DATA], "wait"))

@@ -4,12 +4,12 @@ In reading order:
 
 shards.py           this rank's shard of a parameter, with its placement
 sequence.py         sequence parallelism: activations sharded by tokens outside the split matrices
-column.py           column-parallel products of one input and several weights, with dx summed during the weight gradients
+column.py           column-parallel products of one input and several weights: dx is summed while weight gradients compute
 chunked.py          sequence parallelism's communication in chunks, overlapped with the matrix products
 parallel_linear.py  column-parallel and row-parallel linear layers
 vocab.py            embedding and cross-entropy with the vocabulary split over ranks
-split_experts.py    mixture of experts, each expert split by its hidden features
-by_plan.py          any model, split by a plan of its modules
+split_experts.py    MoE layers, each expert split by its hidden features
+by_plan.py          any model, split by a plan that names its modules
 split_model.py      `tensor_parallel`: shards every layer of the model
 gather_shards.py    full state dict from the shards
 """

@@ -7,9 +7,9 @@
     "row"       the input features of a linear layer, computed by column layers       one all-reduce forward
     "gathered"  as "column", for a head: the output is gathered                       also one all-gather forward
     "vocab"     the rows of an embedding                                              one all-reduce forward
-    Divided     numbers in the attributes of a module, such as the sizes it splits its input into
+    Divided     attributes of a module that are divided by tp, such as the sizes into which it splits its input
 
-A module that the plan does not name stays whole, and computes the same on every rank. Between a column and a row layer a
+A module that the plan does not name is not split, and computes the same on every rank. Between a column and a row layer a
 model must act on each feature, or each head, separately; and it must ask its tensors, not its configuration, how many heads
 there are. Dropout between the two layers draws masks that differ from those of one process.
 """
@@ -35,9 +35,9 @@ from minipar.tensor_parallel.vocab import VocabParallelEmbedding
 
 @dataclass(frozen=True)
 class Column:
-    """The cut "column", for output features that cannot be split anywhere.
+    """The cut "column", where output features may be split only between units, such as heads.
 
-    unit   features that stay together: those of a head
+    unit   number of features that stay together, such as those of a head
     parts  number of layers that are stored as one, such as 3 for a layer that computes q, k and v. Each is split separately
     """
 
@@ -222,7 +222,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def _llama(config: Any) -> Plan:
-    """Plan the blocks of Hugging Face's Llama and similar models. Embedding and head stay whole: they may be tied."""
+    """Plan the blocks of Hugging Face's Llama and similar models. Embedding and head are not split: they may be tied."""
     unit = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: dict[str, Cut] = {f"*.{which}_proj": Column(unit=unit) for which in "qkv"}
     mlp: dict[str, Cut] = {"*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row"}

@@ -30,7 +30,7 @@ class ShardedWeight(NamedTuple):
 
     deferred   None, or the queue into which the backward puts the weight gradient's product instead of computing it
     replicas   None, or the Comm of the ranks that hold the same shard and sum its gradient
-    products   how it is multiplied
+    products   the functions that multiply by it, such as `--products` selects
     """
 
     weight: Tensor

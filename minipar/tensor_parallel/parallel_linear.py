@@ -70,7 +70,7 @@ class ColumnParallelLinear(Linear):
         num_shards: int | None = None,
         uneven: bool = False,
     ) -> ColumnParallelLinear:
-        """Keep this rank's shard of `linear`, a whole layer that is the same on every rank."""
+        """Keep this rank's shard of `linear`, an unsharded layer that is the same on every rank."""
         num_shards = num_shards or comm.size
         if not uneven:
             what = "tp" if num_shards == comm.size else "num_shards"
@@ -146,7 +146,7 @@ class RowParallelLinear(Linear):
         sequence_parallel: bool = False,
         chunked: bool = False,
     ) -> RowParallelLinear:
-        """Keep this rank's shard of `linear`, a whole layer that is the same on every rank."""
+        """Keep this rank's shard of `linear`, an unsharded layer that is the same on every rank."""
         require_divides("tp", comm.size, "in_features", linear.weight.shape[1])
         place_whole(linear)
         weight = shard_parameter(linear.weight, 1, comm.rank, comm.size)

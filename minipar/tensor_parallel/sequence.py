@@ -50,7 +50,7 @@ def start_reduce_scatter_tokens(comm: Comm, x: Tensor) -> Callable[[], Tensor]:
 
 
 class SequenceParallelRMSNorm(RMSNorm):
-    """RMSNorm on this rank's tokens, with a weight that is whole on every rank.
+    """RMSNorm on this rank's tokens, with a weight that is not sharded.
 
     x, y  [B, T/tp, D]    w  [D]
 
@@ -66,7 +66,7 @@ class SequenceParallelRMSNorm(RMSNorm):
 
 
 class SequenceParallelLinear(Linear):
-    """A linear layer on this rank's tokens, with a weight that is whole on every rank.
+    """A linear layer on this rank's tokens, with a weight that is not sharded.
 
     x  [B, T/tp, D]    w  [F, D]    y  [B, T/tp, F]
 

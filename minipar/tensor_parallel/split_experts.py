@@ -1,4 +1,4 @@
-"""A mixture of experts, each expert split by its hidden features over tp.
+"""An MoE layer with each expert split by its hidden features over tp.
 
 Every tp rank routes all tokens, with equal results, and holds a slice of each expert. The outputs of the slices are summed
 over ranks only after the experts are combined: one row per token is sent, not k.

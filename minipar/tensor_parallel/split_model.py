@@ -83,7 +83,7 @@ def tensor_parallel(
 
     Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements. With `sequence_parallel`, the backward gathers the inputs
     of column-parallel matrices again: it sends 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. A
-    parallel block without experts sends half as much: 4 and 5 instead of 8 and 10, D instead of 2 D. Where tp exceeds the
+    parallel block without experts sends half of each: 4 for the 8, 5 for the 10, and D for the 2 D. Where tp exceeds the
     number of key/value heads, the ranks that share a head sum its gradients. Latent attention also sends what
     `shared_latents` sends and, with `sequence_parallel`, an all-reduce of the gradients of kv_down, k_rope and kv_norm.
     Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
@@ -171,7 +171,7 @@ def shard_block(block: Block, plan: TensorParallelPlan) -> None:
 
 
 def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module:
-    """Give each rank num_heads/tp query heads, and the key/value heads that its query heads read.
+    """Give each rank num_heads/tp query heads, and the key/value heads that its query heads attend to.
 
     Where there are fewer key/value heads than ranks, several ranks hold the same head.
     """
@@ -189,7 +189,7 @@ def shard_attention(attention: Attention, plan: TensorParallelPlan) -> nn.Module
 def shard_latent_attention(attention: LatentAttention, plan: TensorParallelPlan) -> nn.Module:
     """Give each rank num_heads/tp heads: their rows of q, k_up and v_up, and their columns of o.
 
-    Every head reads all of a latent, so every rank computes latents whole: kv_down, kv_norm and k_rope are on every rank.
+    Every head uses the whole latent, so every rank computes it: kv_down, kv_norm and k_rope are on every rank.
     With sequence parallelism a rank computes those of its own tokens, and gathers them.
     """
     attention.q = plan.column(attention.q)
@@ -226,7 +226,7 @@ def latents_of(attention: Attention, plan: TensorParallelPlan, x: Tensor) -> tup
 
 
 def shard_replica(linear: Linear, plan: TensorParallelPlan) -> Linear:
-    """Mark a matrix as whole on every rank."""
+    """Mark a matrix as unsharded: every rank has all of it."""
     replicate_parameter(linear.weight)
     return SequenceParallelLinear(linear, plan.comm) if plan.sequence_parallel else linear
 

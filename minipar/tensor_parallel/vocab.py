@@ -33,7 +33,7 @@ BLOCK_ELEMS = 1 << 20
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding with its rows split: each rank looks up tokens in its own rows (0 for others); ranks sum the results.
+    """An embedding with its rows split: each rank looks up the tokens of its own rows, else 0; ranks sum the results.
 
     tokens  [B, T] int64 on every rank    w  [V/tp, D], split as torch.chunk splits
     y       [B, T, D] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, D]
@@ -54,7 +54,7 @@ class VocabParallelEmbedding(nn.Module):
     def from_embedding(
         cls, embedding: nn.Embedding, comm: Comm, sequence_parallel: bool = False, uneven: bool = False
     ) -> VocabParallelEmbedding:
-        """Keep this rank's rows of `embedding`, a whole table that is the same on every rank.
+        """Keep this rank's rows of `embedding`, an unsharded table that is the same on every rank.
 
         Raises ValueError if tp does not divide the number of rows, unless `uneven`.
         """

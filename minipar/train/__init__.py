@@ -4,15 +4,15 @@ optim.py             the optimizer of a run, learning rate, gradient norm over a
 averaging.py         the interface by which a run's gradients are averaged, uncompressed or by an extra
 recompute.py         activation checkpointing; activations partitioned over tp or offloaded to the CPU
 master_weights.py    float32 master weights of a half precision model
-parallelize.py       the recipe: which transformation is applied in which order
+parallelize.py       the transformations that make a rank's part of the model, in their order
 metrics.py           metrics of a step besides its loss: throughput, and the routing of the experts
 step.py              one training step on one rank
 reference.py         the same steps in one process, and the largest differences
-log.py               metrics, written after every step
-state.py             the state of a run, to a checkpoint and back
-resume.py            checkpoints from which a run may not resume, and a report of changed settings
+log.py               writes the metrics after every step
+state.py             saves the state of a run to a checkpoint, and restores it
+resume.py            refuses the checkpoints of another run, and reports changed settings
 node_warning.py      a warning if tp's messages cross nodes
-planned.py           a run as the planner's job and layout
+planned.py           converts a run's configuration to the planner's job and layout
 trainer.py           the loop, and the run around it
 text_generation.py   text from a trained model, on any mesh of tp and pp ranks
 """

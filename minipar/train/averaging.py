@@ -1,6 +1,6 @@
-"""The interface by which a run's gradients are averaged. The recipe, training steps and checkpoints call it.
+"""The interface by which a run's gradients are averaged. `parallelize.py`, training steps and checkpoints call it.
 
-The core's implementation, `Plain`, averages uncompressed gradients. `--compress NAME` names another one: see
+The default implementation, `Plain`, averages uncompressed gradients. `--compress NAME` selects another one: see
 `minipar.extras.compress`.
 """
 
@@ -29,11 +29,11 @@ Compress = Callable[[Comm], object]
 
 
 class Average(NamedTuple):
-    """One rank's record of a compressor's message: the tensors that this rank gave, and the means that all `ranks` got.
+    """One rank's record of one averaging: the tensors that this rank gave, and the means that all `ranks` got.
 
     comm           the name of the Comm: experts may have one of their own with the same ranks
     is_compressed  False for a plain mean
-    cuts           None, or for each rank the elements (from, to) of each flattened tensor whose mean it alone got
+    cuts           None, or for each rank the ranges (from, to) of the flattened tensors whose mean only that rank got
     """
 
     comm: str
@@ -45,20 +45,30 @@ class Average(NamedTuple):
     cuts: list[list[tuple[int, int]]] | None = None
 
 
-# A function from one message, as each of its ranks gave it, to the means of its tensors.
+# A function from all ranks' records of one averaging to the means of its tensors.
 Means = Callable[[list[Average]], list[Tensor]]
 
 
+class ReferenceOptimizer(Protocol):
+    """As much of a torch optimizer as the reference in one process uses."""
+
+    @property
+    def param_groups(self) -> list[Group]: ...
+
+    def step(self) -> Any: ...
+
+
 class GradientAveraging(Protocol):
-    """The interface of what `--compress` names.
+    """The interface of an averaging that `--compress` can select.
 
     compressor      returns the `compress` of DDP and ZeroOptimizer, a function from Comm to compressor; None: all-reduce
     make_optimizer  returns an optimizer that averages momenta or weights itself; None: use the run's optimizer
     begin_step      is called before each step
-    stored_parts    returns this rank's part of the averaging's state, for a checkpoint; collective
+    stored_parts    returns this rank's part of the averaging's state, for a checkpoint; called by all ranks
     restore         loads that state, on any number of ranks
     averages_by     returns the compressors with which an optimizer of `make_optimizer` averages, and whether they compress
-    one_process     returns a function that computes in one process the means that messages lead to
+    one_process     returns a function that computes, in one process, the means that an averaging should give
+    in_one_process  returns what the reference in one process updates weights by, given the optimizer of the run's family
     """
 
     def compressor(self, config: TrainConfig) -> Compress | None: ...
@@ -77,6 +87,8 @@ class GradientAveraging(Protocol):
     def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]: ...
 
     def one_process(self, config: TrainConfig) -> Means: ...
+
+    def in_one_process(self, config: TrainConfig, optimizer: Optimizer) -> ReferenceOptimizer: ...
 
 
 class Plain:
@@ -105,6 +117,9 @@ class Plain:
 
     def one_process(self, config: TrainConfig) -> Means:
         raise NotImplementedError("whole gradients are averaged without messages of a compressor")
+
+    def in_one_process(self, config: TrainConfig, optimizer: Optimizer) -> ReferenceOptimizer:
+        return optimizer
 
 
 PLAIN = Plain()

@@ -23,8 +23,8 @@ def flops_per_token(model: ModelConfig, seq_len: int) -> int:
         with latent attention                 + 6 * num_layers * (2 dim + num_heads * rope_dim) * seq_len
 
     A weight does one multiplication and one addition in the forward, and two of each in the backward. The second term is
-    for the attention scores and the weighted sum of values; as usual, masked scores count too. The head counts, the
-    embedding, which is a table, does not, and of the experts only those count that the token uses.
+    for the attention scores and the weighted sum of values; as usual, masked scores count too. The head counts; the
+    embedding, which is a table, does not; of the experts, only those that the token uses count.
     Source: PaLM, arXiv:2204.02311, appendix B.
     """
     attention = 2 * model.dim * (model.dim + model.num_kv_heads * model.head_dim)

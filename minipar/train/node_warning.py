@@ -67,7 +67,7 @@ def sent_bytes(config: TrainConfig, mesh_sizes: dict[str, int]) -> dict[str, flo
 
     mesh_sizes  sizes of dp and tp; the sizes of the other axes are the configuration's
     """
-    job, layout = job_and_layout(config, next(iter(MACHINES.values())))  # bytes are the same on every machine
+    job, layout = job_and_layout(config, next(iter(MACHINES.values())))  # any machine: the bytes are the same
     dp = layout.dp * mesh_sizes["dp"] // config.dp
     microbatch = max(1, config.batch_size // (dp * layout.microbatches(job)))
     layout = replace(layout, dp=dp, tp=mesh_sizes["tp"], microbatch=microbatch)

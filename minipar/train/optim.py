@@ -36,7 +36,7 @@ def learning_rate(step: int, steps: int, highest: float, warmup: int) -> float:
 
 
 class OptimizerFamily(Protocol):
-    """The interface of what `--optimizer` names: one optimizer class for one process, and one for any mesh.
+    """The interface of a choice of `--optimizer`: an optimizer class for one process, and one for any mesh.
 
     zero_class  the ZeroOptimizer class that can shard the optimizer's state
     """
@@ -79,7 +79,7 @@ ADAMW = AdamW()
 
 
 def is_matrix(param: Tensor) -> bool:
-    """Return whether the one-process parameter is a matrix. So a flat shard of a matrix counts as a matrix."""
+    """Return whether the unsharded parameter is a matrix: a flat shard of a matrix counts as a matrix."""
     placement = getattr(param, "placement", None)
     return len(param.shape if placement is None else placement.global_shape) >= 2
 
@@ -114,7 +114,7 @@ def clip_grad_norm_(
 def grad_norm(
     params: Iterable[Tensor], comm: Comm | None = None, shares: list[float] | None = None
 ) -> Tensor:
-    """Return the norm of the gradients over the whole model; arguments and refusals as in `clip_grad_norm_`."""
+    """Return the norm of the gradients over the whole model; arguments and errors as in `clip_grad_norm_`."""
     params = list(params)
     if comm is None:
         require_no_part(params, "clip_grad_norm_(params, max_norm, comm) or grad_norm(params, comm)")
@@ -132,7 +132,7 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
 
     So a parameter that several ranks of `comm` hold, such as an expert's, counts once in total. Unless `count_tied`, a tied
     copy counts 0, because its original has the same gradient and counts in full. (Counting half of each would be wrong
-    under ZeRO, because the two are in different buckets and cut at different places.)
+    under ZeRO, because the two are in different buckets and cut at different offsets.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]

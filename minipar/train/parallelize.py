@@ -1,18 +1,18 @@
-"""The recipe: the transformations that make a rank's part of a model, in their order.
+"""The transformations that make a rank's part of a model, in the order in which they are applied.
 
 Does what `simple/train.py` does, for any model and mesh:
 
     1. pipeline   cut the layers into stages; everything after this touches only this rank's stages
     2. experts    give each ep rank its own experts; before tp, which then cuts each of these experts
     3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
-    4. context    replace the attention core by one that also reads other ranks' keys; nothing else mixes tokens
+    4. context    replace the attention core by one that also attends to other ranks' keys; nothing else mixes tokens
     5. recompute  activation checkpointing; after all communication is in the blocks, since recomputation repeats it
-    6. data       last: shard the parameters that are left, and sum their gradients over dp x cp, and over all copies of the
-                  model
+    6. data       last: shard the remaining parameters, and sum gradients over dp x cp and over all copies of the model
 
 The model is on the meta device until its parameters are this rank's parts. Only then does each parameter get its value,
 made from (seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is
-sent. `config.choice` returns what is chosen by name: schedule, dispatch, tp layout, products, averaging, optimizer, memory.
+sent. `config.choice` returns each option that is selected by name: schedule, dispatch, tp layout, products, averaging,
+optimizer, memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RankState:
     optimizer the optimizer, over this rank's part of the parameters
     scaler    the loss scale of a float16 model: part of a run's state
     shares    for each of `optimizer.tensors`, the fraction of its square that this rank counts in the gradient norm
-    compressors   the compressors of DDP or ZeroOptimizer
+    compressors   the compressors of DDP, ZeroOptimizer or FSDP
     """
 
     mesh: Mesh
@@ -89,7 +89,8 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes, reshard_stages=stagewise)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
-    state.compressors = [x.compressors for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer)]
+    holders = [x for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer | FSDP)]
+    state.compressors = [x.compressors for x in holders]
     return state
 
 
@@ -147,7 +148,7 @@ def measured_costs(config: TrainConfig, device: torch.device) -> list[float]:
     return seconds_of(layers(), torch.zeros(samples, config.seq_len, dtype=torch.int64, device=device))
 
 
-# 2. to 5. -----------------------------------------------------------------------------------------------------------
+# 2. experts to 5. recompute -----------------------------------------------------------------------------------------
 
 
 def transformed_stage(
@@ -182,16 +183,16 @@ def transformed_stage(
 # 6. data ------------------------------------------------------------------------------------------------------------
 #
 # zero   the pipeline's modules   gradients         optimizer state    parameters
-# 0      DDP(stage)               whole             whole              whole
-# 1      stage                    whole             shards             whole
-# 2      stage                    shards            shards             whole
+# 0      DDP(stage)               full              full               full
+# 1      stage                    full              shards             full
+# 2      stage                    shards            shards             full
 # 3      FSDP(stage)              shards            shards             shards
 
 
 def data_parallel(
     config: TrainConfig, mesh: Mesh, stages: list[Transformer], ends_apart: bool
 ) -> tuple[list[nn.Module], OptimizerInterface]:
-    """Return the pipeline's modules and the optimizer. `zero` decides which of a parameter's 16 bytes a rank keeps.
+    """Return the pipeline's modules and the optimizer. `config.zero` decides what a rank keeps: see the table above.
 
     ends_apart  whether embedding and head are on different stages, so that tied gradients are summed over pp
     """
@@ -246,9 +247,10 @@ def zero_optimizer(config: TrainConfig, mesh: Mesh, stages: list[Transformer], t
 
 
 def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bool) -> list[nn.Module]:
-    """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay whole, as their gradients are summed over pp."""
+    """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay unsharded: their gradients are summed over pp."""
     shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
-    # FSDP's shards are master weights. Parameters that it leaves whole take part in the computation, in half precision.
+    # FSDP's shards are master weights. Parameters that FSDP does not shard are used in products as they are, so they keep
+    # half precision.
     blocks = chain.from_iterable(stage.layers.values() for stage in stages)
     for module in blocks if tied else stages:
         module.to(config.torch_master_dtype)
@@ -264,6 +266,7 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
             compute_dtype=config.torch_dtype if config.mixed_precision else None,
             reduce_dtype=config.torch_reduce_dtype,
             init_part=initial_values(config),
+            compress=config.choice("compress").load().compressor(config),
             **_resting_place(config),
         )
         for stage in stages
@@ -271,7 +274,7 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
 
 
 def optimizer_over(config: TrainConfig, mesh: Mesh, modules: list[nn.Module]) -> OptimizerInterface:
-    """Return the optimizer over DDP's parameters or FSDP's shards; --offload or --compress may bring one of its own."""
+    """Return the optimizer over DDP's parameters or FSDP's shards; --offload or --compress may replace it by their own."""
     family: OptimizerFamily = config.choice("optimizer").load()
     averaging: GradientAveraging = config.choice("compress").load()
     groups = family.groups(_named(modules), config.weight_decay)
@@ -291,7 +294,7 @@ def optimizer_over(config: TrainConfig, mesh: Mesh, modules: list[nn.Module]) ->
 def _ends_apart(groups: list[Group]) -> tuple[list[Group], list[Group]]:
     """Take the embedding and its tied copy out of the groups; return the groups, and one new group for each of the two.
 
-    ZeRO then gives each its own bucket, and cuts both at the same places: their gradients are added in the same order, and
+    ZeRO then gives each its own bucket, and cuts both at the same offsets: their gradients are added in the same order, and
     they stay equal bit for bit.
     """
     places = {p: placement_of(p) for group in groups for p in group["params"]}

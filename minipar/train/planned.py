@@ -1,4 +1,4 @@
-"""A run as the planner sees it: its job, its layout, and the options that predictions leave out. Imports no torch."""
+"""A run's job and layout for the planner, and the options that its predictions leave out. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from minipar.cost import Implementation, Job, Layout, Machine, ModelShape
 from minipar.cost.stages import enough_microbatches
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
-# Options, with their defaults, that change seconds or bytes but are in no formula; choices by name are found otherwise.
+# Options that change time or bytes but are in no formula, with their defaults. Options whose values are choices (such as
+# `schedule`) are not listed: `not_weighed` asks each choice whether a formula includes it.
 UNPRICED = {
     "dp_speeds": None,
     "gather_every": "microbatch",
@@ -41,9 +42,9 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
 
 
 def _planned_order(config: TrainConfig) -> tuple[str, int, int, int]:
-    """Return (schedule, dp, pp, chunks per rank) to price. Two copies of a model count as twice the dp and half the pp.
+    """Return (schedule, dp, pp, chunks per rank) for the planner. Two copies of a model count as twice the dp, half the pp.
 
-    A schedule without closed formulas, or with too few microbatches, is priced as 1F1B.
+    A schedule without closed formulas, or with too few microbatches, is predicted as 1F1B.
     """
     choice = config.choice("schedule")
     name = choice.priced_as(config)

@@ -29,8 +29,8 @@ def recompute(stage: Transformer, mode: str, kept_of: Sequence[Comm] = ()) -> No
     full       the whole block; its input is kept, 2 B T D bytes per layer in bf16. One more forward, a third more work
     every:N    units of N successive blocks; the input of each unit's first block is kept. The same work as full
 
-    The bytes that L blocks hold after the forward, and at most during the backward, if each saves a bytes and has an input
-    of x:
+    The bytes that L blocks hold after the forward, and the maximum during the backward, if a block saves a bytes, and x
+    bytes of them are its input:
 
     none       L a                 L a
     full       L x                 L x + a

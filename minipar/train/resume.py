@@ -15,7 +15,7 @@ from minipar.train.state import changed_settings, require_same_run
 
 
 def require_no_others(config: TrainConfig) -> None:
-    """Raise ValueError if the folder has another run's checkpoints: this run's would mix with them, and remove them."""
+    """Raise ValueError if the folder has another run's checkpoints: this run would add its own, and delete the old ones."""
     if config.checkpoint_every and not _in_own_folder(config) and checkpoints(config.folder / CHECKPOINTS):
         raise ValueError(
             f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
@@ -24,7 +24,7 @@ def require_no_others(config: TrainConfig) -> None:
 
 
 def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> CheckpointRef | None:
-    """Return the checkpoint at `path`, the newest complete one of `config.resume`, or None to begin at step 0.
+    """Return the checkpoint at `path`, the newest complete one of `config.resume`; if there is none, None: begin at step 0.
 
     A run may begin at step 0 in its own folder only if the folder has no checkpoint, not even a damaged one: a damaged one
     may be readable again later, and would be overwritten.

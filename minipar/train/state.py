@@ -1,4 +1,4 @@
-"""The state of a run, to a checkpoint and back: this rank's parts of parameters and optimizer state, and buffers.
+"""Save and restore the state of a run: this rank's parts of parameters and optimizer state, and buffers.
 
 A float16 model's loss scale is also part of the state. Nothing else is: the batch of a step, its dropout masks and its
 learning rate are functions of seed and step.
@@ -102,7 +102,7 @@ def described(
     step: int = 0,
     numbers: dict[str, dict[str, float]] | None = None,
 ) -> dict[str, Any]:
-    """Return a run's description for its checkpoints: all that determines its results, and its place in the text.
+    """Return a run's description for its checkpoints: all that determines its results, and its position in the text.
 
     numbers  the scalar optimizer state that `parts_of` returns
     """

@@ -38,7 +38,7 @@ def train_step(
 
     observe      called when the gradients are complete, before they are clipped
     batch        this rank's part of the step's batch, if it was made ahead of time
-    data_wait_s  the seconds for which this rank waited for that batch: they count as seconds of the step
+    data_wait_s  how long this rank waited for that batch; counts as part of the step's time
 
     Raises ArithmeticError if the loss or the gradient norm is not finite and on_nan is "stop".
     """
@@ -112,7 +112,7 @@ def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: 
 
 
 def _inputs(batch: LocalBatch, device: torch.device) -> dict[str, Any]:
-    """The batch on the device, as `Pipeline.step` takes it."""
+    """Return the batch on the device, as arguments for `Pipeline.step`."""
     tokens, targets, sample_ids, positions = (to_device(x, device) for x in batch[:4])
     return dict(
         inputs=tokens,
@@ -134,7 +134,7 @@ def gradients(
             groups = config.model.num_groups(config.batch_size, config.seq_len)
             set_num_groups(stage, groups, state.loss_scale)
     # By default ZeroOptimizer reduces gradients in every backward. Here it reduces once per step, when all gradients are
-    # complete (of every microbatch, deferred or tied ones), unless reduce_every asks for a reduction in every backward.
+    # complete (all microbatches', deferred and tied ones too), unless reduce_every asks for a reduction in every backward.
     several = config.pp > 1 or max(config.dp_microbatches) > 1 or len(state.pipeline.schedule.actions[0]) > 2
     accumulates = several and config.reduce_every == "step"
     with state.optimizer.no_sync() if accumulates else nullcontext():

@@ -2,8 +2,8 @@
 
 For each token, the stages compute one after another, and the tp ranks of a stage together; each rank caches the keys and
 values of its own layers and heads. One rank chooses the next token and broadcasts it, so all ranks have the same text even
-if the last bits of their logits differ. While one stage computes, the others wait: pp allows a larger model, but does not
-generate a text faster.
+if the last bits of their logits differ. While one stage computes, the other stages wait: pp allows a larger model, but does
+not generate a text faster.
 """
 
 from __future__ import annotations
@@ -78,10 +78,14 @@ SAMPLE_BYTES_PER_RANK = 16 << 20
 def sample_text(
     world: Comm, config: TrainConfig, path: Path, num_tokens: int, temperature: float = 0.7
 ) -> str | None:
-    """Continue "The " from the checkpoint at `path`, on as many ranks as it takes for each to hold about 16 MiB.
+    """Generate text after a short fixed prompt with the weights of the checkpoint at `path`; return prompt and text.
 
-    config  the TrainConfig of the run that `world` has trained; its tp also cuts the layers if they are too few
-    Every rank calls this; rank 0 gets the text, all others get None.
+    The prompt is "The ", or token 0 for a run on token ids without a tokenizer (`Ids`). The weights are split over pipeline
+    stages, with enough ranks, if `world` has them, for each to hold at most about 16 MiB of weights.
+
+    config  the TrainConfig of the run that `world` has trained. If that takes more ranks than there are layers, each layer
+            is also split over config.tp ranks (if `world` is large enough, and the layout is 1d)
+    Every rank calls this; rank 0 gets the text, the other ranks get None.
     """
     shapes = Transformer(config.model, device="meta", dtype=config.torch_dtype)
     layers = config.model.num_layers
@@ -156,8 +160,8 @@ def generate_on_mesh(
     stage  this rank's stage, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
 
     Every rank calls this with the same prompt and numbers. Along other mesh axes, each replica generates the same text.
-    Sends, for B texts with T tokens in the prompt: from stage to stage, B*D elements for each of the T + num_tokens - 1
-    tokens read, as long as tokens can be cached; over tp, what the forward of these tokens sends, including the gather of
+    For B prompts of T tokens each, sends: from stage to stage, B*D elements for each of the T + num_tokens - 1 tokens
+    processed, as long as the caches have room; over tp, the messages of these tokens' forward, including the gather of
     logits; and B int64 per chosen token, broadcast to all ranks.
     """
     tokens = checked_prompt(stage.config, prompt_tokens, num_tokens, temperature)
@@ -180,7 +184,7 @@ def generate_on_mesh(
 
 
 def _through_stages(stage: Transformer, pp: Comm, tokens: Tensor) -> Tensor | None:
-    """Run this rank's stage on these tokens: the last stage's ranks return the logits, the others None."""
+    """Run this rank's stage on these tokens: the last stage's ranks return the logits, the other ranks None."""
     x = tokens
     if not stage.first:
         dtype = next(stage.parameters()).dtype

@@ -48,7 +48,7 @@ from minipar.transport.cuda_trace import trace_on
 
 OnProgress = Callable[[str, Metrics], None]
 PARAMETERS = ".parameters"  # a subfolder of the run's folder, while it runs
-SAMPLE_TOKENS = 300
+SAMPLE_TOKENS = 150
 
 
 @dataclass
@@ -137,7 +137,7 @@ def _train(
                 train_rank, config, text, held_out, start, None, text_id, world_size=config.world_size, backend="auto",
                 timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
             )[0]  # fmt: skip
-        assert trained is not None  # True on rank 0, where this runs
+        assert trained is not None  # not None on rank 0, where this runs
         return _finish(config, text, trained, tell)
     finally:
         log.close()

@@ -1,4 +1,4 @@
-"""The grouped transport on gloo, with a checker: it refuses what would make NCCL hang or deliver to the wrong receive.
+"""The grouped transport on gloo, with a checker: it raises where NCCL would hang, or match a message to a wrong receive.
 
 As with NCCL, a Comm has its own process group, its messages are matched by order alone, and its stream runs one operation
 after another. In addition, ranks tell each other what they are about to do, so that a mismatch is found in advance:
@@ -10,8 +10,8 @@ after another. In addition, ranks tell each other what they are about to do, so 
     a native     each member tells the next one which collective it is in
     collective
 
-A mismatch raises OutOfOrder, which names both ranks and what each is doing. A rank that gets no answer waits for a header,
-with a deadline; the counts of all ranks then tell who waits for whom (`diagnosis.py`).
+A mismatch raises OutOfOrder, which names both ranks and what each is doing. If no header arrives, the wait for it passes
+its deadline; the message counts of all ranks then tell which rank waits for which (`diagnosis.py`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from minipar.transport.stream import Stream, StreamThread, ThreadStream
 from minipar.transport.transport import Posted
 
 HEADER_BYTES = 256
-# Collectives whose tensor has one shape on all ranks.
+# Collectives whose tensor has the same shape on all ranks.
 OF_ONE_SHAPE = ("all_reduce", "reduce", "broadcast")
-ORDER_TAG = 0x6F726472  # a tag of our own: the owner of the world's group may send messages on it, too
+ORDER_TAG = 0x6F726472  # a tag of its own, since the caller may also send messages on the world's group
 
 
 class CheckedGrouped(Grouped):
-    """Transport that keeps NCCL's rules on gloo. It sends a header of HEADER_BYTES per message, which is not counted."""
+    """Transport that enforces NCCL's rules on gloo. It sends a header of HEADER_BYTES per message, which is not counted."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         key = ChannelId("order of groups", self.ranks)
         peers = tuple(range(len(self.ranks)))
         self._order = self.channels[key] = Channel(key, peers, 0, self.make_stream(key), self.device)
-        self._broken: dict[ChannelId, Exception] = {}  # no communicator can be used after an error
+        self._broken: dict[ChannelId, Exception] = {}  # channel -> the error that ended its use
         self._maker: threading.Thread | None = None  # the thread that makes channels
 
     def make_stream(self, key: ChannelId) -> Stream:
@@ -72,7 +72,7 @@ class CheckedGrouped(Grouped):
             )
 
     def _agree(self, what: str, peers: list[int]) -> None:
-        """Tell these ranks of the world's group which channel is made here; raise OutOfOrder if one makes another."""
+        """Tell `peers`, ranks of the world's group, which channel is made here. OutOfOrder if a peer makes another one."""
         label = f"make {what}"
         asked = [self.note(self._order, "receive", HEADER_BYTES, peer, label) for peer in peers]
         posted = []
@@ -181,7 +181,7 @@ class Header:
     """A message of HEADER_BYTES bytes for a sentence: the whole sentence's checksum, and as much of its text as fits.
 
     tensor    the bytes: of the sentence `words`, or still to be received
-    expected  the sentence that the received one should be
+    expected  the sentence that should be received
     """
 
     def __init__(self, words: str, expected: str = ""):

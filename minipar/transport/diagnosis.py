@@ -87,7 +87,7 @@ def deadlock(
 
 
 def last_waited_for(rank: int, waits_for: dict[int, int]) -> int:
-    """Follow the waits from `rank` on, and return the rank at the end of the chain; in a circle, return `rank`."""
+    """Follow the waits from `rank` on, and return the rank at the end of the chain; if there is a cycle, return `rank`."""
     here = rank
     seen: set[int] = set()
     while here in waits_for:

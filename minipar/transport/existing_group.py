@@ -22,7 +22,7 @@ _num_worlds: Counter[str] = Counter()
 
 
 def transport_on(group: Any, timeout_s: float, node_size: int | None = None) -> Transport:
-    """Make the transport of a new world on `group` (None: the default). All ranks must make their worlds in one order."""
+    """Make the transport of a new world on `group` (None: the default). All ranks must make worlds in the same order."""
     group = dist.group.WORLD if group is None else group
     nccl = "nccl" in dist.get_backend(group)
     device = _bound_device(group) if nccl else torch.device("cpu")

@@ -45,7 +45,7 @@ def agree(
     receive: Described | None,
     num_bytes: int,
 ) -> tuple[Ends | None, Ends | None]:
-    """Make links of `num_bytes` for a send and a receive; return this rank's ends, None if the two ranks stay on gloo."""
+    """Make links of `num_bytes` for a send and a receive. Return this rank's end of each; None: the two ranks use gloo."""
     rank = transport.rank
     outwards = inwards = None
     posted = []

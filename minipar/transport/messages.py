@@ -8,7 +8,7 @@ import torch
 
 from minipar.transport.stream import Stream
 
-# One half of an exchange: the tensor sent or received into, and the rank of the channel at its other end.
+# One half of an exchange: the tensor to send or to receive into, and the peer's rank in the channel.
 Half = tuple[torch.Tensor, int]
 
 

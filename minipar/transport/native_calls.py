@@ -1,6 +1,6 @@
 """torch's own collectives on a process group. `comm/native.py` converts a Comm's arguments for them.
 
-`op` is torch.distributed's name of the reduction, ranks are world ranks, and tensors are contiguous.
+`op` is torch.distributed's name for the reduction, ranks are world ranks, and tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed them, and warns of the old names
+# torch 2.13 renamed them, and warns about the old names
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -1,12 +1,12 @@
-"""The shared-memory transport, for gloo ranks on one machine: large messages of collectives never pass a socket.
+"""The shared-memory transport, for gloo ranks on one machine: large messages of collectives do not go through a socket.
 
 
 gloo copies a message into the kernel and out of it again. Here the sender copies it into slots of memory that both ranks
 have mapped, and the receiver reads one slot while the sender fills the other. All other messages stay on gloo.
 
-A link is one direction between two ranks on one channel, made at their first message (`linking.py`). It is a memory file
-without a name and a connection, on which the sender writes a header per segment and the receiver a byte for each slot that
-is free again. Nothing has a name that could outlive the ranks, and a rank's connections close when it ends.
+A link is one direction between two ranks on one channel, made at their first message (`linking.py`). It consists of a
+memory file without a name, and a connection on which the sender writes a header per segment and the receiver a byte for
+each slot that is free again. Nothing has a name that could outlive the ranks, and a rank's connections close when it ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from minipar.transport.transport import Posted, Tagged
 SLOT_BYTES = 1 << 20
 NUM_SLOTS = 2
 LINKED_BYTES = 256 << 10  # messages of at least this size use a link; shorter ones are mostly latency
-# A link moves data only during a wait. These collectives wait for an exchange with two peers as soon as it is posted.
+# A link moves data only during a wait, so only collectives that wait for each exchange as soon as it is posted use links.
 KINDS = ("all_reduce", "reduce_scatter", "all_gather")
 HEADER = struct.Struct("<IQQ")  # tag, offset in the message, bytes of the segment
 
@@ -39,7 +39,7 @@ LinkId = tuple[ChannelId, str, int]  # channel, "send" or "receive", peer
 
 
 class Shared(Tagged):
-    """Transport that sends the large messages of collectives through shared memory, and all others through gloo."""
+    """Transport that sends the large messages of collectives through shared memory, and all other messages through gloo."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -132,7 +132,7 @@ class Link:
             time.sleep(self._connection.gettimeout() or 0.0)
             raise TimeoutError
         segment.copy_(self._next_slot(segment.numel()))
-        # The sender may have ended: it does not wait for its last slots.
+        # The sender may have ended: it does not wait until its last slots are read.
         with contextlib.suppress(ConnectionError):
             self._connection.send(b"f")
 
@@ -154,7 +154,7 @@ Move = tuple[Described, Callable[[int, int, torch.Tensor], None]]
 
 
 class Exchange:
-    """A send, a receive or both on links, moved segment by segment in turn, so that neither waits for the other's end."""
+    """A send, a receive or both on links. Segments of both move in turn, so that neither waits for the other to end."""
 
     def __init__(self, transport: Shared, moves: list[Move]):
         self._transport = transport

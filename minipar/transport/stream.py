@@ -130,7 +130,7 @@ class ThreadStream:
         self._owner = StreamOwner(name)
         self._inline_thread: int | None = None  # the calling thread, while it runs an operation itself
         self._thread: StreamThread | None = None
-        # Set when the last submitted operation ends. Its handle would keep the result alive.
+        # Set when the last submitted operation ends. Only the event is kept, since a handle would keep the result alive.
         self._last_finished: threading.Event | None = None
 
     def inside(self) -> bool:

@@ -13,7 +13,7 @@ class Traffic:
     messages     number of sends; an empty tensor is not sent
     by_kind      bytes by the operation that sent them: "all_reduce", "send", "exchange", ..., "native"
 
-    Bytes are counted when a message is posted, never computed from a formula, so that tests can compare both.
+    Bytes are counted when a message is posted, never computed from a formula, so that tests can compare them with one.
     """
 
     def __init__(self, parent: Traffic | None = None):

@@ -12,8 +12,8 @@ side. Messages of different channels never meet. A wait that passes its deadline
 
 A caller must obey these rules. `tagged` needs only some of them, NCCL all (`checked.py` enforces them on gloo):
 
-    channels    all ranks make the channels that they share in one order, outside every operation
-    operations  the members of a channel run its operations in one order, each on the stream of the channel alone
+    channels    all ranks make the channels that they share in the same order, outside every operation
+    operations  the members of a channel run its operations in the same order, and only on the channel's stream
     messages    a send and its receive have the same bytes, dtype and operation; both are on `device`
     groups      a send and a receive that wait for each other are posted in one `post`
 """
@@ -104,7 +104,7 @@ class Transport:
             self.channels[key] = channel
         return self.channels[key]
 
-    # Every step of a collective runs the next three methods, right after a copy that has emptied the CPU caches.
+    # The next three methods are kept short: each step of a collective runs them after a copy that emptied the CPU caches.
 
     def post(
         self,
@@ -199,7 +199,7 @@ class Transport:
         raise NotImplementedError
 
     def prepare(self, channel: Channel) -> None:
-        """Prepare a channel; called by all its ranks when they make it."""
+        """Prepare a channel; all its ranks call this when they make it."""
 
     def start(
         self, channel: Channel, send: Half | None, receive: Half | None, paired: bool

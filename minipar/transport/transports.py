@@ -20,7 +20,7 @@ def choose_transport(backend: str) -> type[Transport]:
 
     shared   for gloo on Linux: large messages between two ranks of one machine go through shared memory
     tagged   for gloo elsewhere: every message goes through gloo
-    grouped  for NCCL; on gloo it holds a program to NCCL's rules, and raises where one is broken
+    grouped  for NCCL; on gloo it enforces NCCL's rules: it raises where a program breaks one
 
     Raises ValueError for a name that is not in TRANSPORTS, and for tagged or shared on NCCL.
     """

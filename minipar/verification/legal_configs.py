@@ -21,8 +21,9 @@ Named = tuple[str, dict[str, Any]]  # a choice by name, with options
 def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     """Yield every legal mesh of `world_size` ranks with every ZeRO stage, every schedule if pp > 1, and every tp layout.
 
-    Installed extras are among the schedules and layouts. The configurations of a ZeRO stage take turns with the modes of
-    recomputation, the memories of states and, if ep > 1, the dispatches of tokens, unless `base` names one of these.
+    Schedules and layouts of installed extras are included. The modes of recomputation, the memories for optimizer states
+    and, if ep > 1, the token dispatches do not multiply the number of configurations: those of a ZeRO stage use them in
+    turn, unless `base` names one.
     """
     turns = _Turns(base)
     for sizes in _mesh_sizes(base, world_size):
@@ -36,7 +37,7 @@ def legal_configs(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
 
 
 def _mesh_sizes(base: TrainConfig, world_size: int) -> Iterator[dict[str, int]]:
-    """Yield the sizes of every mesh of `world_size` ranks, with two microbatches where pp > 1."""
+    """Yield the sizes of every mesh of `world_size` ranks, with two microbatches if pp > 1."""
     for pp, dp, cp in product(divisors(world_size), repeat=3):
         if world_size % (pp * dp * cp) == 0:
             for ep in divisors(dp * cp) if base.model.num_experts else [1]:
@@ -47,7 +48,7 @@ def _mesh_sizes(base: TrainConfig, world_size: int) -> Iterator[dict[str, int]]:
 def _other_layouts(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     """Yield meshes with every tp layout other than 1d and each ZeRO stage, in `base`'s schedule."""
     for sizes in _mesh_sizes(base, world_size):
-        wanted = SimpleNamespace(**{**vars(base), **sizes})  # this need not be legal with the layout 1d
+        wanted = SimpleNamespace(**{**vars(base), **sizes})  # may be illegal with layout 1d
         for layout in _named("tp_layout", wanted) if sizes["ep"] == 1 else []:
             for zero in range(4) if layout[0] != "1d" else ():
                 config = _legal(base, **sizes, zero=zero, tp_layout=layout)
@@ -56,7 +57,7 @@ def _other_layouts(base: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
 
 
 class _Turns:
-    """Recomputation modes, memories of states and dispatches, used in turn. Each ZeRO stage takes its own turns."""
+    """Recomputation modes, memories for optimizer states, and dispatches, used in turn, separately for each ZeRO stage."""
 
     def __init__(self, base: TrainConfig):
         recomputations = RECOMPUTATIONS if base.recompute == "none" else [base.recompute]
@@ -68,7 +69,7 @@ class _Turns:
         self._base = base
 
     def applied(self, config: TrainConfig) -> TrainConfig:
-        """Return the configuration with the recomputation, the memory and the dispatch whose turn it is."""
+        """Return the configuration with the next recomputation mode, memory and dispatch."""
         zero, base = config.zero, self._base
         config = replace(config, recompute=next(self._recompute[zero]))
         if config.ep > 1 and base.choosing(dispatch="all-to-all") == base:
@@ -82,7 +83,7 @@ class _Turns:
 
 
 def _named(field: str, config: TrainConfig | SimpleNamespace) -> list[Named]:
-    """Return the choices of a kind that the sweep tries, with their options; only `config`'s choice if it names one."""
+    """Return the choices, with options, to try for this field; only `config`'s own choice if that is not the default."""
     chosen, default = getattr(config, field), TrainConfig.__dataclass_fields__[field].default
     if chosen != default and field != "schedule":
         return [(chosen, vars(config.options[field]) if field in config.options else {})]

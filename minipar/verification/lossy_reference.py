@@ -1,11 +1,11 @@
 """The reference of a mesh with lossy `--compress`: one process repeats each step from the mesh's own weights.
 
-A compressor rounds numbers that depend on the order of additions, so two runs drift apart. So each step is compared
+A compressor rounds values that depend on the order of additions, so two runs drift apart. So each step is compared
 separately:
 
     gradients   one process computes gradients at the mesh's weights. The tensors that the mesh's ranks gave to the
                 compressor, or kept, must sum to these. If replicas have different weights, each has its own gradients
-    averages    one process computes the means that the compressor must return, from all residuals and what every rank gave
+    averages    one process computes the means that the compressor must return, from all residuals and all ranks' tensors
     weights     one process updates every rank's weights by its gradients and these averages
 """
 
@@ -34,8 +34,8 @@ from minipar.train.parallelize import RankState
 from minipar.verification.rounded_reference import TOLERANCE, allowed, gradients_at, is_rounded
 
 Tensors = dict[str, Tensor]
-Held = list[tuple[Placement, Tensor]]  # a rank's parts
-Message = list[Average]  # from all ranks of a Comm, in rank order
+Held = list[tuple[Placement, Tensor]]  # a rank's parts of tensors
+Message = list[Average]  # one averaging call, as recorded by each rank of a Comm, in rank order
 
 
 class Compared(NamedTuple):
@@ -48,7 +48,7 @@ class Compared(NamedTuple):
 
 
 class LossyStep(NamedTuple):
-    """A step of one process, and the parts to compare. `limits` has the differences allowed in gradients and the loss."""
+    """A step of one process, and the parts to compare. `limits` has the allowed differences of gradients and loss."""
 
     loss: float
     norm: float
@@ -59,12 +59,12 @@ class LossyStep(NamedTuple):
 
 
 def is_lossy(config: TrainConfig) -> bool:
-    """Return whether compression makes a step's numbers differ from those of one process."""
+    """Return whether compression makes some step's results differ from those of one process."""
     return bool(config.choice("compress").exact_steps(config) < config.steps)
 
 
 def whole(held_by_rank: list[Held]) -> Tensors:
-    """Return the unsharded tensors by name; if several ranks hold the same part, the first rank's is taken."""
+    """Return the unsharded tensors by name. If several ranks hold the same part, the first rank's copy is used."""
     parts: dict[str, Held] = {}
     for placement, local in chain.from_iterable(held_by_rank):
         if placement.tied_to is None:
@@ -76,7 +76,7 @@ def whole(held_by_rank: list[Held]) -> Tensors:
 
 
 class _Recorded:
-    """A compressor that appends every message to a list."""
+    """A compressor that records every message in a list."""
 
     def __init__(self, compressor: Compressor, comm: Comm, is_compressed: bool, messages: list[Average]):
         self.compressor, self.comm, self.is_compressed, self.messages = (
@@ -173,7 +173,7 @@ class Replay:
         gradients: list[Held],
         messages: list[list[Average]],
     ) -> LossyStep:
-        """Repeat a step, given every rank's weights before and after it, its gradients, and its messages in order."""
+        """Repeat a step, given every rank's weights before and after it, gradients, and messages in order."""
         config = self.config
         lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
         batch = batch_of_step(
@@ -220,7 +220,7 @@ class Replay:
     def _of_whole_batch(
         self, batch: Batch, step: int, weights: Tensors
     ) -> tuple[float, Tensors, dict[str, float]]:
-        """Return the loss and gradients of the whole batch, and the differences allowed."""
+        """Return the loss and gradients of the whole batch, and the allowed differences of both."""
         loss, found = gradients_at(self.model, weights, batch, step)
         limits = dict.fromkeys((*found, "loss"), TOLERANCE.get(self.config.dtype, 0.0))
         if self.exact is not None:
@@ -236,7 +236,7 @@ class Replay:
     def _of_replicas(
         self, batch: Batch, step: int, before: list[Held]
     ) -> tuple[float, list[Tensors], dict[str, float]]:
-        """Return the batch's loss and, for each rank's replica, the gradients of its samples at its own weights."""
+        """Return the batch's loss, for each rank the gradients of its replica's samples at its weights, and the limits."""
         config = self.config
         mesh = Mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
         replica = [mesh.coordinates_of(rank).dp for rank in range(config.world_size)]
@@ -258,10 +258,9 @@ class Replay:
     def _complete(
         self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
     ) -> list[tuple[int, Placement, Tensor]]:
-        """Return (rank, placement, gradient): the sum of each message's tensors, and each rank's part of all other
-        gradients.
+        """Return triples (rank, placement, gradient): the sums of messages, and the gradients that are in no message.
 
-        Without ZeRO, the gradients of a tied weight's two copies are added after they are averaged.
+        With ZeRO 0 and 3, the gradients of a tied weight's two copies are added after they are averaged.
         """
         found = [
             (rank, place, total)
@@ -270,7 +269,9 @@ class Replay:
             for place, total in zip(message[0].placements, own)
         ]
         known = {(rank, place.name) for rank, place, _ in found}
-        tied = {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero == 0 else set()
+        tied = (
+            {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero in (0, 3) else set()
+        )
         ends: dict[object, dict[bool, Tensor]] = defaultdict(dict)
         for _, place, total in found:
             if (name := place.tied_to or place.name) in tied:
@@ -292,12 +293,12 @@ class Replay:
             if (rank, place.name) not in known
         ]
 
-    # Averages and weights, where gradients are averaged
+    # Averages and weights, for methods that average gradients
 
     def _averages(
         self, sent: list[Message], sums: list[list[Tensor]], gradients: list[Held]
     ) -> list[Compared]:
-        """Compare every rank's gradients with what the compressor must return."""
+        """Compare every rank's gradients with the averages that the compressor must return."""
         if not sent:
             return []
         by_rank: list[Held] = [[] for _ in gradients]
@@ -314,7 +315,7 @@ class Replay:
     def _updated(
         self, before: list[Held], after: list[Held], gradients: Tensors, lr: float, divisor: float
     ) -> list[Compared]:
-        """Compare every rank's weights with one process's after one update."""
+        """Compare every rank's weights with those of one process after one update."""
         weights = whole(before)
         for name, master in self.masters.items():
             master.data.copy_(weights[name])
@@ -331,7 +332,7 @@ class Replay:
 
 
 class _Replayed:
-    """A compressor in one process, which returns means that were computed before, and keeps what it was given."""
+    """A compressor in one process, which returns means that were computed before, and records the tensors it is given."""
 
     def __init__(self, comm: _Ranks, rank: _Rank):
         self.comm, self.rank = comm, rank
@@ -359,7 +360,7 @@ class _Ranks:
 
 
 class _Rank:
-    """One rank's optimizer in one process, for a method that averages momenta or weights."""
+    """The optimizer of one rank, emulated in the reference process, for a method that averages momenta or weights."""
 
     def __init__(self, config: TrainConfig, rank: int, before: Held, messages: list[list[Average]]):
         self.rank = rank
@@ -391,7 +392,7 @@ class _Rank:
             compressors.make = lambda comm: _Replayed(cast(Any, comm), self)
 
     def averages(self, means: list[tuple[Average, list[Tensor]]]) -> list[Compared]:
-        """Compare what this rank's compressors returned with what they must return."""
+        """Compare the means that this rank's compressors returned with those that they must return."""
         return [
             Compared(self.rank, place, got, want)
             for message, own in means
@@ -415,11 +416,11 @@ class _Rank:
         return [Compared(self.rank, place, x, self.params[place.name].detach().clone()) for place, x in after]
 
 
-# Of all ranks ---------------------------------------------------------------------------------------------------------
+# Helpers over all ranks -----------------------------------------------------------------------------------------------
 
 
 def _by_message(messages: list[list[Average]]) -> list[Message]:
-    """Join the messages of every rank in a step: return each message with what all ranks of its Comm gave."""
+    """Group the messages of a step: return, for each averaging call, the messages of all ranks of its Comm."""
     found: dict[object, Message] = {}
     for own in messages:
         seen: Counter[object] = Counter()
@@ -437,7 +438,7 @@ def _total(xs: Any) -> Tensor:
 
 
 def _means_of_parts(gradients: list[Held]) -> list[tuple[int, Placement, Tensor]]:
-    """Return the mean over all ranks that hold a part, for each part."""
+    """Return each part's mean over all ranks that hold it."""
     held: dict[object, list[tuple[int, Placement, Tensor]]] = defaultdict(list)
     for rank, own in enumerate(gradients):
         for place, x in own:
@@ -448,7 +449,7 @@ def _means_of_parts(gradients: list[Held]) -> list[tuple[int, Placement, Tensor]
 
 
 def _norm(gradients: list[Held]) -> float:
-    """Return the norm of the whole model's gradients; where several ranks hold a part, the mean of its squares counts."""
+    """Return the norm of the whole model's gradients. A part on several ranks counts once: as its mean squared norm."""
     held: dict[object, list[float]] = defaultdict(list)
     for place, x in chain.from_iterable(gradients):
         if place.tied_to is None:

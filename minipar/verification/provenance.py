@@ -1,4 +1,4 @@
-"""The origin of a rank's part of a tensor: the transformations of the recipe that cut it, in their order."""
+"""The origin of a rank's part of a tensor: the strategies that split it, in the order of `train/parallelize.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from minipar.mesh import Mesh, Placement
 
 
 def place_in_recipe(config: TrainConfig, placement: Placement, rank: int) -> str:
-    """Return the steps of the recipe that made this part, as "pipeline: on pp rank 1 of 2; tensor: [0, 64) of 128 ...".
+    """Describe how strategies made this part, for example "pipeline: on pp rank 1 of 2; tensor: [0, 64) of 128 ...".
 
     A cut along a dim comes from expert parallelism (dim 0 of stacked experts) or tp; a flat range comes from ZeRO.
     """

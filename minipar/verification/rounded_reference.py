@@ -3,9 +3,9 @@
 Two runs in half precision drift apart, because Adam takes a full-size step even for a gradient that is only rounding
 error. So each step is compared separately:
 
-    gradients   one process computes gradients at the mesh's weights, in half precision and in float32. The mesh's gradients
-                may differ from the half-precision ones by LIMIT times the difference of these two, per tensor, plus LIMIT
-                units of rounding
+    gradients   one process computes gradients at the mesh's weights, in half precision and in float32. For each tensor, the
+                mesh's gradient may differ from the half-precision one by LIMIT times (the difference between these two + a
+                rounding unit)
     weights     one process updates the mesh's weights by the mesh's gradients, in float32; the results must be equal
 """
 
@@ -24,8 +24,8 @@ from minipar.train.reference import relative
 
 TOLERANCE = {"float64": 1e-9, "float32": 2e-3}  # relative to a tensor's largest entry
 LIMIT = 4.0
-# The difference allowed in a model with experts, as a fraction of a tensor's largest gradient: rounding changes the
-# routing.
+# The additional difference allowed in a model with experts, as a fraction of a tensor's largest gradient, since rounding
+# may change the routing.
 FLIPPED = 0.2
 
 Tensors = dict[str, torch.Tensor]
@@ -34,8 +34,8 @@ Tensors = dict[str, torch.Tensor]
 class RoundedStep(NamedTuple):
     """The expected result of a step of the mesh.
 
-    limits   the differences allowed in the gradients, by name, and in the loss, under "loss"
-    norm     the norm of the mesh's own gradients; not finite where they overflowed and the step was skipped
+    limits   the allowed differences of gradients, by name, and of the loss, under "loss"
+    norm     the norm of the mesh's own gradients; not finite if they overflowed and the step was skipped
     weights  the weights after the step
     """
 
@@ -47,10 +47,10 @@ class RoundedStep(NamedTuple):
 
 
 def is_rounded(config: TrainConfig) -> bool:
-    """Return whether a mesh rounds more coarsely than the dtype in which its weights are updated.
+    """Return whether a mesh computes at a lower precision than the dtype in which its weights are updated.
 
-    In float64 even a mesh whose products are of few bits is compared with one process directly: the last bits of two
-    sums differ by too little for a number to be rounded the other way.
+    In float64 even a mesh with low-precision products is compared with one process directly: sums differ only in their last
+    bits, too little for a value to be rounded the other way.
     """
     few_bits = config.products != "plain" and config.dtype != "float64"
     coarse_sums = config.torch_reduce_dtype.itemsize < config.torch_dtype.itemsize
@@ -60,7 +60,7 @@ def is_rounded(config: TrainConfig) -> bool:
 def replay_steps(
     config: TrainConfig, text: Text, weights: list[Tensors], gradients: list[Tensors]
 ) -> list[RoundedStep]:
-    """Return a RoundedStep for each step of a mesh, given its master weights before and its gradients in each step."""
+    """Return a RoundedStep for each step of a mesh, given its master weights before each step and its gradients in it."""
     rounded = whole_model(config)
     exact = whole_model(config, config.torch_master_dtype, products=False)
     masters = {name: torch.nn.Parameter(w.clone()) for name, w in weights[0].items()}
@@ -95,7 +95,7 @@ def replay_steps(
 def allowed(
     config: TrainConfig, rounded: tuple[float, Tensors], exact: tuple[float, Tensors]
 ) -> dict[str, float]:
-    """Return the differences allowed in gradients, by name, and in the loss, from two losses and their gradients."""
+    """Return the allowed differences of gradients, by name, and of the loss, given two pairs (loss, gradients)."""
     unit = max(torch.finfo(dtype).eps for dtype in (config.torch_dtype, config.torch_reduce_dtype))
     (loss, own), (exact_loss, without_rounding) = rounded, exact
     limits = {

@@ -31,20 +31,20 @@ from minipar.verification.lossy_reference import (
 from minipar.verification.provenance import place_in_recipe
 from minipar.verification.rounded_reference import TOLERANCE, RoundedStep, is_rounded, replay_steps
 
-UPDATE_TOLERANCE = 1e-5  # for float32 arithmetic on the same numbers
+UPDATE_TOLERANCE = 1e-5  # for float32 arithmetic on the same inputs
 
 
 Tensors = dict[str, torch.Tensor]
 T = TypeVar("T")
-# Tensors with placements, and the values to compare.
+# Pairs: a tensor that has a placement, and the values to compare (None: nothing to compare).
 Values = Iterable[tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Row(NamedTuple):
     """One line of the table: the largest difference of `what` from one process, and the tensor and rank where it occurs.
 
-    difference  max|a - b| / max|b|, or max|a - b| where b is zero
-    place       the steps of the recipe that made that rank's part of the tensor
+    difference  max|a - b| / max|b|, or max|a - b| if b is zero
+    place       how strategies made that rank's part of the tensor (`place_in_recipe`)
     """
 
     what: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 
 class Verification(NamedTuple):
-    """What `verify` found: a row for each comparison with one process, and whether all are equal."""
+    """The result of `verify`: a row for each comparison with one process, and whether all are equal."""
 
     config: TrainConfig
     rows: list[Row]
@@ -86,7 +86,7 @@ class Snapshot(NamedTuple, Generic[T]):
 class Observed(NamedTuple, Generic[T]):
     """One rank's snapshots (initial weights, gradients of each step, last weights), and its losses and gradient norms.
 
-    messages  for each step, the averages that a compressor made
+    messages  for each step, the averages that compressors computed
     """
 
     snapshots: list[Snapshot[T]]
@@ -213,7 +213,7 @@ def _lossy_rows(config: TrainConfig, text: Text, seen: list[Observed[Held]]) -> 
     steps = run(_replay_lossy_steps, config, text, held[0::2], held[1::2], messages, world_size=1)[0]
     initial = {n: p.detach().to(config.torch_master_dtype) for n, p in whole_model(config).named_parameters()}
     rows = [_tensor_row(config, "initial weights", held[0], initial, UPDATE_TOLERANCE)]
-    # A mean may be rounded again, to the dtype of the gradients.
+    # In mixed precision a mean may be rounded once more, to the dtype of the gradients.
     unit = torch.finfo(config.torch_dtype).eps if config.mixed_precision else UPDATE_TOLERANCE
     for step, want in enumerate(steps):
         losses, norms = ([getattr(r, name)[step] for r in seen] for name in ("losses", "norms"))
@@ -244,7 +244,7 @@ def _replay_lossy_steps(
 def _parts_row(
     config: TrainConfig, what: str, found: list[Compared], limit: float | dict[str, float] = UPDATE_TOLERANCE
 ) -> Row:
-    """Compare parts with those of one process, each pair with its rank. `limit` is one number, or one by name."""
+    """Compare parts with the same parts in one process. `limit` is one number, or one number per tensor name."""
     worst, where, equal = (-1.0, "", 0), None, True
     for rank, placement, got, want in found:
         name = placement.tied_to or placement.name
@@ -263,7 +263,7 @@ def _replay_steps(world: Comm, *args: Any) -> list[RoundedStep]:
 def _tensor_row(
     config: TrainConfig, what: str, held_by_rank: list[Held], want: Tensors, limit: float | dict[str, float]
 ) -> Row:
-    """Compare every rank's parts with the same parts of one process's tensors. `limit` is one number, or one by name."""
+    """Compare every rank's parts with those of one process's tensors. `limit` is one number, or one per tensor name."""
     worst, count, where, equal = (-1.0, "", 0), 0, None, True
     for rank, held in enumerate(held_by_rank):
         for placement, got in held:

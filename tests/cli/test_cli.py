@@ -54,7 +54,7 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -120,6 +120,7 @@ def test_a_bad_line_is_one_line_and_exit_2_before_torch_is_imported_and_leaves_n
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("command", "flag"),
     [

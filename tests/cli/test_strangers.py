@@ -251,6 +251,7 @@ def test_two_extras_of_one_name_are_both_named_and_refused(packages, minipar_wit
     assert (code, "is the name of two" in " ".join(out.split()), "  powersgd " in out) == (0, True, True)
 
 
+@pytest.mark.thorough
 def test_an_extra_that_cannot_be_imported_is_one_line(packages, minipar_with):
     broken = {"compress.broken": "broken.choices:X", "command.broken": "broken.choices:X"}
     install(packages, "broken", broken, init="raise RuntimeError('of my\\nown')", choices="")

@@ -109,6 +109,7 @@ def test_so_do_both_by_an_algorithm_that_both_have(size, algorithm):
         assert all(equal)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_both_change_to_another_order_at_the_same_length(size):
     edges = [collectives.LONG_BYTES, 8 * collectives.LONG_BYTES, SHORT_BYTES_PER_RANK * size]

@@ -25,6 +25,7 @@ def test_every_algorithm_gives_the_result_computed_in_one_process(data):
     run_cases(size, data.draw(st.lists(cases(size), min_size=12, max_size=20)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 8])
 def test_no_collective_and_algorithm_is_left_out(size):
     rows = [0, 1, size, 5 * size + 1]

@@ -295,7 +295,7 @@ def everybody_sends_first(world):
     return world.recv((1 << 20,), torch.float32, (world.rank - 1) % world.size)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.tagged("its words; those of the grouped one are in test_checked.py")
 @pytest.mark.parametrize(
     ("function", "size", "words"),

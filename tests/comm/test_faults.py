@@ -50,6 +50,7 @@ class OthersForgotten(Tampered):
 RINGS = {"all_reduce": ring.all_reduce, "reduce_scatter": ring.reduce_scatter, "all_gather": ring.all_gather}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("collective", RINGS)
 @pytest.mark.parametrize(
     "fault", [WrongNeighbour, OneExchangeSkipped, LastExchangeSkipped, OthersForgotten, None]

@@ -95,6 +95,7 @@ def test_an_all_reduce_in_two_levels_that_adds_in_another_order_is_noticed():
     assert not all(map(all, minipar.run(faulty, world_size=6)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("size", "node_size"), [(4, 2), (6, 2), (8, 4)])
 @pytest.mark.parametrize(("stage", "reduce"), [(1, "mean"), (2, "sum")])
 def test_on_nodes_zeros_sums_are_ddps_bit_for_bit(size, node_size, stage, reduce):

@@ -33,6 +33,7 @@ def every_choice():
 OTHERWISE = {
     "slices": 3, "rank": 2, "warmup": 7, "every": 5, "fraction": 0.25, "node_size": 2, "depth": 3, "chunks": 4,
     "rows": 1.5, "folder": Path("/tmp"), "feedback": False, "scale": "ceil", "of": "gpipe", "limit": 4,
+    "sketch": 0.75, "threshold": True, "delay": 2,
 }  # fmt: skip
 
 
@@ -43,6 +44,7 @@ def otherwise(option, default):
     return OTHERWISE[option]
 
 
+@pytest.mark.thorough
 def test_the_options_of_every_choice_are_read_again(tmp_path):
     path = tmp_path / "config.toml"
     for kind, name, options in every_choice():

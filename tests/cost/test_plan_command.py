@@ -64,6 +64,7 @@ def test_a_known_program_is_predicted_by_its_own_numbers(capsys):
     assert "+- 8%" in out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("machine", "said"), [("h100", False), ("mi300x", True), ("b200", True)])
 def test_a_machine_without_published_runs_is_said_to_have_none(machine, said):
     text = plan_text(plan(Job(MODELS["llama-7b"], MACHINES[machine], 8, 4096, 32)))
@@ -126,6 +127,7 @@ def test_one_layout_is_itemised_against_the_card(capsys):
     assert json.loads(out)["fullest_pp_rank"] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -158,6 +160,7 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.thorough
 def test_a_machine_of_ones_own(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(MINE)

@@ -73,7 +73,7 @@ def brute_force(job: Job) -> tuple[list[Candidate], dict[Layout, float]]:
     return sorted(fits), excess
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "job", JOBS, ids=lambda job: f"{job.gpus} GPUs of {job.machine.memory_bytes / 1e9} GB"
 )
@@ -166,6 +166,7 @@ def test_70b_on_64_gpus_does_not_fit_without_zero():
 # Nothing fits ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_a_job_that_fits_nothing_says_by_how_much_and_what_would_help():
     job = Job(MODELS["llama-70b"], MACHINES["v100"], 8, 4096, 64)
     found = plan(job)

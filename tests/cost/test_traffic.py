@@ -22,7 +22,7 @@ from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was
 H100 = MACHINES["h100"]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -86,6 +86,7 @@ def numbered(folder, samples=30):
     return path
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("there", "here"), [(dict(dp=4), dict(dp=2, cp=2)), (dict(pp=2, tp=2), dict(dp=8))])
 def test_the_ranks_of_any_meshes_that_follow_each_other_have_every_sample_once(tmp_path, there, here):
     text = open_tokens(numbered(tmp_path), 300)
@@ -107,6 +108,7 @@ def test_the_ranks_of_any_meshes_that_follow_each_other_have_every_sample_once(t
     assert sorted(seen) == sorted(4 * [*range(30)]), "15 steps of 8 samples are four epochs of 30"
 
 
+@pytest.mark.thorough
 def test_an_epoch_goes_on_where_it_stopped_and_one_that_was_cut_otherwise_is_refused(tmp_path, monkeypatch):
     run = replace(BASE, tokens=numbered(tmp_path), checkpoint_every=5)
     never_stopped = train(replace(run, out=tmp_path / "whole"))

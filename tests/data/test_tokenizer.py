@@ -13,6 +13,7 @@ from minipar.data import tokenizer
 from minipar.data.token_file import open_tokens
 from minipar.data.tokenizer import Bytes, Ids, Tokenizer, encoded, write_tokens
 from minipar.train import generate_text, train
+from minipar.train.trainer import SAMPLE_TOKENS
 from tests.cli.test_cli import outcome
 
 WORDS = [
@@ -99,7 +100,7 @@ def test_a_run_on_ids_alone_is_continued_by_ids(tmp_path):
     config = TrainConfig(
         model=SMALL, tokens=tmp_path / "tokens.npy", checkpoint_every=2, out=tmp_path / "run", **RUN
     )
-    assert len(train(config).sample.split()) == 301
+    assert len(train(config).sample.split()) == 1 + SAMPLE_TOKENS
     assert generate_text(tmp_path / "run", "5 6", 4).startswith("5 6 ")
     with pytest.raises(ValueError, match="prompt='The': the run has no tokenizer; give token ids"):
         generate_text(tmp_path / "run", "The", 4)

@@ -182,6 +182,7 @@ class ForgetsTheLastBucket(DDP):
         self.reducer.end._finish = self.reducer._end_of_backward
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "broken", [AveragesTheParameter, NeverWritesBack, DividesTwice, ForgetsTheLastBucket]
 )
@@ -331,6 +332,7 @@ def traffic_and_memory(world, width, broadcast_buffers):
     return dict(world.traffic.by_kind), flat, storages
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
 def test_traffic_and_gradient_memory_are_the_formulas(size, broadcast_buffers):

@@ -113,6 +113,7 @@ def bytes_of_an_fsdp_step(world, width) -> tuple[int, int, int]:
     return kinds["all_gather"], kinds["reduce_scatter"], sum(flat.full.numel() for flat in fsdp.flats)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("width", [1, 128])
 def test_fsdp_sends_its_formula(size, width):

@@ -250,6 +250,7 @@ class CutsOutTheWrongPart(FSDP):
         super()._finish()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "broken", [GathersAheadForTheNextStep, NeverReshards, ForgetsAReduce, DividesTwice, CutsOutTheWrongPart]
 )

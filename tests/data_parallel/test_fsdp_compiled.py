@@ -49,7 +49,7 @@ def train_compiled(world, build):
     return list(fsdp.full_state_dict().values())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [whole, units, inside])
 def test_what_is_compiled_may_be_a_unit_or_be_inside_one(build):
     net = nn.Sequential(*parts())
@@ -77,6 +77,7 @@ def wrap(world, how):
     return fsdp
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -105,6 +105,7 @@ def _dropped(world, make):
     return without_collector(lambda: [ref() is None for ref in list(map(weakref.ref, make(world)))])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_that_is_dropped_is_freed_without_the_collector(kind):
     for freed in minipar.run(_dropped, KINDS[kind], world_size=2):
@@ -135,7 +136,7 @@ def _made(world, make, number):
     return without_collector(made)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts in /proc")
 @pytest.mark.parametrize("number", [FEW, pytest.param(MANY, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -213,6 +213,7 @@ def accumulated(world, stage, policy, size):
     return {n: p.detach() for n, p in net.named_parameters()}, dict(world.traffic.by_kind), flat
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("policy", ["reduce every", "by step", "synchronize"])
 def test_accumulation_adds_up_and_costs_what_each_policy_says(stage, policy):
@@ -271,7 +272,7 @@ def all_measured(world):
         return {case: measured(world, *case) for case in cases}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "size", [1, 2, 3, 4, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 6, 7))]
 )

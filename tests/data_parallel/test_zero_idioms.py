@@ -176,7 +176,7 @@ def all_idioms(world, optimizer):
     return trained
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("optimizer", range(len(OPTIMIZERS)))
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_programs_written_for_torchs_optimizer_give_its_numbers(optimizer, size):

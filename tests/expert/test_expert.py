@@ -131,6 +131,7 @@ def is_noticed(world, fault) -> bool:
     return False
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_fault_is_noticed(fault):
     assert any(minipar.run(is_noticed, fault, world_size=4))

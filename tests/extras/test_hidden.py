@@ -71,7 +71,7 @@ def test_every_extra_is_hidden_in_turn():
     assert len(EXTRAS) > 5
 
 
-@pytest.mark.sampled(22)
+@pytest.mark.thorough
 @pytest.mark.parametrize("hidden", EXTRAS)
 def test_without_an_extra_everything_else_works(hidden, tmp_path):
     copy = tmp_path / "minipar"

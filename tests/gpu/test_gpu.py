@@ -47,6 +47,7 @@ def stepped():
     return [pytest.param("gloo", 2, "DDP"), *(on_nccl(n, name) for n in WORLDS for name in layouts(n))]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("backend", "ranks", "name", "dtype"), verified())
 def test_every_strategy_gives_the_numbers_of_one_process(backend, ranks, name, dtype, record_property):
     config = replace(layouts(ranks)[name], dtype=dtype, timeout_s=30)

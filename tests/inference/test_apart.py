@@ -165,6 +165,7 @@ def planted(world, fault):
     return served(world, REQUESTS, TIGHT, 1, (owner, name, wrong if here else getattr(owner, name)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_changes_a_text(fault):
     outcome = minipar.run(planted, fault, world_size=3)[0]

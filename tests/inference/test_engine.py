@@ -140,6 +140,7 @@ def crowded(model) -> None:
     serve_and_compare(model, several, replace(options, prefix_cache=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(monkeypatch, fault):
     plant(monkeypatch, *FAULTS[fault])

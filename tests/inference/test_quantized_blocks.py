@@ -164,6 +164,7 @@ def serve_on(world, sizes):
     return Engine(tensor_parallel(stage, mesh.comm("tp")), options, mesh).run(several)
 
 
+@pytest.mark.thorough
 def test_a_mesh_writes_the_rounded_texts_of_one_process():
     several, options = rounded_crowd(4)
     want = Engine(loud_model(CUTTABLE), options).run(several)
@@ -223,7 +224,7 @@ def test_a_read_sees_its_own_block_whole_and_the_others_rounded(seed, bits, b):
             assert torch.equal(got[0].transpose(0, 1), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", [4, 2])
 def test_a_whole_block_and_keys_by_channel_lose_least(bits):
     """On 32 samples of 64 tokens, in blocks of 16: the divergence from the distribution of whole keys and values."""
@@ -255,6 +256,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(monkeypatch, fault):
     plant(monkeypatch, *FAULTS[fault])

@@ -194,7 +194,7 @@ def serve_on(world, sizes, how):
 
 @pytest.mark.parametrize("how", [(8, 64), (4, 4)], ids=["8 bits", "4 bits"])
 @pytest.mark.parametrize("sizes", [dict(tp=2, pp=1), dict(tp=2, pp=2), dict(tp=4, pp=1)])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_every_mesh_writes_the_text_of_one_process(sizes, how):
     model = quantize_weights(loud_model(DENSE), *how)
     want = [alone(model, request) for request in crowd()[0]]

@@ -119,7 +119,7 @@ def test_rounded_models_are_served_on_ranks_too(folder, requests, tmp_path, roun
 
 
 @pytest.mark.parametrize("words", ["--ep 2", "--ep 2 --tp 2", "--cp 2 --ep 2", "--ep 2 --pp 2"])
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
     folder_with_experts, requests, tmp_path, words
 ):

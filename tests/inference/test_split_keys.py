@@ -245,6 +245,7 @@ def read_and_compare(plant=None):
         assert_equal_to(logits, want)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_is_seen(plant):
     with pytest.raises(AssertionError, match=r"max\|a - b\| ="):

@@ -24,7 +24,7 @@ def first_gap(model: Transformer, prompt, ours: list[int], theirs: list[int]) ->
     return float((logits[ours[at]] - logits[theirs[at]]).abs() / logits.abs().max())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("core", ["plain", "fused"])
 def test_transformers_writes_the_same_texts(tmp_path, core, dtype):

@@ -81,6 +81,7 @@ def ledgers(world, priced: list[TrainConfig]) -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.thorough
 def test_the_price_is_what_a_training_step_sends():
     for counts in minipar.run(ledgers, list(PRICED.values()), world_size=4):
         for (name, one), (over_tp, over_data) in zip(PRICED.items(), counts):

@@ -264,7 +264,7 @@ print("ran", flush=True)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a child subreaper")
 @pytest.mark.parametrize("killed", [False, True])
 def test_children_in_sessions_of_their_own_end_with_the_caller(tmp_path, killed):

@@ -57,7 +57,7 @@ def marked(fails):
     return pytest.param(fails, marks=marks, id=fails.__name__)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fails", list(map(marked, FAILURES)))
 def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
     rank, about_it, about_the_other = FAILURES[fails]
@@ -91,6 +91,7 @@ def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
     _names_the_rank_that_hangs(hangs, where)
 
 
+@pytest.mark.thorough
 def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
     """In a pool of more ranks than the run has, torch's collectives need a process group of the run's own."""
     minipar.run(lambda world: None, world_size=8)

@@ -78,14 +78,14 @@ IMPLEMENTATIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_floor_meets_its_specification_on_one_to_four_ranks(name):
     report = SPECIFICATIONS[name].check(IMPLEMENTATIONS[name])
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_floor_meets_its_specification_on_its_own_comm(name):
     report = SPECIFICATIONS[name].check(on_comm(comm.Comm, IMPLEMENTATIONS[name]))
@@ -369,7 +369,7 @@ def gone(pid):
     return True
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("what", "timeout_s", "says"),
     [
@@ -394,7 +394,7 @@ def test_a_rank_that_fails_ends_all_and_is_named(what, timeout_s, says, folder):
     assert all(map(gone, ranks))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupt", "kill"])
 def test_nothing_is_left_running_when_the_caller_is_stopped(number, folder):
     (folder / "program.py").write_text(PROGRAM)

@@ -17,7 +17,7 @@ from minipar.spec import SPECIFICATIONS
 from tests.spec.library import LIBRARY, SPECS, collective
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_library_meets_its_specification_on_one_to_four_ranks(name):
     report = SPECS[name].check(LIBRARY[name])
@@ -33,7 +33,7 @@ WITHOUT_A_FORMULA = {  # the other algorithms: the same results, other bytes
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "algorithm"), [(name, a) for name, algorithms in WITHOUT_A_FORMULA.items() for a in algorithms]
 )
@@ -322,7 +322,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("name", "wrong", "stage", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None)
 )

@@ -55,7 +55,7 @@ MISTAKES = {  # and how the call in which it shows is described
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_that_depends_on_the_tensor_is_found(name, mistake):

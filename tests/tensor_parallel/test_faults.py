@@ -73,6 +73,7 @@ def seen(world, fault) -> str:
                     setattr(owner, name, names[name])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_planted_bug_is_seen(fault):
     said = minipar.run(seen, fault, world_size=4)

@@ -207,6 +207,7 @@ def sent_by_the_loss(world, smoothing: float) -> tuple[int, int]:
     return comm.traffic.sent_bytes
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 3), (0.1, 4)])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_the_loss_sends_three_numbers_a_target(tp, smoothing, numbers):

@@ -43,6 +43,7 @@ def test_compiled_blocks_give_the_numbers_of_one_process(backend, options):
     assert result.equal, table(result)
 
 
+@pytest.mark.thorough
 def test_a_compiler_is_not_shown_the_hash_of_dropouts_masks():
     """Each of its steps uses the one before twice, and from the second step on its key is a symbol: it has no end."""
     model = Transformer(ModelConfig(dim=8, num_layers=1, num_heads=2, max_seq_len=8, dropout=0.5))

@@ -98,6 +98,7 @@ def test_what_is_computed_again_is_in_hfu_and_not_in_mfu(mode, again):
     assert line["mfu"] == speed(TrainConfig(model=model, seq_len=T, peak_tflops=1.0), 1.0)["mfu"]
 
 
+@pytest.mark.thorough
 def test_the_rate_of_work_is_stated_against_the_peak_if_that_is_known(tmp_path):
     run = dict(model=ModelConfig(**SMALL), out=tmp_path, **RUN | dict(steps=1))
     (line,) = train(TrainConfig(dp=2, peak_tflops=2.0, **run)).metrics

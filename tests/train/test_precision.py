@@ -29,7 +29,7 @@ UNTIED = replace(DEFAULTS.model, tie_embeddings=False)
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("zero", range(4))
 def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtype, zero):
@@ -37,7 +37,7 @@ def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtyp
     assert result.equal, table(result)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -120,6 +120,7 @@ def observe_faulty(fault, world, config, text):
         place.parallelize = right
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -147,6 +148,7 @@ def overflowing(world, config):
     return [(line["loss_scale"], line["skipped"]) for line in lines], state.scaler.state_dict()
 
 
+@pytest.mark.thorough
 def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_process_does():
     config = replace(SHORT, pp=2, dp=2, microbatches=2, dtype="float16", loss_scale=2.0**30, steps=20, zero=1)
     (lines, scaler), *others = minipar.run(overflowing, config, world_size=4)
@@ -232,6 +234,7 @@ def sent_and_grads(world, config):
     )
 
 
+@pytest.mark.thorough
 def test_zero_2_reduces_once_a_step_or_after_every_microbatch():
     config = replace(SHORT, dp=2, zero=2, microbatches=4, algorithm="ring")
     for policy, times in (("step", 1), ("microbatch", 4)):

@@ -57,6 +57,7 @@ def kept_and_sent(world, partition: bool, mode: str):
     return kept, world.traffic.by_kind.get("all_gather", 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("tp", "mode", "num_inputs"), [(2, "full", 3), (4, "full", 3), (2, "every:2", 2)])
 def test_partitioned_inputs_are_one_in_tp_and_are_gathered_once(tp, mode, num_inputs):
     inputs = num_inputs * 4 * B * T * CONFIG.dim

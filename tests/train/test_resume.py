@@ -101,6 +101,7 @@ def contents(folder) -> dict:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.thorough
 def test_a_folder_whose_checkpoints_are_all_unreadable_is_left_as_it_is(tmp_path):
     train(replace(BASE, checkpoint_every=2, out=tmp_path))
     for path in checkpoints(tmp_path / "checkpoints"):
@@ -122,6 +123,7 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
         train(replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path))
 
 
+@pytest.mark.thorough
 def test_the_last_step_is_saved_and_what_differs_on_resuming_is_said_in_a_line(tmp_path, capfd):
     train(replace(BASE, steps=3, checkpoint_every=2, out=tmp_path / "first"))
     path = newest_whole(tmp_path / "first" / "checkpoints")

@@ -1,5 +1,7 @@
 """A step's routing metrics are of that step's tokens, however often the run evaluates."""
 
+import pytest
+
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.train import train
@@ -27,5 +29,6 @@ def metrics(folder, eval_every: int) -> list[list[float]]:
     return [[step[name] for name in ROUTING] for step in run.metrics]
 
 
+@pytest.mark.thorough
 def test_evaluation_is_not_counted_in_a_steps_routing_metrics(tmp_path):
     assert metrics(tmp_path / "often", 1) == metrics(tmp_path / "at the end", 3)

@@ -108,6 +108,7 @@ def test_blocks_of_a_grid_of_ranks_go_on_on_any_other_mesh(never_stopped, tmp_pa
         assert numbers == pytest.approx(never_stopped[SMALL][step], rel=1e-10)
 
 
+@pytest.mark.thorough
 def test_a_run_can_continue_in_its_own_folder_from_nothing_or_from_its_newest_checkpoint(tmp_path):
     again = replace(BASE, checkpoint_every=2, out=tmp_path, resume=tmp_path)
     assert list(losses(train(again))) == [0, 1, 2, 3, 4]

@@ -172,7 +172,7 @@ def trained(request, tmp_path_factory) -> tuple[Path, Transformer]:
     return config.folder, whole
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize(("tp", "pp"), FEW)
 def test_any_mesh_goes_on_from_a_checkpoint_of_another(trained, tp, pp):
     folder, model = trained
@@ -199,7 +199,7 @@ def sample(world, config, path, bytes_per_rank):
         return text_generation.sample_text(world, config, path, 20), sum(loaded)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])
 def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weights(
     trained, bytes_per_rank, ranks, tp
@@ -230,6 +230,7 @@ def check_weights(world, mesh_sizes, path, whole):
     return {placement_of(weight).name for weight in stage.parameters()}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("tp", "pp"), FEW)
 def test_a_stage_has_its_parts_of_the_weights_and_no_more(trained, tp, pp):
     folder, model = trained

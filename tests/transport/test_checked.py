@@ -127,7 +127,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("function", "words"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_what_breaks_a_rule_of_nccl_is_named_with_both_ranks(function, words):
     """Well before the deadline of a minute, those too that hang."""

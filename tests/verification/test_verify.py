@@ -7,7 +7,7 @@ from importlib import import_module
 from itertools import product
 
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minipar.config.choices import DISPATCHES as DISPATCH_NAMES
@@ -146,16 +146,24 @@ ON_GRIDS = [
 ]
 
 
+OF_FAULTS = [
+    *ON_GRIDS,
+    UNEVEN,
+    FREED,
+    replace(FREED, dtype="float16", steps=2),
+    TIED,
+    replace(TIED, zero=3, offload="cpu", grad_clip=1e-3, steps=2),
+]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("config", OF_FAULTS)
+def test_a_mesh_that_once_fell_gives_the_numbers_of_one_process(config):
+    result = verify(config)
+    assert result.equal, table(result)
+
+
 @examples(12)
-@example(ON_GRIDS[0])
-@example(ON_GRIDS[1])
-@example(ON_GRIDS[2])
-@example(ON_GRIDS[3])
-@example(UNEVEN)
-@example(FREED)
-@example(replace(FREED, dtype="float16", steps=2))
-@example(TIED)
-@example(replace(TIED, zero=3, offload="cpu", grad_clip=1e-3, steps=2))
 @given(configs())
 def test_every_mesh_gives_the_numbers_of_one_process(config):
     result = verify(config)

@@ -54,6 +54,7 @@ def test_a_valid_order_of_ones_own_is_simulated_and_a_deadlock_says_its_cycle():
     assert sorted(got["cycle"]) == [0, 1]
 
 
+@pytest.mark.thorough
 def test_the_plan_is_that_of_the_command():
     job = dict(model="llama-7b", gpus=16, machine="h100", seq=4096, batch=64)
     want = json.loads(plan_command(**job, as_json=True).text)

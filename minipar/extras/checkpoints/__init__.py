@@ -1,1 +1,1 @@
-"""Checkpoints of other programs: dcp.py writes and reads torch's distributed checkpoint format."""
+"""Checkpoint formats of other programs: dcp.py writes and reads torch's distributed checkpoint format."""

@@ -1,7 +1,7 @@
-"""torch's distributed checkpoint format (DCP), written and read by placements: one mesh writes, any other can read.
+"""torch's distributed checkpoint format (DCP), for tensors with a Placement: one mesh writes, any other mesh can read.
 
 DCP stores a tensor as boxes, each with its offsets and sizes, and a Placement is a few boxes of the global tensor. So a
-rank writes its own boxes, and reads only the stored boxes that overlap what it needs. torch does this for DTensors.
+rank writes its own boxes, and reads only the stored boxes that overlap its part. torch does the same for DTensors.
 
     stored     [0:2, :] [2:4, :]      written by FSDP over 2 ranks
     wanted     [:, 0:3]               by a tensor-parallel rank: the columns 0:3 of both boxes
@@ -56,7 +56,7 @@ def parameter_parts(module: nn.Module) -> dict[str, tuple[Placement, Tensor]]:
 
 
 def optimizer_parts(optimizer: OptimizerInterface) -> dict[str, tuple[Placement, Tensor]]:
-    """Return this rank's part of the per-element optimizer state, under NAME.KEY: "layers.0.attention.q.weight.exp_avg"."""
+    """Return this rank's part of the per-element optimizer state, with keys like "layers.0.attention.q.weight.exp_avg"."""
     found = {}
     for tensor, state in optimizer.tensors_and_states():
         placement = placement_of(tensor)
@@ -67,15 +67,15 @@ def optimizer_parts(optimizer: OptimizerInterface) -> dict[str, tuple[Placement,
 
 
 def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:
-    """Write a checkpoint in DCP's format. Each rank of `comm` writes its own parts; without `comm`, only this process does.
+    """Write a checkpoint in DCP's format. Each rank of `comm` writes its own parts; `comm=None` means a single process.
 
     Parts that several ranks hold are written by one of them, so each element is written once. Sends the plans and, at the
-    end, each box's place in the files, but no values.
+    end, the location of each box in the files, but no tensor values.
     """
     writer, planner = FileSystemWriter(str(folder)), _SavePlanner(False, False)
     planner.set_up_planner(dict(parts), is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=comm is None or comm.rank == 0)
-    # From the same local plans, every rank makes the same global plan, which torch's coordinator would send.
+    # Every rank computes the same global plan from the local plans of all. In torch, a coordinator would send it.
     plans, metadata = planner.create_global_plan(
         _of_all(comm, writer.prepare_local_plan(planner.create_local_plan()))
     )
@@ -92,7 +92,7 @@ def _of_all(comm: Comm | None, value: T) -> list[T]:
 
 
 def load(folder: str | Path, parts: Parts) -> None:
-    """Fill `parts` from a checkpoint in DCP's format, whichever program wrote it. One rank may call this alone.
+    """Read `parts` from a checkpoint in DCP's format, whichever program wrote it. A rank may call this alone.
 
     Sends nothing. If a stored box overlaps the parts, the whole box is read.
     Raises ValueError if a key is missing, has another shape, or is not stored completely.
@@ -105,7 +105,7 @@ def load(folder: str | Path, parts: Parts) -> None:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes each piece of each part as a shard of its global tensor; torch removes duplicates and checks the whole."""
+    """Writes each piece of each part as a shard of its global tensor. torch removes duplicates and checks for gaps."""
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(
@@ -130,7 +130,7 @@ def _write_item(key: str, placement: Placement, piece: Piece, values: Tensor) ->
 
 
 class _LoadPlanner(LoadPlanner):
-    """Reads the overlap of each stored box with each piece that is wanted, into a view of the local tensor."""
+    """Reads the overlap of each stored box with each piece of this rank's parts into a view of the local tensor."""
 
     def __init__(self, folder: str | Path, parts: Parts):
         self.folder, self.parts, self.views = folder, parts, dict[MetadataIndex, Tensor]()

@@ -1,11 +1,11 @@
 """Bruck's all-to-all for short vectors: ceil(log2 p) messages instead of p-1, but a chunk may be sent several times.
 
-On every rank, block i is the chunk that must move i ranks to the right. In the rounds of distance k = 1, 2, 4, ... each
-rank sends all blocks i in which bit k of i is set, in one message, to the rank k places to its right. Over all rounds,
-block i moves i ranks, the sum of its bits.
+On every rank, block i is the chunk that must move i ranks to the right. There is one round for each distance k = 1, 2, 4,
+... below p. In it, each rank sends the blocks i with bit k of i set, in one message, to the rank k to its right. Over all
+rounds, block i moves i ranks, the sum of the distances of its set bits.
 
 Costs, n bytes in x, equal chunks, p a power of two: lg p alpha + lg p n/2 beta. Pairwise sends (p-1)/p n in p-1 messages,
-so Bruck is faster if n is below about 2 p alpha / (beta lg p). In general, block i is sent as often as i has bits set.
+so Bruck is faster if n is below about 2 p alpha / (beta lg p). Block i is sent once for each bit set in i.
 
 With recv_sizes, a rank does not know the lengths of the blocks that pass through it: each round first sends them, 8 bytes
 a block ("two-phase Bruck"). Source: Bruck, Ho, Kipnis, Upfal, Weathersby 1997, section 3; Thakur
@@ -23,11 +23,11 @@ from minipar.comm.point_to_point import PointToPoint, Sizes
 def all_to_all(
     comm: PointToPoint, x: torch.Tensor, send_sizes: Sizes = None, recv_sizes: Sizes = None
 ) -> torch.Tensor:
-    """Transpose the chunks along dim 0, as `pairwise.all_to_all` does. All ranks give recv_sizes, or none does.
+    """Transpose the chunks along dim 0, as `pairwise.all_to_all` does. Either all ranks pass recv_sizes, or none does.
 
-    In round k = 1, 2, 4, ..., a rank sends the blocks i with bit k set. Before that round, rank r's block i is the chunk
-    from rank r - i mod k to the rank i places to the right of that rank. With recv_sizes, it also sends 8 bytes for each
-    block.
+    In round k = 1, 2, 4, ..., a rank sends the blocks i with bit k set. Before that round, block i of rank r is a chunk
+    that started on rank s = r - (i mod k), and its destination is rank s + i. With recv_sizes, a rank also sends 8 bytes
+    for each block.
     """
     p, rank = comm.size, comm.rank
     lengths_travel = recv_sizes is not None

@@ -9,7 +9,8 @@ Costs, n bytes, trees of height h = floor(log2 p), k segments of m bytes in each
     steps   the first segment is on all ranks after 2h messages, the last after about k more steps, each of at most 2
             receives from children, 1 send up, 1 receive from above and 2 sends down: 2 h alpha + 2 n beta + O(h m beta)
 
-The latency is a tree's, the bytes are about a ring's. Source: Sanders, Speck, Träff 2009, sections 2 and 4; NCCL's "Tree".
+The latency is that of a tree, and the bytes are about those of a ring. Source: Sanders, Speck, Träff 2009, sections 2 and
+4; NCCL's "Tree".
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from minipar.transport.stream import Pending
 
 
 class Node(NamedTuple):
-    """A rank's place in a tree: the rank above, None at the root, and at most two ranks below."""
+    """A rank's neighbors in a tree: its parent (None at the root) and at most two children."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
 def two_trees(rank: int, p: int) -> tuple[Node, Node]:
-    """Return this rank's place in both trees.
+    """Return this rank's node in each of the two trees.
 
-    Places are numbered from left to right, so that inner nodes have odd places. In the first tree rank r has place r; in
-    the second it has place p-1-r if p is even, (r+1) mod p if p is odd. So odd ranks are inner nodes in the first tree
-    only, even ranks in the second only; if p is odd, rank p-1 is a leaf in both.
+    The positions of a tree are numbered from left to right, so that inner nodes have odd positions. In the first tree, rank
+    r has position r; in the second, p-1-r if p is even, or (r+1) mod p if p is odd. So odd ranks are inner nodes only in
+    the first tree, and even ranks only in the second. If p is odd, rank p-1 is a leaf in both.
     """
     first = _node(rank, p)
     if p % 2 == 0:
@@ -63,10 +64,11 @@ def all_reduce(
     halves = [slice(*pair) for pair in zip(edges, edges[1:])]
     segments = [list(zip(_segments(flat[half]), _segments(target[half]), strict=True)) for half in halves]
     trees = two_trees(comm.rank, comm.size)
-    rising: dict[tuple[int, int], Pending | None] = {}  # (tree, segment) -> what was sent up
+    rising: dict[tuple[int, int], Pending | None] = {}  # (tree, segment) -> handle of the send to the parent
     sent_down: list[Pending] = []
-    # Every rank does its part of step s in both trees before its part of step s+1. Segment s goes up in step s and down 2h
-    # steps later, the earliest time at which its sum can be back. Until then, the rank sends other segments up.
+    # Every rank does its part of step s in both trees before its part of step s+1. In step s it sends segment s up. The sum
+    # of segment s can first be back from the root 2h steps later, and in step s+2h the rank sends that sum down. In the
+    # steps between, it sends the following segments up.
     delay = 2 * (comm.size.bit_length() - 1)
     for step in range(len(segments[0]) + delay):
         for t, tree in enumerate(trees):
@@ -118,7 +120,7 @@ def _down(comm: PointToPoint, tree: Node, out: torch.Tensor, rising: Pending | N
 
 
 def _node(place: int, p: int) -> Node:
-    """Return the parent and children of a place in the tree over places 0 to p-1, numbered from left to right."""
+    """Return the parent and children of a position, in the tree over positions 0 to p-1 from left to right."""
     low, high, parent = 0, p, None
     while (root := _root(low, high)) != place:
         parent = root
@@ -128,7 +130,10 @@ def _node(place: int, p: int) -> Node:
 
 
 def _root(low: int, high: int) -> int:
-    """Return the root of the tree over places low to high-1, where `low` is even: an odd place near the middle, if any."""
+    """Return the root of the tree over positions low to high-1, where low is even.
+
+    It is an odd position near the middle, or `low` if there is no other position.
+    """
     return low if high - low == 1 else low + ((high - low) // 2 - 1 | 1)
 
 

@@ -1,28 +1,32 @@
-"""Gradients compressed, or averaged less often. In reading order:
+"""Compressed gradients, and gradients or weights that are averaged less often. In reading order:
 
-codecs.py              encode a vector in few bytes, and decode it: sign, int8, fp8, top-k, random-k
-error_feedback.py      a codec's error is added to the next vector
-plain_mean.py          the interface of a compressor; the mean of tensors uncompressed, in one message
-compressed_mean.py     the mean over ranks in two compressed phases
-two_level.py           a mean that is plain inside a node, compressed across nodes
+codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k, random-k
+error_feedback.py      adds a codec's error to the next vector
+plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
+piece_residuals.py     the residuals of ZeRO-2 and -3, where each rank gets the mean of its own pieces only
+compressed_mean.py     the mean over ranks, in two compressed phases
+two_level.py           a mean that is uncompressed inside a node and compressed across nodes
+threshold.py           which elements are kept: a fraction, or all above a threshold
+sketch.py              sums of a sparse vector's elements, from which the vector is recovered
+sketched_mean.py       the mean of each rank's largest elements, whose sketches are added on the way
 selective.py           a mean that is compressed for some layers only
 power_sgd.py           the mean of a matrix as a product of two thin factors
-momentum_optimizer.py  the base of three optimizers that average momenta instead of gradients:
-onebit_adam.py         1-bit Adam: momentum by signs, with a frozen variance
-zero_one_adam.py       0/1 Adam: a variance updated less and less often, and steps that send nothing
-onebit_lamb.py         1-bit LAMB: each layer's scale is taken from the warm-up
-one_process.py         the averages of all of these in one process, for `minipar verify`
+momentum_optimizer.py  the base of the next three optimizers, which average momenta instead of gradients
+onebit_adam.py         1-bit Adam: sends the signs of the momentum; the variance is frozen
+zero_one_adam.py       0/1 Adam: updates the variance less and less often, and sends nothing in some steps
+onebit_lamb.py         1-bit LAMB: takes each layer's scale from the warm-up
+one_process.py         computes the same averages in one process, for `minipar verify`
 run_state.py           the compression of a run, and its state in checkpoints
 choices.py             the methods of --compress, and which configurations they refuse
 local_sgd.py           local SGD, post-local SGD and DiLoCo: ranks train independently for H steps, then synchronise
 
-From the flag `--compress sign` to the bits:
+The way from the flag `--compress sign` to the bits:
 
-    choices.py          SIGN, found by its entry point "compress.sign" in pyproject.toml
-    run_state.py        COMPRESSED.compressor(config), which `minipar.train.parallelize` gives to DDP or ZeroOptimizer
-    selective.py        averages vectors uncompressed, and matrices by
-    compressed_mean.py  an all-to-all and an all-gather of payloads from
-    codecs.py           Sign: one bit per element
+    choices.py          SIGN is found by its entry point "compress.sign" in pyproject.toml
+    run_state.py        `minipar.train.parallelize` passes COMPRESSED.compressor(config) to DDP or ZeroOptimizer
+    selective.py        averages vectors uncompressed, and passes matrices on
+    compressed_mean.py  averages them by an all-to-all and an all-gather of encoded vectors
+    codecs.py           Sign encodes a vector in one bit per element
 """
 
 import lazy_loader
@@ -40,6 +44,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "plain_mean": ["OwnGradients", "PlainMean"],
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
+        "sketch": ["Sketch"],
+        "sketched_mean": ["SketchedMean"],
         "two_level": ["TwoLevelMean"],
         "zero_one_adam": ["ZeroOneAdam"],
     },

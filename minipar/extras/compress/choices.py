@@ -34,6 +34,20 @@ class TopKOptions(CodecOptions):
 
 
 @dataclass(frozen=True)
+class TagcOptions(TopKOptions):
+    """The options of TAGC, which sends only the largest gradients of feed-forward layers."""
+
+    sketch: float = option(
+        0.0,
+        "floats of a sketch for each gradient, in which ranks' gradients are added on the way; 0: values and indices",
+    )
+    threshold: bool = option(
+        False,
+        "with a sketch: send all above the largest of 1, 2, 5, 10, ... that keeps `fraction`; no-threshold: exactly these",
+    )
+
+
+@dataclass(frozen=True)
 class PowerSGDOptions:
     """The options of PowerSGD, which sends a matrix as two thin factors."""
 
@@ -68,7 +82,8 @@ class Method(Averaging):
     """A method of `--compress`.
 
     averages   "gradient": the all-reduce of gradients is compressed, with any optimizer. "momentum": the method's own
-               optimizer replaces adamw or lamb. "weights": weights are averaged once in `every` local steps
+               optimizer, which averages momenta, replaces adamw or lamb. "weights": weights are averaged once in `every`
+               local steps
     replaces   the value of `optimizer` that the method requires; "" for any
     """
 
@@ -127,20 +142,22 @@ class Method(Averaging):
             )
 
     def _check_scatter(self, config: Any, of: str) -> None:
-        """Check that a method can take the place of ZeRO-2's reduce-scatter."""
-        if config.zero == 3:
-            raise ValueError(
-                f"{of} compresses the reduce-scatter of zero=2, and zero=3 gathers parameters, too, whole; use 0, 1 or 2"
-            )
+        """Raise ValueError unless the method can replace the reduce-scatter of ZeRO-2 or -3."""
+        zero = f"zero={config.zero}"
         if config.compress == "powersgd":
             raise ValueError(
-                f"{of} needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1, or "
+                f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or "
                 "another method"
             )
         if config.options["compress"].node_size is not None:
             raise ValueError(
-                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and zero=2 in a "
+                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and {zero} in a "
                 "reduce-scatter; use none, or zero=1"
+            )
+        if config.replicate > 1:
+            raise ValueError(
+                f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies "
+                "of a shard; use replicate=1"
             )
         if config.reduce_every == "microbatch":
             raise ValueError(f"{of} would round every microbatch; use reduce_every=step")
@@ -183,7 +200,7 @@ class Method(Averaging):
         if before == "none":
             return
         then, now = stored["options"]["compress"], vars(config.options["compress"])
-        then = {"feedback": True} | then  # an older version always had it
+        then = {"feedback": True} | then  # older versions had no such option, and always used error feedback
         kept = ("node_size", "rank", "feedback")
         fixed = {f"compress.{name}": (now[name], then[name]) for name in kept if name in now}
         if before == "powersgd":
@@ -200,7 +217,10 @@ class Method(Averaging):
         return self.averages == "gradient"
 
     def plain_steps(self, config: Any) -> int:
-        """Return how many steps from the start average gradients uncompressed. 0/1 Adam counts its own warm-up."""
+        """Return the number of first steps whose gradients the trainer averages uncompressed.
+
+        It is 0 for 0/1 Adam, which handles its warm-up itself.
+        """
         return 0 if config.compress == "zero-one-adam" else int(config.options["compress"].warmup)
 
     def keeps_own_gradients(self, config: Any, step: int) -> bool:
@@ -219,7 +239,7 @@ class Method(Averaging):
 
     def _loses_nothing(self, config: Any) -> bool:
         own = config.options["compress"]
-        if isinstance(own, TopKOptions) and own.fraction == 1:
+        if isinstance(own, TopKOptions) and own.fraction == 1 and not getattr(own, "sketch", 0):
             return True
         if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
             return True
@@ -228,7 +248,7 @@ class Method(Averaging):
 
 
 def _check_options(own: Any, least: int) -> None:
-    """Raise ValueError if a number is out of range; the warm-up must have at least `least` steps."""
+    """Raise ValueError if an option is out of range; the warm-up must have at least `least` steps."""
     if own.warmup < least:
         raise ValueError(f"compress.warmup={own.warmup} is out of range; use {least} or more")
     for name in ("rank", "every"):
@@ -238,6 +258,34 @@ def _check_options(own: Any, least: int) -> None:
         raise ValueError(
             f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
         )
+    if isinstance(own, TagcOptions):
+        _check_sketch(own)
+
+
+# Of a sketch's cells, the fraction of elements that can be recovered; see sketch.py.
+LOAD = 0.818
+
+
+def _check_sketch(own: TagcOptions) -> None:
+    if not 0 <= own.sketch <= 1:
+        raise ValueError(
+            f"compress.sketch={own.sketch} is no number of floats for each gradient; use 0 to 1, such as 0.5"
+        )
+    if own.threshold and not own.sketch:
+        raise ValueError(
+            "compress.threshold keeps another number of gradients on each rank, but values and indices go in messages of "
+            "one size; use no-threshold, or add compress.sketch, such as 0.5"
+        )
+    if own.sketch and own.fraction > LOAD * own.sketch:
+        raise ValueError(
+            f"compress.fraction={own.fraction} of the gradients cannot be recovered from compress.sketch={own.sketch}, not "
+            f"even of one rank's: at most {LOAD * own.sketch:.3g} can; use a lower fraction, or a larger sketch"
+        )
+    if own.sketch and own.node_size is not None:
+        raise ValueError(
+            f"compress.node_size={own.node_size} sends codes between nodes, and compress.sketch adds up sketches of all "
+            "ranks; use none, or sketch=0"
+        )
 
 
 def _copies(config: Any) -> int:
@@ -245,7 +293,7 @@ def _copies(config: Any) -> int:
 
 
 def _ranks_of_a_parameter(config: Any) -> int:
-    """Return over how many ranks a dense parameter's gradient is averaged, counting both copies in a two-copy schedule."""
+    """Return the number of ranks over which a dense gradient is averaged, counting both copies of a two-copy schedule."""
     return int(config.dp * config.cp) * _copies(config)
 
 
@@ -253,7 +301,7 @@ SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per blo
 INT8 = Method("gradient", CodecOptions, "gradients in 8 bits")
 FP8 = Method("gradient", CodecOptions, "gradients in 8-bit floats")
 TOPK = Method("gradient", TopKOptions, "the largest gradients")
-TAGC = Method("gradient", TopKOptions, "the largest gradients of feed-forward layers; all of the others")
+TAGC = Method("gradient", TagcOptions, "the largest gradients of feed-forward layers; all of the others")
 POWERSGD = Method("gradient", PowerSGDOptions, "two thin factors of a gradient")
 ONEBIT_ADAM = Method("momentum", MomentumOptions, "signs of Adam's momentum", "adamw")
 ZERO_ONE_ADAM = Method("momentum", ZeroOneOptions, "signs of Adam's momentum, less and less often", "adamw")

@@ -1,5 +1,4 @@
-"""Codecs encode a vector of n floats in few bytes, given by `num_bytes`, and decode it.
-
+"""Codecs encode a vector of n floats in `num_bytes(n)` bytes, and decode it.
 
 A codec is contractive if |x - decode(encode(x))|^2 <= (1 - delta) |x|^2 with delta > 0. Error feedback then converges.
 """
@@ -36,11 +35,11 @@ class Sign:
     """One bit per element, packed 8 to a byte, and one float32 scale per block: the block's mean of |x|.
 
     block  number of elements that share a scale; None: all elements, as in the papers. With short blocks, rows of small
-           values, such as those of rare words, keep their small values beside rows of large values
+           values, such as those of rare words, get their own small scales
 
     decode = scale * sign(x), with sign(0) = 1. Contractive, delta = |x|_1^2 / (n |x|_2^2) of the worst block.
-    No other scale has a smaller error. 1-bit Adam's scale, |x|_2 / sqrt(n), preserves the norm of x instead; its error, 2
-    |x|_2^2 (1 - |x|_1 / (sqrt(n) |x|_2)), exceeds |x|_2^2 for sparse x.
+    No other scale has a smaller error. 1-bit Adam's scale, |x|_2 / sqrt(n), preserves the norm of x instead. Its error is
+    2 |x|_2^2 (1 - |x|_1 / (sqrt(n) |x|_2)), which exceeds |x|_2^2 for sparse x.
     Bytes: ceil(n/8) + 4 ceil(n/block).   Source: EF-SignSGD, arXiv:1901.09847, section 4.
     """
 
@@ -53,9 +52,7 @@ class Sign:
         return 1 if self.block is None else ceil(n / self.block)
 
     def encode(self, x: Tensor) -> Tensor:
-        bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
-        packed = (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
-        return torch.cat((packed, _bytes(self._scales(x.abs()).float())))
+        return torch.cat((pack_bits(x >= 0), _bytes(self._scales(x.abs()).float())))
 
     def _scales(self, size: Tensor) -> Tensor:
         if self.block is None:
@@ -67,15 +64,14 @@ class Sign:
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         split = ceil(n / 8)
-        packed, scale = payload[:split], _from_bytes(payload[split:], torch.float32)
-        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
-        signs = bits.flatten()[:n].float() * 2 - 1
+        scale = _from_bytes(payload[split:], torch.float32)
+        signs = unpack_bits(payload[:split], n).float() * 2 - 1
         return signs * (scale if self.block is None else scale.repeat_interleave(self.block)[:n])
 
 
 @dataclass(frozen=True)
 class Int8:
-    """8 bits per element and a float32 scale per block: the block's largest |x| over 127. Error at most half a scale.
+    """8 bits per element and a float32 scale per block: the block's largest |x| / 127. The error is at most scale / 2.
 
     Bytes: n + 4 ceil(n/block).
     """
@@ -98,8 +94,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class Float8:
-    """fp8 numbers and a float32 scale per block, which maps the block's largest |x| to the format's largest number.
-
+    """An fp8 value per element, and a float32 scale per block, which maps its largest |x| to the format's largest value.
 
     e4m3 has 4 significant bits and reaches 448, e5m2 has 3 and reaches 57,344. Bytes: n + 4 ceil(n/block).
     """
@@ -124,10 +119,9 @@ class Float8:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k = ceil(fraction * n) elements with the largest |x|: their values in `dtype`, and int32 indices. delta = k/n.
+    """The k = ceil(fraction * n) elements with the largest |x|: their values in `dtype`, and int32 indices.
 
-
-    Bytes: 8 k; 12 k in float64.
+    delta = k/n. Bytes: 8 k; 12 k in float64.
     """
 
     fraction: float = 0.01
@@ -156,9 +150,9 @@ class TopK:
 
 @dataclass(frozen=True)
 class RandomK:
-    """k = ceil(fraction * n) random elements. All ranks draw the indices from `seed`, so that only values are sent.
+    """k = ceil(fraction * n) random elements. All ranks draw the same indices from `seed`, so only values are sent.
 
-    delta = k/n on average over seeds. Bytes: 4 k. `at(step)` returns a codec with another seed for each step.
+    delta = k/n on average over seeds. Bytes: 4 k. `at(step)` returns a codec with a different seed for each step.
     """
 
     fraction: float = 0.01
@@ -195,17 +189,28 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec of this name. Raises ValueError, with the nearest name, if there is none."""
+    """Return the codec with this name. Raises ValueError, which suggests the nearest name, if there is none."""
     if name not in CODECS:
         raise ValueError(f"codec={name!r} is unknown; use {one_of(CODECS, near=name)}")
     return CODECS[name]()
 
 
 def require_finite(x: Tensor, what: str) -> None:
-    """Raise ArithmeticError if x has nan or inf, which a codec would spread or hide."""
+    """Raise ArithmeticError if x has nan or inf, since a codec would spread these to other elements or hide them."""
     sentence = f"{what} is not finite: it is not compressed"
     if not assert_async(torch.isfinite(x).all(), sentence):
         raise ArithmeticError(sentence)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Return bool [n] as uint8 [ceil(n/8)], the first bit lowest."""
+    eights = F.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return bits.flatten()[:n].bool()
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
@@ -221,4 +226,4 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def _from_bytes(payload: Tensor, dtype: torch.dtype) -> Tensor:
-    return payload.clone().view(dtype)  # cloned, since a view in another dtype needs aligned bytes
+    return payload.clone().view(dtype)  # a view in another dtype needs aligned memory, which a clone has

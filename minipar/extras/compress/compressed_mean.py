@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +11,15 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.error_feedback import ErrorFeedback
+from minipar.extras.compress.piece_residuals import Group, PieceResiduals
 from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
-
-Group = tuple[Any, ...]  # the keys of tensors that are reduced together
 
 
 class CompressedMean:
-    """The mean of x over ranks, with error feedback in both phases. The result has the same bits on every rank.
+    """The mean of x over ranks, with error feedback in both phases. The result is bitwise equal on every rank.
 
-
-    1. each rank encodes p chunks, and sends chunk r to rank r        all-to-all: (p-1) B bytes sent
-    2. rank r decodes and averages them, and encodes the mean         all-gather: (p-1) B bytes sent
+    1. each rank encodes p chunks, and sends chunk r to rank r                 all-to-all: (p-1) B bytes sent
+    2. rank r decodes and averages the chunks r of all, and encodes the mean   all-gather: (p-1) B bytes sent
 
     B is the codec's bytes for a chunk of n/p elements, rounded up. Uncompressed float32 sends (p-1)/p 4n bytes per phase,
     so signs send about 1/32 of that. Rank r feeds back the error of the second phase, too. With one rank, nothing is sent
@@ -30,26 +27,24 @@ class CompressedMean:
     Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in DeepSpeed's two phases. In DeepSpeed a rank has
     one scale for all p chunks, and sends it by another all-gather; here each chunk has its own scale.
 
-    Under ZeRO-2 a rank keeps only the mean of its own chunk, and `scattered_means` is the first phase alone: half of the
-    bytes, and no error of the mean. ZeRO++ reduce-scatters gradients so, in integers of a block and without feedback:
-    arXiv:2306.10209, section 3.3.
+    Under ZeRO-2 and -3 a rank keeps only the mean of its own chunk. `scattered_means` does just the first phase for this:
+    it sends half of the bytes, and does not encode the mean. ZeRO++ reduce-scatters gradients in the same way, with
+    block-quantized integers and without feedback: arXiv:2306.10209, section 3.3.
     """
 
     scatters = True
 
     def __init__(self, comm: Comm, codec: Codec, error_feedback: bool = True):
         self.comm = comm
-        self.worker = ErrorFeedback(codec, error_feedback)  # feeds back the error of this rank's vectors
-        self.server = ErrorFeedback(
-            codec, error_feedback
-        )  # feeds back the error of the chunk that this rank averages
+        self.worker = ErrorFeedback(codec, error_feedback)  # for the error of this rank's vectors
+        self.server = ErrorFeedback(codec, error_feedback)  # for the error of the mean of its chunk
         self.codec = codec
         self._groups: dict[Group, Tensors] = {}  # group -> meta tensors of the same shapes
-        self._scattered: dict[Group, list[Tensors]] = {}  # the same of each rank's pieces
+        self._pieces = PieceResiduals(self.worker.residuals)
         self._loaded: State = {}
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
-        """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among a step's tensors.
+        """Return the mean of x over ranks, in x's shape and dtype. `key` identifies x among the tensors of a step.
 
         Raises ArithmeticError if x has nan or inf.
         """
@@ -68,7 +63,7 @@ class CompressedMean:
     def _mean(self, flat: Tensor, group: Group) -> Tensor:
         chunks = _chunks(flat, self.comm.size)
         n = len(chunks[0])
-        # Elements of each chunk; the rest is padding.
+        # The number of elements in each chunk that are not padding.
         held = [min(max(len(flat) - r * n, 0), n) for r in range(self.comm.size)]
         payloads = torch.stack(
             [self.worker.encode((group, r), chunk, held[r]) for r, chunk in enumerate(chunks)]
@@ -83,16 +78,14 @@ class CompressedMean:
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
         """Return the means over ranks of this rank's pieces.
 
-        parts  for each rank the pieces that it keeps, flat, by key; in every step the same keys and sizes
+        parts  for each rank, the pieces whose mean it keeps, flat, by key; keys and sizes must not change between steps
 
-        Sends for each other rank the codec's bytes for the sum of its pieces' sizes: see `scattered_bytes`.
+        Sends to each other rank the codec's bytes for all of its pieces: see `scattered_bytes`.
         """
         rank = self.comm.rank
         if self.comm.size == 1:
             return dict(parts[0])
-        group = tuple(tuple(part) for part in parts)
-        if group not in self._scattered:
-            self._begin_scattered(group, parts)
+        group = self._pieces.begin(parts, self._loaded)
         payloads = [
             self.worker.encode((group, r), fused(part)) if part else self._nothing()
             for r, part in enumerate(parts)
@@ -110,7 +103,7 @@ class CompressedMean:
         return torch.empty(0, dtype=torch.uint8, device=self.comm.device)
 
     def scattered_bytes(self, sizes: Sequence[int]) -> int:
-        """Return the bytes that this rank sends in `scattered_means`, where rank r keeps sizes[r] elements."""
+        """Return the bytes that this rank sends in `scattered_means` if rank r keeps sizes[r] elements."""
         others = [n for r, n in enumerate(sizes) if r != self.comm.rank]
         return sum(self.codec.num_bytes(n) for n in others if n)
 
@@ -137,18 +130,11 @@ class CompressedMean:
             for name, flat in (("residual", own), ("residual_of_mean", mean)):
                 for key, part in cut(flat, shapes).items():
                     found.setdefault(key, {})[name] = part
-        for group, parts in self._scattered.items():
-            pieces: dict[Any, list[Tensor]] = {}
-            for r, shapes in enumerate(parts):
-                if (group, r) in self.worker.residuals:
-                    for key, part in cut(self.worker.residuals[group, r], shapes).items():
-                        pieces.setdefault(key, []).append(part)
-            for key, own_pieces in pieces.items():
-                found.setdefault(key, {})["residual"] = torch.cat(own_pieces).view(key.shape)
+        self._pieces.add_to(found)
         return found
 
     def load(self, state: State) -> None:
-        """Load what `state` returned; on another number of ranks, each rank's "residual" must be the mean of all."""
+        """Load a result of `state`. If the number of ranks has changed, pass every rank the mean of all "residual"s."""
         self._loaded = dict(state)
 
     def _begin(self, group: Group, tensors: Tensors) -> None:
@@ -163,24 +149,6 @@ class CompressedMean:
                 feedback.residuals |= {(group, r): chunk.clone() for r, chunk in enumerate(chunks)}
             else:
                 feedback.residuals[group] = chunks[self.comm.rank].clone()
-
-    def _begin_scattered(self, group: Group, parts: Sequence[Tensors]) -> None:
-        """Remember the pieces' sizes, and cut loaded residuals alike. What was an error of the mean, each rank has now."""
-        self._scattered[group] = [
-            {key: torch.empty_like(x, device="meta") for key, x in part.items()} for part in parts
-        ]
-        keys = dict.fromkeys(key for part in parts for key in part)
-        loaded = {key: self._loaded.pop(key) for key in keys if key in self._loaded}
-        left = {key: torch.stack(list(state.values())).sum(0).flatten() for key, state in loaded.items()}
-        used = dict.fromkeys(left, 0)
-        for r, part in enumerate(parts):
-            residuals = {key: torch.zeros_like(x) for key, x in part.items()}
-            for key, x in part.items():
-                if key in left:
-                    residuals[key] = left[key][used[key] : used[key] + len(x)]
-                    used[key] += len(x)
-            if left and part:
-                self.worker.residuals[group, r] = fused(residuals)
 
 
 def _chunks(flat: Tensor, p: int) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Error feedback: a codec's error is added to the next vector, so that what was lost is sent later."""
+"""Error feedback: add a codec's error to the next vector, so that the lost part is sent later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from minipar.extras.compress.codecs import Codec, require_finite
 class ErrorFeedback:
     """A codec with memory:   sent = C(x + residual);   residual = x + residual - sent.
 
-    So after T steps the sum of what was sent, plus the residual, is the sum of all x. Without error feedback, a small
-    gradient beside a large one would be reduced to its sign in every step.
+    So after T steps, the sum of all sent vectors, plus the residual, is the sum of all x. Without error feedback, a small
+    gradient in a block with large ones would lose its size in every step.
     Holds 4 bytes per element of each key. Source: EF-SignSGD, arXiv:1901.09847, algorithm 2.
     """
 
@@ -20,9 +20,9 @@ class ErrorFeedback:
         self.residuals: dict[object, Tensor] = {}
 
     def encode(self, key: object, x: Tensor, held: int | None = None) -> Tensor:
-        """Encode x [n], in float32, plus the residual of this key.
+        """Encode x [n], in float32, plus the residual of this key, and keep the error as the new residual.
 
-        held  number of elements before the padding, which has no residual; None: all
+        held  number of elements before the padding, which gets no residual; None: there is no padding
 
         Raises ArithmeticError if x is not finite; the residual then stays unchanged.
         """

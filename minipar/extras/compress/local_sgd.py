@@ -14,17 +14,17 @@ from minipar.support.errors import require_positive
 
 
 class DiLoCo:
-    """Wrap an optimizer: once in `every` of its steps, synchronise the ranks' weights by an outer step.
+    """Wrap an inner optimizer. Once in `every` steps, an outer step synchronises the ranks' weights.
 
     d = mean over ranks of (w at the last outer step - w now)                          the outer gradient
     u = momentum u + d;   w = w at the last outer step - outer_lr (d + momentum u)     Nesterov's step
 
-    outer_lr=1, momentum=0 is local SGD, which averages the weights; DiLoCo is AdamW inside, outer_lr=0.7, momentum=0.9.
-    With every=1, plain SGD of rate lr inside, outer_lr=1 and momentum=0, it is data parallelism.
+    With outer_lr=1 and momentum=0 it is local SGD, which averages the weights. DiLoCo uses AdamW as the inner optimizer,
+    outer_lr=0.7 and momentum=0.9. With plain SGD inside, every=1, outer_lr=1 and momentum=0, it is data parallelism.
 
     With warmup=n, it is post-local SGD: the first n steps average gradients instead, so the replicas stay equal. With
     reduces_warmup=False, something else, such as DDP, averages these gradients. The ranks synchronise after each step
-    whose number `every` divides.
+    whose number is a multiple of `every`.
     Sends 2(p-1)/p of the parameters once in `every` steps. Holds one more copy of the parameters; with momentum, two.
     The replicas must start equal, and after the warm-up nothing else may reduce gradients. `comm` is the ranks' Comm, or a
     function from parameter to Comm.
@@ -60,7 +60,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Step the inner optimizer; return whether the ranks have equal weights after the step."""
+        """Step the inner optimizer, and synchronise if it is time; return whether the ranks' weights are equal now."""
         self.num_steps += 1
         warm = self.num_steps <= self.warmup
         if warm and self.reduces_warmup:

@@ -24,13 +24,13 @@ Pairs = list[tuple[ParamGroup, Tensor]]
 class MomentumOptimizer(torch.optim.Optimizer):
     """An optimizer that averages over ranks itself. The replicas must start equal; a missing gradient counts as zero.
 
-    comm      the ranks that hold a replica, or a function from parameter to Comm
+    comm      the Comm of the replicas, or a function from parameter to Comm
     warmup    number of first steps, in which gradients are averaged uncompressed
     compress  a function from Comm to the compressor that averages after the warm-up; default: signs, one scale per chunk
     reduces_warmup  False: something else, such as DDP, averages the gradients of the warm-up
 
-    `step` calls `_step(pairs, grads, warm)`: the pairs are (group, parameter), and the gradients are averaged only in the
-    warm-up. A parameter's state is "step" and what the subclass adds.
+    `step` calls the subclass's `_step(pairs, grads, warm)`. The pairs are (group, parameter), and `grads` are averaged only
+    in the warm-up. A parameter's state is "step", "exp_avg", "exp_avg_sq" and the tensors that the subclass adds.
     """
 
     def __init__(
@@ -42,11 +42,14 @@ class MomentumOptimizer(torch.optim.Optimizer):
         comm_of = function_of_parameter(comm)
         signs = partial(CompressedMean, codec=Sign(), error_feedback=error_feedback)
         self.compressors = Compressors(compress or signs, comm_of)
+        self.compressors.keys += [
+            p for group in self.param_groups for p in group["params"] if p.requires_grad
+        ]
         self.plain = Compressors(PlainMean, comm_of)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take a step, like torch's optimizers. Raises ArithmeticError, naming the parameter, for nan or inf gradients."""
+        """Take a step, like torch's optimizers. Raises ArithmeticError, which names the parameter, for nan or inf."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -67,7 +70,7 @@ class MomentumOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps, including the current one."""
+        """The number of steps so far, including the current one."""
         return int(next((state["step"] for state in self.state.values()), 0))
 
     def _new_state(self, param: Tensor) -> dict[str, Tensor]:

@@ -1,12 +1,13 @@
-"""The averages of `--compress`, computed in one process from every rank's tensors: without a Comm, and without messages.
+"""The averages of `--compress`, computed in one process from the tensors of all ranks, without messages.
 
-`minipar verify` compares a lossy run with these averages. They are the means of compressed_mean.py, two_level.py and
-power_sgd.py, which name the sources.
+`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py,
+sketched_mean.py and power_sgd.py compute; these files name the sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,25 +15,34 @@ from torch import Tensor
 
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.plain_mean import widened
+from minipar.extras.compress.sketch import Sketch, num_cells
+from minipar.extras.compress.threshold import Choose
 from minipar.train.averaging import Average
 
 IsCompressed = Callable[[Average, int], bool]
 
 
-class OneProcessMeans:
-    """Computes the means of each message of all ranks, and keeps the residuals and factors of every rank, by name.
+class Sketched(NamedTuple):
+    """The settings of a SketchedMean: which elements a rank keeps, and the number of cells per element."""
 
-    codec          encodes a vector, or None for PowerSGD
-    rank           the rank of PowerSGD's factors
+    choose: Choose
+    ratio: float
+
+
+class OneProcessMeans:
+    """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
+
+    is_compressed  a function from a message and i to whether its tensor i is compressed, or averaged exactly
+    codec          encodes a vector; None for PowerSGD; `Sketched` for the sketches of the largest elements
     node_size      compress only between nodes of this many ranks; None: between all ranks
-    is_compressed  whether tensor i of a message is compressed; other tensors are averaged
-    feedback       whether what was not sent is added to the next vector
+    rank           the rank of PowerSGD's factors
+    feedback       True: error feedback, which adds a codec's error to the next vector
     """
 
     def __init__(
         self,
         is_compressed: IsCompressed,
-        codec: Codec | None,
+        codec: Codec | Sketched | None,
         node_size: int | None = None,
         rank: int = 0,
         feedback: bool = True,
@@ -43,7 +53,7 @@ class OneProcessMeans:
         self._factors: dict[object, Tensor] = {}
 
     def __call__(self, message: Sequence[Average]) -> list[Tensor]:
-        """Return the mean of each tensor of one message, given by all ranks of its Comm in their order."""
+        """Return the mean of each tensor of a message. `message` has the tensors of each rank of the Comm, in order."""
         first = message[0]
         given = [[widened(x) for x in one.given] for one in message]
         means = [torch.stack(xs).mean(0) for xs in zip(*given)]
@@ -72,19 +82,39 @@ class OneProcessMeans:
         given: list[list[Tensor]],
         means: list[Tensor],
     ) -> None:
-        """Every rank sends one rank its pieces, elements (from, to) of tensor i; put their means into `means`."""
+        """Put the means of the pieces of one rank into `means`; all ranks encode and send these pieces to that rank.
+
+        A piece is (i, (low, high)): elements low to high - 1 of tensor i.
+        """
         pieces = [(i, (low, high)) for i, (low, high) in pieces if high > low]
         if not pieces:
             return
-        sent = []
-        for rank, xs in enumerate(given):
-            x = torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces])
-            sent.append(self._sent((key, rank), x, len(x)))
-        parts = torch.stack(sent).mean(0).split([high - low for _, (low, high) in pieces])
-        for (i, (low, high)), part in zip(pieces, parts):
+        vectors = [torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces]) for xs in given]
+        if isinstance(self.codec, Sketched):
+            mean = self._by_sketch(key, vectors, self.codec)
+        else:
+            sent = [self._sent((key, rank), x, len(x)) for rank, x in enumerate(vectors)]
+            mean = torch.stack(sent).mean(0)
+        for (i, (low, high)), part in zip(pieces, mean.split([high - low for _, (low, high) in pieces])):
             means[i].view(-1)[low:high] = part
 
+    def _by_sketch(self, key: object, xs: list[Tensor], codec: Sketched) -> Tensor:
+        """Return the mean of the elements that are chosen and recovered; the others are kept as residuals."""
+        wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
+        chosen = [codec.choose(x) for x in wanted]
+        places = torch.stack(chosen).any(0)
+        recovered = Sketch(places, num_cells(len(places), codec.ratio)).recovered
+        sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
+        if self.feedback:
+            self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
+        return torch.stack(sent).mean(0)
+
     def _by_codec(self, key: object, xs: list[Tensor]) -> Tensor:
+        if isinstance(self.codec, Sketched):
+            chunks = zip(*(x.split(-(-len(x) // len(xs))) for x in xs))
+            return torch.cat(
+                [self._by_sketch((key, r), list(own), self.codec) for r, own in enumerate(chunks)]
+            )
         if self.node_size is None:
             return self._two_phases(key, xs)
         g, n = self.node_size, len(xs[0])
@@ -96,7 +126,7 @@ class OneProcessMeans:
         return torch.cat([self._two_phases((key, i), part) for i, part in enumerate(parts)])
 
     def _two_phases(self, key: object, xs: list[Tensor]) -> Tensor:
-        """Every rank sends chunk r to rank r, which sends the mean to all: [n] of every rank -> [n]."""
+        """Return the mean [n] of vectors [n]. Every rank sends chunk r to rank r, which sends its mean to all ranks."""
         p, total = len(xs), len(xs[0])
         n = -(-total // p)
         means = []
@@ -108,8 +138,9 @@ class OneProcessMeans:
         return torch.cat(means)[:total]
 
     def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
-        """Return x plus the residual, as it is decoded; keep the error as the residual, 0 in the padding after `held`."""
+        """Encode and decode x plus the residual. Keep the error as the new residual, with 0 in the padding after `held`."""
         assert self.codec is not None
+        assert not isinstance(self.codec, Sketched)
         wanted = x + self._residuals[key] if key in self._residuals else x
         sent = self.codec.decode(self.codec.encode(wanted), len(x))
         if self.feedback:

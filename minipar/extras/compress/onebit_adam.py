@@ -1,4 +1,4 @@
-"""1-bit Adam: Adam until its variance has settled, then momentum by signs."""
+"""1-bit Adam: Adam until its variance has settled, then averages of the momentum, sent as signs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from minipar.extras.compress.plain_mean import Tensors
 
 
 class OneBitAdam(MomentumOptimizer):
-    """AdamW that averages over ranks itself: gradients in the first `warmup` steps, then momenta, by one bit per element.
+    """AdamW that averages over ranks itself: gradients in the first `warmup` steps, then momenta, at one bit per element.
 
     warm-up   g = mean over ranks of the gradient; AdamW's step
     then      m = b1 m + (1 - b1) g, with this rank's own g
               m = compressed mean of m, with error feedback in both phases
               w = w - lr' m / (sqrt(v) + eps), with v frozen at the end of the warm-up
 
-    Error feedback needs an update that is linear in what is sent. Adam's update is not linear in the gradient, because of
-    the variance; with v frozen it is linear in m. If v is zero, the warm-up saw no gradient, as in rows of words that do
-    not occur. m is set to zero there, because a sign cannot be zero. So a weight whose first gradient comes after the
-    warm-up never changes.
+    Error feedback needs an update that is linear in the vector that is sent. Adam's update is not linear in the gradient,
+    because of the variance; with v frozen it is linear in m. An element of v is zero if its gradient was zero in the whole
+    warm-up, as in the embeddings of words that did not occur. There m is set to zero, because a sign cannot be zero. So a
+    weight whose first gradient comes after the warm-up never changes.
     Sends 2(p-1)/p * 4 bytes per element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 8 bytes per parameter,
     and residuals of 4 + 4/p bytes. Nothing else may reduce gradients, except in the warm-up with reduces_warmup=False.
     Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:2102.02888, algorithm 1, with its authors' equations (DeepSpeed's post "1-bit Adam", section 2.1) and
-    DeepSpeed's OnebitAdam. Unlike DeepSpeed, this optimizer has Adam's bias corrections, which keep their values of the
-    last warm-up step (in lr' and eps, so that no step jumps). It sets m = 0 where v = 0, for which DeepSpeed takes a mask
-    from the caller. It has AdamW's weight decay, and another scale of the signs (see codecs.py).
+    DeepSpeed's OnebitAdam. Differences from DeepSpeed: this optimizer has Adam's bias corrections, which keep the values of
+    the last warm-up step (in lr' and eps, so that the step size does not jump). It sets m = 0 where v = 0, for which
+    DeepSpeed takes a mask from the caller. It has AdamW's weight decay, and a different scale of the signs (see codecs.py).
     """
 
     def __init__(

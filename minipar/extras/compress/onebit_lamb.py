@@ -1,4 +1,4 @@
-"""1-bit LAMB: LAMB until its layers' scales settle, then the signs of momentum, with scales that follow the variance."""
+"""1-bit LAMB: LAMB until its layers' scales settle, then averages of the momentum, sent as signs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIO, RATIO_CHANGE = (0.5, 4.0), 0.1  # limits of r, and of its change in a ste
 
 
 class OneBitLamb(MomentumOptimizer):
-    """LAMB that averages over ranks itself: gradients in the first `warmup` steps, then momenta, by one bit per element.
+    """LAMB that averages over ranks itself: gradients in the first `warmup` steps, then momenta, at one bit per element.
 
     warm-up   LAMB's step, with c = |w| / |u| of each layer;   c_avg = b3 c_avg + (1 - b3) c
               at its end v is frozen, and a copy v' continues to be updated
@@ -29,19 +29,19 @@ class OneBitLamb(MomentumOptimizer):
               r = the largest element of sqrt(v) / sqrt(v'), kept within 10 % of the previous r and within [0.5, 4]
               w = w - lr r c_avg (m / sqrt(v) + weight_decay w)
 
-    A compressed momentum's norm is unreliable, so a layer's scale is the warm-up's c_avg times r, which follows the
+    The norm of a compressed momentum is unreliable, so a layer's scale is the warm-up's c_avg times r, which follows the
     variance. All layers are sent as one vector with one scale for the signs. So before sending, each layer's momentum is
     brought to the same size: it is multiplied by (mean of all layers' root mean squares) / (its own), measured at the end
-    of the warm-up, and divided by this factor afterwards. If v is zero, m is set to zero, as in 1-bit Adam. With weight
+    of the warm-up, and divided by this factor afterwards. Where v is zero, m is set to zero, as in 1-bit Adam. With weight
     decay, r scales only the part of u that is not decay.
     Sends 2(p-1)/p * 4 bytes per element in the warm-up, then 2(p-1)/p / 8 bytes and scales. State: 12 bytes per parameter,
-    and residuals. Needs whole layers on each rank.
+    and residuals. Needs unsharded layers on each rank.
     Raises ValueError for warmup below 1, ArithmeticError for a gradient that is not finite.
-    Source: arXiv:2104.06069, algorithm 1, with the order, the limits and the r under weight decay of DeepSpeed's
-    OnebitLamb. Unlike DeepSpeed, this optimizer has LAMB's bias corrections, which keep their values of the last warm-up
-    step. It limits c only in c_avg, not in the step, so that the warm-up is exactly LAMB. A c_avg that was never set counts
-    as 1 (DeepSpeed's 0 would freeze the layer). It sets m = 0 where v = 0, for which DeepSpeed takes a mask from the
-    caller.
+    Source: arXiv:2104.06069, algorithm 1. From DeepSpeed's OnebitLamb: the order of the updates, the limits of c and r, and
+    how weight decay enters r. Differences from DeepSpeed: this optimizer has LAMB's bias corrections, which keep the values
+    of the last warm-up step. It limits c only in c_avg, not in the step, so that the warm-up is exactly LAMB. A c_avg that
+    was never set counts as 1 (DeepSpeed's 0 would freeze the layer). It sets m = 0 where v = 0, for which DeepSpeed takes a
+    mask from the caller.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OneBitLamb(MomentumOptimizer):
             self._apply(group, param, update, *own)
 
     def _lamb(self, group: ParamGroup, param: Tensor, grad: Tensor) -> Tensor:
-        """Return LAMB's u, by the same operations in the same order as minipar.extras.optimizers.lamb."""
+        """Return LAMB's update u, by the same operations in the same order as in minipar.extras.optimizers.lamb."""
         (b1, b2, _), state = group["betas"], self.state[param]
         m, v, t = state["exp_avg"], state["exp_avg_sq"], int(state["step"])
         m.lerp_(grad, 1 - b1)
@@ -119,7 +119,7 @@ class OneBitLamb(MomentumOptimizer):
     def _apply(
         self, group: ParamGroup, param: Tensor, update: Tensor, ratio: float, whole: float, undecayed: float
     ) -> None:
-        """Update r and w of a layer."""
+        """Update r and w of a layer. `ratio` is the new r before its limits; `whole` and `undecayed` are squared norms."""
         state = self.state[param]
         if group["weight_decay"] and whole > 0:
             share = min(1.0, (undecayed / whole) ** 0.5)
@@ -131,12 +131,13 @@ class OneBitLamb(MomentumOptimizer):
 
 
 def _square(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)  # as in tensor_lists.squared_norms
+    # In float64, as in tensor_lists.squared_norms.
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
     return norm.square()
 
 
 def _read(rows: Iterable[Iterable[Tensor]]) -> list[list[float]]:
-    """Read the numbers of all layers at once, so that a step waits for a GPU once."""
+    """Copy the values of all layers to the host at once, so that a step waits for the GPU only once."""
     stacked = [torch.stack(list(row)) for row in rows]
     return torch.stack(stacked).tolist() if stacked else []
 

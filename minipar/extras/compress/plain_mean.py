@@ -20,11 +20,11 @@ State = dict[Any, dict[str, Tensor]]  # by key and name
 class StatefulCompressor(Compressor, Protocol):
     """A compressor with a state for checkpoints.
 
-    means   return the mean of each tensor over ranks, the same on all ranks, in one message. All ranks must pass the same
+    means   returns the mean of each tensor over ranks, equal on all ranks, by one message. All ranks must pass the same
             keys in the same order, in every step, because a tensor's residual is found by its key
-    state   return the state that the next step needs; a collective call. Tensors named "residual" are this rank's own, in
-            the shape of the tensor with that key; all others are the same on every rank
-    load    called before the first `means`
+    state   returns the state that the next step needs; all ranks must call it. Tensors named "residual" are this rank's
+            own, in the shape of the tensor with that key; all other tensors are the same on every rank
+    load    loads a state; must be called before the first `means`
     """
 
     def means(self, tensors: Tensors) -> Means: ...
@@ -48,9 +48,11 @@ class PlainMean:
 
     @torch.no_grad()
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means of this rank's pieces, by one reduce-scatter: (p-1)/p of all pieces' bytes where all are equal.
+        """Return the means over ranks of this rank's pieces, by one reduce-scatter.
 
-        parts  for each rank the pieces that it keeps, flat
+        parts  for each rank, the pieces whose mean it keeps, flat
+
+        Sends (p-1)/p of the bytes of all pieces, if each rank keeps equally many elements.
         """
         sizes = [sum(map(len, part.values())) for part in parts]
         pieces = [x for part in parts for x in part.values()]
@@ -68,7 +70,7 @@ class PlainMean:
 
 
 class OwnGradients:
-    """No mean at all: each rank keeps its own gradient, because the optimizer itself averages something else, or later."""
+    """No mean: each rank keeps its own gradients, since the optimizer averages momenta or weights instead."""
 
     sends_nothing = True
 
@@ -96,7 +98,7 @@ def unfused(flat: Tensor, tensors: Tensors) -> Means:
 
 
 def cut(flat: Tensor, tensors: Tensors) -> Means:
-    """Cut a vector into tensors of the shapes of `tensors`, keeping the vector's dtype; the rest is padding."""
+    """Cut a vector into tensors of the shapes of `tensors`, in the vector's dtype. Elements left over are padding."""
     sizes = [x.numel() for x in tensors.values()]
     parts = flat[: sum(sizes)].split(sizes)
     return {key: part.view(x.shape) for (key, x), part in zip(tensors.items(), parts)}

@@ -21,9 +21,10 @@ class PowerSGD:
     Q = mean M^T P     all-reduce of m r elements
     sent = P Q^T;   residual = (gradient + residual) - sent
 
-    Both products are linear in M, so plain all-reduces can sum them; signs and top-k need two phases of their own. All
-    matrices share the same two all-reduces. Vectors, and matrices with r (n + m) >= n m, are reduced uncompressed in the
-    first of the two. A tensor of more than two dimensions is flattened to a matrix of its first dimension by all others.
+    Both products are linear in M, so plain all-reduces can sum them (signs and top-k are not, and need the two phases of
+    compressed_mean.py). All matrices share the same two all-reduces. Vectors, and matrices with r (n + m) >= n m, are
+    reduced uncompressed in the first of the two. A tensor of more than two dimensions is flattened to a matrix: its first
+    dimension by the product of the others.
     Sends 2(p-1)/p * r (n + m) elements.
     Raises ValueError for a rank below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:1905.13727, algorithm 1, with the error feedback of algorithm 2, as in its authors' RankKReducer
@@ -36,7 +37,7 @@ class PowerSGD:
         self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
         self.plain = PlainMean(comm)
         self.residuals: dict[object, Tensor] = {}
-        self._factors: dict[object, Tensor] = {}  # Q of the last step, with which the next begins
+        self._factors: dict[object, Tensor] = {}  # Q of the last step, with which the next step begins
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         """Return an approximation of the mean of x over ranks, in the shape and dtype of x."""
@@ -83,7 +84,7 @@ class PowerSGD:
         return n * m if len(shape) < 2 or self._is_small(n, m) else self.rank * (n + m)
 
     def state(self) -> State:
-        """Return, by key, this rank's "residual", and "factor", which is Q [m, r]. Sends nothing."""
+        """Return, by key, this rank's "residual", and the "factor" Q [m, r]. Sends nothing."""
         found = {key: {"residual": x} for key, x in self.residuals.items()}
         for key, q in self._factors.items():
             found.setdefault(key, {})["factor"] = q

@@ -13,17 +13,17 @@ from minipar.extras.compress.plain_mean import Means, PlainMean, State, Stateful
 
 
 class Selective:
-    """Average the tensors whose key `select` accepts by `compress(comm)`, and the others by one all-reduce.
+    """Average the tensors that `select(key)` chooses with the compressor `compress(comm)`, and the rest by one all-reduce.
 
     TAGC's code compresses the feed-forward and vocabulary matrices, and sends attention, position embeddings and norms
-    uncompressed. `minipar train --compress tagc` compresses only the feed-forward matrices, whose gradients no other layer
-    shares, so a tied embedding stays exact. TAGC keeps the elements above a threshold, about a fifth of them, and feeds
-    back the rest. It sums a sketch of the kept elements, and one bit per element for whether it was kept; here, top-k sends
-    values and indices.
-    `select` must not choose a tensor that several tensor-parallel ranks hold copies of. Each copy would be rounded together
-    with other elements, and the copies would drift apart.
-    Sends 2(p-1)/p of the bytes of the tensors not chosen, and what the compressor sends for the others.
-    Source: layer-selective compression of TAGC, arXiv:2504.05638, read in its authors' code (ipolyakov/TAGC).
+    uncompressed. `minipar train --compress tagc` compresses only the feed-forward matrices, so that a tied embedding stays
+    exact. TAGC keeps the elements above a threshold, at least a fifth of them, and feeds back the rest. It sums a sketch of
+    the kept elements, and sends a bit per element that says whether it was kept: `--compress.sketch`, sketched_mean.py.
+    Without that option, top-k sends values and indices.
+    `select` must not choose a tensor of which several tensor-parallel ranks hold copies. Each copy would be encoded with
+    different other elements, and the copies would drift apart.
+    Sends 2(p-1)/p of the bytes of the tensors not chosen, and the compressor's messages for the chosen tensors.
+    Source: layer-selective compression of TAGC, arXiv:2504.05638, as in its authors' code (ipolyakov/TAGC).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Selective:
         return can_scatter(self.compressor)
 
     def scattered_means(self, parts: Sequence[Tensors]) -> Means:
-        """Return the means of this rank's pieces, compressed or not. Sends half of what `means` sends."""
+        """Return the means over ranks of this rank's pieces, compressed or not. Sends half as much as `means`."""
         assert can_scatter(self.compressor)
         chosen = [{key: x for key, x in part.items() if self.select(key)} for part in parts]
         others = [{key: x for key, x in part.items() if not self.select(key)} for part in parts]

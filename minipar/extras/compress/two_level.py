@@ -1,4 +1,4 @@
-"""The compressed mean in two levels: plain inside a node, compressed across nodes, where the link is slow."""
+"""The compressed mean in two levels: uncompressed inside a node, compressed across nodes, where the links are slow."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
-from minipar.extras.compress.compressed_mean import CompressedMean, Group
+from minipar.extras.compress.compressed_mean import CompressedMean
+from minipar.extras.compress.piece_residuals import Group
 from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
 from minipar.support.errors import require_divides
 
 
 class TwoLevelMean:
-    """Average over k nodes of g consecutive ranks. All ranks get the same bits.
+    """Average over k nodes of g consecutive ranks. The result is bitwise equal on all ranks.
 
     reduce-scatter inside the node               (g-1)/g 4n bytes
     compressed mean of the chunk, across nodes   2 (k-1) B bytes, with B the codec's bytes for n/(gk) elements
     all-gather inside the node                   (g-1)/g 4n bytes
 
-    Only the second phase crosses the slow link, and only it has an error, which is fed back. With one node, this is a plain
+    Only the second phase uses the slow links, and only it has an error, which is fed back. With one node, this is a plain
     all-reduce.
     Raises ValueError if node_size does not divide the number of ranks.
     Sources: see compressed_mean.py; the two levels are as in minipar.comm.hierarchical.
@@ -53,7 +54,7 @@ class TwoLevelMean:
         return unfused(self.node.all_gather(own, algorithm="ring")[: len(flat)], tensors)
 
     def _held(self, n: int) -> int:
-        """Return how many of n elements are in this rank's chunk; the rest of the chunk is padding."""
+        """Return the number of elements in this rank's chunk of n; the rest of the chunk is padding."""
         chunk = -(-n // self.node.size)
         return min(max(n - self.node.rank * chunk, 0), chunk)
 
@@ -66,7 +67,7 @@ class TwoLevelMean:
         return 2 * (g - 1) * 4 * -(-n // g) + self.mean.sent_bytes(self._held(n))
 
     def state(self) -> State:
-        """Return the state like `CompressedMean.state`, gathered inside the node: its ranks share one residual."""
+        """Return the state as `CompressedMean.state` does, gathered inside the node, since its ranks share one residual."""
         found, chunks = dict(self._loaded), self.mean.state()
         for group, shapes in self._shapes.items():
             length = sum(x.numel() for x in shapes.values())

@@ -18,7 +18,7 @@ from minipar.support.errors import divisors, require_positive
 
 @dataclass
 class _Local:
-    """A parameter's local steps since ranks last synchronised.
+    """The local steps of a parameter since the ranks last synchronised.
 
     start      the weights w at that time
     u          the sum of lr * m over the local steps
@@ -32,7 +32,7 @@ class _Local:
 
 
 class ZeroOneAdam(MomentumOptimizer):
-    """Adam with local steps. At an agreement, ranks synchronise by averaging their accumulated updates, sent as signs.
+    """Adam with local steps. In an agreement, the ranks synchronise by averaging their accumulated updates, sent as signs.
 
     each step            m = b1 m + (1 - b1) g, with this rank's own g
                          w = w - lr m / (sqrt(v) + eps);   u = u + lr m
@@ -44,18 +44,18 @@ class ZeroOneAdam(MomentumOptimizer):
 
     Variance steps (the paper's T_v) occur only within the first `warmup` steps. The gap between them doubles after every
     `patience` variance steps (the paper's kappa, 16). Agreements (T_u) occur after each step of the warm-up, then after
-    steps whose number is a multiple of a gap. The gap grows through the divisors of `every`, each for HOLD agreements.
-    There is no bias correction. Weight decay is decoupled: it shrinks w and the w of the last agreement. If v is zero, m
-    is set to zero, as in 1-bit Adam.
+    steps whose number is a multiple of a gap. The gap grows through the divisors of `every`; each lasts HOLD agreements.
+    There is no bias correction. Weight decay is decoupled: it shrinks w and the w of the last agreement. Where v is zero,
+    m is set to zero, as in 1-bit Adam.
     Sends 2(p-1)/p * 4 bytes per element in a variance step, 2(p-1)/p / 8 bytes and scales in an agreement, else nothing.
     State: 8 bytes per parameter, residuals of 4 + 4/p bytes, and 8 more bytes for u and w at the last agreement.
     Raises ValueError for warmup, every or patience below 1, ArithmeticError for a gradient that is not finite.
     Source: arXiv:2202.06009, algorithm 1, and DeepSpeed's ZeroOneAdam. The algorithm updates v last in a step; here, as
-    in DeepSpeed, v is updated first, since it starts at 0. In the warm-up, DeepSpeed averages gradients, and does so by
-    signs between variance steps; here u is averaged by signs in every step, as in the algorithm. The paper's gaps of T_u
-    double up to 16, on a schedule fitted to the learning rate's; here they grow right after the warm-up, in runs of any
-    length, and divide `every`, so that a run may end at any multiple of `every`. In DeepSpeed, weight decay is part of u;
-    here it is not. The scale of the signs differs, too (see codecs.py).
+    in DeepSpeed, v is updated first, since it starts at 0. In the warm-up, DeepSpeed averages gradients, as signs between
+    variance steps; here u is averaged as signs in every step, as in the algorithm. The paper's gaps of T_u double up to 16,
+    on a schedule that follows the learning rate's. Here they grow right after the warm-up, whatever the length of the run,
+    and divide `every`, so that a run may end at any multiple of `every`. In DeepSpeed, weight decay is part of u; here it
+    is not. The scale of the signs differs, too (see codecs.py).
     """
 
     HOLD = 4  # number of agreements before the gap grows
@@ -93,7 +93,7 @@ class ZeroOneAdam(MomentumOptimizer):
             self._local[param] = _Local(param.detach().clone(), torch.zeros_like(param))
         local, kept = self._local[param], 1 - lr * group["weight_decay"]
         m = state["exp_avg"].lerp_(grad, 1 - group["betas"][0])
-        m.mul_(state["exp_avg_sq"] > 0)  # zero if no gradient was ever seen: a sign cannot be zero
+        m.mul_(state["exp_avg_sq"] > 0)  # zero where no gradient was seen yet, since a sign cannot be zero
         param.mul_(kept).addcdiv_(m, state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-lr)
         local.u.add_(m, alpha=lr)
         local.sum_of_lr += lr
@@ -110,7 +110,7 @@ class ZeroOneAdam(MomentumOptimizer):
 def is_variance_step(step: int, warmup: int, patience: int) -> bool:
     """Return whether step `step` (counted from 1) updates the variance.
 
-    The gap between such steps is 1, then 2, then 4 ..., each `patience` times; there are none after `warmup`.
+    The gap between these steps is 1, then 2, then 4 ..., each `patience` times; none come after step `warmup`.
     """
     at, gap = 0, 1
     while step <= warmup:
@@ -121,7 +121,7 @@ def is_variance_step(step: int, warmup: int, patience: int) -> bool:
 
 
 def agrees_after(step: int, warmup: int, every: int) -> bool:
-    """Return whether the ranks synchronise after step `step` (counted from 1); they do whenever `every` divides it."""
+    """Return whether the ranks synchronise after step `step` (counted from 1). They do after each multiple of `every`."""
     at = warmup
     for gap in divisors(every):
         if step <= at + ZeroOneAdam.HOLD * gap or gap == every:

@@ -4,15 +4,16 @@ message_plans.py  the bytes that an all-reduce sends between each pair of ranks,
 topology.py       links as a graph, and the bytes on the slowest of them, by algorithm and placement
 rings.py          the widest rings of that graph, and the number that run at once
 read_topology.py  the graph of a machine, from nvidia-smi, from NCCL's file or from measured pairs
-measure_links.py  the speed of every pair of ranks. links_command.py: `minipar links`
-compression.py    bytes, passes and seconds of compressed gradients, and whether they pay
-auto_split.py     stages of unequal meshes, by dynamic programming
+measure_links.py  measures the speed between every pair of ranks
+links_command.py  the command `minipar links`
+compression.py    the cost of compressed gradients (bytes, passes over memory, time), and whether compression pays
+auto_split.py     pipeline stages with unequal meshes, by dynamic programming
 scaling.py        weak and strong scaling, and the point at which data parallelism is communication bound
-unequal.py        GPUs of two kinds: the batch divided by speed
-published_runs.py  published training runs, and the cost model's error on each
-fit.py            fits the cost model's numbers to half of them, and writes docs/planner.md
-published_choices.py  the planner's choices beside their authors', and docs/planner_choices.md
-choices.py        the choices of `--view`, and the command
+unequal.py        a layout on GPUs of two kinds, with the batch divided by speed
+published_runs.py     published training runs, and the cost model's error on each
+fit.py                fits the cost model's parameters to half of those runs, and writes docs/planner.md
+published_choices.py  compares the planner's layouts with the published ones, and writes docs/planner_choices.md
+choices.py        declares the choices of `minipar plan --view`, and the command `minipar links`
 """
 
 import lazy_loader

@@ -1,17 +1,17 @@
-"""Automatic stages, as in Alpa: the layers and GPUs of each stage, and each stage's own layout.
+"""Automatic pipeline stages, as in Alpa: find each stage's layers, its GPUs and its own layout.
 
 The outer search is dynamic programming over stages and submeshes; the inner search finds the fastest layout of each stage.
 
     seconds = sum over stages of (t_i + message_i) + (m - 1) max t_i        t_i  seconds of one microbatch on stage i
 
-For every bound on max t_i, F(s, k, d) is the least sum if the layers from k on form s stages on d GPUs:
+Bounds on max t_i are tried in turn. For each, F(s, k, d) is the least sum if the layers from k on form s stages on d GPUs:
 
     F(s, k, d) = min over l, n of t(l layers from k, n GPUs, s live microbatches) + F(s - 1, k + l, d - n)
 
 A stage with s - 1 stages after it keeps s microbatches alive, as in 1F1B. A submesh is a power of two GPUs of one node, or
 whole nodes. A stage's layout is dp x ep x tp, ZeRO 0 or 1, and recomputation; tp stays in a node. Layers are grouped into
-at most MAX_UNITS groups. `minipar train` cannot run stages with different meshes; the result tells how much time they
-would save over the planner's equal meshes.
+at most MAX_UNITS groups. `minipar train` cannot run stages with different meshes; the result shows how much time they
+would save compared with the planner's equal meshes.
 
 Source: Zheng et al., arXiv:2201.12023, section 5, where the inner search is an integer program over operators.
 """
@@ -53,14 +53,14 @@ class SplitStage(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A split of the model over stages. `samples` is the size of a microbatch, summed over all GPUs of a stage."""
+    """A split of the model over stages, and its time per step. `samples` is a microbatch's size over a stage's GPUs."""
 
     seconds: float
     samples: int
     stages: tuple[SplitStage, ...]
 
 
-Best = tuple[float, tuple[SplitStage, ...]]  # (the least sum of seconds, the stages that have it)
+Best = tuple[float, tuple[SplitStage, ...]]  # (least sum of seconds, its stages)
 
 
 def auto_split(job: Job, units: int = MAX_UNITS) -> Split | None:
@@ -82,7 +82,7 @@ def submeshes(job: Job) -> list[int]:
 
 
 def cuts(job: Job, units: int) -> list[int]:
-    """Return the bounds of at most `units` even groups of layers; a stage may begin and end only at a bound."""
+    """Return the boundaries of at most `units` even groups of layers; a stage begins and ends at a boundary."""
     count = min(units, job.shape.num_layers)
     return [job.shape.num_layers * i // count for i in range(count + 1)]
 
@@ -120,7 +120,7 @@ def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
 
     allowed, bound = set(sizes), INFINITY
     best: Split | None = None
-    while True:  # find the best sum, then lower the bound on the slowest stage and repeat
+    while True:  # find the least sum, then require a faster slowest stage, until no split is left
         total, stages = least_sum(bound)
         if total == INFINITY:
             return best
@@ -134,7 +134,7 @@ def split_of(job: Job, samples: int, units: int = MAX_UNITS) -> Split | None:
 def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: int) -> StageChoice | None:
     """Return the fastest layout that fits for the layers first to end - 1 on `gpus` GPUs; None if none fits.
 
-    live  microbatches whose activations are held at once
+    live  number of microbatches whose activations are held at once
     """
     shape, best = job.shape, None
     experts = sum(shape.has_experts(i) for i in range(first, end))
@@ -149,7 +149,7 @@ def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: in
 
 @cache
 def stage_layouts(job: Job, samples: int, gpus: int, live: int) -> tuple[Layout, ...]:
-    """Return the layouts of a stage on `gpus` GPUs. Their pp is not a size but the number of live microbatches."""
+    """Return the layouts of a stage on `gpus` GPUs. Their pp holds the number of live microbatches, not of stages."""
     shape, found = job.shape, []
     for tp in divisors_of(gpus, shape.num_heads):
         dp = gpus // tp
@@ -169,7 +169,7 @@ def stage_layouts(job: Job, samples: int, gpus: int, live: int) -> tuple[Layout,
 
 
 def message_s(job: Job, samples: int, layout: Layout) -> float:
-    """Return the seconds of sending a stage's output to the next stage; each rank sends an equal part."""
+    """Return the time to send a stage's output to the next stage, in seconds; each rank sends an equal part."""
     num_bytes = samples * job.seq_len * job.shape.dim * job.bytes_of.activation
     apart = Layout(job.gpus // 2 or 1, 2) if job.gpus > 1 else Layout()
     return send_s(job.machine, apart, num_bytes / (layout.dp * layout.tp))

@@ -1,4 +1,7 @@
-"""The choices of `--view` that these modules add, and the command `minipar links`. Imports no torch."""
+"""Declares "compression", "auto-split", "scaling" and "unequal" of `minipar plan --view`, and `minipar links`.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from minipar.support.registry import Choice
 
 @dataclass(frozen=True)
 class CompressionOptions:
-    """The options of the view: which compression methods to price."""
+    """The options of `minipar plan --view compression`."""
 
     method: str = option("auto", "a method of --compress; auto: every method that the layout can use")
 
 
 class CompressionView(PlanView):
-    """The view that prices compressed gradients and says whether they would pay."""
+    """The `minipar plan` view that estimates the cost of compressed gradients, and says whether compression pays."""
 
     def check_request(self, asked: Asked, options: Any) -> None:
         from minipar.extras.cost.compression import check_method
@@ -29,7 +32,7 @@ class CompressionView(PlanView):
 
 
 class AutoSplitView(PlanView):
-    """The view that replaces the plan by a search for stages with unequal meshes."""
+    """The `minipar plan` view that searches for stages with unequal meshes, in place of the usual plan."""
 
     replaces_plan = True
 
@@ -42,13 +45,13 @@ class AutoSplitView(PlanView):
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """The options of the view: the picture file for the curves."""
+    """The options of `minipar plan --view scaling`."""
 
     picture: Path | None = option(None, "a .png, .svg or .pdf file for the curves; none: only the table")
 
 
 class ScalingView(PlanView):
-    """The view of a layout's weak and strong scaling."""
+    """The `minipar plan` view that shows a layout's weak and strong scaling."""
 
     def check_request(self, asked: Asked, options: Any) -> None:
         if options.picture is not None:

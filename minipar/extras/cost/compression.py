@@ -1,11 +1,11 @@
-"""Bytes, passes and seconds of compressed gradients, and whether compression pays.
+"""The cost of compressed gradients, and whether compression pays.
 
     seconds = bytes sent / bandwidth + passes * 4 bytes * gradients / memory bandwidth
 
-Encoding runs on the GPU that runs the backward, so the two do not overlap. Messages of compressed gradients overlap with
-the backward, as uncompressed gradients do; a compressed momentum is sent after the backward. So almost every codec pays
-over a 10 Gb/s link, and none over NVLink. The numbers of passes are those of minipar's own code; a fused kernel makes
-fewer. The loss of quality is not predicted; lesson 14 measures it.
+A pass is one read or write of all gradients in memory. Encoding runs on the GPU that runs the backward, so the two do not
+overlap. Messages of compressed gradients overlap with the backward, as uncompressed gradients do; a compressed momentum is
+sent after the backward. So almost every codec pays over a 10 Gb/s link, and none over NVLink. The numbers of passes are
+those of minipar's own code; a fused kernel makes fewer. The loss of quality is not predicted; lesson 14 measures it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout
+from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.links import axis_links, collective_s
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import held_by, held_elems
@@ -25,13 +25,14 @@ from minipar.support.errors import one_of
 
 SCALE_BYTES = 4 / 256  # bytes per element for the scale of its block
 EVERY, RANK, FRACTION = 10, 4, 0.01  # `minipar train`'s defaults
+DEFAULT = Implementation()
 
 
 class Codec(NamedTuple):
     """The bytes that a method sends, and the number of times it reads or writes each element.
 
-    sent_bytes  bytes per element in each phase; None for powersgd, whose bytes depend on the width
-    passes      reads and writes of all elements in float32
+    sent_bytes  bytes per element in each phase; None for powersgd, whose bytes depend on the model's width
+    passes      number of reads and writes of all elements in float32
     phases      the collectives that the method calls
     share       the fraction of steps that send anything
     hides       True if the messages overlap with the backward
@@ -57,12 +58,12 @@ CODECS = {
     "local-sgd": Codec(4.0, 4, ("all_reduce",), 1 / EVERY, hides=False),
     "diloco": Codec(4.0, 8, ("all_reduce",), 1 / EVERY, hides=False),
 }
-# Methods that need the whole optimizer state on each rank.
+# Methods that need the unsharded optimizer state on each rank.
 NEEDS_ZERO0 = ("onebit-adam", "onebit-lamb", "zero-one-adam", "local-sgd", "diloco")
 
 
 class Compressed(NamedTuple):
-    """The cost of compressed gradients in a step: seconds of messages (which may overlap), of encoding, and bytes sent."""
+    """The cost of compressed gradients in a step: time of messages (which may overlap), time of encoding, bytes sent."""
 
     messages_s: float
     codec_s: float
@@ -71,7 +72,7 @@ class Compressed(NamedTuple):
 
 @dataclass(frozen=True)
 class CompressedTerm:
-    """The `minipar.cost.timing.GradientTerm` of a compression method: its seconds of messages and of encoding."""
+    """The `minipar.cost.timing.GradientTerm` of a compression method: the times of its messages and of its encoding."""
 
     method: str
 
@@ -86,12 +87,14 @@ class CompressedTerm:
         return compressed_gradients(job, layout, elems, self.method).codec_s
 
 
-def methods_for(layout: Layout) -> list[str]:
-    """Return the methods that this layout can use: none under ZeRO-3, and under ZeRO-1 and -2 only codecs of gradients.
+def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
+    """Return the methods that this layout can use: with ZeRO only those that compress gradients.
 
-    PowerSGD needs whole matrices, which ZeRO-2 cuts.
+    PowerSGD needs complete matrices, which ZeRO-2 and -3 cut. A reduction after every microbatch is not compressed, nor the
+    second reduction of hybrid sharding.
     """
-    if layout.zero > 2 or layout.dp * layout.cp == 1:
+    reduces_often = layout.zero > 1 and how.reduce_every == "microbatch"
+    if layout.dp * layout.cp == 1 or reduces_often or (layout.zero == 3 and how.replicate > 1):
         return []
     local = ("zero-one-adam", "local-sgd", "diloco") if layout.cp > 1 or layout.ep > 1 else ()
     whole = ("onebit-lamb",) if layout.tp > 1 or layout.ep > 1 else ()
@@ -99,15 +102,15 @@ def methods_for(layout: Layout) -> list[str]:
         *local,
         *whole,
         *(NEEDS_ZERO0 if layout.zero else ()),
-        *(["powersgd"] if layout.zero == 2 else ()),
+        *(["powersgd"] if layout.zero > 1 else ()),
     )
     return [name for name in CODECS if name not in refused]
 
 
 def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name: str) -> Compressed:
-    """Return method `name`'s mean cost per step after the warm-up, for a rank with these (dense, expert) elements."""
+    """Return the mean cost per step of a method after the warm-up, for a rank with (dense, expert) elements `elems`."""
     machine, codec = job.machine, CODECS[name]
-    scatters = layout.zero == 2  # a rank gets the mean of its own chunk alone, after the first phase
+    scatters = layout.zero > 1  # the first phase is enough: a rank needs the mean of its own chunk only
     phases, plain = (codec.phases[:1], "reduce_scatter") if scatters else (codec.phases, "all_reduce")
     messages = codec_s = sent = 0.0
     for axis, number in zip(("dp", "edp"), elems):
@@ -129,7 +132,7 @@ def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name:
 
 
 def _bytes_of(job: Job, layout: Layout, codec: Codec) -> float:
-    """Return the bytes sent per element. PowerSGD's factors have r (D + D/tp) elements per D^2/tp of a D x D/tp matrix."""
+    """Return the bytes sent per element. PowerSGD's factors of a D x D/tp matrix (D^2/tp elements) have r (D + D/tp)."""
     if codec.sent_bytes is not None:
         return codec.sent_bytes
     return min(4.0, 4 * RANK * (1 + layout.tp) / job.shape.dim)
@@ -172,22 +175,26 @@ def compression_view(asked: Asked, options: CompressionOptions) -> Answer:
 
 
 def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, float, float]]:
-    """Return rows (method, seconds of a step, bytes sent): without compression, then with `name` or, for "auto", all."""
+    """Return (method, seconds per step, bytes sent): without compression, then with `name` or, for "auto", each method."""
     elems = held_elems(job, layout, held_by(job, layout, 0))
     plain_bytes = sum(gradients_bytes(job, layout, 0))
-    weight_bytes = plain_bytes * job.bytes_of.weight / (job.bytes_of.gradient + job.bytes_of.weight)
+    # With ZeRO, all but one reduce-scatter of gradients is the gathering of weights.
+    weight_bytes = plain_bytes - _reduce_scatter_bytes(job, layout, elems) if layout.zero else 0.0
     rows = [("none", sum(step_parts(job, layout).values()), plain_bytes)]
-    for method in methods_for(layout):
+    for method in methods_for(layout, job.implementation):
         if name in ("auto", method):
-            sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes * (
-                layout.zero > 0
-            )
+            sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes
             rows.append((method, sum(step_parts(job, layout, CompressedTerm(method)).values()), sent))
     return rows
 
 
+def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+    sizes = [axis_links(job.machine, layout, axis).size for axis in ("dp", "edp")]
+    return sum((p - 1) / p * job.bytes_of.gradient * n for p, n in zip(sizes, elems))
+
+
 def faster_layout(job: Job, winner: Layout, others: Sequence[Layout], name: str) -> list[str]:
-    """Return a line that names the fastest other layout with compression, if it is faster than the winner."""
+    """Return a line that names the fastest of `others` with compression, if it is faster than the winner."""
     own_s = min(seconds for _, seconds, _ in compression_rows(job, winner, name))
     found = [
         (seconds, layout.name, method)
@@ -204,7 +211,7 @@ def advice(job: Job, layout: Layout, name: str) -> list[str]:
     if not others:
         if layout.dp * layout.cp == 1:
             return ["", f"compress: no, {layout.name} has one data-parallel rank, which sends no gradients"]
-        methods = name if methods_for(layout) else "every method"
+        methods = name if methods_for(layout, job.implementation) else "every method"
         return ["", f"compress: no, {layout.name} cuts or shares what {methods} needs whole on each rank"]
     best = min(others, key=lambda row: row[1])
     if best[1] < PAYS * plain_s:

@@ -1,12 +1,12 @@
-"""Fits the cost model's free numbers to half of the published runs, and compares it with the other half.
+"""Fit the cost model's free parameters to half of the published runs, and compare it with the other half.
 
-    python -m minipar.extras.cost.fit                     the fitted numbers, beside those in use
+    python -m minipar.extras.cost.fit                     prints the fitted parameters and those in use
     python -m minipar.extras.cost.fit docs/planner.md     also writes the page of all runs
 
-Fitted are `arithmetic`, and for programs with many runs one or two numbers of FREE, by least squares of the logarithm of
-predicted over measured seconds. A program with fewer than FEW runs in the fitted half keeps the numbers of minipar's own.
-These are fitted to the other programs together, each with the same weight, without deepspeed-2021, which was up to four
-times slower on many nodes.
+A program is the training software of a run. Fitted are `arithmetic` and, for programs with many runs, one or two parameters
+of FREE, by least squares of log(predicted time / measured time). A program with fewer than FEW runs in the fitted half
+keeps minipar's default parameters. The defaults are fitted to all other programs, each with the same weight, except
+deepspeed-2021, which was up to four times slower on many nodes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ OUTLIER = "deepspeed-2021"
 
 
 def runs_of(program: str, held_out: bool | None = None) -> list[Run]:
-    """Return a program's runs: of the held-out half, of the fitted half, or all."""
+    """Return the published runs of a training program: those held out, those fitted, or all (None)."""
     found = [run for run in published_runs() if TABLES[run.table].program == program]
     return [run for run in found if held_out is None or run.held_out == held_out]
 
 
 def fitted_program(program: str) -> Implementation:
-    """Return what a program does, with the numbers that fit its half of the runs best."""
+    """Return a program's implementation, with its parameters fitted to those of its runs that are not held out."""
     runs, free = runs_of(program, held_out=False), FREE.get(program, {})
     base = PROGRAMS[program].implementation
     candidates = [
@@ -52,7 +52,7 @@ def fitted_program(program: str) -> Implementation:
 
 
 def fitted_default() -> tuple[float, float]:
-    """Return (arithmetic, overlap) for a program that is not known, by those with FEW runs or more, OUTLIER left out."""
+    """Return the default (arithmetic, overlap), fitted to the programs with FEW runs or more, except OUTLIER."""
     fitted_halves = (runs_of(name, held_out=False) for name in PROGRAMS if name != OUTLIER)
     groups = [runs for runs in fitted_halves if len(runs) >= FEW]
     candidates = [_centred(groups, Implementation(overlap=overlap)) for overlap in TENTHS]
@@ -65,7 +65,10 @@ def fitted_default() -> tuple[float, float]:
 
 
 def unknown_error(run: Run, default: Implementation) -> float:
-    """Return a run's error with the structure of its program, but the fitted numbers of `default`."""
+    """Predict a run with its program's options, but with the fitted parameters taken from `default`; return the error.
+
+    Options are, for example, which messages the program overlaps, and when it reduces gradients.
+    """
     table = TABLES[run.table]
     numbers = {name: getattr(default, name) for name in FITTED}
     return run.error(_with(PROGRAMS[table.program].implementation, numbers))
@@ -76,7 +79,7 @@ def _with(how: Implementation, numbers: dict[str, Any]) -> Implementation:
 
 
 def _centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementation:
-    """Return `how` with `arithmetic` such that the mean error of the groups' means is 0."""
+    """Return `how` with `arithmetic` set so that the mean over groups of each group's mean error is 0."""
     for _ in range(4):
         if len(groups) == 1:
             mean = fmean(run.error(how) for run in groups[0])
@@ -87,7 +90,7 @@ def _centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementa
 
 
 def held_out_spreads() -> dict[str, float]:
-    """Return, by kind of layout, within which fraction 80 % of held-out runs lie, by a program that is not known."""
+    """Return, by kind of layout, the relative error that 80 % of held-out runs stay within, with default parameters."""
     default, by_kind = Implementation(), dict[str, list[float]]()
     for run in published_runs():
         if run.held_out:
@@ -96,7 +99,7 @@ def held_out_spreads() -> dict[str, float]:
 
 
 def program_spreads() -> dict[str, float]:
-    """Return, by program, within which fraction 80 % of its held-out runs lie, by its own numbers."""
+    """Return, by program, the relative error that 80 % of its held-out runs stay within, with its own parameters."""
     held = {name: runs_of(name, held_out=True) for name in PROGRAMS}
     return {
         name: spread(math.expm1(abs(run.error())) for run in runs)
@@ -106,7 +109,7 @@ def program_spreads() -> dict[str, float]:
 
 
 def page() -> str:
-    """Return docs/planner.md."""
+    """Return the text of docs/planner.md."""
     runs = published_runs()
     held = [run for run in runs if run.held_out]
     lines = [
@@ -212,7 +215,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the fitted numbers beside those in use; write the page to the file given."""
+    """Print the fitted parameters and those in use; write the page to each file of `argv`."""
     arithmetic, overlap = fitted_default()
     mine = Implementation()
     print(

@@ -1,4 +1,4 @@
-"""`minipar links`. Imports torch only to measure."""
+"""The command `minipar links`. Imports torch only to measure."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _links(read: Path | None, ranks: int | None, megabytes: int, repeats: int) -
 
 
 def _of_file(path: Path) -> list[str]:
-    """Return the lines about a file's links: the speed of each pair's route, and the rings."""
+    """Return the lines about a file's links: the speed of the route between each pair of ranks, and the rings."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""The speed of every pair of ranks, measured; and the widest ring among them."""
+"""Measure the speed between every pair of ranks, and find the widest ring."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from minipar.extras.cost.topology import Topology
 from minipar.runtime.launch import init_from_env, run
 from minipar.support.environment import under_torchrun
 
-Matrix = list[list[float]]  # bytes per second from rank i to rank j, 0 where i = j
+Matrix = list[list[float]]  # [i][j] is the bytes per second from rank i to rank j; 0 if i = j
 
 
 def measure_pairs(world: Comm, num_bytes: int, repeats: int) -> Matrix:
-    """Measure each pair of ranks alone, in each direction; every rank gets the matrix.
+    """Measure the speed between each pair of ranks, in each direction, one pair at a time; every rank gets the matrix.
 
-    A time is from a message of `num_bytes` to the one byte that answers it; the shortest of `repeats` counts.
-    Each rank sends `repeats` times num_bytes + 1 bytes to each other; before each of the p (p-1) pairs there is a barrier,
-    at the end an all-reduce of 8 p^2 bytes.
+    A measurement lasts from sending a message of `num_bytes` to receiving the answer of one byte; the shortest of `repeats`
+    counts. To each other rank, a rank sends `repeats` messages of `num_bytes`, and as many answers. There is a barrier
+    before each of the p (p-1) pairs, and at the end an all-reduce of 8 p^2 bytes.
     """
     speeds = torch.zeros(world.size, world.size, dtype=torch.float64, device=world.device)
     message = torch.zeros(num_bytes, dtype=torch.uint8, device=world.device)
@@ -43,12 +43,12 @@ def measure_pairs(world: Comm, num_bytes: int, repeats: int) -> Matrix:
 def _answered_s(world: Comm, message: torch.Tensor, to: int) -> float:
     start_s = time.perf_counter()
     world.send(message, to)
-    world.recv((1,), message.dtype, to).item()  # on a GPU, the host waits here
+    world.recv((1,), message.dtype, to).item()  # `item` makes the host wait for the GPU
     return max(time.perf_counter() - start_s, 1e-9)
 
 
 def measured(num_ranks: int | None, num_bytes: int, repeats: int) -> Matrix | None:
-    """Return the speeds of torchrun's ranks, or of `num_ranks` local ones; under torchrun, None on all ranks but rank 0."""
+    """Measure the ranks of torchrun, or else `num_ranks` local ranks. Under torchrun, only rank 0 gets the matrix."""
     if under_torchrun():
         world = init_from_env()
         matrix = measure_pairs(world, num_bytes, repeats)
@@ -58,7 +58,7 @@ def measured(num_ranks: int | None, num_bytes: int, repeats: int) -> Matrix | No
 
 
 def pair_table(matrix: Matrix) -> list[str]:
-    """Return the lines of a table in GB/s, from the rank of a row to the rank of a column."""
+    """Return the lines of a table of speeds in GB/s, from each row's rank to each column's rank."""
     head = "GB/s  " + "".join(f"{f'to {rank}':>9}" for rank in range(len(matrix)))
     rows = [
         f"from {i:<3}"
@@ -69,7 +69,7 @@ def pair_table(matrix: Matrix) -> list[str]:
 
 
 def ring_lines(topology: Topology) -> list[str]:
-    """Return the lines that compare a wide ring with the ring in rank order, and say how a Comm goes around it."""
+    """Return lines that compare a wide ring with the ring in rank order, and show how to make a Comm of the wide ring."""
     found, in_order = wide_ring(topology), ring_width(topology, tuple(range(topology.num_ranks)))
     ranks = ", ".join(map(str, found.ranks))
     return [
@@ -80,5 +80,5 @@ def ring_lines(topology: Topology) -> list[str]:
 
 
 def links_of_matrix(matrix: Matrix) -> list[str]:
-    """Return all lines about measured pairs."""
+    """Return the lines that describe measured pairs: the table of speeds and the rings."""
     return [*pair_table(matrix), *ring_lines(from_pairs(matrix))]

@@ -1,6 +1,6 @@
-"""The messages of each all-reduce algorithm of `minipar.comm`, as (from, to, bytes), by formula. Imports no torch.
+"""The messages of each all-reduce algorithm, computed as (from, to, bytes) without running it. Imports no torch.
 
-In an all-reduce of n bytes over p members (k nodes of g members), all members together send
+In an all-reduce of n bytes over p members of a group (k nodes of g members), all members together send
 
     ring, double_tree                       2 (p-1) n
     tree                                    2 (p-1) n
@@ -19,7 +19,7 @@ from functools import partial
 from minipar.support.chunks import chunk_sizes
 from minipar.support.errors import divisors, one_of, require_divides, require_positive
 
-# (source, destination) -> bytes; members are numbered by their place in the group
+# (source, destination) -> bytes; members are numbered by their index in the group
 Sends = Counter[tuple[int, int]]
 Messages = Iterator[tuple[int, int, int]]  # (source, destination, bytes)
 
@@ -27,7 +27,7 @@ Messages = Iterator[tuple[int, int, int]]  # (source, destination, bytes)
 def all_reduce_sends(algorithm: str, p: int, num_bytes: int, node_size: int | None = None) -> Sends:
     """Return the bytes that an all-reduce of `num_bytes` sends between each pair of the p members.
 
-    node_size   for "hierarchical", consecutive members on a node; None: the largest divisor of p up to sqrt(p)
+    node_size   for "hierarchical": number of consecutive members on a node; None: the largest divisor of p up to sqrt(p)
 
     Raises ValueError for an unknown algorithm, or if node_size does not divide p.
     """
@@ -54,14 +54,18 @@ def _ring(p: int, n: int) -> Messages:
 
 
 def _ring_of(chunks: list[int]) -> Messages:
-    """Yield a ring's messages: rank r sends chunks r and r+1 once, and all others twice, to its right neighbour."""
+    """Yield a ring's messages: rank r sends chunks r and r+1 once, and all other chunks twice, to its right neighbour."""
     p, n = len(chunks), sum(chunks)
     for r in range(p):
         yield r, (r + 1) % p, 2 * n - chunks[r] - chunks[(r + 1) % p]
 
 
 def _halving_doubling(p: int, n: int) -> Messages:
-    """Yield the messages: q core ranks (a power of two) exchange blocks at distances q/2 ... 1 ... q/2; others fold in."""
+    """Yield the messages of halving and doubling. With q the largest power of two up to p, the first q ranks are the core.
+
+    Core ranks exchange blocks at distances q/2 ... 1 ... q/2. Each other rank sends its vector to a core rank first, and
+    receives the sum from it last.
+    """
     core = 1 << (p.bit_length() - 1)
     chunks = chunk_sizes(n, core)
     for r in range(core):
@@ -95,7 +99,7 @@ def _double_tree(p: int, n: int) -> Messages:
 
 
 def _tree_edges(low: int, high: int, parent: int | None = None) -> Iterator[tuple[int, int]]:
-    """Yield (child, parent) for each edge of the tree over places low to high-1; its inner nodes are the odd places."""
+    """Yield (child, parent) for each edge of the tree over positions low to high-1; inner nodes have odd positions."""
     if low >= high:
         return
     root = low if high - low == 1 else low + ((high - low) // 2 - 1 | 1)
@@ -106,7 +110,7 @@ def _tree_edges(low: int, high: int, parent: int | None = None) -> Iterator[tupl
 
 
 def _hierarchical(p: int, n: int, g: int) -> Messages:
-    """Yield the messages of a ring inside each node and, for each place in a node, of a ring across nodes."""
+    """Yield the messages of a ring inside each node and, for each local rank, of a ring across nodes."""
     chunks = chunk_sizes(n, p)
     of_places = [chunks[place::g] for place in range(g)]
     for node in range(p // g):

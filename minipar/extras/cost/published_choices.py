@@ -1,9 +1,10 @@
-"""The planner's choices for published jobs, beside those of their authors.
+"""Compare the planner's layouts for published jobs with the layouts that their authors chose.
 
     python -m minipar.extras.cost.published_choices docs/planner_choices.md
 
-Each job is planned as `minipar plan` does, for our own program; the authors' layout is predicted alike, so that the two
-differ by layout alone. A layout that does not fit by our formulas may have fitted in theirs: they keep other activations.
+Each job is planned as `minipar plan` does, for minipar's own implementation. The authors' layout is predicted for the same
+implementation, so that only the layouts differ. A layout that does not fit by our formulas may have fit in the authors'
+program, which keeps other activations.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ def jobs() -> list[Run]:
 
 
 def job_of(run: Run) -> Job:
-    """Return a run's job for our own program, with the margin of memory that `minipar plan` leaves."""
+    """Return a run's job for minipar's own implementation, with the memory margin that `minipar plan` leaves."""
     job = run.job(Implementation())
     return replace(job, margin_bytes=MARGIN * job.machine.memory_bytes)
 
 
 def row(run: Run) -> str:
-    """Return the row of a job: the two layouts, their seconds and memory, and a sentence on the difference."""
+    """Return a job's row of the table: the two layouts, their times and memory, and a sentence on the difference."""
     job = job_of(run)
     found = plan(job)
     theirs = step_time(job, run.layout).total
@@ -65,7 +66,7 @@ def difference(job: Job, run: Run, found: Plan, theirs: float, num_bytes: float)
 
 
 def page() -> str:
-    """Return docs/planner_choices.md."""
+    """Return the text of docs/planner_choices.md."""
     lines = [
         "# What the planner would choose",
         "",
@@ -81,7 +82,7 @@ def page() -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the page to the file given; this takes minutes."""
+    """Write the page to each file of `argv`; this takes minutes."""
     for path in argv:
         Path(path).write_text(page(), encoding="utf-8")
         print(f"wrote {path}")

@@ -1,13 +1,12 @@
 """Published training runs, and the error of the cost model on each.
 
-`published_runs.csv` has one run per line: its table, model, GPUs, tokens per sample, samples per step, layout, and the rate
-that was printed. TABLES says for each table which program ran on which machine, what the rate counts, and where it is
-printed.
+`published_runs.csv` has one run per line: its table, model, GPUs, tokens per sample, samples per step, layout, and the
+published rate. TABLES says for each table which program ran on which machine, the unit of the rate, and the source.
 
-Half of the runs are held out: no number was fitted to them. A run is held out if the first byte of the SHA-256 of its line
-without the rate is odd; nothing else was tried. But the *form* of the model (a sum of operations and bytes, messages that
-hide in part, a program's own speed of attention) was found by looking at errors of all runs, so that errors on new programs
-will be larger.
+Half of the runs are held out: no parameter was fitted to them. A run is held out if the first byte of the SHA-256 of its
+line without the rate is odd; no other split was tried. But the *form* of the model (a sum of operations and bytes, messages
+that overlap in part, a program's own speed of attention) was found by looking at errors of all runs, so errors on new
+programs will be larger.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from minipar.cost.timing import StepTime, step_time
 class Table(NamedTuple):
     """A published table.
 
-    program  a name of PROGRAMS
-    unit     what a rate counts, a GPU and second: "tokens", "hardware" TFLOPs (with recomputation) or "model" TFLOPs
-    ddp      its runs without a pipeline reduce gradients during the backward, the others after it
+    program  a key of PROGRAMS
+    unit     unit of the rates, per GPU and second: "tokens", "hardware" TFLOPs (with recomputation) or "model" TFLOPs
+    ddp      True: runs without a pipeline reduce gradients during the backward, runs with a pipeline after it
     """
 
     program: str
@@ -87,12 +86,12 @@ class Run(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of layout, by which errors are summed up."""
+        """The kind of layout, by which errors are summarized."""
         return kind_of(self.layout)
 
     @property
     def mfu(self) -> float:
-        """The measured fraction of the peak that the model's own operations reach."""
+        """The measured model FLOPs utilization, as a fraction."""
         job, unit = self.job(), TABLES[self.table].unit
         model = model_flops_per_token(job.shape, self.seq_len)
         if unit == "tokens":
@@ -101,7 +100,7 @@ class Run(NamedTuple):
         return 1e12 * self.rate / job.machine.peak_flops * (model / done if unit == "hardware" else 1)
 
     def job(self, how: Implementation | None = None) -> Job:
-        """Return the run as a job, by its own program or by another one."""
+        """Return the run as a job of its own program, or of the implementation `how`."""
         table = TABLES[self.table]
         how = how or PROGRAMS[table.program].implementation
         if table.ddp:
@@ -110,7 +109,7 @@ class Run(NamedTuple):
         return Job(shape, table.machine, self.gpus, self.seq_len, self.batch, table.precision, how)
 
     def error(self, how: Implementation | None = None) -> float:
-        """Return ln(predicted seconds / measured seconds): 0.1 is about ten per cent too slow."""
+        """Return ln(predicted time / measured time): at 0.1, the prediction is about 10 % too slow."""
         job = self.job(how)
         return math.log(self.rate / _rate(job, step_time(job, self.layout), TABLES[self.table].unit))
 
@@ -135,7 +134,7 @@ def _rate(job: Job, step: StepTime, unit: str) -> float:
 
 @cache
 def _shape(model: str, seq_len: int) -> ModelShape:
-    """Return the shape of "gpt LAYERS DIM HEADS [VOCABULARY]", "mpt LAYERS DIM HEADS" or of a known model."""
+    """Return the shape of a model, given as "gpt LAYERS DIM HEADS [VOCABULARY]", "mpt LAYERS DIM HEADS" or a known name."""
     kind, *sizes = model.split()
     if kind == "gpt":
         layers, dim, heads, *vocab = map(int, sizes)

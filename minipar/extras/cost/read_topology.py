@@ -1,14 +1,15 @@
-"""A Topology from what a machine says of itself: `nvidia-smi topo -m`, NCCL's topology file, or measured pairs.
+"""Make a Topology from the output of `nvidia-smi topo -m`, from NCCL's topology file, or from measured pairs.
 
-nvidia-smi gives one word for each pair of GPUs, for the nearest thing that their route crosses:
+nvidia-smi prints one word for each pair of GPUs, which says how they are connected:
 
-    NV#    # NVLinks between the two, or to the switch of all
+    NV#    # NVLinks between the two GPUs, or from each GPU to a switch
     PIX    one PCIe bridge                    PXB    several PCIe bridges
     PHB    a PCIe host bridge (a processor)   NODE   host bridges of one NUMA node
     SYS    the link between NUMA nodes
 
-NCCL writes the file that NCCL_TOPO_DUMP_FILE names: processors, the PCI devices below them with their speeds, and the
-NVLinks of each GPU. Both give kinds and counts of links; what an NVLink or a processor's link carries is an argument.
+NCCL writes its topology to the file that NCCL_TOPO_DUMP_FILE names: processors, the PCI devices below them with their
+speeds, and the NVLinks of each GPU. Both sources give the types and numbers of links; the speed of an NVLink or of a link
+between processors is an argument.
 Sources: `nvidia-smi topo -m`, its legend; NCCL's src/graph/xml.cc and topo.cc.
 """
 
@@ -21,11 +22,14 @@ from xml.etree import ElementTree
 from minipar.extras.cost.topology import Link, Topology, Vertex, cables
 from minipar.support.errors import one_of, require_positive
 
-NVLINK_BYTES_PER_S = 25e9  # of one link in one direction: NVLink 2 to 4; 50e9 for NVLink 5
+NVLINK_BYTES_PER_S = 25e9  # one link in one direction, for NVLink 2 to 4; NVLink 5 has 50e9
 PCIE_BYTES_PER_S, PROCESSOR_BYTES_PER_S = 32e9, 20e9
-# What two GPUs share at each distance, nearest first; each is inside one of the next.
+# From the nearest to the farthest. At each distance, GPUs that are at most that far apart form a group, which consists of
+# groups of the nearer distance.
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
-MOST_NVLINKS = 18  # of one GPU; where every pair has more than fit, all are links to a switch
+# A GPU has at most this many NVLinks. If the numbers of its pairs add up to more, each of its links goes to a switch.
+MOST_NVLINKS = 18
+# GT/s of a PCIe generation -> bytes per second of a lane.
 LANE_BYTES_PER_S = {
     2.5: 0.25e9,
     5.0: 0.5e9,
@@ -33,7 +37,7 @@ LANE_BYTES_PER_S = {
     16.0: 1.969e9,
     32.0: 3.938e9,
     64.0: 7.563e9,
-}  # by GT/s
+}
 SWITCH_CLASS, ESCAPES = "0x0680", re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,9 +47,9 @@ def from_nvidia_smi(
     pcie_bytes_per_s: float = PCIE_BYTES_PER_S,
     processor_bytes_per_s: float = PROCESSOR_BYTES_PER_S,
 ) -> Topology:
-    """Return the links between a node's GPUs, given what `nvidia-smi topo -m` prints; network cards are left out.
+    """Return the links between a node's GPUs, given the output of `nvidia-smi topo -m`; network cards are left out.
 
-    PCIe switches and processors become vertices, so that GPUs that share one share its speed.
+    PCIe switches and processors become vertices, so that GPUs below the same switch share its bandwidth.
     Raises ValueError if the text has no table of GPUs, a row is incomplete, or a word is not in the legend.
     """
     words = _pairs(text)
@@ -70,7 +74,7 @@ def from_nvidia_smi(
         for j in range(i + 1, num_gpus):
             if words[i][j].startswith("NV"):
                 speeds[i, j] = int(words[i][j][2:]) * nvlink_bytes_per_s
-    below: list[Vertex] = list(range(num_gpus))  # of each GPU, the highest vertex so far
+    below: list[Vertex] = list(range(num_gpus))  # GPU -> the highest vertex above it so far
     for level, distance in enumerate(DISTANCES):
         near = DISTANCES[: level + 1]
         speed = processor_bytes_per_s if distance == "SYS" else pcie_bytes_per_s
@@ -85,7 +89,7 @@ def from_nvidia_smi(
 
 
 def _pairs(text: str) -> list[list[str]]:
-    """Return the word of each pair of GPUs."""
+    """Return the table's word for each pair of GPUs."""
     lines = [ESCAPES.sub("", line).split() for line in text.splitlines()]
     header = next((line for line in lines if line[:1] == ["GPU0"] and line[1:2] != ["X"]), None)
     if header is None:
@@ -125,7 +129,7 @@ def from_nccl_xml(
         system = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
         raise ValueError(f"not XML: {error}; use the file that NCCL_TOPO_DUMP_FILE names") from None
-    ranks: dict[str, int] = {}  # by bus id
+    ranks: dict[str, int] = {}  # bus id -> rank
     speeds: dict[Link, float] = {}
     nvlinks: list[tuple[int, str, int, bool]] = []
 
@@ -158,13 +162,13 @@ def from_nccl_xml(
             end = ranks[target]
         else:
             continue
-        if (end, rank) not in speeds:  # each end of a cable names it
+        if (end, rank) not in speeds:  # the file lists a link at both of its ends
             speeds[rank, end] = speeds.get((rank, end), 0.0) + links * nvlink_bytes_per_s
     return cables(len(ranks), speeds)
 
 
 def _pcie_speed(device: ElementTree.Element) -> float:
-    """Return bytes per second of a device's PCIe link; a 16-lane link of the third generation if the file leaves it out."""
+    """Return the bytes per second of a device's PCIe link. If the file does not give them, assume 16 lanes of PCIe 3."""
     found = re.match(r"[\d.]+", device.get("link_speed", ""))
     transfers, lanes = float(found[0]) if found else 8.0, int(device.get("link_width") or 16) or 16
     if transfers not in LANE_BYTES_PER_S:
@@ -176,9 +180,9 @@ def _pcie_speed(device: ElementTree.Element) -> float:
 
 
 def from_pairs(bytes_per_s: Sequence[Sequence[float]]) -> Topology:
-    """Return a cable for every pair of ranks, with the measured speed from i to j in row i, column j.
+    """Return a Topology with a direct link for every pair of ranks; row i, column j has the speed measured from i to j.
 
-    Pairs are measured one at a time, so this Topology does not know what they share.
+    Pairs are measured one at a time, so this Topology does not know which links they share.
     Raises ValueError if the matrix is not square, or a speed is not above 0.
     """
     p = len(bytes_per_s)

@@ -3,8 +3,9 @@
 A ring visits every rank once. Each link divides its speed among the ring's hops that use it; the smallest such share is the
 ring's width. NCCL searches for wide rings at start-up; a ring in rank order may be far from the widest.
 
-Both searches are exact, by branch and bound, and take exponential time, so they are meant for one or two nodes.
-`wide_ring` is for any number of ranks, and exact for few. A Comm goes around a ring in the order of its ranks:
+Both searches (`widest_ring`, `rings_at_once`) are exact, by branch and bound, and take exponential time, so they are meant
+for one or two nodes. `wide_ring` is for any number of ranks, and exact for few. A Comm's rings follow the order of its
+ranks:
 
     comm = world.subgroup(wide_ring(topology).ranks, "wide ring")
 """
@@ -22,14 +23,14 @@ MAX_HOPS = 1_000_000  # a search gives up after trying this many hops, which tak
 
 
 class Ring(NamedTuple):
-    """The ranks in order, from 0, and the bytes per second around the ring."""
+    """The ranks in ring order, starting with 0, and the bytes per second around the ring."""
 
     ranks: tuple[int, ...]
     width: float
 
 
 def ring_width(topology: Topology, ranks: tuple[int, ...]) -> float:
-    """Return the bytes per second of this ring: the least, over its links, of speed divided by hops that use the link."""
+    """Return the bytes per second of a ring: the minimum over its links of speed / number of hops that use the link."""
     routes = topology.routes()
     uses = Counter(link for hop in zip(ranks, (*ranks[1:], ranks[0])) for link in routes.get(hop, ()))
     speeds = dict(topology.speeds)
@@ -56,11 +57,11 @@ def widest_ring(topology: Topology) -> Ring:
 
 
 def wide_ring(topology: Topology, exact_up_to: int = 8) -> Ring:
-    """Return a wide ring of any number of ranks: the widest of at most `exact_up_to`, else one that no 2-opt move widens.
+    """Return a wide ring: the widest for at most `exact_up_to` ranks, else one that no 2-opt move widens.
 
-    A larger ring starts as a greedy one, each rank followed by the one that can be reached fastest. Then stretches of it
-    are reversed as long as that makes it wider, or makes fewer links as narrow as the narrowest.
-    Costs about p^3 hops for each improvement.
+    The 2-opt search starts with a greedy ring, in which each rank is followed by the one that it reaches fastest. Then it
+    reverses stretches of the ring as long as that widens the ring, or reduces the number of its narrowest links.
+    Evaluates about p^3 hops for each improvement.
     """
     p = topology.num_ranks
     if p <= exact_up_to:
@@ -89,7 +90,7 @@ def wide_ring(topology: Topology, exact_up_to: int = 8) -> Ring:
 
 
 def _quality(topology: Topology, ranks: tuple[int, ...]) -> tuple[float, int]:
-    """Return the ring's width, and minus the number of links that are no wider than that."""
+    """Return the ring's width, and minus the number of its narrowest links; larger is better."""
     speeds = dict(topology.speeds)
     shares = [speeds[link] / times for link, times in _uses(topology, ranks).items()]
     width = min(shares)
@@ -97,9 +98,10 @@ def _quality(topology: Topology, ranks: tuple[int, ...]) -> tuple[float, int]:
 
 
 def rings_at_once(topology: Topology, width: float) -> list[tuple[int, ...]]:
-    """Return a largest set of rings of this width that can run at once; a link of speed s serves floor(s / width) hops.
+    """Return as many rings, of `width` bytes per second each, as can run at once.
 
-    If every link's speed is `width`, the rings share no link. Raises ValueError if the search would take too long.
+    A link of speed s serves floor(s / width) hops. If every link's speed is `width`, the rings share no link.
+    Raises ValueError if the search would take too long.
     """
     if not width > 0:
         raise ValueError(f"width={width} bytes per second; use a number above 0")
@@ -118,7 +120,7 @@ def rings_at_once(topology: Topology, width: float) -> list[tuple[int, ...]]:
         for ranks in _rings(topology, fits, tried):
             if len(best) >= limit:
                 return
-            if ranks >= after:  # each set of rings is tried in one order only
+            if ranks >= after:  # rings are added in ascending order, so that each set is tried once
                 extend([*rings, ranks], used + _uses(topology, ranks))
 
     if topology.num_ranks > 1:
@@ -134,7 +136,7 @@ def _uses(topology: Topology, ranks: tuple[int, ...]) -> Counter[Link]:
 def _rings(
     topology: Topology, fits: Callable[[Counter[Link], Route], bool], tried: Iterator[int] | None = None
 ) -> Iterator[tuple[int, ...]]:
-    """Yield, in rank order, the rings whose every hop passes fits(links used by earlier hops, the hop's route)."""
+    """Yield, in rank order, the rings in which every hop passes `fits(links used by earlier hops, the hop's route)`."""
     routes, tried, p = topology.routes(), tried or count(1), topology.num_ranks
 
     def from_(path: tuple[int, ...], uses: Counter[Link]) -> Iterator[tuple[int, ...]]:
@@ -154,7 +156,7 @@ def _rings(
 
 
 def _widest_possible(topology: Topology) -> float:
-    """Return an upper bound of a ring's width: the largest width at which routes still connect all ranks."""
+    """Return an upper bound on a ring's width: the largest width at which routes still connect all ranks."""
     speeds = dict(topology.speeds)
     width = {hop: min(speeds[link] for link in route) for hop, route in topology.routes().items()}
     joined, limit = {0}, float("inf")
@@ -166,7 +168,7 @@ def _widest_possible(topology: Topology) -> float:
 
 
 def _most_possible(topology: Topology, room: Counter[Link]) -> int:
-    """Return an upper bound of the number of rings: each contains a path from rank 0 to every rank, and back."""
+    """Return an upper bound on the number of rings: each contains a path from rank 0 to every rank and back."""
     flows = [
         _max_flow(room, *ends) for rank in range(1, topology.num_ranks) for ends in ((0, rank), (rank, 0))
     ]

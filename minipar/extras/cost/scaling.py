@@ -1,14 +1,14 @@
 """Weak and strong scaling of a layout: only the number of data-parallel ranks grows; tp, pp, cp and ep stay the same.
 
-At some point data parallelism becomes communication bound. A rank with P parameters in 16 bits sends 2 (n-1)/n * 2 P bytes
-of gradients over n data-parallel ranks, at W bytes per second. Its backward of T tokens, with which they may overlap, has
-4 P T FLOPs, at C per second. Gradients take longer than the whole backward if
+At some point data parallelism becomes communication bound. On n data-parallel ranks, a rank with P parameters sends
+2 (n-1)/n * 2 P bytes of 16-bit gradients, at W bytes per second. They may overlap with its backward of T tokens, which
+takes 4 P T FLOPs, at C per second. The gradients take longer than the whole backward if
 
     4 P (n-1)/n / W > 4 P T / C    that is    T < (n-1)/n C/W    tokens per data-parallel rank and step, for every P
 
-T is batch * seq / n, the tokens of one GPU if tp = pp = 1. A100s at 217 TFLOP/s whose ring gets 20 GB/s out of a node
-need about 10,800 tokens each; with fewer, strong scaling ends. This is a lower bound, because only the last microbatch's
-backward overlaps with gradients here.
+T is batch * seq / n, the tokens of one GPU if tp = pp = 1. A100s at 217 TFLOP/s, with a ring that gets 20 GB/s out of a
+node, need about 10,800 tokens each; with fewer, strong scaling ends. This is a lower bound, because in minipar only the
+last microbatch's backward overlaps with gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_GPUS = 16384
 def scaling(job: Job, layout: Layout, gpus: Sequence[int], weak: bool) -> list[ScalingPoint]:
     """Return one point per number of GPUs, leaving out numbers that the layout cannot use.
 
-    weak  the batch grows with the number of GPUs; otherwise it stays the same
+    weak  True: the batch grows with the number of GPUs; False: it stays the same
     """
     points, first = [], None
     others = layout.world_size // layout.dp
@@ -47,7 +47,7 @@ def scaling(job: Job, layout: Layout, gpus: Sequence[int], weak: bool) -> list[S
 
 
 def gpu_counts(layout: Layout, most: int = MOST_GPUS) -> list[int]:
-    """Return the numbers of GPUs that the layout needs with 1, 2, 4 ... data-parallel ranks, up to `most`."""
+    """Return the numbers of GPUs, up to `most`, that the layout needs with 1, 2, 4 ... data-parallel ranks."""
     others = layout.world_size // layout.dp
     return [others * 2**k for k in range(most.bit_length()) if others * 2**k <= most]
 
@@ -62,7 +62,7 @@ def needed_tokens(job: Job, layout: Layout) -> float:
 
 
 def bound_gpus(job: Job, layout: Layout, gpus: Sequence[int]) -> int | None:
-    """Return the first number of GPUs at which a data-parallel rank has too few tokens; None if none of `gpus` is."""
+    """Return the first of `gpus` at which a data-parallel rank has fewer tokens than `needed_tokens`, or None."""
     others = layout.world_size // layout.dp
     for number in gpus:
         grown = replace(layout, dp=max(1, number // others))
@@ -73,10 +73,10 @@ def bound_gpus(job: Job, layout: Layout, gpus: Sequence[int]) -> int | None:
 
 
 def scaling_curves(job: Job, layout: Layout) -> tuple[dict[str, list[ScalingPoint]], tuple[int, str] | None]:
-    """Return the scaling curves from one data-parallel rank to MOST_GPUS, and where gradients begin to limit them.
+    """Return (curves, bound): the scaling curves from one data-parallel rank to MOST_GPUS, and where gradients limit them.
 
-    The second is (number of GPUs, note): from there on, summing a step's gradients takes longer than its backward. It is
-    None if this happens at none of the numbers.
+    bound  (number of GPUs, note): from that number on, summing a step's gradients takes longer than its backward; None if
+           this happens at none of the numbers
     """
     gpus = gpu_counts(layout)
     first = replace(job, gpus=gpus[0], batch=max(1, job.batch * gpus[0] // job.gpus))

@@ -1,13 +1,13 @@
 """A cluster's links as a graph, and the bytes that an all-reduce puts on the slowest link.
 
-These bytes depend on the algorithm and on the placement of the mesh's axes. The graph's vertices are ranks (numbers), and
-switches, cards and processors (names), which only forward messages. A link has one direction and a speed. A message takes
-the route with the fewest links and, among such routes, the widest; no route leads through a rank.
+These bytes depend on the algorithm and on the placement of the mesh's axes. The graph's vertices are ranks (integers), and
+switches, network cards and processors (strings), which only forward messages. A link has one direction and a speed. A
+message takes the route with the fewest links and, among such routes, the widest; no route leads through a rank.
 
-To all-reduce n bytes over p = k g ranks (k nodes of g consecutive ranks and c cards each, c dividing g), a card sends
+In an all-reduce of n bytes over p = k g ranks (k nodes, each of g consecutive ranks and c cards; c divides g), a card sends
 
-    ring              2 (p-1)/p n on one card of a node, nothing on the others
-    hierarchical      2 (k-1)/k n/c on each card
+    ring              2 (p-1)/p n if it is the one card of its node that the ring uses, else nothing
+    hierarchical      2 (k-1)/k n/c, on every card
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Route = tuple[Link, ...]
 class Topology:
     """The links between ranks 0 to num_ranks-1.
 
-    speeds          pairs of a link (from, to) and its bytes per second; a cable is two links
+    speeds          (link, bytes per second), where a link is (from, to); a cable is two links
     ranks_per_node  number of consecutive ranks on a node
 
     Raises ValueError for a speed that is not above 0, or a rank that does not exist.
@@ -59,13 +59,13 @@ class Topology:
 
 
 def cables(num_ranks: int, speeds: Mapping[Link, float], ranks_per_node: int | None = None) -> Topology:
-    """Make a Topology of cables; a cable has its speed in each of its two directions."""
+    """Make a Topology of cables: each entry of `speeds` becomes a link in each direction, with that speed."""
     both = tuple((link, speed) for (a, b), speed in speeds.items() for link in ((a, b), (b, a)))
     return Topology(num_ranks, both, ranks_per_node or num_ranks)
 
 
 def nvswitch_nodes(machine: Machine, num_nodes: int = 1, cards: int | None = None) -> Topology:
-    """Return nodes whose ranks share an NVSwitch; a network of unlimited bandwidth connects their cards.
+    """Return nodes whose ranks share an NVSwitch. A network of unlimited bandwidth connects the nodes' network cards.
 
     cards   cards per node, each shared by equally many consecutive ranks; None: the machine's number
 
@@ -101,9 +101,9 @@ def pcie_pairs(
 
 
 def axis_groups(sizes: Mapping[str, int], axis: str) -> list[tuple[int, ...]]:
-    """Return the groups of an axis of a mesh such as dict(pp=2, dp=4, tp=2), whose last axis varies fastest.
+    """Return the groups of ranks along an axis of a mesh such as dict(pp=2, dp=4, tp=2), whose last axis varies fastest.
 
-    Raises ValueError for an axis that is not among the sizes.
+    Raises ValueError for an axis that `sizes` does not have.
     """
     require_positive(**sizes)
     if axis not in sizes:
@@ -127,10 +127,10 @@ class Busiest(NamedTuple):
 def link_bytes(
     topology: Topology, groups: Sequence[Sequence[int]], algorithm: str, num_bytes: int
 ) -> Counter[Link]:
-    """Return the bytes on each link while every group all-reduces `num_bytes`, all at the same time.
+    """Return the bytes on each link if every group all-reduces `num_bytes`.
 
-    For "hierarchical": if every node has equally many members of a group, and these are consecutive in the group, a node's
-    members are the inner level. Otherwise the group is divided as the library divides it if nodes are unknown.
+    For "hierarchical": if every node has equally many members of a group, and these are consecutive in the group, the
+    members on a node are the inner level. Otherwise the group is divided as the library does if nodes are unknown.
     Raises ValueError for a rank that does not exist.
     """
     routes = topology.routes()
@@ -146,7 +146,7 @@ def link_bytes(
 
 
 def busiest_link(topology: Topology, load: Mapping[Link, int]) -> Busiest:
-    """Return the link that takes longest to carry its bytes; the first of several."""
+    """Return the link that takes longest to carry its bytes; of equally slow links, the first."""
     busiest = Busiest(None, 0, 0.0)
     for link, speed in topology.speeds:
         if load.get(link, 0) / speed > busiest.seconds:

@@ -1,24 +1,27 @@
-"""A dry run: what every rank would hold and send, and who would wait for ever, without starting any. In reading order:
+"""A dry run: find what every rank would hold and send, and whether any rank would wait for ever, without starting any rank.
 
-tensors.py         tensors without numbers
-shapes.py          the shapes of results, remembered
-assumed.py         what is taken for granted where the core reads a number
-record.py          what a rank does, as steps
+Two words are used throughout. A tensor without values has a shape and a dtype, but no contents. The ranks of a kind are
+those that run the same program by symmetry, such as all ranks of a stage along dp. In reading order:
+
+tensors.py         tensors without values
+shapes.py          a cache of the shapes that operations return
+assumed.py         the values that are assumed where the library reads a tensor (`.item()`, `.tolist()`)
+record.py          a rank's program, recorded as steps
 transport.py       a transport that records what a rank would send, and sends nothing
-turns.py           ranks as threads of one process that run one at a time
-matching.py        whether the recorded programs of all ranks fit each other
+turns.py           threads of one process as ranks, of which one runs at a time
+matching.py        checks that the recorded programs of all ranks fit each other
 programs.py        runs and records the programs of ranks
-run.py             the trainer's program on every rank, beside the planner's figures
-report.py          a dry run as text
+run.py             runs the trainer's program on every rank, and compares it with the planner's figures
+report.py          formats a dry run as text
 choices.py         `minipar train --dry-run` and its flags; imports no torch
-command.py         what that flag does
+command.py         runs `minipar train --dry-run`
 
-With one rank of each kind for all:
+A faster way runs one rank of each kind, in place of all ranks of the kind:
 
-kinds.py           what follows by symmetry, and what is checked
-kind_transport.py  the record of a rank that stands for its kind
-call.py            a collective as all its ranks call it
-prove.py           a collective run by itself
+kinds.py           runs the first rank of each kind, and the last to check that both do the same
+kind_transport.py  the transport that records a rank in place of its kind
+call.py            one collective call, with the arguments of all its ranks
+prove.py           runs a collective apart from the program, to check it
 """
 
 import lazy_loader

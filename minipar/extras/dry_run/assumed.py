@@ -1,4 +1,4 @@
-"""What a dry run takes for granted: each place where the core reads a number that only a real run has."""
+"""The values that a dry run assumes, one for each line of the library that reads a tensor value only a real run has."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import Tensor
 
 
 class Assumption(NamedTuple):
-    """A number without contents that the core reads: where, what is assumed, and the value as a function of the tensor.
+    """The value that is assumed where a function of the library reads a tensor without values.
 
-    value  is called with the tensor and the frame of `function`
+    module, function   which function reads it
+    words              the assumption, as the report states it
+    value              returns the assumed value; is called with the tensor and the frame of `function`
     """
 
     module: str
@@ -29,7 +31,7 @@ def _even(x: Tensor, total: int) -> list[int]:
 
 
 def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
-    """Return what `row_counts` gathers: for every rank, its rows divided evenly over the experts."""
+    """Return the counts that `row_counts` all-gathers, as if every rank divided its rows evenly over the experts."""
     assert frame.f_back is not None
     own, p = frame.f_locals["counts"], frame.f_locals["p"]
     rows = _even(own, frame.f_back.f_locals["rows"].shape[0])

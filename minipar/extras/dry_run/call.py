@@ -1,4 +1,4 @@
-"""A collective as all its ranks call it, and its run by itself, without the rest of the program."""
+"""One collective call, with the arguments of all its ranks, which can be run apart from the rest of the program."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from minipar.support.chunks import check_sizes
 
 
 class Call(NamedTuple):
-    """A collective, as all its ranks call it.
+    """One collective call, with the arguments of all its ranks.
 
-    size    number of ranks          default  what "auto" stands for, or None
-    shape   the tensor's shape; an all-gather's with given sizes has none of its first dim
+    size     number of ranks
+    default  the algorithm that "auto" stands for, or None
+    shape    the tensor's shape, without the first dim for an all-gather with given sizes: `sizes` has it
     """
 
     kind: str
@@ -58,7 +59,7 @@ class Call(NamedTuple):
 
 
 def call_of(comm: Comm, kind: str, algorithm: str, x: Tensor, given: dict[str, Any]) -> Call:
-    """Describe a collective. Raises Refused if it cannot be said what the other ranks of the group call."""
+    """Describe a collective. Raises Refused if the other ranks' arguments do not follow from this rank's."""
     shape, sizes = tuple(x.shape), given.get("sizes")
     if kind == "all_gather" and sizes is not None:
         sizes, shape = gathered_sizes(comm, x, sizes), shape[1:]

@@ -1,4 +1,4 @@
-"""What `minipar train --dry-run` does instead of training. Imports no torch."""
+"""`minipar train --dry-run` and its options. Imports no torch."""
 
 from __future__ import annotations
 

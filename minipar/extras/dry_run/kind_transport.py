@@ -1,9 +1,11 @@
-"""The transport of a rank that stands for its kind: it records in words that are equal for all ranks of the kind.
+"""The transport of a rank that is run in place of its kind. Its records are equal for all ranks of the kind.
 
-a channel     its name, and the kinds of its members
-a message     the kind of its peer, and by how many places the peer stands after this rank, among the group's members
-              of that kind
-a collective  one step; its own messages are proven apart (`prove.py`)
+It records
+
+a channel     as its name and the kinds of its members
+a message     as the kind of the peer, and an offset: number the group's members of each kind from 0; the offset is the
+              receiver's number minus the sender's
+a collective  as one step; its own messages are checked separately (`prove.py`)
 """
 
 from __future__ import annotations
@@ -26,20 +28,20 @@ from minipar.extras.dry_run.transport import Contents, RecordedMessages, Recorde
 from minipar.transport.messages import Channel, ChannelId, Message
 from minipar.transport.traffic import Traffic
 
-OVER_RANKS = {"sum": "sum", "max": "amax", "min": "amin"}  # torch's names
+OVER_RANKS = {"sum": "sum", "max": "amax", "min": "amin"}  # reduction -> name of the Tensor method
 
-# (Traffic, kind of operation) -> the Traffic, bytes, messages
+# (id of a Traffic, kind of operation) -> the Traffic, bytes, messages
 Booked = dict[tuple[int, str], tuple[Traffic, int, int]]
 # Rank -> the first rank of its kind.
 KindOf = Callable[[int], int]
 
 
 class Group(NamedTuple):
-    """A channel in words that are equal for all ranks of a kind.
+    """A channel, described in terms that are equal for all ranks of a kind.
 
-    channel  its name, and the kinds of its members
-    places   position in the channel -> its kind, and its place among the members of that kind
-    of_each  number of members of each kind; 0 if the kinds have different numbers
+    channel  its name and the kinds of its members
+    places   position in the channel -> the member's kind, and its index among the members of that kind
+    of_each  number of members of each kind; 0 if the kinds have different numbers of members
     """
 
     channel: ChannelId
@@ -59,11 +61,11 @@ def group_of(key: ChannelId, kind_of: KindOf) -> Group:
 
 
 class Effect(NamedTuple):
-    """What a collective did to its rank, so that an equal one need not be run again.
+    """The effect of a collective on its rank, kept so that an equal collective need not be run again.
 
-    booked  what it sent
-    above   how many more bytes were alive at its worst moment than before it
-    result  shape, strides, dtype of a new tensor; None if the result is the caller's `out`, or nothing
+    booked  the bytes and messages that it sent
+    above   the bytes by which the peak during the collective exceeded the memory before it
+    result  shape, strides and dtype of the new tensor; None if the result is the caller's `out`, or None
     """
 
     booked: Booked
@@ -72,10 +74,10 @@ class Effect(NamedTuple):
 
 
 class KindTransport(RecordedTransport):
-    """The transport of a rank that stands for its kind.
+    """The transport of a rank that is run in place of its kind.
 
-    called         each collective, with its channel, in the order in which it began
-    contents_sent  the whole numbers of each message, with its channel: ranks of a kind must send the same
+    called         (channel, collective), in the order of the calls
+    contents_sent  (channel, integers) of each message of integers; ranks of a kind must send the same integers
     own_sent       number and bytes of the messages that belong to no collective
     sent_in        collective -> number and bytes of the messages that this rank sent in it
     """
@@ -103,7 +105,10 @@ class KindTransport(RecordedTransport):
         return self._in_kinds[key]
 
     def named(self, key: ChannelId) -> ChannelId:
-        """Return the channel's identity in this rank's record; a second channel with its name and kinds is numbered."""
+        """Return the channel's identity in this rank's record: its name and kinds.
+
+        A number is appended if this rank has an earlier channel with the same name and kinds.
+        """
         if key not in self._named:
             channel = self.in_kinds(key).channel
             number = sum(known.name.split(" #")[0] == channel.name and known.ranks == channel.ranks
@@ -170,7 +175,7 @@ class KindTransport(RecordedTransport):
     def collective(
         self, channel: Channel, call: Call, x: Tensor, out: Tensor | None, run: Callable[[], Any]
     ) -> Any:
-        """Run a collective as one step of the record: a wait for all kinds of its group."""
+        """Run a collective, and record it as one step: the rank waits for a rank of every other kind in the group."""
         if self._inside_collective:
             return run()
         self.called.append((self.named(channel.key), call))
@@ -194,7 +199,7 @@ class KindTransport(RecordedTransport):
         return result
 
     def _measured(self, run: Callable[[], Any]) -> tuple[Any, Booked, int]:
-        """Run a collective; return its result, what it booked, and by how many bytes its peak exceeded those before."""
+        """Run a collective; return its result, the traffic it booked, and the bytes it needed above those alive before."""
         before, peak = self.tensors.now, self.tensors.peak
         self.tensors.peak, self._booked = before, {}
         result = self._run(run)
@@ -205,7 +210,10 @@ class KindTransport(RecordedTransport):
     def _of_whole_numbers(
         self, channel: Channel, call: Call, x: Tensor, out: Tensor | None, run: Callable[[], Any]
     ) -> Tensor:
-        """Return what a collective returns if all of a kind give what its first gives; unknown if its last differs."""
+        """Return the result of a collective of integers, taking the input of each kind's first rank for all its ranks.
+
+        If the last rank of a kind has other integers, the contents of the result are unknown.
+        """
         if call.kind not in ("all_gather", "all_reduce") or call.op == "mean" or out is not None:
             raise Refused(
                 f"{call.kind} on comm {channel.key.name!r} computes with whole numbers, of which each rank may have its "
@@ -213,7 +221,7 @@ class KindTransport(RecordedTransport):
             )
         named, kinds = self.named(channel.key), self.in_kinds(channel.key).channel.ranks
         given = self._given.setdefault((named, sum(channel == named for channel, _ in self.called)), {})
-        given[self.rank] = x.detach().tolist()  # a list, because a tensor would count as this rank's memory
+        given[self.rank] = x.detach().tolist()  # a list: a tensor would be counted as memory of this rank
         wanted = {rank for kind in kinds for rank in (kind, self._checked.get(kind, kind))}
         self.contents.wait_until(lambda: wanted <= given.keys())
         result: Tensor = self._run(run)
@@ -248,7 +256,7 @@ class KindTransport(RecordedTransport):
             del self.program.operations[num_operations:]
 
     def _wait_for_all(self, channel: Channel, call: Call) -> None:
-        """Record messages without bytes to and from every other kind in the group."""
+        """Record an empty message to and from every other kind in the group."""
         named, kinds = self.named(channel.key), self.in_kinds(channel.key).channel.ranks
         label = in_words(" ".join(filter(None, (call.kind, call.op))), call.shape)
         at = kinds.index(self.program.rank)
@@ -264,12 +272,12 @@ class KindTransport(RecordedTransport):
 
 
 def _scratch(channel: Channel) -> tuple[tuple[str, int, torch.dtype], ...]:
-    """Return the scratch memory that a channel has: a collective that finds less of it makes more."""
+    """Describe the scratch buffers of a channel, since a collective allocates more where they are too small."""
     return tuple((use, view.numel(), view.dtype) for use, view in channel._views.items())
 
 
 class KindComm(Comm):
-    """A Comm whose collectives are single steps of the record of a kind."""
+    """A Comm that records each collective as a single step of its rank's program."""
 
     _call: tuple[Call, Tensor, Tensor | None] | None = None
 
@@ -280,22 +288,22 @@ class KindComm(Comm):
     def _run(
         self, kind: str, signature: str, operation: Any, async_op: bool, shape: torch.Size | None = None
     ) -> Any:
-        if shape is not None:  # it comes from `_collective`
+        if shape is not None:  # the caller is `_collective`; all other callers pass no shape
             transport = self._transport
             assert isinstance(transport, KindTransport)
             assert self._call is not None
             operation = partial(transport.collective, self._channel, *self._call, operation)
-            self._call = None  # it would keep the tensor alive
+            self._call = None  # so that the tensor can be freed
         return super()._run(kind, signature, operation, async_op, shape)
 
 
 @dataclass
 class Worlds:
-    """Makes the worlds of ranks that stand for their kinds.
+    """Makes the world Comm of each rank that is run in place of its kind.
 
-    comm_class  KindComm; or Comm, with which the messages of collectives are recorded, too
-    checked     first rank of a kind -> the one that is compared with it, if there is another
-    given       (channel, number of a collective) -> rank -> the whole numbers that it gave
+    comm_class  KindComm; or Comm, which also records the messages of collectives
+    checked     first rank of a kind -> the rank that is compared with it; a kind of one rank has none
+    given       (channel, number of a collective) -> rank -> the integers that it passed
     transports  rank -> its transport
     """
 
@@ -309,7 +317,7 @@ class Worlds:
     of_last: Contents | None = None
 
     def make(self, rank: int, contents: Contents, tensors: DryTensors) -> Comm:
-        # The first ranks of all kinds send each other their whole numbers, and so do the last ones.
+        # Messages of integers are delivered between the first ranks of the kinds, and separately between the last ranks.
         if rank != self.kind_of(rank):
             self.of_last = contents = self.of_last or Contents(contents.wait_until)
         transport = KindTransport(self, rank, contents, tensors)

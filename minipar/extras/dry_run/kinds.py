@@ -1,15 +1,16 @@
-"""A dry run by symmetry: one rank of each kind is run for all of its kind, and one more to check that they are alike.
+"""A dry run by symmetry: run the first rank of each kind in place of all its ranks, and the last rank as a check.
 
-Ranks are of one kind if they differ only along axes that are said to be alike (dp and tp, for the trainer). Their records
-are written in words that are equal for all of a kind (`kind_transport.py`).
+Two ranks are of one kind if their coordinates differ only along axes on which all ranks run the same program (dp and tp,
+for the trainer). The records of a kind's ranks are then equal, because they name no rank (`kind_transport.py`).
 
-If all ranks of a kind have the same record, then the ranks of a mesh can be taken to run in lockstep, and one rank of
-each kind, executed against the others (`matching.py`), stands for all: a send by d places meets the receive from d places
-before. A collective is executed as if nobody left before all have come. A real one waits for fewer, so what ends here ends
-there. Each distinct collective is proven by itself (`prove.py`).
+If all ranks of a kind have the same record, the ranks of a mesh can be taken to run in lockstep. It is then enough to
+execute one rank of each kind against one rank of every other kind (`matching.py`): if rank i sends to rank i + d, then by
+symmetry rank i - d sends to rank i. Here a collective ends only when all ranks have called it. In a run, a rank may leave a
+collective before all ranks have called it, so a program that ends here also ends in a run. Each distinct collective is
+checked separately (`prove.py`).
 
-That all have the same record is computed for the first and the last rank of each kind, and assumed of those between: a
-fault of one of these alone is not seen.
+Only the first and the last rank of each kind are compared. The ranks between them are assumed to have the same record, so
+a fault of one of these alone is not found.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from minipar.transport.messages import ChannelId
 
 @dataclass
 class KindsRun(Generic[T]):
-    """What `run_kinds` found.
+    """The result of `run_kinds`.
 
     programs     the record of the first rank of each kind
-    results      rank -> its result, of the ranks that were run
+    results      rank -> its result, for the ranks that were run
     kinds        first rank of a kind -> all its ranks
-    checked      first rank of a kind -> the rank whose record was compared with the first one's, if there is another
-    collectives  each distinct one
-    messages, sent_bytes   of all ranks
+    checked      first rank of a kind -> the last rank, whose record was compared; a kind of one rank has none
+    collectives  each distinct collective call -> how it was checked
+    messages, sent_bytes   totals over all ranks
     """
 
     programs: list[Program]
@@ -54,12 +55,12 @@ class KindsRun(Generic[T]):
 
 
 def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> KindsRun[T]:
-    """Run the first and the last rank of each kind of a mesh, and prove what follows for all: see this module.
+    """Run the first and the last rank of each kind of a mesh, and conclude for all ranks, as this module explains.
 
     mesh   built from a number of ranks
     alike  the axes of (pp, dp, cp, tp) along which ranks are of one kind
 
-    Raises Refused like `run_ranks`, and where the two ranks of a kind do not have the same record.
+    Raises Refused like `run_ranks`, and if the first and last rank of a kind do not have the same record.
     """
     members = tuple(range(mesh.world_size))
     firsts = [_first_of_kind(mesh, rank, alike) for rank in members]
@@ -83,7 +84,7 @@ def run_kinds(mesh: Mesh, alike: Sequence[str], program: RankProgram[T]) -> Kind
 
 
 def _first_of_kind(mesh: Mesh, rank: int, alike: Sequence[str]) -> int:
-    """Return the rank whose coordinates along the axes `alike` are 0, and the others those of `rank`."""
+    """Return the rank with coordinate 0 along the axes `alike`, and the coordinates of `rank` along the other axes."""
     return rank - sum(rank // mesh.stride(axis) % mesh.sizes[axis] * mesh.stride(axis) for axis in alike)
 
 
@@ -106,7 +107,11 @@ def _on(called: tuple[ChannelId, Call] | None) -> str:
 
 
 def _totals(worlds: Worlds, kinds: dict[int, list[int]], proven: dict[Call, Proven]) -> tuple[int, int]:
-    """Return number and bytes of all ranks' messages. A collective is counted by one kind of its group, for all of them."""
+    """Return the number and bytes of all ranks' messages.
+
+    A collective is called by every kind in its group, but its total is added only once, for the first of these kinds. If
+    only a smaller group was checked, there is no total, and the messages that each kind sent itself are added.
+    """
     messages = sent_bytes = 0
     for first, ranks in kinds.items():
         transport = worlds.transports[first]

@@ -1,19 +1,19 @@
-"""Whether the programs of all ranks fit each other: a proof, or the first disagreement in words. No communication.
+"""Check that the programs of all ranks fit each other: prove that they end, or name the first disagreement.
 
-`disagreements` takes what the ranks have recorded (`record.py`) and checks, in this order:
+`disagreements` takes the ranks' records (`record.py`), communicates nothing, and checks in this order:
 
     collectives   the members of a channel call the same collectives of the same shape in the same order
-    channels      any two ranks make the channels that they share in one order, which NCCL needs
-    messages      the programs are executed against each other, twice, by the rules of the two kinds of transports
+    channels      any two ranks make the channels that they share in the same order, which NCCL needs
+    messages      the programs are executed against each other, once by the rules of each of the two transports below
 
-In the execution a message is delivered when both its send and its receive have been posted, and no sooner: a send has no
-buffer. Whoever waits for a message that is never delivered is named, with the rank that should have posted the other half.
-Since a rank's steps do not depend on who is faster, one execution proves all of them.
+In the execution a message is delivered once both its send and its receive have been posted, since a send has no buffer. If
+a message is never delivered, the faults name the rank that waits for it and the rank that should have posted the other
+half. A rank's steps do not depend on the ranks' speed, so if one execution ends, all do.
 
-    tagged    a message is matched by its operation and number; a message that is posted ahead does not occupy its channel
-    grouped   a message is matched by order alone, and a channel's posts are completed one after another
+    tagged    matches a message by its operation and number; a message that is posted ahead does not block its channel
+    grouped   matches messages by order alone, and completes a channel's posts one after another
 
-Costs time in proportion to the number of messages.
+Takes time in proportion to the number of messages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ MOST_SENTENCES = 8
 
 
 def disagreements(programs: Sequence[Program]) -> list[str]:
-    """Return in words what does not fit, the most telling first; an empty list if every program runs to its end."""
+    """Describe what does not fit, the most helpful sentence first; an empty list if every program runs to its end."""
     if found := _different_collectives(programs):
-        return found[:MOST_SENTENCES]  # what they send differs, too: that would only be said again
+        # Skip the other checks: different collectives also send different messages, so they would repeat the finding.
+        return found[:MOST_SENTENCES]
     found = _different_channels(programs) or Execution(programs, in_order=False).run()
     if not found:
         found = [f"with NCCL, {sentence}" for sentence in Execution(programs, in_order=True).run()]
@@ -44,7 +45,7 @@ def disagreements(programs: Sequence[Program]) -> list[str]:
 
 
 def _collectives(program: Program) -> dict[ChannelId, list[str]]:
-    """Return what each channel's collectives are, in words, in the order in which this rank starts them."""
+    """Return the collectives of each channel, described in words, in the order in which this rank starts them."""
     called: dict[ChannelId, list[str]] = defaultdict(list)
     for operation in program.operations:
         if operation.words:
@@ -53,14 +54,14 @@ def _collectives(program: Program) -> dict[ChannelId, list[str]]:
 
 
 def _different_collectives(programs: Sequence[Program]) -> list[str]:
-    """Name, for each channel, the first collective in which a member differs from most of them."""
+    """Name, for each channel, the first collective in which a member differs from most members."""
     called = {program.rank: _collectives(program) for program in programs}
     ended = {program.rank: program.ended for program in programs}
     found = []
     for channel in sorted({channel for calls in called.values() for channel in calls}):
         lists = {rank: called[rank][channel] for rank in channel.ranks if rank in called}
         for i in range(max(map(len, lists.values()))):
-            # A program that was cut short says nothing about what would have come after it.
+            # A program that was cut short says nothing about the collectives that it would have called later.
             here = {
                 r: calls[i] if i < len(calls) else None
                 for r, calls in lists.items()
@@ -82,13 +83,13 @@ def _calls(collective: str | None) -> str:
 
 
 def _different_channels(programs: Sequence[Program]) -> list[str]:
-    """Name the first pair of ranks that do not make the channels they share in one order."""
+    """Name the first pair of ranks that make the channels they share in different orders."""
     made: dict[int, tuple[ChannelId, ...]] = {}
     for program in programs:
         made[program.rank] = tuple(step.channel for step in program.steps() if isinstance(step, Make))
     cut = {program.rank for program in programs if not program.ended}
     members = {channel: set(channel.ranks) for channels in made.values() for channel in channels}
-    # Ranks that make the same channels in the same order agree; of a thousand, most do.
+    # Compare ranks by group: those that make the same channels in the same order agree, and there are few such groups.
     alike: dict[tuple[ChannelId, ...], list[int]] = defaultdict(list)
     for rank, channels in made.items():
         alike[channels].append(rank)
@@ -110,13 +111,13 @@ def _different_channels(programs: Sequence[Program]) -> list[str]:
 
 # Execution ----------------------------------------------------------------------------------------------------------
 
-# A message: channel, lane ("" where order alone counts), sender, receiver, number.
+# Identifies a message: channel, lane ("" in the grouped transport), sender, receiver, number.
 Key = tuple[ChannelId, str, int, int, int]
 
 
 @dataclass
 class Thread:
-    """Something that executes steps one after another: a rank's main program, or an operation of one of its streams."""
+    """A sequence of steps and how far it has come: a rank's main program, or an operation of one of its streams."""
 
     rank: int
     steps: list[Step]
@@ -128,8 +129,8 @@ class Thread:
 class RankState:
     """How far a rank has come.
 
-    queues  operations that each channel's stream has been given and not ended, the running one first
-    posts   number of a post -> its messages' keys, each with its message
+    queues  channel -> the operations given to its stream that have not ended, the running one first
+    posts   number of a post -> its messages, each with its key
     """
 
     program: Program
@@ -144,14 +145,14 @@ class RankState:
 class Execution:
     """Executes the programs of all ranks against each other.
 
-    in_order  the rules of the grouped transport; else those of the tagged one
+    in_order  True: the rules of the grouped transport; False: those of the tagged one
     """
 
     def __init__(self, programs: Iterable[Program], in_order: bool):
         self.in_order = in_order
         self.ranks = {program.rank: RankState(program) for program in programs}
         self.halves: dict[Key, dict[str, Message]] = defaultdict(dict)
-        # What a thread waits for -> the threads: a message's key, or (rank, operation).
+        # Message key, or (rank, operation) -> the threads that wait for it.
         self.waiting: dict[object, list[Thread]] = defaultdict(list)
         self.blocked: dict[int, list[Message]] = {}
         self.ready: deque[Thread] = deque()
@@ -159,7 +160,7 @@ class Execution:
         self.mismatched: list[str] = []
 
     def run(self) -> list[str]:
-        """Execute as far as possible; return in words why the ranks that have not ended cannot go on."""
+        """Execute as far as possible; return sentences that say why the ranks that have not ended cannot go on."""
         for rank, state in self.ranks.items():
             self.ready.append(Thread(rank, state.program.main))
             self.running.add(rank)
@@ -189,7 +190,7 @@ class Execution:
             self.ready.append(self._thread_of(thread.rank, queue[0]))
 
     def _execute(self, state: RankState, thread: Thread, step: Step) -> object | None:
-        """Execute one step; return None, or what it has to wait for."""
+        """Execute one step; return the message or operation that it has to wait for, or None."""
         if isinstance(step, Completed):
             return self._not_delivered(state, step.post)
         if isinstance(step, Finished):
@@ -231,7 +232,7 @@ class Execution:
         state.posts[post.number] = keys
 
     def _meet(self, rank: int, key: Key, message: Message) -> None:
-        """Match a half of a message with its other half, if that has been posted."""
+        """Match a send with its receive, or a receive with its send, if that has been posted."""
         halves = self.halves[key]
         halves[message.verb] = message
         if len(halves) < 2:
@@ -248,7 +249,10 @@ class Execution:
         self.ready.extend(self.waiting.pop(key, ()))
 
     def _explanations(self) -> list[str]:
-        """Explain by the counts of messages, as for a run that hangs; name the ranks in which a circle of waits ends."""
+        """Explain, from the message counts, why programs cannot end, as is done for a run that hangs.
+
+        If the counts prove no deadlock, say what each waiting rank waits for.
+        """
         waits: dict[int, list[Message]] = defaultdict(list)
         for key, threads in self.waiting.items():
             for thread in threads:

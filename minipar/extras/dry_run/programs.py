@@ -1,4 +1,4 @@
-"""Run programs of ranks without numbers and without messages, one at a time in threads of this process."""
+"""Run the programs of ranks in threads of this process, one at a time, on tensors without values and without messages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from minipar.extras.dry_run.turns import Stuck, Turns
 
 T = TypeVar("T")
 
-# A rank's program: called with its world, and the mode that counts the bytes of its tensors.
+# A rank's program. It is called with its world and with the mode that counts the bytes of its tensors.
 RankProgram = Callable[[Comm, DryTensors], T]
 # Makes the world of a rank, on which its program is recorded.
 MakeWorld = Callable[[int, Contents, DryTensors], Comm]
 
 
 class DryPrograms(NamedTuple, Generic[T]):
-    """Recorded programs, their results by rank (of those that ended), and what is wrong with them, in words."""
+    """Recorded programs, the results of those that ended by rank, and the faults and assumptions in words."""
 
     programs: list[Program]
     results: dict[int, T]
@@ -34,7 +34,7 @@ class DryPrograms(NamedTuple, Generic[T]):
 def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
     """Run `program(world, tensors)` for each of `size` ranks, then execute the records against each other.
 
-    Raises Refused if a program decides by numbers that only a real run has.
+    Raises Refused if a program reads tensor values that only a real run has.
     """
     members = tuple(range(size))
 
@@ -47,7 +47,7 @@ def run_ranks(size: int, program: RankProgram[T]) -> DryPrograms[T]:
 
 
 def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T]) -> DryPrograms[T]:
-    """Run and record the programs of these ranks. The faults are the errors they raised; the records are not compared.
+    """Run and record the programs of these ranks. The records are not compared: the faults are only the errors raised.
 
     Raises Refused like `run_ranks`.
     """

@@ -1,4 +1,4 @@
-"""A collective run by itself: by its first two ranks and its last one if these have the same record, else by all."""
+"""Check a collective apart from the program: run three of its ranks if their records are equal, else all of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from minipar.extras.dry_run.matching import disagreements
 from minipar.extras.dry_run.programs import DryPrograms, record, run_ranks
 from minipar.extras.dry_run.record import difference
 
-FEW = 4  # groups of at most so many ranks are run whole
+FEW = 4  # in groups of at most this many ranks, all ranks are run
 MOST_STEPS = 200_000
 
 
 class Proven(NamedTuple):
-    """A collective, run by itself: what is wrong, and the messages and bytes that all its ranks send together.
+    """The result of checking a collective: its faults, and the messages and bytes that all its ranks send together.
 
-    how   "whole", by all its ranks; "alike", by three ranks with one record; "smaller", by fewer ranks than it has
+    how   "whole": all its ranks were run; "alike": three, with equal records; "smaller": all of a smaller group
     """
 
     faults: list[str]
@@ -28,9 +28,9 @@ class Proven(NamedTuple):
 
 
 def prove(call: Call) -> Proven:
-    """Run a collective by itself, by its first two ranks and the last one if they are alike, else by all.
+    """Check a collective. Run its first two ranks and the last one; if their records differ, run all its ranks.
 
-    If all were more than MOST_STEPS steps, it is run by a group of fewer ranks.
+    If all ranks would take more than MOST_STEPS steps, a smaller group is run.
     """
     p = call.size
     if p > FEW:
@@ -55,7 +55,7 @@ def _run_whole(call: Call) -> Proven:
 
 
 def _smaller(call: Call) -> Call:
-    """Return the same collective of fewer ranks: a power of two if their number is one, else none."""
+    """Return the same collective on fewer ranks: 32 if its size is a power of two, which some algorithms need, else 24."""
     fewer = 32 if call.size & (call.size - 1) == 0 else 24
     sizes = call.sizes and tuple(call.sizes[i * call.size // fewer] for i in range(fewer))
     rows = call.shape[0] if call.shape else 0

@@ -1,4 +1,4 @@
-"""What a rank does, recorded as steps: the messages, collectives and waits of its program, in order."""
+"""A rank's program, recorded as steps: its messages, collectives and waits, in order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipar.transport.messages import ChannelId, Message
 
 
 class Refused(ValueError):
-    """The program does what a dry run cannot follow: it reads numbers that only a real run has, or sends unseen."""
+    """A dry run cannot follow the program: it reads tensor values that only a real run has, or sends unseen messages."""
 
 
 class Make(NamedTuple):
@@ -25,7 +25,7 @@ class Make(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Post a send, a receive, or both as one group; at least one is not None. Posts are numbered over a rank's program."""
+    """Post a send, a receive, or both as one group. At least one is not None; `number` counts the posts of a rank."""
 
     number: int
     send: Message | None
@@ -45,7 +45,7 @@ class Completed(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Give an operation, by its number, to the stream of its channel."""
+    """Submit an operation, given by its number, to the stream of its channel."""
 
     operation: int
 
@@ -67,10 +67,10 @@ Step = Make | Post | Completed | Start | Finished
 
 @dataclass
 class Recorded:
-    """An operation of a stream: its steps and, if it is a collective, what it is.
+    """An operation of a stream: its steps and, if it is a collective, its signature and shape.
 
-    signature  its kind and reduction, such as "all_reduce sum"; "" for a point-to-point message
-    shape      the shape of its tensor
+    signature  the collective and its reduction, such as "all_reduce sum"; "" for a point-to-point message
+    shape      the shape of the tensor
     """
 
     channel: ChannelId
@@ -80,12 +80,12 @@ class Recorded:
 
     @property
     def words(self) -> str:
-        """What all members of the channel must agree on; "" for a point-to-point message."""
+        """The description on which all members of the channel must agree; "" for a point-to-point message."""
         return in_words(self.signature, self.shape)
 
 
 def in_words(signature: str, shape: tuple[int, ...] | None) -> str:
-    """Describe a collective: "all_reduce sum of [8]", or without the shape if each rank may have its own."""
+    """Describe a collective: "all_reduce sum of [8]", or without the shape if ranks may have different shapes."""
     if shape is None or signature.split(" ")[0] not in OF_ONE_SHAPE:
         return signature
     return f"{signature} of {list(shape)}"
@@ -93,11 +93,11 @@ def in_words(signature: str, shape: tuple[int, ...] | None) -> str:
 
 @dataclass
 class Program:
-    """What a rank does, in order.
+    """The recorded program of a rank.
 
-    main        the steps outside every operation
-    operations  what its streams run
-    ended       False if the rank waited for a whole number that nobody sent, or raised an error
+    main        the steps outside all operations
+    operations  the operations that its streams run
+    ended       False if the rank raised an error, or waited for integers that no rank sent
     """
 
     rank: int
@@ -119,7 +119,7 @@ class Program:
 
 
 def difference(first: Program, other: Program) -> str:
-    """Return in words where two records begin to differ; "" if they are equal but for their ranks."""
+    """Describe the first difference of two records; "" if only their ranks differ."""
     for number, (a, b) in enumerate(zip_longest(first.operations, other.operations), start=1):
         if _called(a) != _called(b):
             return f"operation {number} is {_called(a)} on one and {_called(b)} on the other"
@@ -127,7 +127,7 @@ def difference(first: Program, other: Program) -> str:
     pairs += [(a.steps, b.steps) for a, b in zip(first.operations, other.operations)]
     for steps in pairs:
         for number, (one, two) in enumerate(zip_longest(*steps, fillvalue="do nothing"), start=1):
-            # Steps of two kinds are equal as tuples, if their numbers are.
+            # Compare the types, too: as tuples, a Start and a Finished with the same number are equal.
             if type(one) is not type(two) or one != two:
                 return f"step {number} is to {one} on one and to {two} on the other"
     return "one ended and the other did not" if first.ended != other.ended else ""

@@ -1,4 +1,4 @@
-"""A dry run as text: what each kind of rank holds and sends, beside the planner's figures, and a verdict."""
+"""Format a dry run as text: what ranks hold and send, the planner's figures for comparison, and a verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIDTH = 112
 
 
 def report(result: DryRun) -> str:
-    """Format a dry run: a table with a line for each kind of rank, then what was assumed, and the verdict."""
+    """Format a dry run: a table with a line for each set of equal ranks, the planner's figures, assumptions, verdict."""
     parts = [
         _table(result),
         _beside_the_planner(result),
@@ -23,7 +23,7 @@ def report(result: DryRun) -> str:
 
 
 def verdict(result: DryRun) -> str:
-    """Return in a sentence whether the run would end and fit, with what is wrong first."""
+    """Say whether the run would end and fit in memory; faults come first."""
     name, size = result.config.mesh_name, result.config.world_size
     if result.faults:
         lines = [f"{name} WOULD NOT RUN:", *(f"  {fault}" for fault in result.faults)]
@@ -46,10 +46,10 @@ def verdict(result: DryRun) -> str:
 
 
 def ranks_alike(result: DryRun) -> list[tuple[list[int], DryRank]]:
-    """Group the ranks that hold and send the same bytes; return (ranks, the first of them), in the order of ranks."""
+    """Group the ranks of a stage that hold and send the same bytes; return (ranks, the first of them), in rank order."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, rank in sorted(result.ranks.items()):
-        # Neighbours differ by a few bytes, where a vector does not divide; what is printed is alike.
+        # Group by the printed figures: ranks may differ by a few bytes where a vector does not divide evenly.
         shown = (*rank.holding, *rank.sent.values(), rank.sent_bytes)
         groups[rank.coordinates.pp, tuple(_bytes(x) for x in shown)].append(number)
     return [(ranks, result.ranks[ranks[0]]) for ranks in groups.values()]
@@ -110,7 +110,7 @@ def _assumptions(result: DryRun) -> str:
 
 
 def _by_symmetry(result: DryRun) -> str:
-    """Return what was computed, what was compared with it, what follows by symmetry, and what nobody looked at."""
+    """Say which ranks were run, which were compared with them, and for which ranks the result follows by symmetry."""
     of = result.by_kind
     if of is None:
         return ""
@@ -134,7 +134,7 @@ def _by_symmetry(result: DryRun) -> str:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Write ascending numbers as runs: 0-3, 8, or with a stride: 0-12 by 4."""
+    """Format ascending numbers as ranges: "0-3, 8", or with a stride: "0-12 by 4"."""
     steps = {b - a for a, b in zip(numbers, numbers[1:])}
     if len(numbers) > 2 and len(steps) == 1:
         step = steps.pop()

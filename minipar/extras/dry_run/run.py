@@ -1,12 +1,12 @@
-"""A dry run: the program of every rank of a mesh, without numbers and without messages; then the programs are compared.
+"""A dry run: run the program of every rank of a mesh without tensor values or messages, then compare the programs.
 
-Each rank runs the recipe and two steps of the trainer, the same code as in a run, on tensors without contents
-(`tensors.py`) over a transport that records (`transport.py`). Then `matching.py` executes the records against each other.
-So a mesh that would wait for ever, or needs more memory than a device has, is found without any device.
+Each rank parallelizes the model (`train/parallelize.py`) and runs two steps of the trainer. The code is that of a run, but
+the tensors have no values (`tensors.py`), and the transport only records (`transport.py`). Then `matching.py` executes the
+records against each other. So a deadlock, or a rank that needs more memory than a device has, is found without any device.
 
-Above 64 ranks, or if asked, one rank of each kind is run for all (`kinds.py`).
+Above 64 ranks, or if asked, only the first and the last rank of each kind are run (`kinds.py`).
 
-Not run: reading checkpoints and writing them, measuring held-out loss, and the text sample at the end.
+Not run: reading and writing checkpoints, measuring held-out loss, and the text sample at the end.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from minipar.train.parallelize import RankState, parallelize
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.step import train_step
 
-# The groups of ranks over which a rank's bytes are counted.
+# Name in the report -> the axes of the Comm whose bytes are counted under it.
 COMMS = {"tp": ("tp",), "pp": ("pp",), "cp": ("cp",), "ep": ("ep",), "dp": ("dp", "cp"), "edp": ("edp",)}
-STEPS = 2  # the second is like all that follow: in the first, states are made and stages tell each other their shapes
+STEPS = 2  # the second is like all later steps; the first also makes optimizer states, and stages exchange their shapes
 
 
 class Holding(NamedTuple):
-    """Bytes that a rank holds after a step, and at the worst moment of the second step.
+    """Bytes that a rank holds after the second step, and at the peak of that step.
 
-    parameters, gradients, states   storages, each counted once
-    rest  whatever else is alive between two steps: buffers, copies in another dtype, the batch
+    parameters, gradients, states   bytes of their storages; a shared storage is counted once
+    rest  all else that is alive between two steps: buffers, copies in another dtype, the batch
     """
 
     parameters: int
@@ -59,7 +59,7 @@ class DryRank(NamedTuple):
 
     sent        bytes sent in the second step, by axis of the mesh
     by_kind     bytes sent in the second step, by kind of operation
-    sent_bytes, messages   all bytes and messages of the second step; those of all ranks' Comm belong to no axis
+    sent_bytes, messages   all bytes and messages sent in the second step; those over the world Comm are under no axis
     """
 
     coordinates: Coordinates
@@ -71,7 +71,7 @@ class DryRank(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A number of the planner's, and the dry run's, for the ranks with one pp coordinate."""
+    """A figure of the planner and the same figure of the dry run, for the ranks with one pp coordinate."""
 
     pp: int
     what: str
@@ -83,13 +83,14 @@ class Comparison(NamedTuple):
 class DryRun:
     """The result of `dry_run`.
 
-    ranks        rank -> what it holds and sends, of the ranks whose programs ended
-    programs     every rank's program, with each message
-    faults       in words: what would wait for ever, or be received by the wrong rank; the first explains the most
-    assumed      in words: what the dry run took for granted, as it has no numbers
-    compared     the planner's figures beside those found, where its formulas hold
+    ranks        rank -> what it holds and sends, for the ranks whose programs ended
+    programs     the recorded program of every rank; by kind, of the first rank of each kind
+    faults       sentences that say why the run would fail; the first explains the most
+    assumed      the assumptions about tensor values, and the parts of a run that a dry run leaves out
+    compared     the planner's figures with those of the dry run, where the planner has formulas
     not_planned  options that the planner's formulas leave out
     memory_bytes a device's memory, or None
+    by_kind      the details of a run by kind, or None
     """
 
     config: TrainConfig
@@ -104,7 +105,7 @@ class DryRun:
 
     @property
     def num_messages(self) -> int:
-        """The messages that all ranks send."""
+        """The number of messages that all ranks send."""
         if self.by_kind is not None:
             return self.by_kind.messages
         return sum(1 for program in self.programs for _ in program.messages())
@@ -121,14 +122,14 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool | None = None) -> DryRun:
-    """Run every rank's program of this configuration without numbers, and compare what the ranks would send each other.
+    """Run every rank's program of this configuration without tensor values, and check that their messages match.
 
-    memory_gb  a device's memory, in 1e9 bytes; None: not compared
-    by_kind    run only the first and the last rank of each kind, for all (`kinds.py`); None: above 64 ranks
+    memory_gb  a device's memory, in 1e9 bytes; None: peaks are not compared with a memory size
+    by_kind    run only the first and the last rank of each kind (`kinds.py`); None: do so above 64 ranks
 
-    Takes half a second or more per rank that is run, and the memory of the batch: no parameter or activation is in memory.
-    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, an option whose program decides by numbers
-    that only a real run has, and with by_kind where the two ranks of a kind differ.
+    Takes half a second or more per rank that is run, and the memory of the batch: parameters and activations take none.
+    Raises ValueError for a text that is unreadable, memory_gb of 0 or less, an option whose program reads tensor values
+    that only a real run has, and, by kind, if the first and last rank of a kind differ.
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory={memory_gb:g} is out of range; use a device's memory in GB, above 0")
@@ -158,12 +159,12 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
 
 
 def alike_axes(config: TrainConfig) -> list[str]:
-    """Return the axes along which all ranks run one program: dp and tp, unless an option gives ranks different work.
+    """Return the axes along which all ranks run the same program: dp and tp, unless an option gives ranks different work.
 
-    Along cp ranks have different parts of the causal mask, so that they hold different bytes.
+    Along cp, ranks have different parts of the causal mask, so that they hold different bytes.
     """
     different = {
-        "tp": config.tp_layout != "1d",  # in a grid some ranks exchange their blocks, and others keep them
+        "tp": config.tp_layout != "1d",  # in a grid, some ranks exchange their blocks and others do not
         "dp": config.dp_speeds is not None
         or config.optimizer != "adamw"
         or config.compress != "none"
@@ -173,7 +174,7 @@ def alike_axes(config: TrainConfig) -> list[str]:
 
 
 def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
-    """Return what every rank holds and sends: the ranks that were not run are like the first of their kind."""
+    """Return what every rank holds and sends; a rank that was not run gets the figures of the first of its kind."""
     return {
         rank: kinds.results.get(rank, kinds.results[first])._replace(coordinates=mesh.coordinates_of(rank))
         for rank, first in sorted((rank, first) for first, ranks in kinds.kinds.items() for rank in ranks)
@@ -182,7 +183,7 @@ def _of_all(mesh: Mesh, kinds: KindsRun[DryRank]) -> dict[int, DryRank]:
 
 
 def _left_out(config: TrainConfig) -> list[str]:
-    """Return in words what the dry run does otherwise than the run would."""
+    """Return in words where the dry run differs from the run."""
     found = []
     if config.offload != "none" or config.offload_activations:
         found.append("what is offloaded is counted as if it stayed in the device's memory")
@@ -192,7 +193,7 @@ def _left_out(config: TrainConfig) -> list[str]:
 
 
 def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> DryRank:
-    """Run one rank, as `train/trainer.py` does, and measure it."""
+    """Run one rank as `train/trainer.py` does, and measure what it holds and sends."""
     torch.manual_seed(config.seed)
     mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
     state = parallelize(config, mesh, world.device)
@@ -236,7 +237,7 @@ def _storage_bytes(tensors: list[Any], counted: set[int]) -> int:
 
 
 def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
-    """Compare the first rank of each pipeline rank with the planner's formulas for its memory and its bytes sent."""
+    """Compare the first rank of each pp coordinate with the planner's formulas for memory and for bytes sent."""
     try:
         job, layout = job_and_layout(config, MACHINES["h100"])
     except ValueError:  # latent attention has no formulas
@@ -247,7 +248,7 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
     for pp in range(config.pp):
         rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)
         memory, held = rank_memory(job, layout, pp), rank.holding
-        total = sum(memory.values()) - memory["context"]  # a CPU has no libraries of a GPU
+        total = sum(memory.values()) - memory["context"]  # no CUDA context in a dry run
         found += [
             Comparison(pp, "parameters", memory["parameters"], held.parameters),
             Comparison(pp, "gradients", memory["gradients"], held.gradients),

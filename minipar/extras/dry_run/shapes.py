@@ -1,6 +1,6 @@
-"""Operations on tensors without contents, remembered by the shapes of their inputs: torch takes long to compute a result's.
+"""A cache of the shapes that operations return on tensors without values, since torch takes long to compute them.
 
-The first operation on inputs of certain shapes is run, and raises what it would raise in a run.
+The first time that an operation gets inputs of certain shapes, it is run, and raises the errors that it would in a run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ META = torch.device("meta")
 
 
 class KnownShapes:
-    """What operations do, by the shapes of their inputs. All ranks share it.
+    """The effects of operations, by the shapes of their inputs. All ranks share one cache.
 
-    _made    operation and shapes -> size, stride and dtype of each result, which shares no memory with the inputs
-    _writes  operations and shapes that only write to a tensor, which has no contents to be written
+    _made    operation and shapes -> size, stride and dtype of each result, if the results share no memory with the inputs
+    _writes  operations and shapes that only write to a tensor: without values, they need not be run again
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,18 @@ class KnownShapes:
 
 @cache
 def _effect(function: Any) -> tuple[bool, tuple[int, str] | None]:
-    """Return whether an operation only makes tensors; else the one argument that it writes to and returns, if it does."""
+    """Return (makes, written), from an operation's schema.
+
+    makes    whether it only makes new tensors
+    written  else the position and name of the argument that it writes to and returns, if there is exactly one
+    """
     schema = function._schema
     if all(value.alias_info is None for value in (*schema.arguments, *schema.returns)):
         return True, None
     written = [(i, x.name) for i, x in enumerate(schema.arguments) if _is_written(x)]
     returned = [x for x in schema.returns if _is_written(x)]
-    sets = function.overloadpacket is aten.set_  # the memory of another tensor, which the shapes do not say
+    # `set_` takes over another tensor's storage, which shapes do not describe.
+    sets = function.overloadpacket is aten.set_
     return False, written[0] if len(written) == len(returned) == len(
         schema.returns
     ) == 1 and not sets else None
@@ -96,4 +101,5 @@ def _key(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return tuple(_key(x) for x in value)
-    return type(value), value  # 1, 1.0 and True are equal, and promote a dtype differently
+    # With the type, because 1, 1.0 and True are equal but promote dtypes differently.
+    return type(value), value

@@ -1,10 +1,10 @@
-"""Tensors of a dry run: those of floating-point numbers are on the meta device, with a shape but without contents.
+"""Tensors of a dry run: floating-point tensors are on the meta device, with a shape but without values.
 
-Whole numbers made on the host (tokens, positions, shapes, lengths) keep their values, so that the program goes the way that
-it goes in a run. What is computed from both has no contents. A program that reads a number without contents gets the one
-that `assumed.py` lists, or is refused.
+Integers made on the host (tokens, positions, shapes, lengths) keep their values, so that the program takes the same
+branches as in a run. A result computed from both kinds of tensors has no values. A program that reads a tensor without
+values gets the value that `assumed.py` lists, or is refused.
 
-Inside, every storage counts towards `DryTensors.now` and `peak`, as if it were in the rank's memory.
+Every storage counts towards `DryTensors.now` and `peak`, as if it were in the rank's memory.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from minipar.extras.dry_run.shapes import META, KnownShapes
 from minipar.support.live_bytes import LiveBytes
 
 aten = torch.ops.aten
-# Operations that make a tensor from no other tensor, and whose contents nobody needs if they are floats.
+# Factory operations. Their results go to the meta device if they are floating point; integers keep their values.
 MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn}
 DEVICE_OF = torch.Tensor.device.__get__
-# A tensor to be sent must be on its Comm's device, and torch's kernels are chosen by the device.
+# Modules that check or dispatch on `tensor.device`: there, a meta tensor says that it is on the CPU, as in a run.
 ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts; torch's own function takes most of a dry run's time."""
+    """Yield the tensors in nested lists, tuples and dicts. (Torch's `tree_leaves` would take most of a dry run's time.)"""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -50,15 +50,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 @cache
 def _is_view(function: Any) -> bool:
-    """Return whether an operation's results share their inputs' memory, and none is written."""
+    """Return whether an operation's results share the memory of its inputs, and no memory is written."""
     aliases = [value.alias_info for value in function._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 class DryTensors(LiveBytes):
-    """The mode in which a rank's program runs: makes floats on the meta device, and counts the bytes of storages.
+    """The mode in which a rank's program runs: puts floats on the meta device, and counts the bytes of storages.
 
-    assumed  the words of the assumptions that were used
+    assumed  the assumptions that were used, in words
     """
 
     def __init__(self, shapes: KnownShapes) -> None:
@@ -66,15 +66,14 @@ class DryTensors(LiveBytes):
         self.assumed: set[str] = set()
         self._shapes = shapes
         self._sizes: dict[int, int] = {}  # bytes of each storage that is alive
-        self._unknown: set[int] = (
-            set()
-        )  # storages on the CPU whose contents depend on numbers that do not exist
+        # CPU storages whose contents are unknown, because they were computed from tensors without values.
+        self._unknown: set[int] = set()
 
     def has_contents(self, x: Tensor) -> bool:
         return not x.is_meta and x.untyped_storage()._cdata not in self._unknown
 
     def forget_contents(self, x: Tensor) -> None:
-        """Treat the contents of x, on the CPU, as not known."""
+        """Mark the contents of x, a CPU tensor, as unknown."""
         storage = x.untyped_storage()
         if storage._cdata not in self._unknown:
             self._unknown.add(storage._cdata)
@@ -99,7 +98,7 @@ class DryTensors(LiveBytes):
                 raise Refused(
                     f"{function} gives a result whose shape or value depends on numbers, and a dry run has none: {why}"
                 ) from error
-        # `torch.tensor` makes its storage before any mode sees it, and lifts it.
+        # `torch.tensor` allocates its storage before any mode sees it, and then calls `lift_fresh`. So this input is new.
         self._count(result, [] if function is aten.lift_fresh.default else tensors)
         return result
 
@@ -114,14 +113,15 @@ class DryTensors(LiveBytes):
         return torch.empty(args[0], dtype=dtype, device=META)
 
     def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
-        """Run an operation of which an input has no contents: only the shapes of its results are computed."""
+        """Compute only the shapes of an operation's results, since at least one of its inputs has no values."""
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": META}
         if all(x.is_meta for x in tensors):
             return self._shapes.run(function, args, kwargs)
         if not any(x.is_meta for x in tensors) and _is_view(function):
-            return function(*args, **kwargs)  # one storage, counted once; its contents are as little known
-        standing_in: dict[int, Tensor] = {}  # id of a copy on the meta device -> the tensor on the CPU
+            # The view stays on the CPU: it shares a storage whose contents are already marked as unknown.
+            return function(*args, **kwargs)
+        standing_in: dict[int, Tensor] = {}  # id of a meta copy -> the CPU tensor that it replaces
 
         def on_meta(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.is_meta:
@@ -163,7 +163,7 @@ class DryTensors(LiveBytes):
         self.now -= self._sizes.pop(key)
 
     def resized(self, key: int, num_bytes: int) -> None:
-        """Count a storage that now has this many bytes."""
+        """Update the count of a storage that now has `num_bytes` bytes."""
         if key in self._sizes:
             self.now += num_bytes - self._sizes[key]
             self._sizes[key] = num_bytes
@@ -171,7 +171,7 @@ class DryTensors(LiveBytes):
 
 
 class DryReads(TorchFunctionMode):
-    """The mode in which reading a number without contents returns what is assumed. Raises Refused where nothing is."""
+    """The mode that returns the assumed value when a tensor without values is read. Raises Refused if none is assumed."""
 
     def __init__(self, tensors: DryTensors):
         super().__init__()
@@ -190,11 +190,12 @@ class DryReads(TorchFunctionMode):
         ):
             return torch.device("cpu")  # where the tensor would be in a run
         if function is F.scaled_dot_product_attention and args[0].is_meta and kwargs.get("attn_mask") is None:
-            # On the meta device torch takes the attention that keeps all scores; in a run it takes a kernel.
+            # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
             return aten._scaled_dot_product_flash_attention_for_cpu(*args, 0.0, kwargs["is_causal"])[0]
         if name == "pin_memory":
             return args[0]
-        if name == "data_ptr" and args[0].is_meta:  # which is 0 for all of them, and is compared
+        # Torch returns 0 for every meta tensor, but callers compare pointers.
+        if name == "data_ptr" and args[0].is_meta:
             return args[0].untyped_storage()._cdata + args[0].storage_offset() * args[0].itemsize
         return function(*args, **kwargs)
 
@@ -215,7 +216,7 @@ class DryReads(TorchFunctionMode):
 
 @contextmanager
 def tensors_without_contents(shared: AllRanks) -> Iterator[DryTensors]:
-    """Run a rank's program in this thread on tensors without contents."""
+    """Return a context in which this thread runs a rank's program on tensors without values."""
     tensors = DryTensors(shared.shapes)
     shared.watchers.append(tensors)
     with tensors, DryReads(tensors):
@@ -223,7 +224,7 @@ def tensors_without_contents(shared: AllRanks) -> Iterator[DryTensors]:
 
 
 class AllRanks:
-    """What the modes of all ranks share. As a context it tells them of `storage.resize_`, which no mode sees."""
+    """State shared by the modes of all ranks. As a context, it tells them of each `storage.resize_`, which no mode sees."""
 
     def __init__(self) -> None:
         self.watchers: list[DryTensors] = []

@@ -1,8 +1,8 @@
 """A transport that records what a rank would send, and sends nothing: a receive returns at once.
 
-Every rank runs its own program in a thread of this process, one at a time (`turns.py`). A message of floating-point numbers
-has no contents here, since such tensors have none (`tensors.py`). A message of whole numbers, such as a shape or the
-lengths of what follows, is delivered, because the receiver decides by it; only for such a message does a rank wait.
+Every rank runs its own program in a thread of this process, one at a time (`turns.py`). Floating-point tensors have no
+values here (`tensors.py`), so messages of them are not delivered. A message of integers, such as the shape of the next
+message, is delivered, because the receiver's program depends on it; a rank waits only for such messages.
 
 A rank's program is recorded as steps (`record.py`).
 """
@@ -39,7 +39,7 @@ Key = tuple[ChannelId, str, int, int, int]
 
 
 class Contents:
-    """What the ranks have sent, for the receivers that read it: key -> the tensor, or None if it has no contents here.
+    """The messages that the ranks have sent: key -> the tensor, or None if it has no values.
 
     wait_until  returns once its argument, a function, returns True; meanwhile the other ranks run
     """
@@ -56,8 +56,8 @@ class Contents:
 class RecordedTransport(Transport):
     """The transport of one rank of a dry run. Its program grows as the rank runs.
 
-    has_contents  whether a tensor has values that its receiver may read
-    on_unknown    called with a tensor into which a message without contents was received
+    has_contents  returns whether a tensor has values
+    on_unknown    called with a tensor into which a message without values was received
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            # The copy is what the receiver reads, even if x changes before. No mode counts it as this rank's memory.
+            # Copy it, since x may change before the receiver runs. Without modes, so as not to count the copy as memory.
             with _disable_current_modes():
                 value = x.detach().clone() if self.has_contents(x) else None
             self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
@@ -112,15 +112,15 @@ class RecordedTransport(Transport):
         )
 
     def record(self, step: Step) -> None:
-        """Add a step of the operation that runs, or of the rank's main program.
+        """Add a step to the running operation, or to the rank's main program if none runs.
 
-        Another thread of the rank only waits for messages so as to free their memory; its waits are left out.
+        Steps of another thread are left out: it only waits for messages in order to free their memory.
         """
         if self.recording and threading.get_ident() == self._thread:
             (self.running[-1].steps if self.running else self.program.main).append(step)
 
     def receive_contents(self, message: Message, out: Tensor) -> None:
-        """Copy the contents of a message into `out`, as soon as its sender has posted it."""
+        """Wait until the sender has posted a message, and copy its contents into `out`."""
         key = message.channel, message.lane, message.peer, self.program.rank, message.number
         value = self.contents.take(key)
         if value is None:
@@ -132,7 +132,7 @@ class RecordedTransport(Transport):
 
 
 class RecordedMessages:
-    """Posted messages of a dry run; it keeps no tensor but the one to receive into."""
+    """Posted messages of a dry run. It keeps no reference to the tensor that is sent."""
 
     def __init__(self, transport: RecordedTransport, post: int, receive: Message | None, out: Tensor | None):
         self._transport, self._post, self._receive, self._out = transport, post, receive, out
@@ -149,7 +149,7 @@ class RecordedMessages:
 
 
 class RecordedStream:
-    """A stream that runs every operation at once, in the caller, and records when it was started and waited for."""
+    """A stream that runs every operation immediately in the caller's thread, and records its start and the waits for it."""
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
@@ -158,7 +158,7 @@ class RecordedStream:
         return any(operation.channel == self._key for operation in self._transport.running)
 
     def idle(self) -> bool:
-        return False  # so that a message posted ahead is an operation, too
+        return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
 
     def run(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> Any:
         return operation() if self.inside() else self.submit(operation).wait()
@@ -185,7 +185,7 @@ class RecordedStream:
 
 
 class RecordedHandle:
-    """The handle of a recorded operation, which has run; waiting for it is a step of the program."""
+    """The handle of a recorded operation. The operation has already run; a wait for it is recorded as a step."""
 
     def __init__(self, transport: RecordedTransport, number: int, result: Any):
         self._transport, self._number, self._result = transport, number, result
@@ -199,7 +199,7 @@ class RecordedHandle:
 
 
 class RecordedChannel(Channel):
-    """A channel that records which collective begins, and whose scratch memory has no contents where floats have none."""
+    """A channel that records each collective that begins on it. Its scratch buffers for floats are on the meta device."""
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport = transport
@@ -212,7 +212,7 @@ class RecordedChannel(Channel):
     @num_collectives.setter
     def num_collectives(self, number: int) -> None:
         self._num_collectives = number
-        if number:  # its `signature` and `shape` are set by now
+        if number:  # `signature` and `shape` are set before the number
             operation = self._transport.running[-1]
             operation.signature, operation.shape = self.signature, self.shape and tuple(self.shape)
 

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process that run one at a time: a rank runs until it has to wait for another one."""
+"""Ranks as threads of one process, of which one runs at a time: until it has to wait for another rank."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 
 class Stuck(RuntimeError):
-    """No rank can go on: each that has not ended waits for something that none of the others has done."""
+    """No rank can go on: every rank that has not ended waits for another rank."""
 
 
 class Turns:
-    """Run functions in threads, one at a time. A function gives its turn away by `wait_until`."""
+    """Run functions in threads, one at a time. A function gives up its turn by calling `wait_until`."""
 
     def __init__(self) -> None:
         self._back = threading.Semaphore(0)  # released when the turn is given back
@@ -20,7 +20,7 @@ class Turns:
         self._stuck = False
 
     def wait_until(self, ready: Callable[[], bool]) -> None:
-        """Return once `ready()`; let the other ranks run until then. Raises Stuck if they cannot make it so."""
+        """Let the other ranks run until `ready()` is true. Raises Stuck if none can run and it is still false."""
         me = threading.get_ident()
         if ready():
             return
@@ -32,14 +32,14 @@ class Turns:
             raise Stuck("no other rank goes on")
 
     def run(self, functions: Sequence[Callable[[], None]]) -> None:
-        """Run the functions in their order, each as far as it can; return when all have returned.
+        """Run the functions in their order, each until it waits or returns; return when all have returned.
 
-        A function must not raise. What waits when nothing else can run gets Stuck from `wait_until`.
+        A function must not raise. If all wait and none can go on, `wait_until` raises Stuck in each of them.
         """
         threads = [
             threading.Thread(target=self._run, args=(function,), daemon=True) for function in functions
         ]
-        for thread in threads:  # each first runs when it is started
+        for thread in threads:  # starting a thread gives it its first turn
             thread.start()
             self._back.acquire()
         while waiting := [t for t in threads if t.is_alive() and t.ident in self._waits]:

@@ -1,13 +1,13 @@
-"""Other dispatches of tokens to experts. In reading order:
+"""Further ways to dispatch tokens to experts. In reading order:
 
-chunked_rows.py      rows in chunks, each sent while the products of another are computed
-once_per_node.py     a token is sent to each node once, and copied there to its experts
-shadow_placement.py  the choice of hot experts, which are replicated on all ranks for a step
-shadowed_experts.py  rows of hot experts stay; the experts' weights are sent to them
-expert_balance.py    the choice, by measured load, of the ranks that hold each expert
-moved_experts.py     experts are moved between ranks, with their state, at the end of a step
-sliced_rows.py       each tp rank sends a slice of the rows, a layout of tp
-install.py           installs each dispatch in a mixture
+chunked_rows.py      sends rows in chunks, each while another chunk is computed
+once_per_node.py     sends a token to each node once, and copies it there to its experts
+shadow_placement.py  chooses the hot experts, which are replicated on all ranks for a step
+shadowed_experts.py  keeps the rows of hot experts on their ranks, and sends the experts' weights to all ranks
+expert_balance.py    chooses, by measured load, the ranks that hold each expert
+moved_experts.py     moves experts between ranks, with their optimizer state, at the end of a step
+sliced_rows.py       sends a slice of the rows from each tp rank, as TED does; a layout of tp
+install.py           installs each dispatch in an MoE layer
 choices.py           the choices of --dispatch and --tp-layout, and which configurations they refuse
 """
 

@@ -47,7 +47,7 @@ class BalanceOptions(NodeOptions):
 
 
 class UnpricedDispatch(Dispatch):
-    """A dispatch that the planner prices as all-to-all."""
+    """A dispatch for which the planner uses the formulas of all-to-all."""
 
     def not_priced(self, config: Any) -> str:
         return f"dispatch={config.dispatch}"

@@ -1,4 +1,4 @@
-"""Dispatch of rows in chunks, each of which is sent while the products of another are computed.
+"""Dispatch of rows in chunks, each of which is sent while the experts compute another chunk.
 
 Each expert's rows are cut into c parts, and part i of every expert makes chunk i:
 
@@ -6,11 +6,11 @@ Each expert's rows are cut into c parts, and part i of every expert makes chunk 
     products                |   chunk 0    |   chunk 1    |   chunk 2    |
 
 All chunks are posted at the start; a Comm is a stream, so it sends them one after another. Each result is posted as soon as
-it is computed. So while chunk i is computed, chunk i+1 arrives, and after the last chunk the results are sent back. The
+it is computed. So while chunk i is computed, chunk i+1 arrives, and the results are sent back after the last chunk. The
 backward runs in the reverse order: autograd posts the gradients of all results, and runs a chunk's backward when that
 chunk's gradients have arrived.
-Source: Tutel, arXiv:2206.03382 (adaptive pipelining); FasterMoE, doi:10.1145/3503221.3508418 (smart schedule), which cuts
-by ranks.
+Source: Tutel, arXiv:2206.03382 (adaptive pipelining); FasterMoE, doi:10.1145/3503221.3508418 (smart schedule), whose chunks
+are the rows of each rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minipar.support.trace import span
 
 
 class ChunkedAllToAll:
-    """The `dispatch` of an `MoE` layer, like `AllToAll`, but in `chunks` messages that overlap with the products.
+    """The `dispatch` of an `MoE` layer. It is like `AllToAll`, but in `chunks` messages that overlap with the products.
 
     Sends chunks * (ep-1) messages each way, with the same bytes as `AllToAll`.
     """
@@ -42,13 +42,13 @@ class ChunkedAllToAll:
 
 
 class ChunkedRows:
-    """Rows that are dispatched in chunks, each by its own all-to-all; it takes the arguments of `DispatchedRows`.
+    """Rows that are dispatched in chunks, each by its own all-to-all. The arguments are those of `DispatchedRows`.
 
     If a rank has n rows for an expert, chunk i of c has rows n*i//c to n*(i+1)//c.
 
     Bytes and memory are the same as without chunks, in c times as many messages (fewer if a rank has fewer than c rows for
     another rank). A weight's gradient is a sum of c products, so it differs by rounding from the gradient without chunks.
-    A row's result may differ, too, because a matrix product with fewer rows may add in another order.
+    A row's result may differ by rounding, too, because a matrix product with fewer rows may add in a different order.
     """
 
     def __init__(self, route: AllToAllRoute, rows: Tensor, sizes: RowCounts, chunks: int):
@@ -73,7 +73,7 @@ class ChunkedRows:
 
 
 def _chunk_of(sizes: RowCounts, i: int, chunks: int) -> list[list[list[int]]]:
-    """Return the numbers of rows in chunk i, in the nesting of `sizes`."""
+    """Return the numbers of rows in chunk i, nested like `sizes`."""
     return [
         [[n * (i + 1) // chunks - n * i // chunks for n in of_target] for of_target in source]
         for source in sizes

@@ -1,4 +1,4 @@
-"""Install each dispatch in a mixture whose experts are sharded."""
+"""Install each dispatch in an MoE layer whose experts are sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def in_chunks(moe: MoE, ep: Comm, overlap: bool, options: ChunkOptions) -> None:
 
 
 def once_per_node(moe: MoE, ep: Comm, overlap: bool, options: OncePerNodeOptions) -> None:
-    """Install the dispatch that sends each token to a node once."""
+    """Install the dispatch that sends a token to each node once."""
     assert options.node_size is not None, "`check_options` requires it"
     moe.overrides.dispatch_tokens = NodeDedupDispatch(ep, options.node_size, overlap, options.chunks)
 

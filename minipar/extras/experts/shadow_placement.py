@@ -1,17 +1,17 @@
-"""The choice, by load, of the experts that every rank replicates for one step of a layer. Imports no torch.
+"""Choose, by load, the experts that every rank replicates for one step of a layer. Imports no torch.
 
-A rank computes the rows of all ranks for its own experts, but only its own rows for a replicated (shadowed) expert:
+For its own experts a rank computes the rows of all ranks, but for a replicated (shadowed) expert only its own rows:
 
     rows(r) = sum over r's experts e that are not shadowed of sum over ranks s of counts[s][e]
             + sum over shadowed e of counts[r][e]
 
 The layer waits for the rank with the most rows, B. A row takes row_s seconds forward and twice that backward. A row is sent
-four times (dispatch, combine, and the backward of both), each in send_s. Weights are sent twice, in weights_s each: to the
-replicas, and back as gradients. So, for n shadowed experts,
+four times (dispatch, combine, and the backward of both), each time in send_s seconds. An expert's weights are sent to the
+replicas and its gradients back, each in weights_s seconds. So, for n shadowed experts,
 
     seconds = (3 row_s + 4 send_s) B + 2 n weights_s
 
-Shadowing one more expert pays if it takes more than 2 weights_s / (3 row_s + 4 send_s) rows off B: `break_even_rows`. The
+Shadowing one more expert pays if it reduces B by more than 2 weights_s / (3 row_s + 4 send_s) rows: `break_even_rows`. The
 policy of fastmoe (fmoe/fastermoe/shadow_policy.py) counts weights_s once, so its threshold is half as many rows.
 Source: FasterMoE, doi:10.1145/3503221.3508418 (dynamic shadowing).
 """
@@ -24,11 +24,12 @@ from minipar.support.errors import require_divides
 
 
 def break_even_rows(hidden_dim: int, flops_per_s: float, bytes_per_s: float, elem_bytes: int = 2) -> float:
-    """Return the rows at which a replica of an expert with gate, up [F, D] and down [D, F] costs as much as it saves.
+    """Return the number of rows at which a replica costs as much as it saves, for an expert with hidden size F.
 
         row_s = 6 D F / flops_per_s    send_s = D elem_bytes / bytes_per_s    weights_s = 3 D F elem_bytes / bytes_per_s
 
-    All are proportional to D, so D cancels. With slow links, the result is 1.5 F; with fast links, less.
+    with gate, up [F, D] and down [D, F]. All three are proportional to D, so D cancels. With slow links, the result is
+    1.5 F; with fast links, less.
     """
     row_s, send_s = 6 * hidden_dim / flops_per_s, elem_bytes / bytes_per_s
     weights_s = 3 * hidden_dim * elem_bytes / bytes_per_s
@@ -50,10 +51,10 @@ def rows_of_ranks(counts: Sequence[Sequence[int]], shadowed: Collection[int] = (
 
 
 def choose_shadowed(counts: Sequence[Sequence[int]], break_even: float) -> list[int]:
-    """Return the experts to replicate: greedily, the busiest rank's hottest expert, while that pays.
+    """Return the experts to replicate: greedily the busiest rank's hottest expert, as long as that pays.
 
-    counts      [ep][E], the same on every rank, so every rank chooses the same
-    break_even  the least number of rows that each replica must take off the busiest rank
+    counts      [ep][E], the same on every rank, so that all ranks choose the same experts
+    break_even  each replica must reduce the rows of the busiest rank by more than this number
     """
     each = len(counts[0]) // len(counts)
     chosen: list[int] = []

@@ -1,7 +1,6 @@
 """Dispatch in which rows for hot experts stay on their ranks; instead, the weights of hot experts are sent to all ranks.
 
-
-    counts     all-gathered, so every rank chooses the same experts (shadow_placement.py)
+    counts     are all-gathered, so that every rank chooses the same hot experts (shadow_placement.py)
     forward    a hot expert's owner broadcasts its weights; each rank computes its own rows for it; other rows are sent
     backward   the owner of a hot expert sums the gradients of all replicas. So the optimizer and checkpoints see no
                replicas, and the next step may choose other experts
@@ -26,14 +25,14 @@ from minipar.model.grouped_mlp import Experts, grouped_swiglu
 
 
 class ShadowedAllToAll:
-    """The `dispatch` of an `MoE` layer of which each rank of `comm` has num_experts / ep consecutive experts.
+    """The `dispatch` of an `MoE` layer. Each rank of `comm` has num_experts / ep consecutive experts of the layer.
 
-    break_even  rows that a replica must take off the busiest rank: the machine's `break_even_rows`
+    break_even  a replica must reduce the busiest rank's rows by more than this: the machine's `break_even_rows`
 
-    The other arguments are as for `AllToAll`. Sends the rows of all other experts, as `AllToAll` does. In addition, all
+    The other arguments are those of `AllToAll`. Sends the rows of the other experts as `AllToAll` does. In addition, all
     ranks together send ep-1 times the 3 D F weights of each hot expert forward, and as many gradients backward.
-    Outputs are bitwise equal to `AllToAll`'s if products of fewer rows add in the same order. Gradients of a hot expert's
-    weights are added rank by rank, so they differ by rounding.
+    Outputs are bitwise equal to those of `AllToAll` if products of fewer rows add in the same order. Gradients of a hot
+    expert's weights are added rank by rank, so they differ by rounding.
     """
 
     def __init__(self, comm: Comm, break_even: float, overlap: bool = False, node_size: int | None = None):
@@ -41,13 +40,16 @@ class ShadowedAllToAll:
         self.route = AllToAllRoute(comm, node_size)
 
     def __call__(self, rows: Tensor, counts: Tensor) -> ShadowedRows:
-        # [source rank][expert]; the host waits here for the counts, as in `AllToAll`.
+        # [source rank][expert]. The host waits here for the counts, as in `AllToAll`.
         sizes = self.comm.all_gather(counts).view(self.comm.size, -1).tolist()
         return ShadowedRows(self.route, rows, sizes, choose_shadowed(sizes, self.break_even), self.overlap)
 
 
 class ShadowedRows:
-    """Rows under way: those for the experts `hot` stay, others are dispatched. sizes: rows [source rank][expert]."""
+    """Rows on their way: those for the experts `hot` stay, and the others are dispatched.
+
+    sizes  [source rank][expert], number of rows
+    """
 
     def __init__(
         self, route: AllToAllRoute, rows: Tensor, sizes: list[list[int]], hot: Sequence[int], overlap: bool
@@ -77,12 +79,12 @@ class ShadowedRows:
         return grouped_swiglu(self.staying, gate, up, down, [self.sizes[e] for e in self.hot])
 
     def _replica(self, experts: Experts, e: int) -> list[Tensor]:
-        """Return gate, up and down of expert e, sent by its owner in one message; the owner gets their summed gradients."""
+        """Return gate, up and down of expert e, broadcast by its owner. The backward sums the gradients on the owner."""
         weights = experts.gate, experts.up, experts.down
         owner, place = divmod(e, self.num_own)
         if owner == self.comm.rank:
             flat = torch.cat([w[place].flatten() for w in weights])
-        else:  # its values are not read, but with it the backward runs on every rank
+        else:  # a placeholder that requires a gradient, so that every rank runs the backward's collective
             flat = weights[0].new_empty(sum(w[0].numel() for w in weights))
             flat.requires_grad_(weights[0].requires_grad)
         replica: Tensor = _Replicate.apply(flat, self.comm, owner)  # type: ignore[no-untyped-call]
@@ -91,7 +93,7 @@ class ShadowedRows:
 
 
 class _Replicate(Function):
-    """Broadcast the root's x to every rank, which uses it for its own rows. Backward: sum the gradients on the root."""
+    """Broadcast the root's x to every rank. Backward: reduce the gradients to the root."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, root: int) -> Tensor:

@@ -2,10 +2,10 @@
 
 In reading order:
 
-live.py        requests that arrive and end while ranks serve: the Desk that holds them, and the ranks' loop
-bodies.py      HTTP request bodies to engine requests, texts to response bodies, and errors in OpenAI's format
-prometheus.py  a service's counters in Prometheus's text format
-app.py         the routes, on Starlette
-server.py      runs the socket, the ranks and uvicorn for the command
+live.py        requests that arrive while ranks serve: `Desk`, which holds them, and the loop that the ranks run
+bodies.py      converts HTTP request bodies to engine requests, and texts and errors to bodies in OpenAI's format
+prometheus.py  formats a service's counters as text for Prometheus
+app.py         the HTTP routes, written with Starlette
+server.py      opens the socket, and runs the ranks and uvicorn, for the command
 choices.py     the server "http" of `minipar serve`; imports no torch
 """

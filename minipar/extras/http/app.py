@@ -33,7 +33,7 @@ from minipar.extras.http.prometheus import CONTENT_TYPE, metrics_text
 
 @dataclass(frozen=True)
 class Served:
-    """The service behind the routes: a named model, and the desk of the ranks that run it."""
+    """The service behind the routes: a named model, and the Desk at which its ranks fetch requests."""
 
     name: str
     config: ModelConfig
@@ -87,7 +87,7 @@ class Stopped(Exception):
 
 
 class Answer:
-    """A coroutine's request at the desk; `pieces` yields its tokens. Closing the answer early cancels the request."""
+    """A request that a coroutine has submitted to the Desk. `next` returns its messages; closing it early cancels it."""
 
     def __init__(self, desk: Desk, asked: Asked):
         loop, self._heard = asyncio.get_running_loop(), asyncio.Queue[Heard]()
@@ -100,7 +100,7 @@ class Answer:
         self.number = desk.submit(asked.request, listen)
 
     async def next(self) -> Heard:
-        """Return the desk's next message. Raises BadRequest if the engine refuses the request, Stopped if the ranks end."""
+        """Return the Desk's next message. Raises BadRequest if the engine refuses the request, Stopped if the ranks end."""
         heard = await self._heard.get()
         if heard.error is not None:
             raise BadRequest(heard.error) if heard.was_refused else Stopped(heard.error)
@@ -111,7 +111,7 @@ class Answer:
 
 
 class Stream(StreamingResponse):
-    """A streamed response. When it ends, for whatever reason and even before it began, its request ends too."""
+    """A streamed response. When it ends, for whatever reason, its request is closed, even if nothing was streamed yet."""
 
     media_type = "text/event-stream"
 
@@ -163,7 +163,7 @@ async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
 
 
 async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> AsyncIterator[str]:
-    """Yield the events of a streamed response, starting with the desk's first message."""
+    """Yield the server-sent events of a response. `heard` is the Desk's first message about the request."""
     text, first = Text(codec, asked.stop), True
     try:
         while True:
@@ -183,7 +183,7 @@ async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> A
 
 
 def _reason(text: Text) -> str:
-    """Return why a text ended. A request cannot set end tokens, so it ended at a stop text or has all its tokens."""
+    """Return why a text ended: at a stop string, or at max_tokens, since requests cannot set end tokens."""
     return "stop" if text.has_stopped else "length"
 
 

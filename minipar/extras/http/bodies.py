@@ -1,10 +1,10 @@
-"""HTTP request bodies to engine requests, and texts to response bodies, in the format of OpenAI's API.
+"""Convert HTTP request bodies to engine requests, and texts to response bodies, in the format of OpenAI's API.
 
-A field that is left out or null has the default of a file of requests: temperature 0, seed 0, top_p 1. max_tokens is 16 for
-completions, as in OpenAI's API, and for chat as many as the model can read. An unsupported field is refused by name,
-because ignoring it would give a different text from the one that was asked for.
+A field that is left out or null has the default that it has in a requests file: temperature 0, seed 0, top_p 1. The default
+of max_tokens is 16 for completions, as in OpenAI's API, and for chat the rest of the model's context. An unsupported field
+is refused by name, because ignoring it would give a different text from the one that the client asked for.
 
-The model continues text and was not trained on dialogue, so messages become one text by a plain template:
+The model continues text and was not trained on dialogue, so a plain template joins the messages into one text:
 
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
@@ -34,7 +34,7 @@ MAX_STOPS = 4  # as in OpenAI's API
 
 
 class BadRequest(Exception):
-    """A body that cannot be served, as an error in OpenAI's format; `param` names the field."""
+    """A body that cannot be served. `body` is the error in OpenAI's format; `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(message)
@@ -53,7 +53,7 @@ class Asked(NamedTuple):
     """A parsed body.
 
     shape  "chat" or "completions"
-    stop   texts; the answer ends before the first of them that it contains
+    stop   strings; the answer ends before the first occurrence of any of them
     """
 
     shape: str
@@ -169,7 +169,7 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
 class Text:
     """The text of an answer as it grows, and where it stops.
 
-    Text that may still change is held back: the bytes of an incomplete character, and what may begin a stop text.
+    Text that may still change is held back: the bytes of an incomplete character, and a possible start of a stop string.
     """
 
     def __init__(self, codec: Codec, stop: tuple[str, ...] = ()):

@@ -1,11 +1,11 @@
-"""Requests that arrive and end while ranks serve.
+"""Serve requests that clients submit and cancel while the ranks run.
 
     a client's thread      Desk.submit, Desk.cancel
-    the ranks, each step   rank 0 tells the desk which tokens were written, and asks for new requests; the answer is
-                           broadcast to all ranks
+    the ranks, each step   rank 0 reports the new tokens to the Desk, which returns new requests; rank 0 broadcasts these to
+                           all ranks
 
 All ranks add and cancel the same requests before the same step, so they still make the same plans without a message.
-The desk is one lock around a few dictionaries; it knows nothing of HTTP.
+The Desk is one lock around a few dictionaries, and does not depend on HTTP.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minipar.inference.serve import MeshSizes, make_engine
 
 
 class News(NamedTuple):
-    """The desk's answer: new requests by number, numbers of requests to cancel, and whether the desk has closed."""
+    """The result of `Desk.answer`: new (id, request) pairs, ids of requests to cancel, and whether the Desk has closed."""
 
     arrived: tuple[tuple[int, Request], ...] = ()
     cancelled: tuple[int, ...] = ()
@@ -35,17 +35,17 @@ class News(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Rank 0's question: what happened since the last question, and the blocks that requests hold.
+    """Rank 0's report to `Desk.answer`: the events since the last report, and the cache blocks in use.
 
-    written  the new tokens of each request that has any
-    refused  why a request cannot be served, by its number
+    written  request id -> its new tokens, if it has any
+    refused  request id -> why it cannot be served
     """
 
     events: tuple[Event, ...] = ()
     written: dict[int, list[int]] = {}
     refused: dict[int, str] = {}
     num_running: int = 0
-    num_waiting: int = 0  # requests without a block
+    num_waiting: int = 0  # requests that hold no block
     num_blocks: int = 0  # blocks that requests hold
     num_prefix_blocks: int = 0  # blocks that only the prefix cache holds
 
@@ -55,12 +55,12 @@ class Progress(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """A message to a client: new tokens, whether the text ends with them, or why there will be no more."""
+    """A message to a client: new tokens and whether they are the last, or the reason why no more will come."""
 
     tokens: list[int]
     is_last: bool = False
     error: str | None = None
-    was_refused: bool = False  # whether the engine refused the request itself
+    was_refused: bool = False  # True if the engine refused the request; False if the service ended
 
 
 class QueueFull(Exception):
@@ -84,7 +84,7 @@ BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 class FirstTokenTimes:
-    """A histogram of seconds from a request's arrival to its first token."""
+    """A histogram of the time from a request's arrival to its first token."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)  # the last count is for times above all bounds
@@ -97,7 +97,7 @@ class FirstTokenTimes:
 
 @dataclass
 class Totals:
-    """Counts over the life of a desk."""
+    """Counts since the Desk was made."""
 
     finished: int = 0
     refused: int = 0
@@ -127,10 +127,10 @@ class Totals:
 
 
 class Desk:
-    """The queue between clients, which leave requests, and ranks, which fetch them. Methods may be called from any thread.
+    """The queue between clients, which submit requests, and ranks, which fetch them. All methods are thread-safe.
 
-    max_open  the most requests under way or waiting; beyond that, `submit` raises QueueFull
-    idle_s    how long `answer` waits for a new request if ranks are idle; less than the timeout of the ranks' messages
+    max_open  maximum number of unfinished requests; beyond it, `submit` raises QueueFull
+    idle_s    how long `answer` waits for a new request if the ranks are idle; must be below the ranks' message timeout
     """
 
     def __init__(self, max_open: int, idle_s: float = 1.0):
@@ -150,9 +150,9 @@ class Desk:
         return len(self._open)
 
     def submit(self, request: Request, listener: Callable[[Heard], None]) -> int:
-        """Leave a request; return its number. `listener` is called with all messages about it, in the ranks' thread.
+        """Queue a request and return its id. `listener` is called with each message about it, in the ranks' thread.
 
-        Raises QueueFull if max_open requests are open already, Closed if the desk has closed.
+        Raises QueueFull if max_open requests are open already, Closed if the Desk has closed.
         """
         with self._changed:
             if self.is_closed:
@@ -167,14 +167,14 @@ class Desk:
             return number
 
     def cancel(self, number: int) -> None:
-        """Cancel a request; its listener is not called again. Nothing happens if the request is finished."""
+        """Cancel a request, so that its listener is not called again. Do nothing if the request is finished."""
         with self._changed:
             if self._open.pop(number, None) is not None:
                 self._cancelled.append(number)
                 self._changed.notify_all()
 
     def answer(self, rank: int, progress: Progress) -> News:
-        """Answer rank 0's question: give listeners their tokens, return new requests. Idle ranks wait for news."""
+        """Pass rank 0's progress on to the listeners, and return new requests; if the ranks are idle, wait for one."""
         with self._changed:
             self.is_ready, self.progress = True, progress
             for event in progress.events:
@@ -201,7 +201,7 @@ class Desk:
             client.listener(Heard(tokens, ends, error, was_refused=error is not None))
 
     def close(self, why: str = "the server is stopping") -> None:
-        """Take no more requests, and cancel those that are open; their clients are told why."""
+        """Accept no more requests, and cancel the open ones; their listeners get `why` as the error."""
         with self._changed:
             self.is_closed = True
             for number, client in self._open.items():
@@ -212,9 +212,9 @@ class Desk:
 
 
 def serve_live(engine: Engine, exchange: Callable[[Progress], News]) -> None:
-    """Serve the requests that `exchange` returns before each step, until it reports that the desk has closed.
+    """Serve the requests that `exchange` returns before each step, until it reports that the Desk has closed.
 
-    exchange  called on every rank; only rank 0's argument counts, and the answer is the same on all ranks
+    exchange  called on every rank; uses only rank 0's argument, and returns the same result on all ranks
     """
     results: dict[int, Result] = {}
 
@@ -255,7 +255,7 @@ def _progress(engine: Engine, results: dict[int, Result]) -> Progress:
 def serve_rank(
     world: Comm, chosen: CheckpointRef, sizes: MeshSizes, options: Options, draft: DraftChoice | None
 ) -> None:
-    """On each rank: serve the requests at the caller's desk."""
+    """Serve, as one rank of `world`, the requests of the Desk in the process that launched the ranks."""
 
     def exchange(progress: Progress) -> News:
         news: News = broadcast_object(world, world.ask(progress) if world.rank == 0 else None)

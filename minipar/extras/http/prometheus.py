@@ -1,4 +1,4 @@
-"""A service's counters in Prometheus's text format, version 0.0.4."""
+"""Format a service's counters in Prometheus's text format, version 0.0.4."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(desk: Desk) -> str:
-    """Return the page that Prometheus reads: totals since the start, and the present numbers of blocks and requests."""
+    """Return the page that Prometheus scrapes: totals since the start, and the current numbers of blocks and requests."""
     totals, now = desk.totals, desk.progress
     outcomes = {name: getattr(totals, name) for name in ("finished", "refused", "cancelled", "turned_away")}
     families: list[tuple[str, str, str, dict[str, float]]] = [

@@ -1,4 +1,4 @@
-"""The work of `minipar serve RUN --http`: a socket, a thread that runs the ranks, and uvicorn in front of them."""
+"""Run `minipar serve RUN --http`: open a socket, run the ranks from a thread, and answer HTTP requests with uvicorn."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from minipar.runtime.launch import run
 class HttpService:
     """A context manager that serves a model on a socket; a thread of this process runs the ranks.
 
-    port      0 takes any free port, which `address` then has
-    max_open  the most requests under way or waiting; more are refused with status 429
+    port      0 takes any free port; `address` says which
+    max_open  maximum number of unfinished requests; more are refused with status 429
 
-    Raises ValueError for a run that cannot be served, or an address that is in use or not this machine's.
+    Raises ValueError for a run that cannot be served, or an address that is in use or does not belong to this machine.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HttpService:
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", log_config=None, lifespan="off")
         )
-        # A daemon, so that a second Ctrl-C ends the process even if its ranks do not end.
+        # A daemon thread, so that a second Ctrl-C ends the process even if the ranks do not end.
         self._ranks = threading.Thread(target=self._run_ranks, name="ranks", daemon=True)
 
     @property
@@ -94,7 +94,7 @@ class HttpService:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address. Raises ValueError if that is not possible."""
+    """Return a socket that listens at this address. Raises ValueError if it cannot."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, OverflowError, UnicodeError):

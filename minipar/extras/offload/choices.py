@@ -21,7 +21,7 @@ class DiskOptions:
 
 
 class Offload(Choice):
-    """A choice of where master weights and optimizer states are stored outside the device's memory."""
+    """A choice of `--offload`: where master weights and optimizer states are stored outside the device's memory."""
 
     def check(self, config: Any) -> None:
         if not config.zero:

@@ -1,8 +1,8 @@
-"""Memory for tensors that are only needed once per step: the device's own, the host's, or a file.
+"""Memory for tensors that are needed only once per step: the device's own memory, the host's, or a file.
 
     Memory    ordinary memory, on the parameters' device
     Host      pinned CPU memory; the optimizer then also runs on the CPU (ZeRO-Offload)
-    Disk      a file: a chunk is read before its update, and written after it, while other chunks are updated
+    Disk      a file; a chunk is read before its update and written after it, while other chunks are updated
 
     disk      | read 1 | read 2 |   | write 1 | read 3 |  | write 2 | read 4 |        one thread, in this order
     main               | update 1 . | update 2 . . . . .  | update 3 . . . . .
@@ -35,7 +35,7 @@ class Host(Memory):
 
 
 class Staged(NamedTuple):
-    """The tensors of a chunk in a buffer, into which they are being read or have been read."""
+    """The tensors of a chunk in a buffer. `reading` is done once they have been read from the file."""
 
     tensors: Tensors
     buffer: Tensor
@@ -45,12 +45,13 @@ class Staged(NamedTuple):
 class Disk(Memory):
     """A file in `folder`, and a thread that reads and writes it.
 
-    Between a `finish` and the next `load`, the tensors can be used like any others: the operating system then reads them
-    from the file, into memory that it can reclaim.
+    Between a `finish` and the next `load`, the tensors can be used like any others. The operating system then reads them
+    from the file into its page cache, which it can reclaim.
 
-    Holds two buffers, used in turn, each for the tensors of one chunk, pinned if they are copied to a GPU. While the chunk
-    in one buffer is updated, the previous chunk is written from the other buffer to the file, and the next is read into it.
-    With K tensors in a chunk, each of at most c bytes, 2 K c bytes stay resident, however many chunks there are.
+    Holds two buffers, used in turn, each for the tensors of one chunk. They are pinned if they are copied to a GPU. While
+    the chunk in one buffer is updated, the previous chunk is written from the other buffer to the file, and then the next
+    chunk is read into that buffer. With K tensors in a chunk, each of at most c bytes, 2 K c bytes stay resident, however
+    many chunks there are.
     """
 
     device = torch.device("cpu")
@@ -61,7 +62,7 @@ class Disk(Memory):
         self._thread = ThreadPoolExecutor(1, "offload")
         self._pinned = False
         self._free: list[Tensor] = []
-        # Chunks that are read ahead or in use, by the address of their first tensor in the file.
+        # Chunks that are read ahead, and chunks in use, by the address of their first tensor in the mapped file.
         self._staged: dict[int, Staged] = {}
         self._loaded: dict[int, Staged] = {}
         self._writing: list[Future[None]] = []
@@ -109,7 +110,7 @@ class Disk(Memory):
         if staged is not None:
             pairs = [(inside[name], x) for name, x in staged.tensors.items()]
             self._writing.append(self._thread.submit(self._write, pairs, trace))
-            # Free for the next read, which the same thread makes after that write.
+            # The buffer is free for the next read: the thread that writes from it also does that read, after the write.
             self._free.append(staged.buffer)
 
     def release(self, offloaded: Tensors) -> None:
@@ -132,7 +133,7 @@ class Disk(Memory):
         return {name: x for name, x in tensors.items() if x in self._file}
 
     def _buffer(self, num_bytes: int) -> Tensor:
-        """Take a free buffer, or make one."""
+        """Return a free buffer of at least `num_bytes`, or allocate one."""
         buffer = self._free.pop(0) if self._free else torch.empty(0)
         if buffer.nbytes >= num_bytes:
             return buffer
@@ -158,7 +159,7 @@ def _room(x: Tensor) -> int:
 
 
 def _cut(buffer: Tensor, like: Tensors) -> Tensors:
-    """Return tensors of the sizes and dtypes of `like`, laid out in a buffer of bytes."""
+    """Return views of a byte buffer, one after another, with the sizes and dtypes of `like`."""
     tensors, start = {}, 0
     for name, x in like.items():
         tensors[name] = buffer[start : start + x.nbytes].view(x.dtype)

@@ -17,14 +17,16 @@ from minipar.data_parallel.optimizer_interface import TorchOptimizerAdapter
 class OffloadedOptimizer(TorchOptimizerAdapter):
     """The `OptimizerInterface` of `optimizer_cls` over the shards of FSDP modules; FSDP reduces the gradients.
 
-    modules       made with `offload="cpu"` or "disk"; the states are kept where the shards are
-    groups        parameter groups of the modules' parameters; `options` are passed to the optimizer
-    master_dtype  dtype of the update; parameters of another dtype (FSDP may leave some whole in bf16) get master weights
+    modules       made with `offload="cpu"` or "disk"; the optimizer's states are kept where the shards are
+    groups        parameter groups of the modules' parameters
+    master_dtype  dtype of the update; parameters of another dtype get master weights (FSDP may leave some whole in bf16)
+    options       passed to `optimizer_cls`
 
-    A step updates one flat buffer after another. With "disk", the next one is read and the previous one written meanwhile.
+    A step updates one flat buffer after another. With "disk", the next buffer is read and the previous one is written
+    meanwhile.
 
-    Bitwise equal to `optimizer_cls` over all parameters at once, if `optimizer_cls` updates each element, or each
-    parameter, independently of the others. With "disk", it holds the buffers that `Disk` describes, one chunk per buffer.
+    Bitwise equal to `optimizer_cls` over all parameters at once, if `optimizer_cls` updates each element or each parameter
+    independently. With "disk", it holds the buffers that `Disk` describes, one chunk per buffer.
     """
 
     def __init__(
@@ -70,12 +72,12 @@ class OffloadedOptimizer(TorchOptimizerAdapter):
 
 
 def _mark_written(chunk: ChunkOptimizer[_FlatChunk]) -> None:
-    """Mark the shards as changed, because FSDP may still hold their gathered old values."""
+    """Mark the shards as changed, because FSDP may still hold the old values that it gathered from them."""
     torch.autograd.graph.increment_version(chunk.bucket.params)
 
 
 class _FlatChunk:
-    """Flat parameters as a `Chunk`, whose shards are the parameters themselves."""
+    """A `Chunk` of flat parameters. The shards are the parameters themselves."""
 
     def __init__(self, flat: FlatParameters):
         self._flat, self.params = flat, flat.params

@@ -1,4 +1,4 @@
-"""The places for a run's optimizer states: host memory for `--offload cpu`, a file for `disk`."""
+"""Where a run keeps its optimizer states: in host memory for `--offload cpu`, in a file for `--offload disk`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OnHost(OwnDevice):
 class OnDisk(OnHost):
     """Keep states in a file in a folder."""
 
-    # A save in the background would need a copy of the states in memory, where they do not fit.
+    # A checkpoint saved in the background would need a copy of the states in memory, where they do not fit.
     waits_for_saves = True
 
     def memory(self, folder: str | None = None) -> Memory:

@@ -1,4 +1,4 @@
-"""A file without a name, for tensors that are not needed in memory; it is gone when the process ends, however it ends."""
+"""An unnamed file for tensors that are not needed in memory. It is deleted when the process ends, however it ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-SEGMENT_BYTES = 64 << 20  # large, because each mapped segment keeps a file descriptor
+SEGMENT_BYTES = 64 << 20  # large, because each mapped segment needs a file descriptor
 
 
 class ScratchFile:
-    """A file in `folder` (None: the system's folder for temporary files) that grows by one tensor after another.
+    """A file in `folder` (None: the system's folder for temporary files) to which tensors are appended.
 
-    A tensor of the file can be used like any other: the calling thread then reads and writes the file, through the
-    operating system's cache. `read` and `write` copy a whole tensor, from any thread.
+    A tensor of the file can be used like any other: the calling thread then reads and writes the file through the page
+    cache. `read` and `write` copy a tensor, and may be called from any thread.
     Raises RuntimeError if the disk is full, ValueError if the folder cannot be written to.
     """
 
@@ -29,7 +29,7 @@ class ScratchFile:
                 f"folder={folder} cannot be written to: {error.strerror}; use a folder that is there"
             ) from None
         self._folder = folder or tempfile.gettempdir()
-        self._end = self._room = 0  # ends of the tensors and of the last segment
+        self._end = self._room = 0  # where the last tensor ends, and where the last segment ends
         self._segment: mmap.mmap | None = None
         # tensor's address -> (offset in the file, segment, offset in the segment)
         self._places: dict[int, tuple[int, mmap.mmap, int]] = {}
@@ -38,7 +38,7 @@ class ScratchFile:
         return x.numel() > 0 and x.data_ptr() in self._places
 
     def add(self, value: Tensor) -> Tensor:
-        """Write a copy of a CPU tensor [n] to the file; return the copy, a tensor of the file."""
+        """Write a copy of a CPU tensor [n] to the file; return the copy, a tensor whose memory is the mapped file."""
         num_bytes = -(-value.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._end + num_bytes > self._room:
             self._segment = self._grow(num_bytes)
@@ -54,7 +54,7 @@ class ScratchFile:
         """Append a segment to the file, and map it."""
         size = -(-max(num_bytes, SEGMENT_BYTES) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._end, self._room = self._room, self._room + size
-        os.ftruncate(self._file.fileno(), self._room)  # this takes no space on the disk until it is written
+        os.ftruncate(self._file.fileno(), self._room)  # takes no disk space until it is written
         return mmap.mmap(self._file.fileno(), size, offset=self._end)
 
     def advise_read(self, stored: Tensor) -> None:
@@ -64,14 +64,14 @@ class ScratchFile:
             os.posix_fadvise(self._file.fileno(), start, stored.nbytes, os.POSIX_FADV_WILLNEED)
 
     def read(self, stored: Tensor, into: Tensor) -> None:
-        """Read a whole tensor of the file."""
+        """Copy a tensor of the file into `into`."""
         start, *_ = self._places[stored.data_ptr()]
         bytes_of, done = _bytes(into), 0
         while done < len(bytes_of):
             done += os.preadv(self._file.fileno(), [bytes_of[done:]], start + done)
 
     def write(self, stored: Tensor, value: Tensor) -> None:
-        """Write a whole tensor of the file. Unlike a write through the mapping, this raises if the disk is full."""
+        """Copy `value` into a tensor of the file. Unlike a write through the mapping, this raises if the disk is full."""
         start, segment, inside = self._places[stored.data_ptr()]
         bytes_of, done = _bytes(value), 0
         try:

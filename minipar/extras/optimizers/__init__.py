@@ -1,9 +1,9 @@
 """Optimizers whose update of an element depends on other elements: LAMB and Muon. In reading order:
 
-lamb.py              LAMB, which needs norms of whole parameters, and all-reduces them
-muon.py              Muon, which needs whole matrices
-whole_parameters.py  ZeRO whose shards are whole parameters, for Muon
-families.py          LAMB and Muon over any mesh
+lamb.py              LAMB, which needs the norms of unsharded parameters, and all-reduces them
+muon.py              Muon, which needs unsharded matrices
+whole_parameters.py  a ZeRO optimizer whose shards are complete parameters, for Muon
+families.py          LAMB and Muon on any mesh
 choices.py           the choices of --optimizer, and which configurations they refuse
 """
 

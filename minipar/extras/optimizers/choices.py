@@ -8,14 +8,14 @@ from minipar.support.registry import Choice
 
 
 class Unpriced(Choice):
-    """An optimizer whose states the planner counts as AdamW's."""
+    """An optimizer that the planner treats as AdamW."""
 
     def not_priced(self, config: Any) -> str:
         return f"optimizer={config.optimizer}"
 
 
 class MuonChoice(Unpriced):
-    """Muon, which needs whole matrices."""
+    """Muon, which needs unsharded matrices."""
 
     def check(self, config: Any) -> None:
         if config.tp > 1:

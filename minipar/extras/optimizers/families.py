@@ -1,4 +1,4 @@
-"""LAMB and Muon over any mesh, for `--optimizer lamb` and `muon`."""
+"""LAMB and Muon on any mesh, for `--optimizer lamb` and `--optimizer muon`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from minipar.train.optim import AdamW, NamedParameters, is_matrix, norm_shares
 
 
 class LambFamily(AdamW):
-    """LAMB, with the parameter groups of AdamW; norms are summed over the ranks that hold parts of a parameter."""
+    """LAMB, with the parameter groups of AdamW. Norms are summed over the ranks that hold parts of a parameter."""
 
     def optimizer_class(self, mesh: Mesh | None = None) -> type[torch.optim.Optimizer]:
         return Lamb if mesh is None else lamb_over(mesh.sharing("dp", "cp", "tp"))
 
     def bucket_sizes(self, config: TrainConfig) -> dict[str, float]:
-        """Return bucket sizes that give all tp ranks the same parameters in a bucket, because norms are summed by bucket.
+        """Return sizes with which a bucket has the same parameters on all tp ranks, since norms are summed by bucket.
 
-        If tp cuts the vocabulary unevenly, ranks would fill buckets differently, so one bucket holds everything.
+        If tp splits the vocabulary unevenly, ranks would fill buckets differently, so one bucket holds all parameters.
         """
         if config.model.vocab_size % config.tp:
             return {"bucket_mb": 2.0**20, "first_bucket_mb": 2.0**20}
@@ -59,16 +59,15 @@ LAMB, MUON = LambFamily(), MuonFamily()
 
 
 def lamb_over(comm: Comm) -> type[Lamb]:
-    """Return a LAMB class for parameters of which each rank of `comm` holds a part, described by its placement.
+    """Return a LAMB class for parameters that are split over the ranks of `comm`, as their placements say.
 
     All ranks of `comm` must hold parts of the same parameters. A step all-reduces 16 bytes per parameter (two float64).
     """
 
     class MeshLamb(Lamb):
         def __init__(self, params: ParamsT, comm: Comm | None = None, **options: Any):
-            super().__init__(
-                params, **options
-            )  # instead of ZeRO's Comm, whose ranks hold only some of the parts
+            # Do not pass on the argument `comm`: it is ZeRO's Comm, whose ranks hold only some of the parts.
+            super().__init__(params, **options)
             self._shares: Tensor | None = None
 
         def _ratios(self, params: list[Tensor], updates: list[Tensor]) -> Tensor:

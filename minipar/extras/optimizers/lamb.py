@@ -1,4 +1,4 @@
-"""LAMB, an optimizer that needs norms of whole parameters; if ranks hold shards, it all-reduces the norms."""
+"""LAMB, an optimizer that needs the norms of unsharded parameters. If ranks hold shards, it all-reduces the norms."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Lamb(torch.optim.Optimizer):
     u = m' / (sqrt(v') + eps) + weight_decay w         m', v' with bias correction
     w = w - lr |w| / |u| u                             the ratio is 1 if either norm is 0
 
-    Both norms are of the whole parameter. If ranks hold shards of a parameter, `comm` is the Comm of these ranks, and one
-    all-reduce per step sums the squares, 16 bytes (two float64) per parameter.
-    A step is about 25 operations on all tensors of a group and dtype at once. On a GPU it launches that many kernels,
-    however many parameters there are, and the host waits for none. A step holds at most two more copies of the parameters.
+    Both norms are of the unsharded parameter. If ranks hold shards of a parameter, `comm` is the Comm of these ranks, and
+    one all-reduce per step sums the squares, 16 bytes (two float64) per parameter.
+    A step runs about 25 operations, each on all tensors of a group and dtype at once. On a GPU it launches that many
+    kernels, however many parameters there are, and the host waits for none. A step holds at most two more copies of the
+    parameters.
     Source: arXiv:1904.00962, algorithm 2.
     """
 
@@ -61,7 +62,7 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
     def _update(self, group: dict[str, Any], params: list[Tensor]) -> Rows:
-        """Return u of each parameter."""
+        """Return the update u of each parameter."""
         moments, rows = update_moments(group, params, self.state), Rows(params)
         torch._foreach_copy_(rows.parts, moments.means)
         torch._foreach_div_(rows.parts, moments.corrections)
@@ -70,7 +71,7 @@ class Lamb(torch.optim.Optimizer):
         return rows
 
     def _owners_of(self, rows: Rows) -> Tensor:
-        """Return `rows.owners()`; reuse an earlier result for the same layout, so that nothing is copied to a GPU."""
+        """Return `rows.owners()`. Reuse the last step's result for the same layout, so that nothing is copied to a GPU."""
         known = self._owners.get(rows.layout)
         return rows.owners() if known is None else known
 

@@ -1,7 +1,7 @@
-"""Muon: a matrix is updated by its orthogonalized momentum. This needs the unsharded matrix: flat shards are not enough.
+"""Muon: a matrix is updated by its orthogonalized momentum, for which flat shards are not enough.
 
-With ZeRO, each rank gets whole matrices: `whole_parameters.py`.
-Source: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); the scale of a step: Moonlight, arXiv:2502.16982,
+With ZeRO, each rank therefore gets complete matrices: see `whole_parameters.py`.
+Source: Jordan et al., Muon, 2024 (kellerjordan.github.io/posts/muon); for the scale of a step, Moonlight, arXiv:2502.16982,
 section 2.2.
 """
 
@@ -19,8 +19,8 @@ from minipar.data_parallel.tensor_lists import trained_lists, update_moments
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # coefficients of the quintic: see newton_schulz
 NEWTON_SCHULZ_STEPS = 5
-BATCH_ELEMS = 1 << 24  # most elements orthogonalized together; this takes a few tensors of that size
-ADAMW = "adamw"  # the `rule` of groups that hold anything except matrices of hidden layers
+BATCH_ELEMS = 1 << 24  # maximum elements orthogonalized together, which takes a few tensors of that size
+ADAMW = "adamw"  # the `rule` of all groups except those of hidden layers' matrices
 
 
 class Muon(torch.optim.Optimizer):
@@ -28,15 +28,15 @@ class Muon(torch.optim.Optimizer):
 
     matrices [..., m, n]   M = b M + (1 - b) g;   O = newton_schulz((1 - b) g + b M)      b = momentum
                            w = (1 - lr weight_decay) w - lr 0.2 sqrt(max(m, n)) O
-    the others             AdamW with `betas` and `eps`
+    rule="adamw"           AdamW with `betas` and `eps`
 
-    Leading dims are a batch of matrices, such as experts. The factor 0.2 sqrt(max(m, n)) gives a step the same root mean
-    square as AdamW's step, so that both rules share lr and weight_decay. Embeddings, the head and vectors belong to AdamW
-    (Jordan et al.).
-    Holds one number per element of a matrix, two per other element. Computes `newton_schulz_flops` per matrix and step, in
-    the parameters' dtype, so that the result does not depend on the number of ranks. (Jordan et al. and torch use bf16.)
-    Matrices of one shape are orthogonalized together, so the number of GPU kernels in a step grows with the number of
-    shapes, not of parameters.
+    Leading dims are a batch of matrices, such as experts. The factor 0.2 sqrt(max(m, n)) gives a step the root mean square
+    of an AdamW step, so that both rules share lr and weight_decay. Embeddings, the head and vectors belong in AdamW's
+    groups (Jordan et al.).
+    The state is one value per element of a matrix, and two per other element. Computes `newton_schulz_flops` per matrix and
+    step, in the parameters' dtype, so that the result does not depend on the number of ranks. (Jordan et al. and torch use
+    bf16.) Matrices of one shape are orthogonalized together, so the number of GPU kernels in a step grows with the number
+    of shapes, not of parameters.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ def _require_matrices(params: list[Tensor]) -> None:
 
 
 def _by_shape(params: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of parameters of one shape: at most BATCH_ELEMS elements, or one parameter. Skip empty parameters."""
+    """Yield lists of parameters of the same shape, with at most BATCH_ELEMS elements in all, or a single larger parameter.
+
+    Skip empty parameters.
+    """
     lists: dict[torch.Size, list[Tensor]] = {}
     for param in params:
         if param.numel():
@@ -108,8 +111,8 @@ def newton_schulz(matrix: Tensor, steps: int = NEWTON_SCHULZ_STEPS) -> Tensor:
 
     X = matrix / |matrix|, transposed if m > n;   A = X X^T;   X = a X + (b A + c A^2) X, `steps` times
 
-    Each step maps every singular value s to a s + b s^3 + c s^5. This does not converge to 1. It is steep at 0, so that
-    small singular values grow fast; singular values of at least 2e-3 |matrix| end between 0.68 and 1.21.
+    Each step maps every singular value s to a s + b s^3 + c s^5. The iteration does not converge to 1. The map is steep at
+    0, so that small singular values grow fast; those of at least 2e-3 |matrix| end between 0.68 and 1.21.
     """
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]

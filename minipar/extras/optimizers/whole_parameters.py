@@ -1,11 +1,11 @@
-"""ZeRO with whole parameters as shards: every parameter, with its state, belongs to one rank.
+"""ZeRO with complete parameters as shards: every parameter, with its state, belongs to one rank.
 
-    flat shards   | w1 ........|... w2 ..|... w3 ....... |     shares equal to the byte, but ranks have parts of matrices
-    whole         | w1 ............ | w2 ... | w3 ...... |     nearly equal shares of full matrices; for Muon and Shampoo
+    flat shards   | w1 ........|... w2 ..|... w3 ....... |     exactly equal shards, but ranks have parts of matrices
+    whole         | w1 ............ | w2 ... | w3 ...... |     nearly equal shards of complete matrices (Muon, Shampoo)
 
 The parameters are assigned from the most expensive to the cheapest, each to the rank with the least work so far. The
-largest share of work is then at most the mean plus the most expensive parameter, and at most 4/3 - 1/(3p) times the best
-possible (Graham, 1969).
+largest share of the work is then at most the mean plus the most expensive parameter, and at most 4/3 - 1/(3p) times the
+best possible (Graham, 1969).
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ ADAMW_FLOPS = 12  # FLOPs per updated element
 
 
 class WholeParameterZero(ZeroOptimizer):
-    """A `ZeroOptimizer` whose shards are whole parameters, for an `optimizer_cls` that needs whole matrices.
+    """A `ZeroOptimizer` whose shards are complete parameters, for an `optimizer_cls` that needs unsharded matrices.
 
     cost   a function from (parameter, its group) to the work of its update; the default is Muon's FLOPs
 
-    A rank's update takes as long as its share of the work; `balance` says how equal the shares are. All ranks together send
-    as much as with ZeroOptimizer; in a ring, each rank sends all shares except its own, then all except the next rank's.
+    The time of a rank's update is proportional to its share of the work; `balance` says how equal the shares are. All ranks
+    together send as much as with ZeroOptimizer. In a ring, each rank sends all shards except its own in the reduce-scatter,
+    and all shards except the next rank's in the all-gather.
     All other arguments are those of ZeroOptimizer. Sums of gradients equal DDP's up to rounding.
     """
 
@@ -80,9 +81,9 @@ class WholeParameterZero(ZeroOptimizer):
 
 
 class WholeParameterBucket(ShardedBucket):
-    """A `ShardedBucket` whose chunks end where parameters end.
+    """A `ShardedBucket` whose chunks end at the ends of parameters.
 
-    A rank's shard of a parameter is the whole parameter, with its shape and placement, or empty.
+    A rank's shard of a parameter is either the complete parameter, with its shape and placement, or empty.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class WholeParameterBucket(ShardedBucket):
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """Return a rank for each cost. Largest first, each goes to the least loaded rank; ties go to the lowest rank."""
+    """Return a rank for each cost. In descending order, each goes to the least loaded rank; ties go to the lowest rank."""
     loads, ranks = [0.0] * num_ranks, [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         ranks[i] = loads.index(min(loads))

@@ -1,4 +1,4 @@
-"""The choices "fp8", "mxfp8", "mxfp4" and "nvfp4" of `--products`, and the runs that they refuse. Imports no torch."""
+"""The choices fp8, mxfp8, mxfp4 and nvfp4 of `--products`, and which configurations they refuse. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCALE = "a block's power of two: floor, as the specification says, cuts off the 
 
 @dataclass(frozen=True)
 class Fp8Options:
-    """The options of fp8, with one scale for a tensor."""
+    """The options of fp8, which has one scale per tensor."""
 
     gradients: Literal["e4m3", "e5m2"] = option("e5m2", GRADIENTS)
 
 
 @dataclass(frozen=True)
 class MXOptions:
-    """The options of formats whose blocks share a power of two."""
+    """The options of formats in which the elements of a block share a power of two as their scale."""
 
     scale: Literal["floor", "ceil"] = option("floor", SCALE)
 
@@ -36,10 +36,10 @@ class MXFP8Options(MXOptions):
 
 
 class FewBits(Choice):
-    """A format of the operands of products, emulated.
+    """An (emulated) format of the operands of matrix products.
 
-    block           numbers that share a scale; 1: there are no blocks
-    scales_tensors  whether a tensor has a scale, for which its largest number must be known on all ranks
+    block           number of elements that share a scale; 1: the format has no blocks
+    scales_tensors  whether the format has a scale per tensor, for which all ranks must know the tensor's largest element
     """
 
     implementation = "minipar.extras.precision.rounded_products:install"
@@ -78,7 +78,7 @@ class FewBits(Choice):
         self._check_tokens(config, of)
 
     def _check_whole_tensors(self, config: Any, of: str) -> None:
-        """Check that all parts of a tensor are multiplied at the same time, so that its largest number is known."""
+        """Raise ValueError unless all parts of a tensor are multiplied at the same time, so that its amax can be known."""
         slices = config.choice("schedule").unit_sizes(config) or ()
         if config.microbatches > 1 or len(slices) > 1:
             what = (
@@ -97,7 +97,7 @@ class FewBits(Choice):
             )
 
     def _check_features(self, config: Any, of: str) -> None:
-        """Check that tp cuts no block of a matrix."""
+        """Raise ValueError if tp would split a block of a matrix."""
         if config.tp == 1:
             return
         model = config.model
@@ -114,7 +114,7 @@ class FewBits(Choice):
                 )
 
     def _check_tokens(self, config: Any, of: str) -> None:
-        """Check that neither cp nor a schedule's slices cut a block of a sample's tokens."""
+        """Raise ValueError if cp or the schedule's slices would split a block of a sample's tokens."""
         layout = config.cp_layout, config.cp_ulysses
         runs = [
             run for rank in range(config.cp) for run in local_ranges(config.seq_len, rank, config.cp, *layout)

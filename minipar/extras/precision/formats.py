@@ -1,4 +1,4 @@
-"""Floating-point numbers of 4 to 8 bits: which there are, and the nearest of them to any number.
+"""Floating-point formats of 4 to 8 bits, and rounding to the nearest value of a format.
 
            bits of exponent, mantissa   bias   smallest   largest   inf and nan
     e2m1   2, 1                         1      0.5        6         none
@@ -22,7 +22,7 @@ from torch import Tensor
 
 
 class FloatFormat(NamedTuple):
-    """A format with a sign, by its bits of mantissa, its exponents' bias, and its largest finite number."""
+    """A signed floating-point format, given by its mantissa bits, its exponent bias and its largest finite value."""
 
     mantissa_bits: int
     bias: int
@@ -30,7 +30,7 @@ class FloatFormat(NamedTuple):
 
     @property
     def largest_exponent(self) -> int:
-        """The exponent of the largest power of two of the format."""
+        """The exponent of the format's largest power of two."""
         return exponent_of(self.largest)
 
 
@@ -40,27 +40,27 @@ FORMATS = MappingProxyType(
 
 
 def exponent_of(number: float) -> int:
-    """Return floor(log2(number)) of a positive number, exactly."""
+    """Return floor(log2(number)) for a positive number, exactly."""
     return int(torch.frexp(torch.tensor(number, dtype=torch.float64)).exponent) - 1
 
 
 def power_of_two(exponent: Tensor) -> Tensor:
-    """Return 2^exponent in float64, exactly, for whole exponents from -1022 to 1023."""
+    """Return 2^exponent in float64, exactly, for integer exponents from -1022 to 1023."""
     return ((exponent.long() + 1023) << 52).view(torch.float64)
 
 
 def round_to(x: Tensor, number_format: FloatFormat) -> Tensor:
-    """Return the format's number nearest to each of x; of two equally near ones, that with an even last bit.
+    """Round each element of x to the nearest value of the format; ties go to the value with an even last bit.
 
     x, result  any shape, float64
 
-    Saturates: what exceeds the largest number, infinity too, becomes it. nan stays nan.
+    Saturates: elements above the format's largest value, also infinity, become that value. nan stays nan.
     """
     magnitude = x.abs()
     exponent = torch.frexp(magnitude).exponent - 1
-    lowest = 1 - number_format.bias  # subnormal numbers have the spacing of the lowest exponent
+    lowest = 1 - number_format.bias  # subnormal values have the spacing of the lowest exponent
     spacing = power_of_two(
         exponent.clamp(lowest, number_format.largest_exponent) - number_format.mantissa_bits
     )
-    rounded = (magnitude / spacing).round() * spacing  # torch rounds halves to even
+    rounded = (magnitude / spacing).round() * spacing  # `round` rounds halves to even
     return rounded.clamp(max=number_format.largest).copysign(x)

@@ -1,15 +1,17 @@
-"""Linear layers with 8-bit inputs, emulated: numbers are rounded to fp8 and back, and multiplied in their own dtype.
+"""Emulated linear layers with 8-bit operands: values are rounded to fp8, and multiplied in their own dtype.
 
     e4m3   4 bits of exponent, 3 of mantissa   largest 448      inputs and weights
     e5m2   5 bits of exponent, 2 of mantissa   largest 57344    gradients, which differ more in size
 
-fp8 covers a small range, so numbers are scaled first: the largest, `amax`, becomes the format's largest. The amax is
+fp8 covers a small range, so a tensor is scaled first: its largest magnitude, `amax`, becomes the format's largest value.
+There are three ways of scaling:
 
-    current   the tensor's own, which takes one more pass over the tensor
-    delayed   the largest of the last calls, so that it is known in advance; a sudden larger number is clipped
-    block     computed for each block of the tensor, so that a large number costs precision only in its own block
+    current   amax is the tensor's own, which takes one more pass over the tensor
+    delayed   amax is the largest of the last calls, so it is known in advance; a sudden larger value is clipped
+    block     each block of the tensor has its own amax, so a large value costs precision only in its own block
 
-A layer here serves one process, and shows the three. A run on a mesh rounds by `--products`: see `rounded_products.py`.
+The layers in this file are for a single process, to show these three ways. To train on a mesh in fp8 use `--products`: see
+`rounded_products.py`.
 Source: FP8 Formats for Deep Learning, arXiv:2209.05433; DeepSeek-V3, arXiv:2412.19437, section 3.3 (blocks).
 """
 
@@ -30,14 +32,13 @@ Scaling = Literal["current", "delayed", "block"]
 
 
 def round_to_fp8(x: Tensor, kind: str, amax: Tensor) -> Tensor:
-    """Return the fp8 numbers nearest to x, in x's dtype, with amax scaled to the format's largest number.
-
+    """Round x to fp8, in x's dtype, with a scale that maps amax to the format's largest value.
 
     x     any shape
-    amax  broadcast against x; 0 is left unscaled
+    amax  broadcast against x; where it is 0, x is not scaled
 
-    Numbers above amax become amax. The error is at most 1/16 of a number (e4m3; e5m2: 1/8), or half the format's
-    smallest number, 2^-9 amax/448 (e5m2: 2^-16 amax/57344), whichever is larger.
+    Magnitudes above amax become amax. The error of an element is at most 1/16 of it (e4m3; 1/8 for e5m2), or half the
+    format's smallest value, 2^-9 amax/448 (2^-16 amax/57344 for e5m2), whichever is larger.
     """
     largest = FORMATS[kind].largest
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -47,9 +48,9 @@ def round_to_fp8(x: Tensor, kind: str, amax: Tensor) -> Tensor:
 
 
 def round_blocks_to_fp8(x: Tensor, kind: str, rows: int, columns: int) -> Tensor:
-    """Return x [N, D] rounded to fp8, each block of `rows` x `columns` by its own amax; blocks at the ends are smaller.
+    """Return x [N, D] rounded to fp8, each block of `rows` x `columns` with its own amax; blocks at the edges are smaller.
 
-    Costs a scale of 4 bytes per block, 4 / (rows * columns) bytes per number.
+    A block has a scale of 4 bytes, which is 4 / (rows * columns) bytes per element.
     """
     padded = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [N/rows, rows, D/columns, columns]
@@ -58,12 +59,11 @@ def round_blocks_to_fp8(x: Tensor, kind: str, rows: int, columns: int) -> Tensor
 
 
 class Rounding:
-    """Rounds one input of a product (x, w or dy) in each call.
-
+    """Rounds one operand of a layer (x, w or dy) in each call.
 
     kind     e4m3 or e5m2
     scaling  current, delayed or block
-    history  with delayed: number of calls for which an amax counts; the first call has no history and uses its own amax
+    history  with delayed: number of calls whose amax is kept; the first call uses its own amax
     block    (rows, columns) of a block
     """
 
@@ -72,7 +72,7 @@ class Rounding:
         self.amaxes: deque[Tensor] = deque(maxlen=history)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [N, D]"""
+        """Return x [N, D], rounded."""
         if not x.numel():
             return x
         if self.scaling == "block":
@@ -103,7 +103,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 class Fp8Linear(nn.Module):
-    """A linear layer without bias whose products have inputs of 8 bits: y = fp8(x) fp8(w)^T.
+    """A linear layer without bias whose matrix products have 8-bit operands: y = fp8(x) fp8(w)^T.
 
     x  [..., D]    w  [F, D], kept in its own dtype    y  [..., F]
 
@@ -111,7 +111,7 @@ class Fp8Linear(nn.Module):
                dw = fp8(dy)^T fp8(x)      [F, D]       the x and w of the forward, dy in e5m2
 
     Blocks are 1 x `block` of x and dy (a row is a token), and `block` x `block` of w, as in DeepSeek-V3.
-    Raises ValueError for another scaling, or a history or block that is not positive.
+    Raises ValueError for an unknown scaling, or a history or block that is not positive.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Fp8Linear(nn.Module):
 
 
 def use_fp8(module: nn.Module, scaling: Scaling = "delayed", history: int = 16, block: int = 128) -> None:
-    """Replace, in place, every `Linear` without bias inside `module` by an `Fp8Linear` of the same weight.
+    """Replace, in place, every `Linear` without bias inside `module` by an `Fp8Linear` with the same weight.
 
-    Use it on the blocks of a model. The head and a mixture's router are best left in their own precision.
+    Use it on the blocks of a model. The head and an MoE layer's router are best left in their own precision.
     """
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):

@@ -1,23 +1,23 @@
-"""Products of numbers of 8 or 4 bits, on any mesh: what `--products fp8`, `mxfp8`, `mxfp4` and `nvfp4` do.
+"""Matrix products of 8-bit or 4-bit floats on any mesh, for `--products fp8`, `mxfp8`, `mxfp4` and `nvfp4`.
 
-Each of a linear layer's three products rounds its two operands, in blocks along the dim that the product sums over, as
-the hardware needs them; so each of x, w and dy is rounded twice, in blocks along different dims:
+Each of a linear layer's three products rounds its two operands, in blocks along the dim over which the product sums, as
+hardware requires. So each of x, w and dy is rounded twice, in blocks along different dims:
 
     y  = x w^T      sums over features D     x and w in blocks of D
     dx = dy w       sums over features F     dy and w in blocks of F
     dw = dy^T x     sums over tokens         dy and x in blocks of a sample's tokens
 
-A mesh cuts tensors, never a block: `choices.py` refuses a mesh that would. So every rank rounds its part as one process
-rounds the whole. The formats with one scale for a tensor need the largest number of the tensor over the ranks that hold
-its parts:
+A mesh may split tensors, but not blocks: `choices.py` refuses a mesh that would. So the ranks together round a tensor
+exactly as a single process does. For a format with a scale per tensor, the amax is all-reduced over the ranks that hold
+parts of the tensor:
 
     operand   of a column-parallel layer   of a row-parallel layer
     x         dp x cp                      dp x cp, tp
     w         tp                           tp
     dy        dp x cp, tp                  dp x cp
 
-Products are summed in float32 (float64 if that is the dtype), and kept in the run's dtype. This is emulation: numbers are
-right, speed and memory are those of the run's dtype. Text is generated with products of numbers as they are.
+Products are summed in float32 (float64 if that is the dtype), and kept in the run's dtype. This is emulation: the results
+are those of the format, but speed and memory are those of the run's dtype. Text generation does not round operands.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from minipar.model.mlp import SwiGLU
 from minipar.model.products import rows
 from minipar.tensor_parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear
 
-# Rounds a tensor along its last dim: (tensor, whether it is a gradient, the largest number of the whole tensor).
+# Rounds a tensor along its last dim. Arguments: the tensor, whether it is a gradient, how to get the whole tensor's amax.
 RoundOperand = Callable[[Tensor, bool, WholeAmax], Tensor]
-FEATURES, TOKENS = -1, -2  # the dims of x and dy
+FEATURES, TOKENS = -1, -2  # dims of x and dy
 
 
 def rounding_of(config: TrainConfig) -> RoundOperand:
-    """Return how a run's products round an operand."""
+    """Return the function with which a run's products round an operand."""
     name, options = config.products, config.options.get("products")
     scale: PowerOfTwo = getattr(options, "scale", "floor")
     if name == "nvfp4":
@@ -62,10 +62,10 @@ def rounding_of(config: TrainConfig) -> RoundOperand:
 
 
 class RoundedProducts:
-    """The products of one layer; x, dy and w are each a tensor of which the ranks of some Comms hold parts.
+    """The products of one layer. `x`, `w` and `dy` are, for each operand, the Comms whose ranks hold parts of it.
 
-    Formats with one scale for a tensor send, in each product and for each operand, one all-reduce of a float32 over each
-    of the operand's Comms; the others send nothing.
+    For a format with a scale per tensor, each product makes, for each operand, one all-reduce of a float32 over each of the
+    operand's Comms. The other formats send nothing.
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class RoundedProducts:
 
 
 def amax_over(comms: tuple[Comm, ...], amax: Tensor) -> Tensor:
-    """Return the largest of all ranks' `amax` over several Comms, one after the other; nan if one is nan."""
+    """Return the maximum of all ranks' `amax`, by an all-reduce over each of the Comms in turn; nan if one is nan."""
     for comm in comms:
         amax = comm.all_reduce(amax, op="max")
     return amax
 
 
 def install(model: nn.Module, config: TrainConfig, mesh: Mesh | None) -> None:
-    """Give every linear layer of attention and MLP in the model, or in this rank's stage of it, rounded products, in place.
+    """Make every linear layer of attention and MLP in the model, or in this rank's stage, use rounded products, in place.
 
-    The embedding, the norms, attention's own products and the head stay as they are.
+    The embedding, the norms, the attention core (queries with keys, scores with values) and the head stay as they are.
     """
     round_operand = rounding_of(config)
     data, tp = ((), ()) if mesh is None else _comms(mesh)
@@ -126,6 +126,6 @@ def install(model: nn.Module, config: TrainConfig, mesh: Mesh | None) -> None:
 
 
 def _comms(mesh: Mesh) -> tuple[Any, Any]:
-    """Return the Comms of more than one rank, over dp x cp and over tp."""
+    """Return the Comm over dp x cp and that over tp, each as a tuple, which is empty for a Comm of one rank."""
     data, tp = mesh.comm("dp", "cp"), mesh.comm("tp")
     return tuple(comm for comm in (data,) if comm.size > 1), tuple(comm for comm in (tp,) if comm.size > 1)

@@ -11,17 +11,18 @@ _LOW_16, _LOW_32 = 0xFFFF, 0xFFFFFFFF
 
 
 def stochastic_round(x: Tensor, key: tuple[int, ...], first: int = 0) -> Tensor:
-    """Round float32 numbers to bfloat16, up or down at random, so that the expected result is x.
+    """Round float32 values to bfloat16, up or down at random, so that the expected result is x.
 
     x, result  any shape, float32 and bfloat16
-    key        numbers of 64 bits at most, such as (seed, step, number of the parameter); each key draws other numbers
+    key        integers of at most 64 bits, such as (seed, step, index of the parameter); each key gives other random bits
     first      the global index of x's first element, if x is a flat shard
 
-        x lies between neighbours a <= x < b:      b with probability (x - a) / (b - a), else a
+        for neighbours a <= x < b:      b with probability (x - a) / (b - a), else a
 
-    A random 16-bit number is added to x's bits, and then the lower 16 bits are cut off. The number is a hash of the key and
-    the element's global index, so every rank that holds the element rounds it equally. An update below 1/256 of a weight,
-    which rounding to nearest would lose, then counts on average; each step adds noise of one bfloat16 step.
+    A random 16-bit integer is added to x's bits, and then the lower 16 bits are cut off. The integer is a hash of the key
+    and the element's global index, so all ranks that hold the element round it in the same way. An update below 1/256 of a
+    weight, which rounding to nearest would lose, then counts on average. Each rounding adds noise of less than the distance
+    of two bfloat16 values.
     nan and infinity stay unchanged. Raises ValueError if x is not float32.
     Source: Gupta et al., arXiv:1502.02551, section 3.
     """

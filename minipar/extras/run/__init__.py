@@ -1,7 +1,7 @@
-"""Runs whose number of ranks changes, and the measurement of this machine.
+"""Runs whose number of ranks changes, and the calibration of the planner for this machine.
 
-elastic.py            another mesh for the ranks that are left when a node is lost
+elastic.py            when a node is lost, chooses a mesh for the remaining ranks, and continues the run
 calibrate.py          measures this machine, and writes a machine file for `minipar plan`
-calibrate_command.py  `minipar calibrate`
-choices.py            the choice of --membership, the command, and which configurations are refused
+calibrate_command.py  the command `minipar calibrate`
+choices.py            declares `--membership elastic`, which configurations it refuses, and `minipar calibrate`
 """

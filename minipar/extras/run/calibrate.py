@@ -1,13 +1,13 @@
-"""Measurement of this machine for `minipar plan`; `minipar calibrate` writes it to a machine file.
+"""Measure this machine for `minipar plan`; `minipar calibrate` writes the result to a machine file.
 
-One rank per core measures, all ranks at the same time, because they share caches and memory. They measure matrix products
-of several sizes, a copy, the attention kernel, a small model's forward and backward, and every collective with a small and
-a large vector. Each time is the median of ROUNDS rounds, and a round takes as long as its slowest rank.
+One rank per CPU core measures, all ranks at the same time, because they share caches and memory. They measure matrix
+products of several sizes, a copy, the attention kernel, a small model's forward and backward, and every collective with a
+small and a large vector. Each time is the median of ROUNDS rounds, and a round takes as long as its slowest rank.
 
 The cost model assumes that matrix products run at the median of the measured rates, and that all arithmetic reaches only
-`share` of these rates. The share is what the small model reaches: it spends the rest of its time on operations that the
-cost model does not count. A collective takes a multiple of alpha (seconds per message) plus a multiple of n beta (seconds
-per byte), so measurements at two sizes n determine both.
+the fraction `share` of these rates. `share` is measured on the small model, which spends the rest of its time on operations
+that the cost model does not count. The time of a collective of n bytes is a multiple of alpha (seconds per message) plus a
+multiple of n beta (beta: seconds per byte), so measurements at two sizes n determine both.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from minipar.model.flash import flash_attention
 from minipar.runtime.launch import run
 from minipar.train.planned import job_and_layout
 
-SIZES = (128, 256, 512, 1024)  # sizes of the square matrices
+SIZES = (128, 256, 512, 1024)  # n of the n x n matrices
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 ROUNDS = 9
 ATTENTION = (4, 8, 256, 64)  # samples, heads, tokens, head_dim
@@ -44,9 +44,9 @@ SMALL = TrainConfig(
 
 
 def calibrate(path: Path, ranks: int | None = None, on_progress: Callable[[str], None] = print) -> Machine:
-    """Measure this machine, write it to `path`, and return it.
+    """Measure this machine, write the machine file `path`, and return the machine.
 
-    ranks        number of ranks that measure at once; None: one per core, at least 2
+    ranks        number of ranks that measure at the same time; None: one per CPU core, at least 2
     on_progress  called with a line for each result
     """
     ranks = max(2, os.cpu_count() or 2) if ranks is None else ranks
@@ -81,7 +81,7 @@ def calibrate(path: Path, ranks: int | None = None, on_progress: Callable[[str],
 
 
 def small_model_s(machine: Machine) -> float:
-    """Return the seconds that the cost model predicts for a forward and a backward of SMALL."""
+    """Return the time, in seconds, that the cost model predicts for a forward and a backward of SMALL."""
     job, layout = job_and_layout(SMALL, machine)
     tokens = layout.tokens(job)
     layers = SMALL.model.num_layers * layer_seconds(job, tokens, 1, experts=False).total
@@ -89,7 +89,7 @@ def small_model_s(machine: Machine) -> float:
 
 
 def write_machine(path: Path, machine: Machine, rates: dict[int, float] | None = None) -> None:
-    """Write a machine as the TOML file that `--machine` reads, with the rates by size as comments."""
+    """Write a machine as the TOML file that `--machine` reads, with the rate of each matrix size in a comment."""
     lines = [f"# product of {n} x {n}: {rate:.4g} FLOP/s" for n, rate in (rates or {}).items()]
     for name in (f.name for f in fields(Machine) if f.name != "collectives"):
         lines.append(f"{name} = {json.dumps(getattr(machine, name))}")
@@ -100,7 +100,7 @@ def write_machine(path: Path, machine: Machine, rates: dict[int, float] | None =
 
 
 def measured_pair(kind: str, ranks: int) -> tuple[float, float]:
-    """Measure (alpha, beta) of a collective or, for "send", of a message to the next rank."""
+    """Measure (alpha, beta) of a collective, or of a message to the next rank if `kind` is "send"."""
     small, large = (_slowest(ranks, collective_s, kind, n) for n in (SMALL_BYTES, LARGE_BYTES))
     return fit_pair(kind, ranks, (SMALL_BYTES, small), (LARGE_BYTES, large))
 
@@ -108,7 +108,7 @@ def measured_pair(kind: str, ranks: int) -> tuple[float, float]:
 def fit_pair(
     kind: str, ranks: int, small: tuple[float, float], large: tuple[float, float]
 ) -> tuple[float, float]:
-    """Return (alpha, beta) of the line through two measurements (bytes, seconds); alpha and beta are at least 0."""
+    """Return the (alpha, beta), each at least 0, that explain two measurements (bytes, seconds) of a collective."""
     share = 1.0 if kind == "send" else sent_share(kind, ranks)
     rounds = 1 if kind == "send" else (ranks - 1) * (2 if kind == "all_reduce" else 1)
     beta = max(0.0, (large[1] - small[1]) / (share * (large[0] - small[0])))
@@ -119,33 +119,33 @@ def fit_pair(
 
 
 def matmul_s(world: Comm, n: int) -> list[float]:
-    """Return the seconds of a product of n x n matrices in float32, in each round."""
+    """Time a float32 product of n x n matrices; return the seconds of each round."""
     a, b = torch.randn(n, n), torch.randn(n, n)
     calls = max(1, 2**24 // n**2 // 16)
     return [seconds / calls for seconds in _rounds(world, lambda: [a @ b for _ in range(calls)])]
 
 
 def copy_s(world: Comm, elems: int) -> list[float]:
-    """Return the seconds of a copy of `elems` float32 numbers, in each round."""
+    """Time a copy of `elems` float32 elements; return the seconds of each round."""
     source, target = torch.randn(elems), torch.empty(elems)
     return _rounds(world, lambda: target.copy_(source))
 
 
 def attention_s(world: Comm, sizes: Sequence[int]) -> list[float]:
-    """Return the seconds of a forward of causal attention, in each round."""
+    """Time a forward of causal attention; return the seconds of each round."""
     q, k, v = (torch.randn(*sizes) for _ in range(3))
     return _rounds(world, lambda: flash_attention(q, k, v, impl="auto"))
 
 
 def model_s(world: Comm, config: TrainConfig) -> list[float]:
-    """Return the seconds of a forward and a backward of the model, in each round."""
+    """Time a forward and a backward of the model; return the seconds of each round."""
     model = Transformer(config.model)
     tokens = torch.zeros(config.batch_size, config.seq_len, dtype=torch.int64)
     return _rounds(world, lambda: model.loss(tokens, tokens).backward())
 
 
 def collective_s(world: Comm, kind: str, num_bytes: int) -> list[float]:
-    """Return the seconds of a collective whose whole vector has `num_bytes`, in each round."""
+    """Time a collective whose unsharded vector has `num_bytes`; return the seconds of each round."""
     whole = torch.zeros(num_bytes // 4 // world.size * world.size)
     part = whole[: len(whole) // world.size]
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size

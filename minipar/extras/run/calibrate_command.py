@@ -1,4 +1,4 @@
-"""`minipar calibrate`. Imports torch only to measure."""
+"""The command `minipar calibrate`. Imports torch only to measure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice "elastic" of `--membership`, and the command `minipar calibrate`. Imports no torch."""
+"""Declares the choice "elastic" of `--membership`, and the command `minipar calibrate`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from minipar.support.registry import Choice
 
 
 class Elastic(Choice):
-    """The choice of elastic runs, which continue on the ranks that are left."""
+    """The choice `--membership elastic`: when ranks are lost, the run continues on the remaining ranks."""
 
     def check(self, config: Any) -> None:
-        """Raise ValueError if a run has no checkpoints, has latent attention, or has losses that depend on the mesh."""
+        """Raise ValueError if a run saves no checkpoints, has latent attention, or has losses that depend on the mesh."""
         if not config.checkpoint_every:
             raise ValueError(
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"

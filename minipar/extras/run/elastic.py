@@ -1,16 +1,17 @@
 """Elastic runs, which continue on another mesh when the number of ranks changes.
 
-When a node is lost, `torchrun --nnodes MIN:MAX --max-restarts R` restarts the ranks that are left, in a smaller world.
-With `--membership elastic` they continue from the newest complete checkpoint in the run's folder. The model, the batch, the
-seed and the optimizer stay the same, and so do the losses. If the mesh given by the flags has as many ranks as the
-new world, it is kept. Otherwise:
+When a node is lost, `torchrun --nnodes MIN:MAX --max-restarts R` restarts the remaining ranks, in a smaller world. With
+`--membership elastic` they continue from the newest complete checkpoint in the run's folder. The model, the batch, the seed
+and the optimizer stay the same, and so do the losses. If the mesh given by the flags has as many ranks as the new world, it
+is kept. Otherwise a mesh is chosen:
 
-    legal           every mesh with the world's number of ranks that the model and the batch allow. A microbatch has at most
-                    as many samples as the flags say; an option that does not fit the mesh, such as replicate, takes its
-                    default
-    chosen          the legal mesh with the shortest predicted step, among those predicted to fit in memory
-    if none fits    the same meshes with a higher ZeRO stage or full recomputation; if none of these fits, the smallest
-    if none is legal   a mesh of the largest number of ranks that has one; the ranks left over wait for the end
+    1. Legal meshes are those with the world's number of ranks that the model and the batch allow. A microbatch has at most
+       as many samples as the flags say. An option that does not fit the mesh, such as replicate, takes its default.
+    2. Of the legal meshes that are predicted to fit in memory, the one with the shortest predicted step is chosen.
+    3. If none fits, the same meshes are tried with a higher ZeRO stage and with full recomputation. If none of these fits,
+       the one that needs the least memory is chosen.
+    4. If no mesh of that many ranks is legal, the largest number of ranks with a legal mesh is used. The unused ranks wait
+       until the run ends.
 
 The node that torchrun's endpoint names must not be lost, because it runs the rendezvous.
 """
@@ -48,7 +49,7 @@ ASSUMED = Machine(
     start_latency_s=5e-5, share=1.0, float32_slowdown=1.0, context_bytes=3e8,
     source="ranks on cores, 10 Gb/s between nodes: an assumption",
 )  # fmt: skip
-# The defaults of the mesh's options that another mesh may not allow.
+# Options of the mesh that are not legal on every mesh, with their defaults.
 DEFAULTS = {
     f.name: f.default
     for f in fields(TrainConfig)
@@ -57,11 +58,11 @@ DEFAULTS = {
 
 
 class MeshChoice(NamedTuple):
-    """A configuration with its mesh, and the predictions for it.
+    """A configuration on one mesh, and the predictions for it.
 
     seconds    time of a step
-    num_bytes  memory of the fullest rank
-    fits       True if the machine has that much memory
+    num_bytes  memory of the rank that needs most
+    fits       whether that fits in the machine's memory
     of         number of legal meshes with the same number of ranks
     """
 
@@ -78,7 +79,7 @@ class MeshChoice(NamedTuple):
 def mesh_for(config: TrainConfig, world_size: int, machine: Machine = ASSUMED) -> MeshChoice:
     """Choose a mesh of at most `world_size` ranks for the run `config`, by the rules in the module's docstring.
 
-    The choice depends only on the arguments, so every rank would choose the same mesh. A mesh of one rank is always legal.
+    The choice depends only on the arguments, so any rank would choose the same mesh. A mesh of one rank is always legal.
     """
     meshes = next(found for n in range(world_size, 0, -1) if (found := list(legal_meshes(config, n))))
     weighed = [evaluate(mesh, machine, len(meshes)) for mesh in meshes]
@@ -104,7 +105,7 @@ def legal_meshes(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
 
 
 def defaults(config: TrainConfig) -> dict[str, Any]:
-    """Return DEFAULTS, plus `options` without the entries of the fields that DEFAULTS resets."""
+    """Return DEFAULTS, and `options` without the options of the fields that DEFAULTS resets."""
     kept = {name: own for name, own in config.options.items() if name not in DEFAULTS}
     return DEFAULTS | {"options": kept}
 
@@ -126,7 +127,7 @@ def _smaller(config: TrainConfig) -> Iterator[TrainConfig]:
 
 
 def evaluate(config: TrainConfig, machine: Machine, of: int = 1) -> MeshChoice:
-    """Predict the configuration's time and memory. `of` is described in `MeshChoice`."""
+    """Predict a configuration's time and memory. `of` is the number of legal meshes, for `MeshChoice`."""
     job, layout = job_and_layout(config, machine)
     _, items = worst_rank_memory(job, layout)
     num_bytes = sum(items.values())
@@ -134,7 +135,7 @@ def evaluate(config: TrainConfig, machine: Machine, of: int = 1) -> MeshChoice:
 
 
 def _by_time(choice: MeshChoice) -> tuple[float, ...]:
-    """Return a sort key: seconds to four digits, as in the planner, then bytes, then the sizes of the axes."""
+    """Return a sort key: seconds rounded to four digits, as in the planner, then bytes, then the sizes of the axes."""
     return float(f"{choice.seconds:.4g}"), choice.num_bytes, *choice.config.mesh_sizes.values()
 
 
@@ -146,7 +147,7 @@ def train_on_ranks_there_are(
 ) -> T | None:
     """Choose a mesh for this world; on the ranks of that mesh, call train(config, comm) and return its result.
 
-    A rank that is left over waits for the end and returns None. Raises ValueError if torchrun did not start this process.
+    An unused rank waits until the run ends, and returns None. Raises ValueError if torchrun did not start this process.
     """
     if world is None:
         raise ValueError(
@@ -156,7 +157,7 @@ def train_on_ranks_there_are(
     config = fit(config, world)
     if config.world_size == world.size:
         return train(config, world)
-    # The ranks left over must outlive the run: when all ranks of a node end, torchrun considers the run finished.
+    # Unused ranks must not end before the run does: when all ranks of a node end, torchrun considers the run finished.
     everyone = on_host(Comm.from_process_group(timeout_s=MAX_TIMEOUT_S))
     if world.rank >= config.world_size:
         everyone.recv((1,), torch.uint8, 0).item()
@@ -169,7 +170,7 @@ def train_on_ranks_there_are(
 
 
 def fit(config: TrainConfig, world: Comm) -> TrainConfig:
-    """Return the configuration for this world: rank 0 chooses the mesh, and checkpoints stay in the same folder."""
+    """Return the configuration for this world. Rank 0 chooses the mesh; checkpoints stay in the same folder."""
     folder = config.folder
     own = config.resume is None or decided_on_rank_0(world, partial(checkpoints, folder / CHECKPOINTS))
     config = replace(config, out=folder, resume=folder if own else config.resume)
@@ -205,7 +206,7 @@ def reason(config: TrainConfig, world_size: int, machine: Machine, choice: MeshC
 
 
 def machine_here() -> Machine:
-    """Return the machine to plan for: from local.toml if it exists, else by the GPU's name, else `ASSUMED`."""
+    """Return the machine to plan for: that of local.toml if it exists, else by the GPU's name, else ASSUMED."""
     machine, own = ASSUMED, ranks_per_node()
     if LOCAL.exists():
         machine = find_machine(str(LOCAL))

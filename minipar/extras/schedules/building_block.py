@@ -1,7 +1,7 @@
 """V-Min and V-Half: schedules that repeat the pattern of one microbatch, with less memory than 1F1B for longer bubbles.
 
 A building block is the start times of one microbatch's actions, in units of F = I = W. It is repeated every six units, the
-work of a rank's two chunks. If a rank's six actions start at different times modulo six, there is no idle time in the
+time of a rank's two chunks. If a rank's six actions start at different times modulo six, the rank does not idle in the
 middle. The number of live activations of a chunk is the time from the start of its F to the end of its W, divided by six.
 So the pace at which a microbatch goes down and up the V decides the memory.
 
@@ -20,7 +20,7 @@ INTERVAL = 6  # two chunks of F, I and W
 
 
 class Pace(NamedTuple):
-    """Units between the starts of neighbouring ranks: the forward down and up the V, then the backward down and up."""
+    """Units from a rank's start to its neighbour's: of the forward down and up the V, and of the backward down and up."""
 
     forward_down: int
     forward_up: int
@@ -32,7 +32,7 @@ def v_min(p: int, m: int) -> Schedule:
     """Return the V schedule with the least memory: about a third of 1F1B's memory, and 2/3 of its idle time.
 
     The next rank uses each result at once, so a microbatch keeps the activations of a rank's two chunks for about 4p units
-    in all, and a microbatch starts every 6 units. So about 2p/3 chunks are alive at once, the size of p/3 stages of 1F1B.
+    in all. A microbatch starts every 6 units, so about 2p/3 chunks are alive at once, the size of p/3 stages of 1F1B.
     If F=I=W and m >= 2p, ranks idle 4 (p-1) F + F if 3 divides p, else 4 (p-1) F - F; 1F1B, whose stage is two chunks,
     idles 6 (p-1) F. If F, I and W differ, ranks also wait in the middle.
     Raises ValueError if p or m is below 1.
@@ -44,8 +44,8 @@ def v_half(p: int, m: int) -> Schedule:
     """Return the V schedule with half of 1F1B's memory, and somewhat more than half of its idle time.
 
     Ranks idle at most 3.5 (p-1) F + F/2 if F=I=W and m >= 2p; 1F1B, whose stage is two chunks, idles 6 (p-1) F. On a rank,
-    a microbatch keeps the activations of the two chunks for about 6p units in all, and a microbatch starts every 6 units.
-    So about p chunks are alive at once, the size of p/2 stages of 1F1B, which keeps p.
+    a microbatch keeps the activations of the two chunks for about 6p units in all. A microbatch starts every 6 units, so
+    about p chunks are alive at once, the size of p/2 stages of 1F1B, which keeps p stages' activations.
     Raises ValueError if p or m is below 1.
     """
     return _repeat(p, m, Pace(1, 2, 1, 2), "v-half")
@@ -77,7 +77,7 @@ def building_block(p: int, pace: Pace) -> list[dict[tuple[Op, int], int]]:
 
 
 def _block(p: int, pace: Pace, pauses: tuple[int, ...]) -> list[dict[tuple[Op, int], int]] | None:
-    """Place the block with these pauses at its turns; return None if a rank's actions would overlap when it repeats."""
+    """Return the block with these pauses at the turns of the V; None if a rank's actions overlap when it repeats."""
     up, down, up_again = (1 + pause for pause in pauses)
     first_up = (p - 1) * pace.forward_down + up  # chunk 1's forward on the last rank
     first_down = first_up + (p - 1) * pace.forward_up + down  # chunk 1's I on rank 0

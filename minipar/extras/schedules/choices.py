@@ -35,7 +35,7 @@ class SlicedSchedule(ScheduleChoice):
     """A schedule that cuts samples into slices."""
 
     def __init__(self, build: Any, whole: str, help: str):
-        self.whole = whole  # the same schedule for whole samples
+        self.whole = whole  # name of the same schedule for samples that are not cut
         super().__init__(
             build, sliced=True, takes=("slices",), options=SliceOptions, help=help,
             closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
@@ -55,7 +55,7 @@ class SlicedSchedule(ScheduleChoice):
 
 
 def _optimal(p: int, m: int, costs: Costs | None = None, memory_limit: float | None = None) -> Schedule:
-    """Search for the shortest schedule, starting from zb-auto's. If it is not proved the shortest, its name says so."""
+    """Search for the shortest schedule, starting from zb-auto's. If it is not proved to be shortest, its name says so."""
     limit = 2 * p if memory_limit is None else int(memory_limit)
     costs = costs or Costs()
     found = optimal(p, m, costs, limit, start=zb_auto(p, m, costs, limit))
@@ -65,14 +65,14 @@ def _optimal(p: int, m: int, costs: Costs | None = None, memory_limit: float | N
 
 
 class TwoCopies(ScheduleChoice):
-    """A schedule of two copies of the model; the planner prices it as the V-shaped dualpipe-v."""
+    """A schedule of two copies of the model. The planner uses the formulas of the V-shaped dualpipe-v for it."""
 
     def priced_as(self, config: Any) -> str:
         return "dualpipe-v"
 
 
 class Chimera(TwoCopies):
-    """Chimera, which runs its microbatches in another order than dualpipe-v, so its price is only approximate."""
+    """Chimera. It orders its microbatches differently from dualpipe-v, so the planner's estimate is only approximate."""
 
     def not_priced(self, config: Any) -> str:
         return f"schedule={config.schedule} (as dualpipe-v)" if config.pp > 1 else ""

@@ -1,11 +1,12 @@
-"""An exact search for the shortest schedule, for small p and m: a yardstick for every other schedule.
+"""An exact search for the shortest schedule, for small p and m: a benchmark for all other schedules.
 
     pip install 'minipar[optimal]'          OR-tools, whose CP-SAT solver does the search
 
 The start of each action is a variable. A rank's actions do not overlap. An action starts after the results that it `needs`
 have arrived. An activation is held from the start of its F to the end of its W, and a rank holds at most `memory_limit` at
-once. The solver minimises the longest own span of a rank, from which `Timeline` computes bubbles.
-Source of the comparison: OptPipe, arXiv:2510.05186, which solves the same problem with a mixed-integer program.
+once. A rank's own span is the time from the start of its first action to the end of its last. The solver minimises the
+longest own span of all ranks, from which `Timeline` computes bubbles.
+Source: OptPipe, arXiv:2510.05186, which solves the same problem with a mixed-integer program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FINEST = 10_000  # costs are rounded to fractions with at most this denominator
 
 
 class Optimal(NamedTuple):
-    """The best schedule found, its longest own span in seconds, and a lower bound of that span for any schedule."""
+    """The best schedule found, its longest own span in seconds, and a lower bound on that span for all schedules."""
 
     schedule: Schedule
     span: float
@@ -33,7 +34,7 @@ class Optimal(NamedTuple):
 
     @property
     def proved(self) -> bool:
-        """True if no schedule with the same placement and memory limit can be shorter."""
+        """Whether the search proved that no schedule with the same placement and memory limit is shorter."""
         return self.span <= self.bound * (1 + 1e-9)
 
 
@@ -41,9 +42,11 @@ def optimal(
     p: int, m: int, costs: Costs | None = None, memory_limit: int | None = None, *, start: Schedule | None = None,
     seconds: float = 30.0, workers: int = 1,
 ) -> Optimal:  # fmt: skip
-    """Return the schedule of m microbatches on p ranks, with split backwards, that has the shortest longest own span.
+    """Return the best schedule of m microbatches on p ranks, with split backwards.
 
-    memory_limit  the most activations that a rank may hold; default: p, 1F1B's memory
+    It minimises the longest time from a rank's first action to its last (`Timeline.longest_own_span`).
+
+    memory_limit  maximum number of activations that a rank may hold; default: p, 1F1B's memory
     start         a schedule to begin from, whose placement of stages is kept; default: one stage per rank
     seconds       time limit of the search; at the limit, the best schedule and bound found so far are returned
 
@@ -83,9 +86,9 @@ def optimal(
 
 
 def _starts(model: Any, stage_rank: Sequence[int], m: int, ticks: _Ticks) -> dict[Action, Any]:
-    """Add a start variable for every action; it starts after its needs have arrived, and microbatches run in order.
+    """Add a start variable for every action. It starts after the results it `needs`, and after the previous microbatch.
 
-    Microbatches cost the same, so at least one best schedule runs them in order.
+    All microbatches cost the same, so at least one best schedule runs them in order.
     """
     num_stages = len(stage_rank)
     actions = [Action(op, stage, k) for stage in range(num_stages) for op in HALVES for k in range(m)]
@@ -102,7 +105,7 @@ def _starts(model: Any, stage_rank: Sequence[int], m: int, ticks: _Ticks) -> dic
 def _constrain_rank(
     model: Any, own: list[Action], starts: dict[Action, Any], ticks: _Ticks, limit: int, longest: Any
 ) -> None:
-    """Require one action at a time, at most `limit` activations at once, and at most `longest` from first to last."""
+    """Constrain a rank: one action at a time, at most `limit` live activations, and an own span of at most `longest`."""
     ends = {action: starts[action] + ticks.of(action) for action in own}
     model.add_no_overlap(
         model.new_fixed_size_interval_var(starts[a], ticks.of(a), f"interval of {a}") for a in own
@@ -116,7 +119,7 @@ def _constrain_rank(
 
 
 class _Ticks(NamedTuple):
-    """Costs as whole numbers, by op and stage. `hops[s]` is the latency of a message from stage s to the next."""
+    """Costs as integers (ticks), by op and stage. `hops[s]` is the latency of a message from stage s to the next."""
 
     seconds: dict[Op, list[int]]
     hops: Sequence[int]
@@ -125,12 +128,12 @@ class _Ticks(NamedTuple):
         return self.seconds[action.op][action.stage]
 
     def horizon(self, m: int) -> int:
-        """Return an upper bound of a useful schedule's length: all actions and all messages, one after another."""
+        """Return an upper bound on the length of a useful schedule: all actions and all messages one after another."""
         return m * (sum(map(sum, self.seconds.values())) + 2 * sum(self.hops))
 
 
 def _in_ticks(costs: Costs, stage_rank: Sequence[int]) -> tuple[_Ticks, int]:
-    """Return the costs in ticks, whole numbers as the solver needs them, and the number of ticks in a second."""
+    """Return the costs in ticks, since the solver needs integers, and the number of ticks in a second."""
     table, hops = costs.table(len(stage_rank)), costs.hops(stage_rank)
     parts = {op: [Fraction(s).limit_denominator(FINEST) for s in table[op]] for op in HALVES}
     between = [Fraction(s).limit_denominator(FINEST) for s in hops]

@@ -15,7 +15,7 @@ from minipar.schedules.one_f_one_b import alternate
 from minipar.schedules.schedule import Action, Schedule
 from minipar.support.errors import require_positive
 
-Cut = tuple[float, tuple[int, ...]]  # seconds, and the tokens of each slice
+Cut = tuple[float, tuple[int, ...]]  # (seconds, number of tokens of each slice)
 SliceCost = Callable[[int, int], float]  # (tokens before the slice, its tokens) -> seconds
 
 
@@ -32,7 +32,7 @@ def terapipe(p: int, m: int, slices: int = 2) -> Schedule:
 
 
 def seq1f1b(p: int, m: int, slices: int = 2) -> Schedule:
-    """Return 1F1B over s slices, with s-1 more warm-up forwards, because a sample's backward begins with its last slice.
+    """Return 1F1B over s slices, with s-1 more warm-up forwards, since a sample's last slice runs backward first.
 
     The bubble is (p-1)/(m s) of the ideal time for slices of equal cost. Rank r keeps min(p - r + s - 1, m s) units alive,
     the tokens of (p - r + s - 1)/s microbatches; 1F1B keeps p - r microbatches. With one slice it is 1F1B.
@@ -58,17 +58,17 @@ def _backwards(stage: int, m: int, slices: int) -> list[Action]:
 def slice_tokens(
     seq_len: int, slices: int, cost: SliceCost, p: int = 2, m: int = 1, multiple: int = 1
 ) -> tuple[int, ...]:
-    """Cut a sample into slices so that m samples pass through p stages soonest; return the tokens of each slice.
+    """Cut a sample so that m samples pass through p stages in the least time; return each slice's number of tokens.
 
     minimises  m * (sum of the slices' costs) + (p-1) * (largest slice's cost)        by dynamic programming
 
-    cost      (tokens before the slice, its tokens) -> a stage's seconds. A later slice attends to more keys, so with equal
-              tokens it takes longer
+    cost      (tokens before the slice, its tokens) -> seconds on a stage. A later slice attends to more keys, so it takes
+              longer than an earlier slice with as many tokens
     multiple  every slice except the last has a multiple of this many tokens
 
-    Takes O(slices n^2) time, with n = ceil(seq_len / multiple), for each largest cost that it tries. It tries only one if
-    every cut has the same sum, as when a token costs a constant plus one unit per key.
-    Raises ValueError if seq_len has fewer multiples than slices.
+    Tries several limits on the largest slice's cost, each in O(slices n^2) time with n = ceil(seq_len / multiple). It tries
+    only one limit if the sum is the same however the sample is cut, as when a token costs a constant plus one unit per key.
+    Raises ValueError if a sample has fewer than `slices` multiples.
     Source: TeraPipe, arXiv:2102.07988, section 3.3.
     """
     require_positive(seq_len=seq_len, slices=slices, p=p, m=m, multiple=multiple)
@@ -97,8 +97,8 @@ def _cut(
     join: Callable[[float, float], float],
     largest: float,
 ) -> Cut:
-    """Return the cut into `slices` with the least total (join=+) or largest (join=max) seconds, none above `largest`."""
-    best: dict[int, Cut] = {0: (0.0, ())}  # best cut so far, by the end of its last slice
+    """Return the cut of least total cost (join=add) or least maximum cost (join=max); no slice may cost over `largest`."""
+    best: dict[int, Cut] = {0: (0.0, ())}  # end of the last slice -> the best cut of the tokens before it
     for left in reversed(range(slices)):
         best = {
             b: min(options)

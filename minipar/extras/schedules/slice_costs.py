@@ -1,14 +1,17 @@
 """The planner's formulas for samples cut into slices: the bytes kept for a slice, and the number of live slices.
 
-For a slice of t tokens that ends at token S of its sample, a layer keeps what it keeps for any t tokens and, in addition,
+For a slice of t tokens that ends at token S of its sample, a layer keeps the bytes that `layer_bytes` gives for t tokens
+with S keys. It also keeps the following, depending on the attention implementation ("full": with full recomputation,
+whatever the attention):
 
-    flash      2 h_kv/tp e S, except for the first slice: all keys and values so far, joined for the backward
+    flash      2 h_kv/tp e S, except for the first slice: all keys and values so far, concatenated for the backward
     fused      the same, and a mask of e t S, because the kernels' own causal mask needs as many queries as keys
     dense      2 h/tp e (S - t), the earlier keys and values repeated for each head, and 2 h_kv/tp e t, the slice's own
-    full       2 h_kv/tp e t, the slice's own keys and values, which later slices read; the rest is recomputed
+    full       2 h_kv/tp e t, the slice's own keys and values, to which later slices attend; the rest is recomputed
 
-After a later slice's backward, gradients of the slice's keys and values (2 h_kv/tp e t) wait for the slice's own backward.
-`sequence_slices.py` has the order of slices, `stage_slices.py` the keys and values that a stage keeps. Imports no torch.
+Later slices also attend to the keys and values of slice A. Once the backward of a later slice has run, the gradients of A's
+keys and values (2 h_kv/tp e t for its t tokens) are held until A's own backward.
+`sequence_slices.py` orders the slices, and `stage_slices.py` keeps the keys and values. Imports no torch.
 Source: Seq1F1B, arXiv:2406.03488, section 3.2; TeraPipe, arXiv:2102.07988, section 3.2.
 """
 
@@ -37,7 +40,7 @@ class SlicedForms:
         return schedule != "terapipe"
 
     def live_chunks(self, schedule: str, rank: int, pp: int, m: int, chunks: int, slices: int) -> int:
-        """Return the most live slices, by schedule:
+        """Return the maximum number of live slices, by schedule:
 
         terapipe    m s
         seq1f1b     min(p - r + s - 1, m s)
@@ -45,7 +48,7 @@ class SlicedForms:
         return m * slices if schedule == "terapipe" else min(pp - rank + slices - 1, m * slices)
 
     def idle_s(self, schedule: str, pp: int, f: float, i: float, w: float, chunks: int) -> float:
-        """Return (p-1) (F + I + W), with the seconds of one slice."""
+        """Return (p-1) (F + I + W), with F, I and W the times of one slice."""
         return (pp - 1) * (f + i + w)
 
     def least_idle(self, schedule: str, pp: int, m: int, chunks: int, slices: int) -> float:
@@ -137,7 +140,7 @@ def _matrices(shape: ModelShape) -> int:
 def _each_slice(
     job: Job, a: Layout, num_layers: int, num_moe: int
 ) -> tuple[tuple[float, ...], tuple[float, ...], float]:
-    """Return (bytes kept per slice, bytes of gradients of its keys and values, most bytes recomputed) for a rank."""
+    """Return, for a rank: bytes kept for each slice, bytes of its key and value gradients, peak bytes of recomputation."""
     sizes, e = sizes_of(job, a.tp, a.slices), job.bytes_of.activation
     held = RankContents(0, 1, num_layers, num_moe, False, False)
     kept, waiting, recomputed = [], [], []
@@ -177,9 +180,9 @@ def key_value_bytes(shape: ModelShape, tokens: int, b: int, tp: int, e: int) -> 
 def slice_extra_bytes(
     shape: ModelShape, before: int, tokens: int, b: int, tp: int, e: int, recompute: str, attention: str
 ) -> float:
-    """Return the bytes that a layer keeps for a slice in addition to those for any `tokens` tokens.
+    """Return the bytes that a layer keeps for a slice in addition to `layer_bytes`.
 
-    The module's docstring has the formulas.
+    The formulas are in the module's docstring.
 
     recompute  "none", "selective" or "full"       attention  "flash", "fused" or "dense"
     """
@@ -197,14 +200,15 @@ def slice_extra_bytes(
 def most_alive(
     kept: Sequence[float], waiting: Sequence[float], schedule: str, rank: int, pp: int, m: int
 ) -> float:
-    """Return the most bytes of slices that a rank holds at once.
+    """Return the peak bytes of slices on a rank.
 
-    kept[n]     bytes of slice n of a sample, from its forward to its backward
-    waiting[n]  bytes of the gradients that slice n gets from later slices, held from its sample's first backward to its own
+    kept[n]     bytes of slice n of a sample, held from its forward to its backward
+    waiting[n]  bytes of the gradients that slice n gets from later slices, held from the sample's first backward to the
+                backward of slice n
 
-    terapipe runs all m s forwards first. seq1f1b holds p - r + s - 1 slices, at most m s: those of whole samples, of a
-    sample whose later slices have already run backward, and of a sample whose later slices have not yet run forward. The
-    pattern repeats after every s backwards, until the forwards end.
+    terapipe runs all m s forwards first. seq1f1b holds p - r + s - 1 slices, at most m s. Of the oldest sample, the last
+    slices may already have run backward; of the newest, the last slices may not yet have run forward; the samples between
+    these two are held completely. The pattern repeats after every s backwards, until the forwards end.
     """
     s = len(kept)
     units, begun, read = m * s, (0, *accumulate(kept)), (0, *accumulate(waiting))
@@ -216,6 +220,6 @@ def most_alive(
             (samples - gone - 1) * begun[s] + begun[ahead] + begun[s - back] + (read[s - back] if back else 0)
         )
 
-    # Bytes after each forward of one period but the last and, once the forwards have ended, after each backward.
+    # The peak is after a forward of one period, or, once the forwards have ended, before a backward.
     steady = (alive(first + done, done) for done in range(min(s, units - first)))
     return max([*steady, *(alive(units, units - first + done) for done in range(min(s, first)))])

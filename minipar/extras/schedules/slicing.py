@@ -1,4 +1,4 @@
-"""Slices of a run's samples: where a sample is cut, and which samples can be cut. Imports no torch."""
+"""Where a run's samples are cut into slices, and which samples can be cut. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minipar.extras.schedules.sequence_slices import slice_tokens
 if TYPE_CHECKING:
     from minipar.config.train_config import TrainConfig
 
-MOST_PARTS = 64  # a cut is tried at about this many places
+MOST_PARTS = 64  # about this many positions of a cut are tried
 
 
 def check_slices(config: TrainConfig) -> None:
@@ -34,8 +34,8 @@ def why_slices_illegal(
 ) -> str | None:
     """Return why a sample cannot be cut into `slices` slices; None if it can be, or is not cut at all.
 
-    whole_tokens  number of tokens between two places at which the sample may be cut
-    parts_of      text that describes these places in the message
+    whole_tokens  a sample may be cut only at multiples of this number of tokens
+    parts_of      text that describes these multiples in the message
     """
     if slices == 1:
         return None
@@ -52,7 +52,7 @@ def why_slices_illegal(
 
 
 def slice_sizes(config: TrainConfig) -> tuple[int, ...] | None:
-    """Return the tokens of each slice, chosen so that samples get through the stages fastest; None for whole samples."""
+    """Return each slice's number of tokens, so that a step takes the least time; None if samples are not cut."""
     slices, model = config.options["schedule"].slices, config.model
     if slices == 1:
         return None
@@ -64,10 +64,10 @@ def slice_sizes(config: TrainConfig) -> tuple[int, ...] | None:
 
 
 def whole_tokens(group_tokens: int, tp: int) -> int:
-    """Return the number of tokens between two places at which a sample may be cut.
+    """Return the number of tokens at whose multiples a sample may be cut.
 
-    group_tokens  tokens of a routing group, which no slice cuts; 1 without experts
-    tp            ranks that share a slice's tokens
+    group_tokens  tokens of a routing group, which must lie in one slice; 1 without experts
+    tp            number of ranks over which a slice's tokens are split
     """
     return lcm(group_tokens, tp)
 
@@ -87,9 +87,9 @@ def _parts_of(config: TrainConfig) -> str:
 def equal_costs(seq_len: int, slices: int, dim: int, matrices: int, whole: int) -> tuple[int, ...]:
     """Cut a sample into slices of nearly equal cost, at multiples of `whole` tokens.
 
-    A token costs a layer's `matrices` plus a product with each key and value up to its own, so later slices are shorter.
-    Every cut has the same total cost, so the best cut minimises the largest slice, for any number of stages and
-    microbatches.
+    A token costs a layer's `matrices` plus the products with the keys and values of all tokens up to itself, so later
+    slices are shorter. However the sample is cut, the total cost is the same. So the best cut is the one whose most
+    expensive slice is cheapest, for any number of stages and microbatches.
     """
     if slices == 1:
         return (seq_len,)

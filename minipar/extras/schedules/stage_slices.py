@@ -31,7 +31,7 @@ class SequenceSlices:
                            dk_n and dv_n are the sums over slices n+1 ..., whose backwards ran earlier
 
     The positions of a slice's tokens continue from the previous slice. A forward that is recomputed in the backward
-    (activation checkpointing) reads the same keys and values, and does not store them again.
+    (activation checkpointing) uses the stored keys and values, and does not store its own again.
 
     Keeps k_n and v_n from the forward to the end of the backward of slice n. In addition, attention keeps every slice's K
     and V for its backward: for s equal slices, (s+1)/2 times the keys and values of whole samples. Sends nothing.
@@ -49,13 +49,15 @@ class SequenceSlices:
         for layer in transformer.layers.values():
             assert isinstance(layer, Block)
             self._attentions.append(layer.attention)
-        self._kept: dict[
-            int, list[list[_KeysAndValues]]
-        ] = {}  # microbatch -> each attention's keys and values, by slice
+        # microbatch -> for each attention layer -> its keys and values by slice
+        self._kept: dict[int, list[list[_KeysAndValues]]] = {}
 
     @contextmanager
     def visible(self, unit: int) -> Iterator[None]:
-        """Let attention read the earlier slices; used around a unit's forward, and its backward, which may recompute."""
+        """Let attention attend to the earlier slices. Used around a unit's forward and, as it may recompute, its backward.
+
+        A unit is a slice of a microbatch.
+        """
         microbatch, n = divmod(unit, self.slices)
         kept = self._kept.setdefault(microbatch, [[] for _ in self._attentions])
         for attention, own in zip(self._attentions, kept):
@@ -108,7 +110,7 @@ class SequenceSlices:
 
 
 class _Kept(NamedTuple):
-    """A slice's tensor: its edge in the slice's graph, and a leaf that later slices read and add gradients to."""
+    """A slice's keys or values: the edge in its own graph, and a leaf that later slices use and add gradients to."""
 
     edge: GradientEdge | None
     leaf: Tensor
@@ -126,13 +128,13 @@ def _kept(x: Tensor) -> _Kept:
 
 
 class _EarlierSlices:
-    """The `cache` of one attention while it computes slice n: `kept` holds its keys and values by slice."""
+    """The `cache` of one attention layer while it computes slice n. `kept` holds the layer's keys and values by slice."""
 
     def __init__(self, kept: list[_KeysAndValues], n: int):
         self._kept, self._n = kept, n
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the slice's keys and values [b, H/g, t, head_dim]; return all of slices 0 ... n, [b, H/g, S, head_dim]."""
+        """Keep the slice's keys and values [b, H/g, t, head_dim]; return those of slices 0 ... n [b, H/g, S, head_dim]."""
         if len(self._kept) == self._n:  # otherwise the backward is recomputing this forward
             self._kept.append(_KeysAndValues(_kept(k), _kept(v)))
         earlier = self._kept[: self._n]

@@ -5,8 +5,8 @@ holds the same two stages, with the copies exchanged, and the two ranks sum thei
 
 With ranks r and p-1-r folded into one, this is a V on p/2 ranks, in which every microbatch goes down and comes back.
 `unfolded` does the reverse: it turns any V-shaped schedule into two directions. Each rank idles as long and keeps as many
-activations as in the V. So the V with dp=2, which puts as many parameters on each of the same ranks, is as good, as the
-authors of DualPipe-V note.
+activations as in the V. So the V with dp=2 is as good: it uses as many ranks, each with as many parameters. The authors of
+DualPipe-V note this.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from minipar.support.errors import require_positive
 
 
 def chimera(p: int, m: int) -> Schedule:
-    """Return Chimera: 1F1B from both ends, merged. If F = B and p divides m, no two actions need a rank at the same time.
+    """Return Chimera: 1F1B from both ends, merged. If F = B and p divides m, the two ends' actions never overlap on a rank.
 
     idle per rank, p dividing m   p-2 if F = B = 1, a fraction (p-2) / (2m + p-2) of the step, half of 1F1B's
                                   (p-2) (1 + m/p) if B = 2F = 2: for m = p a fraction (p-2) / (3m/2 + p-2)
     live activations              p/2 + 1 on the first rank, one more on each further rank up to p in the middle, then one
-                                  fewer
+                                  fewer on each
 
-    More than p microbatches repeat the order for p; each repetition begins in the gaps at the end of the previous one
-    (direct concatenation). If p does not divide m, the order for the next multiple of p is used, without its microbatches
-    from m on. Raises ValueError if p or m is odd or below 2.
+    For more than p microbatches, the order for p is repeated; each repetition begins in the gaps at the end of the previous
+    one (direct concatenation). If p does not divide m, the order for the next multiple of p is used, and the microbatches
+    beyond m are left out. Raises ValueError if p or m is odd or below 2.
     Source: Chimera, arXiv:2107.06925, section 3 and table 2.
     """
     half = _require_even(p, m)
@@ -36,10 +36,10 @@ def chimera(p: int, m: int) -> Schedule:
 
 
 def _folded_chimera(p: int, rounds: int, rank: int) -> list[Action]:
-    """Return the folded rank's actions in the order of the slots of two 1F1B pipelines of p stages with F = B = 1.
+    """Return the folded rank's actions, in the order of their time slots in two 1F1B pipelines of p stages with F = B = 1.
 
-    F(s, j) is in slot s + 2j and B(s, j) in slot 2p - 1 - s + 2j, for j < p/2. The next p/2 microbatches have the same
-    slots plus 2p, and so on.
+    For j < p/2, F(s, j) is in slot s + 2j and B(s, j) in slot 2p - 1 - s + 2j. The slots of the next p/2 microbatches are
+    2p later, and so on.
     """
     slots = {}
     for stage in (rank, p - 1 - rank):
@@ -53,7 +53,7 @@ def _folded_chimera(p: int, rounds: int, rank: int) -> list[Action]:
 def dualpipe(p: int, m: int) -> Schedule:
     """Return DualPipe: `dualpipe_v` on p/2 ranks with m/2 microbatches, unfolded.
 
-    Each rank idles p/2 - 1 if F=I=W=1 and m >= 2p, and keeps at most p+1 activations of stages that are 1/p of the
+    Each rank idles p/2 - 1 if F=I=W=1 and m >= 2p, and keeps at most p+1 activations, each of a stage of 1/p of the
     model. Raises ValueError if p or m is odd or below 2.
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.2.1 and table 2.
     """

@@ -1,4 +1,4 @@
-"""Hanayo's waves: a microbatch passes down and up the ranks, with a chunk per rank each time; turns need no message."""
+"""Hanayo's waves: a microbatch passes down and up the ranks repeatedly, through one chunk per rank each time."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def hanayo(p: int, m: int, v: int = 2) -> Schedule:
 
 
 def run_what_is_ready(stage_rank: Sequence[int], m: int, in_flight: int) -> tuple[tuple[Action, ...], ...]:
-    """Return each rank's actions if a rank idles only when none is ready, with at most `in_flight` microbatches under way.
+    """Return each rank's actions if a rank idles only when none of its actions is ready, by increasing `_urgency`.
 
-    F takes one unit of time, B two. Building the order takes a microsecond or two per action.
+    At most `in_flight` microbatches are under way. F takes one unit of time, B two. Building the order takes a microsecond
+    or two per action.
     """
     last, ranks = len(stage_rank) - 1, range(max(stage_rank) + 1)
     order: list[list[Action]] = [[] for _ in ranks]

@@ -3,8 +3,8 @@
 grid.py          linear layers on a grid of ranks: 2D and 2.5D
 cube.py          a linear layer on a cube of ranks: 3D
 linear_costs.py  communication and memory of a linear layer in 1D, 2D, 2.5D and 3D
-grid_layout.py   the blocks of activations that a rank of a grid or a cube holds
-grid_model.py    `grid_parallel`: the whole model on a grid or a cube
+grid_layout.py   the block of each activation that a rank of a grid or a cube holds
+grid_model.py    `grid_parallel` splits the whole model over a grid or a cube
 grid_costs.py    communication of the whole model in a step
 limits.py        the grids over which a model can be split
 choices.py       the choices of --tp-layout, and which configurations they refuse

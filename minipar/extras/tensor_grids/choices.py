@@ -13,13 +13,13 @@ from minipar.support.options import option
 
 @dataclass(frozen=True)
 class DepthOptions:
-    """The options of "2.5d", which has several squares of ranks."""
+    """The options of "2.5d", in which the tp ranks form several square grids of ranks."""
 
     depth: int = option(2, "number of squares of ranks, each with a part of the samples")
 
 
 class Grid(TensorLayout):
-    """The choice of a layout with tp ranks on a grid or a cube."""
+    """A choice of `--tp-layout` that arranges the tp ranks in a grid or a cube."""
 
     implementation = "minipar.extras.tensor_grids.grid_model:cut_stage"
 
@@ -51,7 +51,7 @@ class Grid(TensorLayout):
                 )
 
     def variants(self, config: Any) -> list[dict[str, Any]]:
-        """Return the options with which a run's tp ranks form this layout, with two or more ranks per side."""
+        """Return each set of options with which a run's tp ranks form this layout, with two or more ranks per side."""
         depths = divisors(config.tp)[1:] if self.options else [1]
         found = []
         for depth in depths:

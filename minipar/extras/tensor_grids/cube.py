@@ -3,7 +3,7 @@
     y(i, j) = sum_l x(i, l) w(j, l)^T         rank (i, j, l) computes term l of y(i, j)
 
 x is all-gathered along j and w along i, and the terms are reduce-scattered along l. Between products every matrix is
-sharded over all p^3 ranks. Each matrix takes one all-gather or reduce-scatter, over p = cuberoot(tp) ranks.
+sharded over all p^3 ranks. So each of x, w and y takes one all-gather or reduce-scatter, over p = cuberoot(tp) ranks.
 
 Source: Agarwal et al., A three-dimensional approach to parallel matrix multiplication, 1995; Bian et al.,
 arXiv:2105.14450.
@@ -26,10 +26,11 @@ from minipar.tensor_parallel.shards import place
 
 
 class Cube:
-    """The coordinates of rank = (i * p + j) * p + l, and the Comms of the ranks that differ only in i, j or l.
+    """The coordinates of rank = (i * p + j) * p + l, and the Comms along i, j and l.
 
+    along_i  the Comm of the ranks that differ from this one only in i; along_j and along_l likewise
     same_j   the Comm of all ranks with the same j
-    swap_jl  whether j and l exchange their roles: output features are then split along l, no longer along j
+    swap_jl  whether j and l exchange their roles: output features are then split along l instead of j
 
     Raises ValueError if the number of ranks is not a cube.
     """
@@ -51,7 +52,7 @@ class Cube:
 
 
 def cube_linear(cube: Cube, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute this rank's blocks of y_n = x w_n^T; x is sent once for all weights.
+    """Compute this rank's blocks of y_n = x w_n^T. x is gathered once for all weights.
 
     x    [..., D/p]         M/p^2 rows (i, j), features l
     w_n  [F_n/p^2, D/p]     rows (j, i), features l
@@ -95,7 +96,7 @@ class _CubeLinear(torch.autograd.Function):
 
 
 def place_on_cube(cube: Cube, weight: nn.Parameter) -> nn.Parameter:
-    """Return this rank's block of a whole weight [F, D]: rows (j, i) and features l, [F/p^2, D/p]."""
+    """Return this rank's block of an unsharded weight [F, D]: rows (j, i) and features l, [F/p^2, D/p]."""
     p = cube.p
     return place(weight, placement_of(weight).shard(0, cube.j, p).shard(0, cube.i, p).shard(1, cube.l, p))
 
@@ -117,7 +118,7 @@ class CubeLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: AnyLinear, comm: Comm, swap_jl: bool = False) -> CubeLinear:
-        """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
+        """Keep this rank's block of `linear`, an unsharded layer that is the same on every rank."""
         return cls.on_cube(linear, Cube(comm, swap_jl))
 
     @classmethod

@@ -1,9 +1,9 @@
-"""Linear layers on a grid of ranks: weights and activations are split along both dims, and no rank holds a whole matrix.
+"""Linear layers on a grid of ranks: weights and activations are split along both dims, so no rank holds a full matrix.
 
     SummaLinear            q x q ranks                 2D: blocks of x are broadcast along rows, blocks of w along columns
     SummaLinear, depth d   d layers of q x q ranks     2.5D: each layer has some rows of x and its own copy of w
 
-    y(i, j) = sum_k x(i, k) w(j, k)^T         rank (i, k) holds x(i, k); rank (k, j) holds w(j, k), input features k
+    y(i, j) = sum_k x(i, k) w(j, k)^T         rank (i, k) holds x(i, k); rank (k, j) holds w(j, k); k: input features
 
 In step k, rank (i, k) broadcasts x(i, k) to its row and rank (k, j) broadcasts w(j, k) to its column. In contrast to 1D
 tensor parallelism, no activation is replicated, and a rank sends less as q grows. But a rank sends weights as well as
@@ -35,7 +35,6 @@ AnyLinear = nn.Linear | Linear
 class Grid:
     """The coordinates of rank = (layer * q + i) * q + j in d layers of q x q ranks, and the Comms of its lines and planes.
 
-
     comm     all ranks
     row      ranks (layer, i, *)     depth    ranks (*, i, j)
     column   ranks (layer, *, j)     same_j   ranks (*, *, j)
@@ -59,8 +58,7 @@ class Grid:
 
 
 def summa(grid: Grid, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Compute this rank's blocks of y_n = x w_n^T; x is sent once for all weights.
-
+    """Compute this rank's blocks of y_n = x w_n^T. x is sent once for all weights.
 
     x    [..., D/q]      M/(dq) rows: block (layer q + i, j)
     w_n  [F_n/q, D/q]    block (j, i) of [F_n, D], the same in each layer
@@ -70,7 +68,7 @@ def summa(grid: Grid, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...
                dw_n(j, k) = sum_i dy_n(i, j)^T x(i, k)         x broadcast along rows, sums reduced up columns, then over
                                                                layers
 
-    Sends (q-1) (|x| + |w|) elements forward, and 2 (q-1) (|x| + |w|) backward plus 2(d-1)/d |w| for the sum over grids.
+    Sends (q-1) (|x| + |w|) elements forward, and 2 (q-1) (|x| + |w|) backward plus 2(d-1)/d |w| for the sum over layers.
     |x| and |w| are the elements of this rank's blocks, summed over all weights.
     """
     ys = _Summa.apply(x.flatten(0, -2), grid, *weights)  # type: ignore[no-untyped-call]
@@ -108,7 +106,7 @@ class _Summa(torch.autograd.Function):
 
 
 def _broadcast_block(line: Comm, block: Tensor, k: int) -> Tensor:
-    """Broadcast the k-th rank's block to every rank of the line."""
+    """Broadcast the block of the line's k-th rank to every rank of the line."""
     received: Tensor = line.broadcast(block, root=k, algorithm="tree")
     return received
 
@@ -118,7 +116,7 @@ def _not_none(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def place_on_grid(grid: Grid, weight: nn.Parameter) -> nn.Parameter:
-    """Return block (j, i) of a whole weight [F, D]: [F/q, D/q]."""
+    """Return block (j, i) of an unsharded weight [F, D]: [F/q, D/q]."""
     block = placement_of(weight).shard(0, grid.j, grid.q).shard(1, grid.i, grid.q)
     return place(weight, block.replicate("tp") if grid.d > 1 else block)
 
@@ -140,7 +138,7 @@ class SummaLinear(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: AnyLinear, comm: Comm, depth: int = 1) -> SummaLinear:
-        """Keep this rank's block of `linear`, a whole layer that is the same on every rank."""
+        """Keep this rank's block of `linear`, an unsharded layer that is the same on every rank."""
         return cls.on_grid(linear, Grid(comm, depth))
 
     @classmethod

@@ -1,17 +1,17 @@
-"""Elements that each rank sends in a step of a whole model on a grid or a cube of ranks. Imports no torch.
+"""Formulas for the elements that each rank sends in a step of the model on a grid or a cube. Imports no torch.
 
     M tokens, V words, t ranks: R = d q rows and C = q columns of ranks on a grid, R = p^2 and C = p on a cube
 
     layer       linear(D, D + 2 D_kv) + linear(D, D) + linear(D, 2 F) + linear(F, D)     linear: see `linear_costs.py`
-    norm        4 (C-1)/C M/R + 2 (R-1)/R D/C                                            two a layer, and the last one
+    norm        4 (C-1)/C M/R + 2 (R-1)/R D/C                                            two per layer, and the last norm
     embedding   2 q V D/q^2 + 2 (d-1)/d V D/q^2, less 2 V D/q^2 if i = j              on a grid
                 2 (p^2 - 1) V D/p^3                                                      on a cube
     head        linear(D, V)
     loss        6 (C-1)/C M/R + 2 (R-1)/R
 
-The norms' squares and the loss's three numbers are in float32 or wider. Matrices with the same input count as one wide
-matrix. Apart from norms, a layer with W weights sends 3 (q-1)/t (3 M D + M F + W) on a square, which falls as t grows; 1D
-sends 8 M D (t-1)/t, and no weights.
+The norms' squares and the loss's three values per token are in float32 or wider. Matrices with the same input count as one
+wide matrix. Apart from norms, a layer with W weights sends 3 (q-1)/t (3 M D + M F + W) on a square, which decreases as t
+grows; 1D sends 8 M D (t-1)/t, and no weights.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from minipar.extras.tensor_grids.linear_costs import cube_cost, summa_cost
 def grid_step_elems(
     config: ModelConfig, layout: str, t: int, tokens: int, depth: int = 1, diagonal: bool = False
 ) -> Fraction:
-    """Return the elements that a rank of `grid_parallel` sends in a step, forward and backward.
+    """Return the number of elements that a rank of `grid_parallel` sends in a step, forward and backward.
 
     tokens    tokens of the batch, over all samples
-    diagonal  whether to count for a rank (i, i) of a grid, which need not exchange its block of the embedding
+    diagonal  True: count for a rank (i, i) of a grid, which need not exchange its block of the embedding
 
-    The all-reduce of the loss, one number, is split unevenly over ranks; its mean is counted.
+    In the all-reduce of the loss, a single element, some ranks send more than others; the mean over ranks is counted.
     """
     rows, columns = grid_shape(t, layout, depth)
     linear = _linear(layout, t, tokens, depth)

@@ -1,10 +1,10 @@
-"""Layouts of a whole model on a grid or a cube of ranks: the block of each activation on a rank, and the products.
+"""Layouts of the model on a grid or a cube of ranks: the block of each activation on a rank, and the matrix products.
 
     2D, 2.5D   activations [B, T, D]                             samples over the d q rows, features over the q columns
     3D         in the residual stream                            samples over (i, j), features over l
                in a layer, after q, k and v, or gate and up      samples over (i, l), features over j
 
-Samples and heads are whole on their rank. So attention, RoPE, activation functions and the residual send nothing.
+No sample and no head is split over ranks. So attention, RoPE, activation functions and the residual send nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
         return x.chunk(self.stack.size)[self.stack.rank]
 
     def whole_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the activation of which x is a block."""
+        """Return the shape of the full activation, given its block x."""
         return (x.shape[0] * self.stack.size, *x.shape[1:-1], x.shape[-1] * self.line.size)
 
 
@@ -45,7 +45,7 @@ class GridLayout:
     """The layout on a 2D grid of ranks, or on a 2.5D grid if depth > 1.
 
     outer  how activations of the residual stream are split
-    inner  how activations between `expand` and `contract` are split: on a grid, the same way
+    inner  how activations between an `expand` and a `contract` layer are split; on a grid, like `outer`
     """
 
     def __init__(self, comm: Comm, depth: int = 1):
@@ -61,11 +61,11 @@ class GridLayout:
         return SummaLinear.on_grid(linear, self.grid)
 
     def multiply(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Multiply one input by several weights, which are split as in `expand`."""
+        """Multiply one input by several weights, which are split as by `expand`."""
         return summa(self.grid, x, weights)
 
     def weight_block(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return this rank's block of a whole weight [F, D], for `multiply`."""
+        """Return this rank's block of an unsharded weight [F, D], for `multiply`."""
         return place_on_grid(self.grid, weight)
 
     def gather_table(self, weight: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class GridLayout:
         weight  [V/q, D/q]   from `weight_block`, so that a tied head can multiply by it
 
         Rank (i, j) exchanges its block with rank (j, i), then all-gathers over its column. Backward: the reverse. Sends
-        q |w| elements forward (|w| fewer if i = j) and as many backward, plus 2(d-1)/d |w| for the sum over the d grids.
+        q |w| elements forward (|w| fewer if i = j) and as many backward, plus 2(d-1)/d |w| for the sum over the d layers.
         """
         at = self.grid
         partner = (at.layer * at.q + at.j) * at.q + at.i
@@ -83,7 +83,7 @@ class GridLayout:
 
 
 class _Swap(torch.autograd.Function):
-    """Exchange a tensor with a partner rank, which must call this too. Backward: exchange the gradients."""
+    """Exchange a tensor with a partner rank, which must call this, too. Backward: exchange the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, partner: int) -> Tensor:

@@ -1,15 +1,15 @@
-"""Tensor parallelism of the whole model in two and three dimensions: no rank holds a whole matrix, or a whole activation.
+"""Tensor parallelism of the model in two and three dimensions: no rank holds a full matrix or a full activation.
 
-                         computed                                              sent
+                         computation                                           communication
     embedding            lookup of this rank's features, for its samples       see `GridLayout.gather_table`
-    norms                mean of squares                                       two all-reduces of a number per token
+    norms                mean of squares                                       two all-reduces of a value per token
     attention, mlp       each matrix by `grid.py` or `cube.py`                 see `linear_costs.py`
     dropouts, residual   on this rank's block                                  nothing
-    head                 as the matrices above; the loss over split logits     three numbers per token
+    head                 like the matrices above; the loss over split logits   three values per token
 
 All ranks get the same tokens and targets, and each takes its own samples. Between layers, and between pipeline stages, a
 rank has [B/R, T, D/C] of [B, T, D], with R = d q and C = q on a grid, R = p^2 and C = p on a cube. `grid_costs.py` counts
-what a step sends.
+the elements sent in a step.
 
 Source: Xu et al. (Optimus), arXiv:2104.05343, section 3; Wang et al. (Tesseract), arXiv:2105.14500; Bian et al.,
 arXiv:2105.14450, section 3.
@@ -52,11 +52,11 @@ def grid_parallel(
     layout     "2d": q x q ranks; "2.5d": depth times q x q; "3d": p x p x p
     algorithm  the algorithm of collectives, as in `Comm.using`; SUMMA's broadcasts and reductions always use trees
 
-    `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Stages send each other blocks of
-    hidden states. Each microbatch's backward computes all gradients, summed over tp; none is deferred. Every parameter has
-    a placement; see `full_state_dict`.
-    Raises ValueError if the ranks form no such grid, the model or the samples cannot be split evenly over it, or the model
-    is already wrapped for data parallelism.
+    `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Pipeline stages send each other
+    blocks of hidden states. Each microbatch's backward computes all gradients, summed over tp; none is deferred. Every
+    parameter has a placement; see `full_state_dict`.
+    Raises ValueError if the number of ranks does not fit the grid, the model or the samples cannot be split evenly over it,
+    or the model is already wrapped for data parallelism.
     """
     check_grid(model.config, comm.size, layout, depth)
     require_not_wrapped(model)
@@ -77,7 +77,7 @@ def grid_parallel(
 
 
 def cut_stage(stage: Transformer, tp: Comm, config: TrainConfig) -> None:
-    """Cut a run's stage over a grid or a cube, for `--tp-layout 2d`, `2.5d` and `3d`."""
+    """Split a run's stage over a grid or a cube, for `--tp-layout 2d`, `2.5d` and `3d`."""
     grid_parallel(stage, tp, config.tp_layout, depth_of(config))
 
 
@@ -97,7 +97,7 @@ def shard_block(block: Block, layout: Layout) -> None:
     attention.overrides.positions = partial(own_positions, layout.inner)
     mlp.overrides.project_gate_up = partial(project_together, layout, (mlp.gate, mlp.up))
     for name in ("attention_norm", "mlp_norm"):
-        if (norm := getattr(block, name)) is not None:  # a parallel block has one norm
+        if (norm := getattr(block, name)) is not None:  # a parallel block has only one norm
             setattr(block, name, GridRMSNorm(norm, layout.outer))
     block.overrides.dropout = GridDropout(block, layout.outer)
 
@@ -116,12 +116,11 @@ def own_positions(blocks: Blocks, positions: Tensor) -> Tensor:
 class GridRMSNorm(RMSNorm):
     """RMSNorm for this rank's block of x, with the weight of this rank's features.
 
-
     x, y  [B/R, T, D/C]    w  [D/C]    y = w x / sqrt(mean of x^2 over all D features + eps)
 
     backward   dx also needs a sum over all features; dw is summed over the ranks with other samples
 
-    Makes two all-reduces of one number per token over C ranks (one forward, one backward), and one of D/C elements over R.
+    Makes two all-reduces of one value per token over C ranks (one forward, one backward), and one of D/C elements over R.
     """
 
     def __init__(self, norm: RMSNorm, blocks: Blocks):
@@ -153,7 +152,7 @@ class GridDropout:
 class GridEmbedding(nn.Module):
     """An embedding split along both dims: tokens [B, T] on every rank -> this rank's block [B/R, T, D/C].
 
-    w  [V/q, D/q] on a grid, [V/p^2, D/p] on a cube: the same block as a tied head's
+    w  [V/q, D/q] on a grid, [V/p^2, D/p] on a cube: the same block as that of a tied head
 
     The lookup gathers all rows of this rank's features, [V, D/C]; the backward reduce-scatters their gradient.
     Costs what the layout's `gather_table` costs.
@@ -168,7 +167,7 @@ class GridEmbedding(nn.Module):
 
 
 class GridTiedHead(TiedHead):
-    """The tied head, which multiplies by this rank's block of the embedding."""
+    """A tied head, which multiplies by this rank's block of the embedding."""
 
     def __init__(self, layout: Layout):
         super().__init__()
@@ -182,7 +181,7 @@ class GridTiedHead(TiedHead):
 class GridOutput:
     """Computes the model's output from this rank's block of the logits: the gathered logits or, given targets, the loss.
 
-    The losses of this rank's samples are computed over split logits, then summed over the ranks with other samples. So
+    The losses of this rank's samples are computed from split logits, then summed over the ranks with other samples. So
     every rank returns the sum over all samples.
     """
 

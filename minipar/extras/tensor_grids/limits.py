@@ -1,4 +1,4 @@
-"""The grids of ranks over which a model can be split, from its config alone. Imports no torch."""
+"""The grids of ranks over which a model can be split, given its config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from minipar.support.errors import one_of
 
 
 def grid_shape(tp: int, layout: str, depth: int = 1) -> tuple[int, int]:
-    """Return (rows, columns), the numbers of rows and columns of tp ranks.
+    """Return the numbers of rows and columns in which tp ranks are arranged.
 
-    Rows of ranks hold different samples, columns of ranks different features.
+    Each row of ranks holds different samples, and each column holds different features.
 
     2d         q x q        rows q, columns q        2.5d   d x q x q     rows d q, columns q
     3d         p x p x p    rows p^2, columns p
 
-    Raises ValueError, naming the sizes that work, if tp ranks cannot form the grid.
+    Raises ValueError, which names the sizes that work, if tp ranks cannot form the grid.
     """
     times, power = (1, 3) if layout == "3d" else (depth, 2)
     side = round((tp / times) ** (1 / power))

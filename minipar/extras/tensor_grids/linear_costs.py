@@ -1,4 +1,4 @@
-"""Elements that each rank sends and holds for one linear layer, forward and backward, in each tensor-parallel layout.
+"""Formulas for the elements that a rank sends and holds for one linear layer, forward and backward, in each TP layout.
 
     M rows, D input and F output features, t ranks
 
@@ -9,14 +9,14 @@
     2.5D, d q^2 = t          3(q-1) (M D/d + D F)/q^2 + 2(d-1)/d D F/q^2              (D F d + M D + M F)/t
     3D, p^3 = t              (p-1) (3 M D + 3 D F + 2 M F)/t                          (D F + M D + M F)/t
 
-1D sends no weights, but what a rank sends hardly falls as t grows. So 1D is best inside a machine, and while M is small
-compared with D and F. A rank sends about 3/sqrt(t) of M D + D F in 2D, and about 1/t^(2/3) of 3 M D + 3 D F + 2 M F in 3D.
-These layouts are best when M or t is large, or when a whole activation does not fit on a rank.
+1D sends no weights, but the elements that a rank sends hardly decrease as t grows. So 1D is best inside a machine, and
+while M is small compared with D and F. A rank sends about 3/sqrt(t) of M D + D F in 2D, and about 1/t^(2/3) of
+3 M D + 3 D F + 2 M F in 3D. These layouts are best when M or t is large, or when a full activation does not fit on a rank.
 
 Other sources count differently. Optimus (arXiv:2104.05343, table 1) counts the time of trees that run one after another,
-which in 2D is q log2(q) / (q-1) times the elements that a rank sends. Colossal-AI's documentation gives the same elements
-held, but q times as many sent in 2D and 2.5D. In 3D, with M = D = F, Colossal-AI sends 6 (p-1)/t of a matrix, not 8,
-because it keeps the gathered x and w, p times as large, for the backward.
+which in 2D is q log2(q) / (q-1) times the elements that a rank sends. Colossal-AI's documentation gives the same number of
+elements held, but q times as many sent in 2D and 2.5D. In 3D, with M = D = F, Colossal-AI sends 6 (p-1)/t of a matrix,
+not 8, because it keeps the gathered x and w, which are p times as large, for the backward.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Cost(NamedTuple):
 
 
 def column_cost(t: int, m: int, d_in: int, d_out: int) -> Cost:
-    """Return the cost of 1D, split by output features; every rank holds the whole input."""
+    """Return the cost of 1D, split by output features; every rank holds the full input."""
     return Cost(Fraction(2 * (t - 1) * m * d_in, t), Fraction(d_in * d_out + m * d_out, t) + m * d_in)
 
 
 def row_cost(t: int, m: int, d_in: int, d_out: int) -> Cost:
-    """Return the cost of 1D, split by input features; every rank holds the whole output."""
+    """Return the cost of 1D, split by input features; every rank holds the full output."""
     return Cost(Fraction(2 * (t - 1) * m * d_out, t), Fraction(d_in * d_out + m * d_in, t) + m * d_out)
 
 

@@ -15,12 +15,12 @@ from minipar.learn.exercises.problems import LESSONS, PROBLEMS, Card
 from minipar.support.errors import one_of
 
 WIDTH = 100
-NUM_MIXED = 10  # without a lesson, each of another one
+NUM_MIXED = 10  # number of problems if no lesson is named, each from another lesson
 PAGE_SEED = 0
 
 
 def draw_cards(seed: int | None = None, lesson: str = "") -> list[Card]:
-    """Return a lesson's problems, or one each of ten lessons; numbers and lessons are drawn from the seed, if given.
+    """Return a lesson's problems, or one problem from each of ten random lessons; `seed` makes the draw repeatable.
 
     Raises ValueError for a lesson that does not exist.
     """
@@ -35,7 +35,7 @@ def draw_cards(seed: int | None = None, lesson: str = "") -> list[Card]:
 
 
 def ask(cards: list[Card], read: Callable[[str], str], show: Callable[[str], None]) -> int:
-    """Ask each question, read an answer ("" gives up), show whether it is right, and why; count the right answers."""
+    """Ask each question, read an answer ("" gives up), and show whether it is right and why. Return the number right."""
     num_right = 0
     for number, card in enumerate(cards, 1):
         show("\n" + question_text(number, card))
@@ -47,7 +47,7 @@ def ask(cards: list[Card], read: Callable[[str], str], show: Callable[[str], Non
 
 
 def judged(card: Card, text: str) -> bool | None:
-    """Return whether the text is the right answer, within the card's tolerance; None if it is not a number."""
+    """Return whether `text` is the right answer, within the card's tolerance; None if it is not a number."""
     try:
         given = float(text.strip().replace(",", ""))
     except ValueError:
@@ -79,7 +79,7 @@ def printed(cards: list[Card]) -> str:
 def page(titles: dict[str, tuple[str, str]]) -> str:
     """Return the page of all problems, with one draw of numbers; each worked answer is folded.
 
-    titles   of each lesson, by its number: the title, and the notebook's file name
+    titles   lesson number -> (title, file name of the notebook)
     """
     rng = Random(PAGE_SEED)
     parts = [

@@ -1,7 +1,7 @@
 """Checks of a learner's file against its exercise's specification, stage by stage, up to the first stage that fails.
 
-The file runs only in the ranks' own processes, under a deadline: whatever it prints, breaks, changes or leaves running
-stays there, and the processes are ended after each check. This is not a sandbox: the file has all its owner's rights.
+The file runs only in the ranks' own processes, under a deadline: what it prints, breaks, changes or leaves running stays
+there, and the processes are ended after each check. This is not a sandbox: the file runs with all its owner's rights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minipar.spec.from_file import FromFile, Hangs, deadline
 
 MOST_RANKS = 4
 LIMIT_S = 120.0  # wall-clock time of a whole check
-# One run on a rank may compute for a fifteenth of LIMIT_S; after that, the line that it has reached is reported.
+# One run on a rank may take a fifteenth of LIMIT_S; after that, the line that it has reached is reported.
 RUNS = 15
 MOST_LINES = 20  # show at most this many lines of the learner's output, and of a finding
 MOST_CHARACTERS = 200  # show at most this many characters of a line
@@ -46,9 +46,9 @@ STAGES = {
 
 @dataclass(frozen=True)
 class Result:
-    """The findings of a check.
+    """The result of a check.
 
-    state    "green": every stage passed; "todo": the run reached a hole; "red": `stage` failed, as `words` explains
+    state    "green": every stage passed; "todo": the run reached a hole; "red": `stage` failed, and `words` says why
     met      the stages passed, in order
     """
 
@@ -71,7 +71,7 @@ class Result:
 
 
 def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S) -> Result:
-    """Check the exercise's file in the folder (or the file `folder`), and remember the result beside it.
+    """Check the exercise's file in the folder (or the file `folder`), and store the result in the file's folder.
 
     Raises ValueError for an unknown exercise or a file that does not exist.
     """
@@ -107,7 +107,7 @@ def _met_stages(exercise: Exercise, source: FromFile) -> Result:
 
 
 def _with_line(result: Result, path: Path, entry: str) -> Result:
-    """Turn a failure at a hole into "todo"; if the words name no line of the file, add the definition's line."""
+    """Turn a failure at a hole into "todo"; if the explanation names no line of the file, add the definition's line."""
     words = result.words
     if words is None:
         return result
@@ -120,9 +120,9 @@ def _with_line(result: Result, path: Path, entry: str) -> Result:
 
 
 def _wrapped(line: str) -> list[str]:
-    """Return a line of a report as lines of at most MOST_CHARACTERS.
+    """Split a line of a report into lines of at most MOST_CHARACTERS.
 
-    Sentences of this package are kept in full. A longer text, which comes from the learner's code, loses its middle.
+    A text longer than any sentence of this package comes from the learner's code, and its middle is left out.
     """
     if len(line) > MOST_OF_A_SENTENCE:
         line = f"{line[: MOST_OF_A_SENTENCE // 2]} ... {line[-MOST_OF_A_SENTENCE // 2 :]}"

@@ -1,4 +1,4 @@
-"""Examine a learner's file before its code is checked: for errors in the file, missing names and wrong signatures."""
+"""Examines a learner's file before the checks, for syntax errors, missing names and wrong signatures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find_fault(source: FromFile, exercise: Exercise, most_ranks: int) -> str | N
     """Return a sentence that says why, and at which line, the learner's file cannot be checked; None if it can be."""
     if words := _syntax_fault(Path(source.path)):
         return words
-    run(_nothing, world_size=most_ranks)  # one pool, large enough for this run and later ones
+    run(_nothing, world_size=most_ranks)  # starts one pool of ranks, large enough for all later runs
     return _fault_on_a_rank(source, exercise)
 
 
@@ -45,7 +45,7 @@ def line_of(path: Path, name: str) -> int | None:
 
 
 def at_line(path: Path, name: str) -> str:
-    """Return a place such as "shift.py, line 14", or only the file's name if `name` is not at its top level."""
+    """Return, for example, "shift.py, line 14", or only the file's name if `name` is not at its top level."""
     line = line_of(path, name)
     return path.name if line is None else f"{path.name}, line {line}"
 

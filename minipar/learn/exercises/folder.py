@@ -1,4 +1,4 @@
-"""The learner's folder: start an exercise, store what its last check found, and give its hints one at a time."""
+"""The learner's folder: starts an exercise, stores the result of its last check, and gives its hints one at a time."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def started(folder: str | Path) -> list[str]:
 
 
 def state_of(exercise: Exercise, folder: str | Path) -> str:
-    """Return "-" for an exercise not started, else what its last check found: "started", "todo", "red" or "green"."""
+    """Return "-" if the exercise is not started, "started" if it is not checked, else "todo", "red" or "green"."""
     if exercise.name not in started(folder):
         return "-"
     state: str = _progress(Path(folder)).get(exercise.name, {}).get("state", "started")
@@ -79,7 +79,7 @@ def state_of(exercise: Exercise, folder: str | Path) -> str:
 
 
 def remember(exercise: Exercise, path: Path, **what: object) -> None:
-    """Store a state or a number of hints. Do nothing if the folder cannot be written to."""
+    """Store the exercise's state or the number of hints given. Do nothing if the folder is not writable."""
     progress = _progress(path.parent)
     progress.setdefault(exercise.name, {}).update(what)
     beside = path.parent / f".{PROGRESS}.{os.getpid()}"

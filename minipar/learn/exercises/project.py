@@ -1,9 +1,8 @@
-"""A learner's own small framework in ten steps: each is checked, and `python train.py` trains with the pieces written
-so far.
+"""A learner's own small framework in ten steps; each is checked, and `python train.py` trains with the pieces so far.
 
-The folder holds one file per step, named as the file of `minipar.simple` that solves it. A file with a hole in it
-(`raise NotImplementedError`) counts as not written, and the piece of minipar.simple is used. All written steps are checked
-each time, to report a step that broke an earlier one.
+The folder has one file per step, with the name of the file of `minipar.simple` that solves it. A file with a hole in it
+(`raise NotImplementedError`) counts as not written, and the piece of minipar.simple is used instead. All written steps are
+checked each time, to report a step that broke an earlier one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PROGRESS = "project.json"
 STUB_OF = {
     "zero": "zero1", "vocab": "vocab_loss", "pipeline": "pipeline_step", "mesh": "mesh", "dispatch": "dispatch",
 }  # fmt: skip
-LARGEST_DIFFERENCE = 1e-10  # largest difference of a float64 weight after two steps
+LARGEST_DIFFERENCE = 1e-10  # the largest difference allowed in a float64 weight after two steps
 TIMEOUT_S = 600.0
 
 
@@ -58,7 +57,7 @@ STEPS = tuple(
 
 
 def start(folder: Path) -> None:
-    """Write the stub of every step into the folder. Raises ValueError if it cannot be written."""
+    """Write the stub of every step that has no file yet into the folder. Raises ValueError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for step in STEPS:
@@ -70,7 +69,7 @@ def start(folder: Path) -> None:
 
 
 def is_written(step: Step, folder: Path) -> bool:
-    """Return whether the file exists without a hole. One that cannot be parsed counts as written, and fails its check."""
+    """Return whether the file exists and has no hole. A file that cannot be parsed counts as written; its check fails."""
     try:
         tree = ast.parse((folder / f"{step.file}.py").read_text())
     except OSError:
@@ -81,7 +80,10 @@ def is_written(step: Step, folder: Path) -> bool:
 
 
 def fault(step: Step, folder: Path, usable: dict[str, Step]) -> str | None:
-    """Describe what is wrong with the step's pieces, or return None. `usable` has, by file, the steps that run with it."""
+    """Return a description of what is wrong with the step's pieces, or None.
+
+    usable   file -> step, of the steps whose pieces are used together with this one
+    """
     path = folder / f"{step.file}.py"
     try:
         tree = ast.parse(path.read_text())
@@ -113,7 +115,7 @@ def fault(step: Step, folder: Path, usable: dict[str, Step]) -> str | None:
 
 
 def _piece(place: str, folder: Path, own: dict[str, Step]) -> Any:
-    """Return the learner's piece if it is usable, else that of minipar.simple."""
+    """Return the learner's piece if it is usable, else the piece of minipar.simple."""
     file, _, name = place.partition(":")
     if file in own and name in own[file].pieces:
         return FromFile(str((folder / f"{file}.py").resolve()), (name,))
@@ -121,7 +123,7 @@ def _piece(place: str, folder: Path, own: dict[str, Step]) -> Any:
 
 
 def _last_line(words: str, path: Path) -> str:
-    """Return the first line of a rank's traceback, its last, and the last line of the learner's file in it."""
+    """Return the first and the last line of a rank's error, and the last line number of the learner's file in it."""
     lines = words.strip().splitlines()
     at = re.findall(rf'File ".*{re.escape(path.name)}", line (\d+)', words)
     return f"{lines[0]} {lines[-1]}" + (f" ({path.name}, line {at[-1]})" if at else "")
@@ -131,7 +133,7 @@ def _last_line(words: str, path: Path) -> str:
 
 
 def distance(folder: Path, args: Any, steps: list[Step], show: Callable[[str], None]) -> float:
-    """Train on the mesh with these steps' pieces; return the largest difference of a weight from one process's."""
+    """Train on the mesh with these steps' pieces; return the largest difference of a weight from a one-process run."""
     size = args.pp * args.dp * args.cp * args.tp
     places = [(step.file, step.pieces) for step in steps]
     ranks = launch.run(_compare, size, str(folder.resolve()), places, args, show, timeout_s=TIMEOUT_S)
@@ -142,7 +144,7 @@ def distance(folder: Path, args: Any, steps: list[Step], show: Callable[[str], N
 def _compare(
     world: Any, folder: str, places: list[tuple[str, list[str]]], args: Any, show: Callable[[str], None]
 ) -> float:
-    """On each rank: replace pieces of minipar.simple by the learner's, train, and compare."""
+    """On each rank: replace pieces of minipar.simple by the learner's, train, and compare with one process."""
     for file, pieces in places:
         module = FromFile(f"{folder}/{file}.py", tuple(pieces)).module()
         for name in pieces:
@@ -165,7 +167,7 @@ def replace(old: Any, new: Any) -> None:
 
 
 def main(file: str) -> None:
-    """Train with the pieces in the file's folder, as the command line says; print the difference from one process."""
+    """Train as the command line says, with the pieces in the file's folder; print the difference from one process."""
     folder, args = Path(file).parent, train.options()
     written = [step for step in STEPS if is_written(step, folder)]
     yours = ", ".join(step.file for step in written) or "nothing yet"
@@ -183,7 +185,7 @@ def main(file: str) -> None:
 
 
 def check_project(folder: Path, show: Callable[[str], None]) -> bool:
-    """Check every written step, in order; show a line for each of the ten. Return whether all are right."""
+    """Check every written step, in order; show a line for each of the ten steps. Return whether no check failed."""
     before = _progress(folder)
     usable: dict[str, Step] = {}
     states: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Records of a learner's run, to draw it: the messages of four ranks with times, or the schedule that the code makes."""
+"""Records a learner's run, to draw it: the messages of four ranks with their times, or the schedule that the code makes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def record_schedule(exercise: Exercise, path: Path) -> Schedule | None:
 
 
 def record_spans(exercise: Exercise, path: Path) -> dict[int, list[Span]]:
-    """Record a run of the stage with the fewest calls on the most ranks; return each rank's spans, {} if none sends."""
+    """Run the specification's stage "bytes", or else "small"; return each rank's spans, or {} if no rank sends anything."""
     stages = {stage.name: stage for stage in SPECIFICATIONS[exercise.specification].stages}
     with tempfile.TemporaryDirectory() as folder:
         source = FromFile(str(path.resolve()), tuple(exercise.solution), trace_to=folder)

@@ -1,4 +1,4 @@
-"""The source of a solution, and of the definitions it uses from the same module, read from the code itself."""
+"""The source of a solution, and of the definitions that it uses from the same module, read from the library's files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 def solution_text(exercise: Exercise) -> str:
-    """Return the solution's place and its source: first what the solution uses, then the solution, in the file's order."""
+    """Return the solution's file, line and source, with the definitions it uses, in the file's order."""
     wanted: dict[str, set[str]] = {}
     for place in exercise.solution.values():
         module, _, name = place.partition(":")
@@ -21,7 +21,7 @@ def solution_text(exercise: Exercise) -> str:
 
 
 def excerpt(module: str, names: set[str], with_used: bool = True) -> str:
-    """Return the source of these names; with `with_used`, preceded by the definitions that they use from their module."""
+    """Return the source of these names and, with `with_used`, of the definitions that they use from their module."""
     file = Path(_home(module, names))
     source = file.read_text()
     body = {}
@@ -45,7 +45,7 @@ def excerpt(module: str, names: set[str], with_used: bool = True) -> str:
 
 
 def _home(module: str, names: set[str]) -> str:
-    """Return the file that defines the names: the module's or, for a package, the file that it imports them from."""
+    """Return the file that defines the names: the module's or, for a package, the file from which it imports them."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -1,8 +1,8 @@
-"""Pages of docs/ whose numbers are computed by `minipar.cost`, or measured once and kept.
+"""Pages of docs/ whose figures are computed by `minipar.cost`, or were measured once and stored.
 
     python -m minipar.learn.guide docs
 
-strategies.py, strategies.toml  what each strategy splits, sends and saves: docs/strategies.md
-workloads.py, workloads.toml    typical workloads, what limits each, and the planner's layout: docs/workloads.md
-tuning.py, tuning.toml, measured.toml  a run tuned step by step, as measured: docs/tuning.md
+strategies.py, strategies.toml         writes docs/strategies.md: what each strategy splits, sends and saves
+workloads.py, workloads.toml           writes docs/workloads.md: typical workloads, what limits each, the planner's layout
+tuning.py, tuning.toml, measured.toml  writes docs/tuning.md: a run that is tuned step by step, with measured times
 """

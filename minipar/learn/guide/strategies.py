@@ -1,7 +1,7 @@
-"""The strategy map, docs/strategies.md: each strategy alone on eight ranks, with the same model and batch.
+"""Write the strategy map, docs/strategies.md: each strategy alone on eight ranks, with the same model and batch.
 
-A row of strategies.toml names a layout. What it splits, holds, sends and waits for is what `minipar.cost` computes for
-that layout; `sends` is the same number of bytes as a formula.
+A row of strategies.toml names a layout. `minipar.cost` computes what is split, held and sent under that layout, and how
+long ranks wait; `sends` is a formula for the bytes sent.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from minipar.cost.models import expert_elems
 from minipar.cost.ranks import ends_elems, held_by
 from minipar.cost.timing import step_time
 from minipar.cost.traffic import step_traffic
+from minipar.learn.facts import quote
 
 RANKS, SAMPLES, TOKENS = 8, 8, 4096
 STATES = {"parameters": "parameters", "gradients": "gradients", "states": "optimizer state"}
@@ -32,9 +33,11 @@ LETTERS = (
 class Strategy(NamedTuple):
     """A strategy, and the layout that uses it alone.
 
-    rank       the pp coordinate whose bytes are counted
-    sends      the bytes that this rank sends in a step, as an expression of LETTERS
-    when, saves, breaks  half sentences    where  its flags and its file    lesson  file name of a notebook
+    rank       the pp coordinate of the rank whose bytes are counted
+    sends      the bytes that this rank sends in a step, as an expression in the letters of LETTERS
+    when, saves, breaks   halves of sentences, which `_paragraph` completes
+    where      the strategy's flags and its file
+    lesson     file name of a notebook
     """
 
     name: str
@@ -59,11 +62,14 @@ class Strategy(NamedTuple):
         return Job(MODELS[self.model], MACHINES["h100"], gpus, TOKENS, SAMPLES, implementation=how)
 
     def held_bytes(self) -> dict[str, float]:
-        """Return the bytes of parameters, gradients, states and activations on the rank that holds most of the last."""
+        """Return the bytes of parameters, gradients, states and activations on the rank that holds most activations."""
         return held(self.job(), self.split)
 
     def parts(self) -> dict[str, float]:
-        """Return which part of each thing a rank has: 1 is all of it, or for memory what one GPU would hold alone."""
+        """Return the fraction of the batch, sequence, layers, experts and each kind of memory that a rank has.
+
+        A fraction of memory is relative to a single GPU that runs the model alone.
+        """
         job, a = self.job(), self.split
         tokens = a.cp * (a.tp if self.sequence_parallel else 1)
         layers = held_by(job, a, self.rank).num_layers / job.shape.num_layers
@@ -72,7 +78,7 @@ class Strategy(NamedTuple):
         return {"batch": 1 / a.dp, "sequence": 1 / tokens, "layers": layers, "experts": 1 / a.ep} | of_memory
 
     def sent_bytes(self) -> float:
-        """Return the bytes that the rank sends in a step, by the planner."""
+        """Return the bytes that the rank sends in a step, according to the planner."""
         return sum(sent.total for sent in step_traffic(self.job(), self.split, self.rank).values())
 
     def formula_bytes(self) -> float:
@@ -95,14 +101,14 @@ def held(job: Job, layout: Layout) -> dict[str, float]:
 @cache
 def strategies() -> tuple[Strategy, ...]:
     text = (files("minipar.learn.guide") / "strategies.toml").read_text(encoding="utf-8")
-    return tuple(Strategy(**entry) for entry in tomllib.loads(text)["strategy"])
+    return tuple(Strategy(**quote(entry)) for entry in tomllib.loads(text)["strategy"])
 
 
 COLUMNS = ("batch", "sequence", "layers", "experts", "parameters", "gradients", "states", "activations")
 
 
 def page() -> str:
-    """Return docs/strategies.md."""
+    """Return the text of docs/strategies.md."""
     shape = MODELS["llama-7b"]
     lines = [
         "# The strategy map",
@@ -146,7 +152,7 @@ def _row(strategy: Strategy) -> str:
 
 
 def part_text(part: float) -> str:
-    """Write a part of 1: as 1, as a fraction if it is one of a few ranks, or in percent."""
+    """Format a fraction: "1", "1/n" if it is close to such a fraction, else a percentage."""
     if abs(part - 1) < 0.01:
         return "1"
     whole = round(1 / part)

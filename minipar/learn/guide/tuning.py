@@ -1,8 +1,9 @@
-"""One run tuned step by step, docs/tuning.md: four real ranks, whose layers, link and disk sleep for chosen times.
+"""Write docs/tuning.md, a run that is tuned step by step: four real ranks, whose layers, link and disk sleep instead.
 
-    python -m minipar.learn.guide.tuning minipar/learn/guide/measured.toml    # measures anew, on an idle machine
+    python -m minipar.learn.guide.tuning minipar/learn/guide/measured.toml    # measures again; use an idle machine
 
-The page's figures are those of measured.toml; tuning.toml has its words. `expected_s` is what the chosen times give.
+The page's figures are in measured.toml, and its words in tuning.toml. `expected_s` computes the time of a step from the
+times that are slept.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from minipar.learn.facts import quote
 from minipar.support.trace import DATA, Span, Trace, busy_s, find_data_wait, overlap_fraction
 
-RANKS, LAYERS, SAMPLES = 4, 4, 4  # samples a rank
-FIXED_S, SAMPLE_S = 0.008, 0.004  # of a layer's forward; its backward takes twice as long
-LINK_S = 0.04  # for one layer's gradients
+RANKS, LAYERS, SAMPLES = 4, 4, 4  # SAMPLES is per rank and step
+# A layer's forward takes FIXED_S + SAMPLE_S * samples; its backward takes twice that.
+FIXED_S, SAMPLE_S = 0.008, 0.004
+LINK_S = 0.04  # time to send one layer's gradients
 READ_S, SLOW_READ_S, SLOW_RANK = 0.05, 0.45, 2
 STEPS, WARM_UP, REPEATS = 6, 2, 3
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How the run is made.
+    """The settings of a run.
 
-    microbatches   of a rank's samples     each_microbatch  gradients are reduced after each, not once a step
-    whole          one bucket for all layers, so that it is complete when the backward is over
-    slow_reader    SLOW_RANK reads from a slow disk
+    microbatches      number of microbatches into which a rank's samples are divided
+    each_microbatch   True: gradients are reduced after each microbatch; False: once a step
+    whole             True: one bucket for all layers, which is complete only after the backward; False: one per layer
+    slow_reader       True: SLOW_RANK reads from a slow disk
     """
 
     microbatches: int = 4
@@ -44,24 +48,25 @@ class Setting:
     slow_reader: bool = True
 
     def computing_s(self) -> float:
-        """Return the seconds of arithmetic in a step."""
+        """Return the time of arithmetic in a step, in seconds."""
         layer = FIXED_S + SAMPLE_S * SAMPLES / self.microbatches
         return self.microbatches * LAYERS * 3 * layer
 
     def exposed_s(self) -> float:
-        """Return the seconds for which a rank waits for gradients in a step; with a bucket a layer, for the last one alone.
+        """Return the time, in seconds, for which a rank waits for gradients in a step.
 
-        The others go beside the backward, whose layers take longer than a bucket.
+        With one bucket per layer, only the last bucket is exposed: the others overlap with the backward, in which a layer
+        takes longer than a bucket.
         """
         times = self.microbatches if self.each_microbatch else 1
         return times * LINK_S * (LAYERS if self.whole else 1)
 
     def expected_s(self) -> float:
-        """Return the seconds of a step: the slowest reader may take longer than the rest."""
+        """Return the time of a step, in seconds: that of arithmetic and exposed messages, or of the slowest reader."""
         return max(self.computing_s() + self.exposed_s(), SLOW_READ_S if self.slow_reader else READ_S)
 
 
-SETTINGS = {  # each differs from the one before it in one thing
+SETTINGS = {  # each differs from the previous one in one setting
     "start": Setting(),
     "once": Setting(each_microbatch=False),
     "larger": Setting(1, each_microbatch=False),
@@ -71,19 +76,20 @@ SETTINGS = {  # each differs from the one before it in one thing
 
 
 def measure(setting: Setting) -> dict[str, float]:
-    """Run the setting on real ranks; return what its trace says, in seconds a step and fractions."""
+    """Run the setting on real ranks; return the figures of its trace."""
     from minipar.runtime.launch import run
 
     return figures(dict(enumerate(run(_spans, setting, world_size=RANKS))))
 
 
 def figures(spans_by_rank: Mapping[int, list[Span]]) -> dict[str, float]:
-    """Return a trace's figures: means over ranks, except of the wait for data, which is that of the rank that waits most.
+    """Return a trace's figures: means over ranks, and for the wait for data, the rank that waits most.
 
-    step_s       from the first span to the last, per step
-    compute_s    of forwards and backwards, without the waits inside them
-    messages_s   of collectives; `hidden` is the fraction of them beside arithmetic
-    exposed_s    of collectives that nothing hides. data_wait  fraction of the time in which that rank waits for a batch
+    step_s       time from the start of the first span to the end of the last, per step
+    messages_s   time of collectives, per step
+    exposed_s    time of collectives that does not overlap with arithmetic, per step
+    hidden       fraction of the time of collectives that overlaps with arithmetic
+    data_wait    fraction of the time in which rank `data_rank` waits for a batch
     """
     every = [span for spans in spans_by_rank.values() for span in spans]
     length_s = max(span.end_s for span in every) - min(span.start_s for span in every)
@@ -102,7 +108,7 @@ def figures(spans_by_rank: Mapping[int, list[Span]]) -> dict[str, float]:
 
 
 def _spans(world: Any, setting: Setting) -> list[Span]:
-    """Return one rank's spans of STEPS steps."""
+    """Run STEPS steps after the warm-up on one rank; return their spans."""
     import torch
 
     from minipar.data.prefetch import prefetch_batches
@@ -110,7 +116,7 @@ def _spans(world: Any, setting: Setting) -> list[Span]:
     from minipar.pipeline.emulate import EmulatedStage
 
     class SleepingLink:
-        """The mean of gradients over all ranks, on a link that takes LINK_S for a layer's: it compresses nothing."""
+        """A compressor that compresses nothing, but simulates a slow link: it sleeps LINK_S for each layer's gradients."""
 
         def __init__(self, comm: Any) -> None:
             self.comm = comm
@@ -155,11 +161,11 @@ def measured_text(machine: str, seen: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _toml(name: str) -> dict[str, Any]:
-    return tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8"))
+    return quote(tomllib.loads((files("minipar.learn.guide") / name).read_text(encoding="utf-8")))
 
 
 def page() -> str:
-    """Return docs/tuning.md."""
+    """Return the text of docs/tuning.md."""
     words, seen = _toml("tuning.toml"), _toml("measured.toml")
     machine, first = seen.pop("machine"), seen["start"]["step_s"]
     lines = [

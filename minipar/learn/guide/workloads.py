@@ -1,7 +1,7 @@
-"""Typical workloads, docs/workloads.md: what limits each, the layout that the planner recommends, and what it gains.
+"""Write docs/workloads.md: typical workloads, what limits each, the layout that the planner recommends, and its gain.
 
-A row of workloads.toml names a model, GPUs and a batch. Everything but its sentence is computed; `holds` is a condition on
-what is computed, without which the sentence would be wrong.
+A row of workloads.toml names a model, GPUs and a batch. Everything but its sentence is computed. `holds` is a condition on
+the computed figures; if it is false, the sentence is wrong.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import Candidate, Plan, plan
 from minipar.cost.reasons import PART_NAMES, no_fit
 from minipar.cost.timing import step_time
+from minipar.learn.facts import quote
 from minipar.support.errors import divisors
 
 GB = 1e9
-SHOWN = 0.03  # of a step: smaller waits are not named
+SHOWN = 0.03  # waits of a smaller fraction of a step are not named
 AXIS_OF = {"tp": "tp", "cp": "cp", "ep": "ep", "zero3": "dp", "gradients": "dp", "pp": "pp"}
 STATES = ("parameters", "gradients", "optimizer state")
 
@@ -35,10 +36,11 @@ STATES = ("parameters", "gradients", "optimizer state")
 class Workload:
     """A job, and a sentence on what to do.
 
-    machine_is, model_is  fields that differ from those of the table's machine and model, and their names
-    usual                 a layout that practice would take, to be compared; "": the recommended one is usual
-    holds                 a condition without which the sentence is wrong: on `a`, the recommended layout (None if nothing
-                          fits), `shares` of its step by part, and `more`: how much longer `usual` takes, as a fraction
+    machine_is, model_is  fields in which the machine and the model differ from those of the tables, with their values
+    usual                 the layout that is usual in practice, for comparison; "": it is the recommended one
+    holds                 an expression that is True if the sentence is right. It may use `a`, the recommended layout (None
+                          if nothing fits), `shares`, the fraction of the step that each part takes, and `more`, the
+                          additional time of `usual` as a fraction
     """
 
     title: str
@@ -72,13 +74,13 @@ class Workload:
 
     @property
     def command(self) -> str:
-        """The command that plans the job; a model or machine of its own is described by a file."""
+        """The command that plans the job. A model or machine that is not in the tables is read from a file."""
         model = "model.toml" if self.model_is else self.model
         machine = "machine.toml" if self.machine_is else self.machine
         return f"minipar plan --model {model} --gpus {self.gpus} --machine {machine} --seq {self.seq} --batch {self.batch}"
 
     def is_right(self) -> bool:
-        """Return whether what the sentence says is what was computed."""
+        """Return whether the sentence agrees with the computed figures."""
         known: dict[str, Any] = dict(a=None, shares={}, more=0.0)
         if self.choice is not None:
             step = step_time(self.job, self.choice.layout)
@@ -91,7 +93,7 @@ class Workload:
 
 
 class Priced(NamedTuple):
-    """A layout, its predicted seconds a step with their doubt, and the bytes of its fullest rank."""
+    """A layout, its predicted seconds per step with their relative error (doubt), and the bytes of its fullest rank."""
 
     layout: Layout
     seconds: float
@@ -110,10 +112,10 @@ def fsdp_job(job: Job) -> Job:
 
 
 def naive(job: Job) -> Priced | None:
-    """Price FSDP everywhere: the fastest ZeRO-3 layout that fits, by microbatch and with or without full recomputation.
+    """Predict "FSDP everywhere": the fastest ZeRO-3 layout that fits, of all microbatch sizes, with or without recompute.
 
-    dp is as large as the batch and memory allow; tp takes the rest up to a node, and cp what is then left. None if nothing
-    fits.
+    dp is as large as the batch and memory allow. Of the remaining factor, tp takes as much as fits in a node, and cp takes
+    the rest. Returns None if nothing fits.
     """
     for dp in sorted((d for d in divisors(job.gpus) if job.batch % d == 0), reverse=True):
         rest = job.gpus // dp
@@ -127,39 +129,43 @@ def naive(job: Job) -> Priced | None:
                     found.append(_sharded(fsdp_job(job), layout))
         fits = [each for each in found if each.num_bytes <= job.room_bytes]
         if fits:
-            return min(fits, key=lambda each: float(f"{each.seconds:.2g}"))  # recomputes only if that pays
+            # Rounded, so that among nearly equal layouts the first wins: the one without recomputation.
+            return min(fits, key=lambda each: float(f"{each.seconds:.2g}"))
     return None
 
 
 def _sharded(job: Job, layout: Layout) -> Priced:
-    """Price a layout of ZeRO-3 whose gradients stay sharded over several microbatches, as minipar's own do not."""
+    """Predict a ZeRO-3 layout that keeps gradients sharded over several microbatches, which minipar itself does not."""
     found = priced(job, layout)
     whole = worst_rank_memory(job, layout)[1]["gradients"] if layout.microbatches(job) > 1 else 0.0
     return found._replace(num_bytes=found.num_bytes - whole * (1 - 1 / (layout.dp * layout.cp)))
 
 
 def memory_limit(job: Job) -> str:
-    """Say what plain data parallelism over as many ranks as the batch allows would hold, and whether it fits."""
+    """Say whether plain data parallelism fits in memory, and what it needs; dp is as large as the batch allows."""
     dp = max(d for d in divisors(job.gpus) if job.batch % d == 0)
     items = worst_rank_memory(replace(job, gpus=dp), Layout(dp))[1]
     states = sum(items[name] for name in STATES)
-    kept = sum(items.values()) - states
-    if states + kept <= job.room_bytes:
-        return f"memory: none, a copy fits ({(states + kept) / GB:.0f} of {job.room_bytes / GB:.0f} GB)"
+    kept, whole = items["activations"], sum(items.values())
+    if whole <= job.room_bytes:
+        return f"memory: none, a copy fits ({whole / GB:.0f} of {job.room_bytes / GB:.0f} GB)"
     what = [f"states {states / GB:,.0f} GB"] * (states > job.room_bytes / 4)
-    what += [f"activations {kept / GB:,.0f} GB"] * (kept > job.room_bytes / 4)
+    what += [f"activations {kept / GB:,.0f} GB"] * (kept > job.room_bytes / 8)
     return f"memory: {', '.join(what)} a copy, for {job.room_bytes / GB:.0f}"
 
 
 def time_limit(job: Job, layout: Layout) -> str:
-    """Say what share of a step is arithmetic, and what else takes more than SHOWN of it."""
+    """Say which fraction of a step is arithmetic, and which waits take more than the fraction SHOWN."""
     step = step_time(job, layout)
     arithmetic = sum(step.parts[name] for name in ("compute", "recompute"))
     return ", ".join([f"time: arithmetic {arithmetic / step.total:.0%}", *waits(job, layout)])
 
 
 def waits(job: Job, layout: Layout) -> list[str]:
-    """Return what besides arithmetic takes more than SHOWN of a step, longest first: by link, and whether by latency."""
+    """Describe each wait that takes more than the fraction SHOWN of a step, longest first.
+
+    Each has its link, and "mostly latency" where that is so.
+    """
     step = step_time(job, layout)
     quick = replace(job.machine, link_latency_s=0.0, network_latency_s=0.0, start_latency_s=0.0)
     without = step_time(replace(job, machine=quick), layout)
@@ -183,11 +189,11 @@ def _link(job: Job, layout: Layout, part: str) -> str:
 @cache
 def workloads() -> tuple[Workload, ...]:
     text = (files("minipar.learn.guide") / "workloads.toml").read_text(encoding="utf-8")
-    return tuple(Workload(**entry) for entry in tomllib.loads(text)["workload"])
+    return tuple(Workload(**quote(entry)) for entry in tomllib.loads(text)["workload"])
 
 
 def page() -> str:
-    """Return docs/workloads.md. This takes minutes."""
+    """Return the text of docs/workloads.md. This takes minutes."""
     lines = [
         "# Workload, bottleneck, action",
         "",
@@ -214,7 +220,7 @@ def page() -> str:
 
 
 def row(workload: Workload) -> str:
-    """Return the table's row."""
+    """Return a workload's row of the table."""
     job, choice = workload.job, workload.choice
     theirs = naive(job)
     cells = [f"{workload.title}: {workload.batch:,} samples of {workload.seq:,} tokens", memory_limit(job)]
@@ -231,7 +237,7 @@ def row(workload: Workload) -> str:
 
 
 def gain(ours: Priced, theirs: Priced) -> str:
-    """Say how many times as fast ours is, with the range that the doubts leave."""
+    """Say how many times as fast our layout is, with the range that the predictions' relative errors allow."""
     ratio = theirs.seconds / ours.seconds
     if ours.layout == theirs.layout:
         return "none: it is the same"
@@ -245,7 +251,7 @@ def _text(found: Priced) -> str:
 
 
 def paragraph(workload: Workload) -> str:
-    """Return the sentence on what to do, and what the usual layout would take, if another one is."""
+    """Return the sentence on what to do and, if the usual layout is a different one, its time and memory."""
     said = f"**{workload.title}.** {workload.do}"
     if workload.choice is None:
         said += f" The planner: {no_fit(workload.found)}."
@@ -266,7 +272,7 @@ def _value(value: object) -> str:
 
 
 def _beside(workload: Workload, layout: Layout) -> str:
-    """Price a layout beside the recommended one."""
+    """Describe a layout's predicted time and memory, compared with the recommended layout."""
     found = priced(workload.job, layout)
     more = found.seconds / workload.found.choice.seconds - 1
     words = f"`{layout.name}`, {found.seconds:.3g} s ({more:+.0%})"

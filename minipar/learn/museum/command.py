@@ -1,4 +1,4 @@
-"""`minipar museum`: list the exhibits, run one, or see only its symptom and guess."""
+"""`minipar museum`: lists the exhibits, runs one, or shows only its symptom for the user to guess the cause."""
 
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 
@@ -47,11 +47,12 @@ def museum_command(draw: Draw) -> Callable[..., Work]:
 def _list() -> None:
     from minipar.learn.museum.gallery import GALLERY
 
+    width = max(len(exhibit.name) for exhibit in GALLERY) + 1
     for symptom in dict.fromkeys(exhibit.symptom for exhibit in GALLERY):
         print(f"\n{symptom}")
         for exhibit in GALLERY:
             if exhibit.symptom == symptom:
-                print(f"  {exhibit.name:26}{exhibit.title}")
+                print(f"  {exhibit.name:{width}}{exhibit.title}")
 
 
 def _run(name: str, out: Path, draw: Draw) -> None:

@@ -17,13 +17,13 @@ def two_stages_at_once() -> Drawing:
 
 
 def four_stages_in_turn() -> Drawing:
-    """The simulated forwards of GPipe on four stages, each one slot long."""
+    """The forwards of GPipe on four stages, as simulated, each one slot long."""
     spans = simulate(gpipe(4, 1), Costs(F=1, I=0.5, W=0.5)).spans
     return {action: int(start) for action, (start, _) in spans.items() if action.op == "F"}
 
 
 def first_too_early(drawing: Drawing) -> str | None:
-    """Return a sentence on the first action drawn before the end of an action that it needs; None if there is none."""
+    """Describe the first action that is drawn before the end of an action that it needs; None if there is none."""
     num_stages = 1 + max(action.stage for action in drawing)
     for action, slot in sorted(drawing.items(), key=lambda item: (item[1], item[0])):
         for need in needs(action, num_stages):
@@ -37,7 +37,7 @@ def first_too_early(drawing: Drawing) -> str | None:
 
 @dataclass(frozen=True)
 class DrawingExhibit(Exhibit):
-    """A drawing of a schedule that cannot exist, beside one of a schedule that can."""
+    """A drawing of an impossible schedule, and a drawing of a correct one."""
 
     wrong: Callable[[], Drawing]
     right: Callable[[], Drawing]

@@ -35,8 +35,8 @@ class Finding(NamedTuple):
     """The result of running the faulty code.
 
     symptom  what the fault's author sees: losses, an error, nothing
-    proof    the failing check's words
-    table    all that `verify` compared, if the check is `verify`
+    proof    the message of the failing check
+    table    the whole comparison by `verify`, if it is the check
     losses   name -> loss of each step, to draw: with and without the fault
     """
 
@@ -100,7 +100,7 @@ class MeshExhibit(Exhibit):
             return verification.verify(self.config)
 
     def _curves(self) -> dict[str, list[float]] | None:
-        """Return the losses of a longer training, with and without the fault; None if training with the fault fails."""
+        """Return the losses of a longer training run, with and without the fault; None if the run with the fault fails."""
         config = replace(self.config, steps=CURVE_STEPS, warmup=3)
         text = load_text(config.text)
         curves = {}

@@ -1,4 +1,4 @@
-"""Faulty versions of parts of `minipar.simple`: planted faults, and snippets as they appear in tutorials."""
+"""Faulty versions of functions and classes of `minipar.simple`: planted faults, and snippets found in tutorials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minipar.simple import autograd, collectives, generate, moe, pipeline, ring_
 
 
 class HookDDP(nn.Module):
-    """Data parallelism by a hook on each parameter. `on_gradient` of a subclass is the hook, as tutorials write it."""
+    """Data parallelism by a hook on each parameter. Subclasses define the hook `on_gradient` as tutorials write it."""
 
     def __init__(self, module, comm, bucket_mb=25.0):
         super().__init__()
@@ -41,7 +41,7 @@ class ReducesACopy(HookDDP):
 
 
 class AveragesTheParameter(HookDDP):
-    """The hook receives the parameter, not its gradient, and averages that."""
+    """The hook gets the parameter, not its gradient, and averages the parameter."""
 
     def on_gradient(self, param):
         param.data.copy_(self.comm.all_reduce(param.data, "mean"))
@@ -63,7 +63,7 @@ class LastBucketStays(HookDDP):
 
 
 class GathersGradients(zero.Zero1):
-    """'ZeRO' as an all-gather of full gradients before the update: right results, but each rank keeps the full state."""
+    """'ZeRO' by an all-gather of full gradients before the update: right results, but each rank keeps the full state."""
 
     def __init__(self, params, optimizer_cls, comm, **options):
         super().__init__(params, optimizer_cls, comm, **options)

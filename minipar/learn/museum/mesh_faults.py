@@ -1,4 +1,4 @@
-"""Faults in the library. Each makes one small, common mistake on every rank.
+"""Faults planted in the library. Each makes one small, common mistake on every rank.
 
 A fault in an extra imports the extra only when the fault is planted, since other faults do not need it.
 """
@@ -34,7 +34,7 @@ verification = import_module("minipar.verification.verify")  # the package also 
 
 
 def replaced(module: ModuleType, **names: object) -> SimpleNamespace:
-    """Return a copy of the module's namespace with these names replaced, to be used by one module that imports it."""
+    """Return a copy of the module's namespace with these names replaced, to be planted in one importer of the module."""
     return SimpleNamespace(**{**vars(module), **names})
 
 
@@ -55,7 +55,7 @@ def dx_not_summed(world: Comm, change: Change) -> None:
 
 
 def norm_gradients_not_summed(world: Comm, change: Change) -> None:
-    """Under sequence parallelism each rank keeps the gradient of a norm's weight from its own tokens, unsummed."""
+    """Under sequence parallelism, gradients of a norm's weight are not summed: each rank keeps that of its own tokens."""
     change(sequence, "autograd", replaced(autograd, copy=lambda comm, x: x))
 
 
@@ -70,7 +70,7 @@ def outputs_added(world: Comm, change: Change) -> None:
 
 
 def in_place_backward(world: Comm, change: Change) -> None:
-    """The all-reduce's backward writes into the gradient it was given, which the residual connection also reads."""
+    """The all-reduce's backward overwrites the gradient it was given, which the residual connection also uses."""
 
     class InPlace(torch.autograd.Function):
         @staticmethod
@@ -89,7 +89,7 @@ def in_place_backward(world: Comm, change: Change) -> None:
 
 
 def shards_from_one_seed(world: Comm, change: Change) -> None:
-    """Every tensor-parallel rank draws its shard from the same seed, so all shards equal the first shard."""
+    """Every tensor-parallel rank draws its shard with the same seed, so all shards equal the first shard."""
     right = verification.parallelize
 
     def same_shards(config: TrainConfig, mesh: Mesh, device: torch.device) -> Any:
@@ -115,7 +115,7 @@ def tied_ends_not_summed(world: Comm, change: Change) -> None:
 
 
 def microbatches_not_divided(world: Comm, change: Change) -> None:
-    """Each microbatch's loss is a mean over its own tokens, and all their gradients are added; the logged loss is right."""
+    """The gradients of the microbatches' mean losses are added instead of averaged; the logged loss is right."""
     right = step.gradients
 
     def wrong(world: Comm, state: RankState, config: TrainConfig, *args: Any) -> Tensor:
@@ -175,7 +175,7 @@ def dropout_seeded_by_rank(world: Comm, change: Change) -> None:
 
 
 def data_starts_over(world: Comm, change: Change) -> None:
-    """After a stop at step 2, reading starts again at the first batch."""
+    """After a stop at step 2, the data starts again at the first batch."""
     right = batch_of_step
     change(
         step,
@@ -198,7 +198,7 @@ def only_rank_0_looks(world: Comm, change: Change) -> None:
 
 
 def last_microbatch_alone(world: Comm, change: Change) -> None:
-    """Gradients are set to zero before each microbatch, not once per step, so only those of the last one remain."""
+    """Gradients are set to zero before each microbatch, not once per step, so only the last microbatch's remain."""
     right = Stage.forward
 
     def forward(self: Stage, *args: Any, **options: Any) -> Any:
@@ -224,7 +224,7 @@ def norms_summed_over_one_square(world: Comm, change: Change) -> None:
 
 
 def earlier_slices_get_no_gradient(world: Comm, change: Change) -> None:
-    """The keys and values that a stage keeps for the later slices of a sample are detached: no gradient flows back."""
+    """The keys and values that a stage keeps for later slices of a sample are detached, so they get no gradient."""
     from minipar.extras.schedules import stage_slices
 
     change(stage_slices, "_kept", lambda x: stage_slices._Kept(None, x.detach()))
@@ -236,7 +236,7 @@ def copies_keep_their_own_gradients(world: Comm, change: Change) -> None:
 
 
 def one_weight_per_node(world: Comm, change: Change) -> None:
-    """A token that is sent once per node has only one weight there: only that of its last expert on the node counts."""
+    """A token that is sent once per node has only one weight there, that of its last expert on the node."""
     from minipar.extras.experts import once_per_node
     from minipar.model.permute import RowPerChoice
 
@@ -244,7 +244,7 @@ def one_weight_per_node(world: Comm, change: Change) -> None:
 
     def last_one_counts(x: Tensor, weight: Tensor, plan: Any, dispatch: Any) -> Any:
         kept = plan.row >= 0
-        from_here_on = kept.flip(1).cumsum(1).flip(1)  # number of kept choices from this one on
+        from_here_on = kept.flip(1).cumsum(1).flip(1)  # number of kept choices from this one to the last
         return right(x, weight * (kept & (from_here_on == 1)), plan, dispatch)
 
     change(once_per_node, "RowPerChoice", last_one_counts)

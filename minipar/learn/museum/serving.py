@@ -1,4 +1,4 @@
-"""An exhibit of inference: a fault planted in the library's engine, shown by the texts that it writes for requests."""
+"""An exhibit of inference: a fault planted in the library's engine, and the texts that it generates with and without."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ServingFault = Callable[[Change], None]
 
 
 def crowd() -> list[Request]:
-    """Requests that compete for few blocks; the last one's first block has the tokens of another one's second block."""
+    """Return requests that compete for few blocks. The last one's first block equals another request's second block."""
     several = [
         Request(
             PROMPTS[i % 2][: 8 + 4 * (i % 3 == 0)],
@@ -49,7 +49,7 @@ def loud_model() -> Transformer:
 
 @torch.no_grad()
 def alone(model: Transformer, request: Request) -> list[int]:
-    """Return a request's new tokens without a cache, a batch or blocks, by reading the whole text for each token."""
+    """Return a request's new tokens without cache, batch or blocks: each token takes a forward of the whole text."""
     text = list(request.prompt)
     while len(text) < request.max_tokens:
         logits = model(torch.tensor([text]))[0, -1]
@@ -87,7 +87,7 @@ class ServingExhibit(Exhibit):
         return served == wanted
 
     def _texts(self, fault: ServingFault | None) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the texts of the requests served together, with the fault, and the text of each request served alone."""
+        """Return the new tokens of the requests served together, with the fault, and those of each request served alone."""
         model, requests = loud_model(), crowd()
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -1,4 +1,4 @@
-"""Faults in the library's engine for inference. Each makes one small, common mistake."""
+"""Faults planted in the library's inference engine. Each makes one small, common mistake."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def block_freed_twice(change: Change) -> None:
 
 
 def hash_without_parent(change: Change) -> None:
-    """A block's key is a hash of only its own tokens, not of those before it."""
+    """A block's key is a hash of its own tokens only, without the tokens before them."""
     key = prefix.block_key
     change(prefix, "block_key", lambda parent, tokens: key(prefix.ROOT, tokens))
 
 
 def decodes_count_tokens_read(change: Change) -> None:
-    """Prompts count positions from 0; decodes use the number of tokens read, which counts tokens read again twice."""
+    """Decodes use the number of processed tokens as position, which counts tokens twice that a preemption recomputed."""
     read, of = Engine._read, Pass.of
-    twice: dict[int, int] = {}  # a table's id -> tokens of its request that were read again
+    twice: dict[int, int] = {}  # id of a block table -> number of its request's tokens that were recomputed
 
     def noting(engine: Engine, plan: Plan, guesses: Any, num_ends: int) -> Any:
         twice.clear()

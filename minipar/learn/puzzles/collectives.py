@@ -1,4 +1,4 @@
-"""The collectives that later puzzles give ready-made as `comm.all_reduce` and so on: rings of send and recv."""
+"""The collectives that later puzzles provide as `comm.all_reduce` and so on. Each is a ring of sends and receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Group = tuple[int, ...]
 
 
 async def reduce_scatter(comm: Comm, value: Value, group: Group, tag: object) -> Value:
-    """Return chunk i of the sum on the i-th rank of the group, in new memory."""
+    """Return chunk i of the sum on the group's i-th rank, in new memory."""
     p, mine = len(group), group.index(comm.rank)
     chunks = value.chunks(p)
     total = chunks[(mine - 1) % p] if p > 1 else value * 1
@@ -24,7 +24,7 @@ async def reduce_scatter(comm: Comm, value: Value, group: Group, tag: object) ->
 
 
 async def all_gather(comm: Comm, value: Value, group: Group, tag: object) -> Value:
-    """Return the chunks of the group's ranks, joined in the group's order."""
+    """Return the chunks of the group's ranks, joined in the order of the group."""
     p, mine = len(group), group.index(comm.rank)
     chunks = [value] * p
     passing = value

@@ -11,12 +11,12 @@ from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle
 from minipar.learn.puzzles.values import Fault, Value, parts_of, same_rank
 
 LAYERS = 6
-WEIGHT_BYTES = 120_000_000  # of one layer
+WEIGHT_BYTES = 120_000_000  # for one layer
 FORWARD_S, BACKWARD_S = 2e-3, 4e-3
 
 
 def layers_of(world: World, rank: int) -> tuple[Value, Callable[..., Call], Callable[..., Call]]:
-    """Return the samples of a rank, `forward(layer, weights, x)` and `backward(layer, weights, dx)`."""
+    """Return a rank's samples, and its functions `forward(layer, weights, x)` and `backward(layer, weights, dx)`."""
     p, memory = world.num_ranks, world.memories[rank]
 
     def activation(name: str) -> Value:
@@ -59,17 +59,20 @@ def _activation(layer: int) -> str:
 
 
 def _error(layer: int) -> str:
-    """The gradient by the input of a layer; by the last layer's output, the forward's result itself begins the backward."""
+    """Return the name of the gradient with respect to a layer's input.
+
+    LAYERS stands for the input of the first backward, which is the last layer's output itself.
+    """
     return _activation(LAYERS - 1) if layer == LAYERS else f"gradient by the input of layer {layer}"
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     layer_share = (p - 1) / p * WEIGHT_BYTES
     gather_s = ring_seconds(world, WEIGHT_BYTES)
     compute_s = LAYERS * (FORWARD_S + BACKWARD_S)
-    # On two ranks, the last gradient's shard is not there before the whole gradient is gone.
+    # On two ranks, the whole last gradient is freed before its shard exists, so the two are never held together.
     num_shards = 2 * LAYERS if p > 2 else 2 * LAYERS - 1
     held = (num_shards / p + 1) * WEIGHT_BYTES
     most = (2 * LAYERS / p + 3 + 3 / p) * WEIGHT_BYTES

@@ -1,4 +1,4 @@
-"""Puzzle 1: an all-reduce in which everybody sends everything to everybody."""
+"""Puzzle 1: an all-reduce in which every rank sends its whole gradient to every other rank."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GRADIENT_BYTES = 120_000_000
 
 
 def gradient(world: World, rank: int) -> Value:
-    """Return the gradient of a rank, in as many chunks as there are ranks."""
+    """Return a rank's gradient, in as many chunks as there are ranks."""
     p = world.num_ranks
     blocks = [(chunk, parts_of(f"rank {rank}")) for chunk in range(p)]
     return Value(world.memories[rank], "gradient", blocks, GRADIENT_BYTES // p)
 
 
 def summed(world: World, chunks: range) -> Wanted:
-    """Return chunks of the sum of all ranks' gradients, as they must be."""
+    """Return the expected chunks of the sum of all ranks' gradients."""
     everybody = parts_of(*(f"rank {rank}" for rank in range(world.num_ranks)))
     return Wanted("gradient", tuple((chunk, everybody) for chunk in chunks))
 
@@ -29,13 +29,13 @@ def best_sent(world: World) -> float:
 
 
 def best_seconds(world: World) -> float:
-    """Return the seconds of a ring all-reduce."""
+    """Return the time of a ring all-reduce, in seconds."""
     p = world.num_ranks
     return 2 * (p - 1) * world.network.seconds(GRADIENT_BYTES // p, 0, 1)
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     return Job(
         inputs=lambda rank: (gradient(world, rank),),

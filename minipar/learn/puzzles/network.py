@@ -1,7 +1,7 @@
-"""A simulated network with a clock: ranks are coroutines, and messages, computation and waiting take simulated seconds.
+"""A simulated network with a clock: ranks are coroutines, and messages and computations take simulated time.
 
-A message takes alpha + bytes * beta. A rank's network card sends one message after another while the program goes on, and
-receives one after another. A message on its way occupies no memory on either side. A rank computes one thing at a time.
+A message takes alpha + bytes * beta. A rank's network card sends one message at a time, while the program goes on, and
+receives one at a time. A message on its way occupies no memory on either side. A rank runs one computation at a time.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from minipar.learn.puzzles import collectives
 from minipar.learn.puzzles.values import Fault, Memory, Value, join
 
 PROGRAM = "<program>"  # the file name under which a learner's source is compiled
-MOST_MESSAGES = 500  # of a rank; the answers send at most 80
-MOST_AWAITS = 20_000  # of all ranks together
+MOST_MESSAGES = 500  # limit per rank; the answers send at most 80
+MOST_AWAITS = 20_000  # limit for all ranks together
 
 Steps = Generator[Any, Any, Any]
 
 
 class Network(NamedTuple):
-    """Seconds a message takes, and who may send to whom."""
+    """The time that a message takes, and which ranks may send to which."""
 
-    alpha_s: float = 10e-6  # of each message, whatever its size
-    beta_s: float = 1 / 50e9  # of each byte: 50 GB/s
-    is_ring: bool = False  # a rank may send to the next one only
-    node_size: int | None = None  # ranks to a node; None: every message costs the same
-    node_speedup: int = 1  # messages that stay in the node are this many times as fast
+    alpha_s: float = 10e-6  # per message
+    beta_s: float = 1 / 50e9  # per byte: 50 GB/s
+    is_ring: bool = False  # True: a rank may send only to the next rank
+    node_size: int | None = None  # ranks per node; None: all messages are equally fast
+    node_speedup: int = 1  # messages inside a node are this many times as fast
 
     def seconds(self, num_bytes: int, sender: int, to: int) -> float:
-        """Return alpha + bytes * beta, less where both ranks are on one node."""
+        """Return the time of a message: alpha + bytes * beta, divided by `node_speedup` inside a node."""
         slow = self.alpha_s + num_bytes * self.beta_s
         inside = self.node_size is not None and sender // self.node_size == to // self.node_size
         return slow / self.node_speedup if inside else slow
 
 
 class Call:
-    """What a method of `comm` returns. Nothing happens before it is awaited; `world` remembers one that never was."""
+    """The result of a method of `comm`. The method runs when this is awaited; `world` records calls never awaited."""
 
     def __init__(self, world: World, rank: int, name: str, steps: Callable[[], Steps]) -> None:
         self._world, self._rank, self._name, self._steps = world, rank, name, steps
@@ -57,7 +57,7 @@ class Call:
 
 @dataclass
 class Task:
-    """A coroutine of a rank: its program, or what `comm.start` began. Awaited, it gives the coroutine's result."""
+    """A coroutine of a rank: its program, or one started by `comm.start`. Awaiting it returns the coroutine's result."""
 
     coroutine: Coroutine[Any, Any, Any]
     rank: int
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass
 class Request:
-    """What a coroutine asks of the world: send, recv, compute, await."""
+    """An operation that a coroutine asks the world to do; `kind` is send, recv, compute or await."""
 
     kind: str
     line: int | None
@@ -86,7 +86,7 @@ class Request:
 
 
 class Span(NamedTuple):
-    """A bar of the picture: what (F, B, C for computing, S for sending), which number, and from when to when."""
+    """A bar of the picture. `op` is F, B, C (other computation) or S (a send); `label` is the number in the bar."""
 
     rank: int
     op: str
@@ -96,7 +96,7 @@ class Span(NamedTuple):
 
 
 class Stopped(Exception):
-    """A rank's program failed: whose, in which line, and why."""
+    """A rank's program failed. Has the rank, the line of the program, and the error."""
 
     def __init__(self, rank: int, line: int | None, error: BaseException) -> None:
         super().__init__(str(error))
@@ -114,7 +114,7 @@ class World:
         self.num_sent = [0] * num_ranks
         self.spans: list[Span] = []
         self.forgotten: list[tuple[int, str, int | None]] = []
-        self.tasks: list[Task] = []  # that are not done
+        self.tasks: list[Task] = []  # tasks that are not done
         self._num_awaits = 0
         self._sends_until = [0.0] * num_ranks
         self._receives_until = [0.0] * num_ranks
@@ -125,14 +125,14 @@ class World:
         self._num_due = 0
 
     def start(self, coroutine: Coroutine[Any, Any, Any], rank: int, line: int | None = None) -> Task:
-        """Begin a coroutine of a rank now; `line` is where the program asked for it."""
+        """Start a coroutine of a rank at the current time. `line` is the line of the program that asked for it."""
         task = Task(coroutine, rank, line)
         self.tasks.append(task)
         self._resume_at(self.now_s, task, lambda: None)
         return task
 
     def run(self) -> None:
-        """Run until every task is done, or none can go on. Raises Stopped where a program fails."""
+        """Run until every task is done, or none can go on. Raises Stopped if a program fails."""
         while self._due:
             self.now_s, _, task, result = heapq.heappop(self._due)
             self._resume(task, result)
@@ -148,7 +148,7 @@ class World:
     def _resume(self, task: Task, result: Callable[[], Any]) -> None:
         task.waits, request = None, None
         try:
-            # No variable here may keep the result: it would count as memory that the program holds.
+            # Pass the result on without a variable, which would keep it alive and count as memory of the program.
             request = task.coroutine.send(result())
             if not isinstance(request, Request):
                 raise Fault("this awaits something that is not of comm; asyncio has no part in puzzles")
@@ -159,7 +159,7 @@ class World:
             getattr(self, f"_{request.kind}")(task, request)
         except StopIteration as stop:
             task.is_done, task.result = True, stop.value
-            self.tasks.remove(task)  # or its result would count as held as long as the world lives
+            self.tasks.remove(task)  # else its result would stay alive, and count as held memory
             self.memories[task.rank].note(self.now_s, None)
             for waiter in task.waiters:
                 self._resume_at(self.now_s, waiter, lambda: task.result)
@@ -219,7 +219,7 @@ class World:
 
 
 class Comm:
-    """What a rank's program is given: its rank, the number of ranks, and how to send, receive and compute."""
+    """The first argument of a rank's program: its rank, the number of ranks, and methods to send, receive and compute."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.size = rank, world.num_ranks
@@ -228,7 +228,7 @@ class Comm:
         self._has_collectives = False
 
     def send(self, value: Value, to: int, tag: object = None) -> Call:
-        """Hand a value to the network card, and go on at once. Messages between two ranks arrive in order, per tag."""
+        """Pass a value to the network card, and return at once. Messages of one tag between two ranks arrive in order."""
         line = line_of_program()
 
         def steps() -> Steps:
@@ -244,7 +244,7 @@ class Comm:
         return Call(self._world, self.rank, "send", steps)
 
     def recv(self, source: int, tag: object = None) -> Call:
-        """Wait for the next message from a rank, and return its value."""
+        """Wait for the next message from rank `source`, and return its value."""
         line = line_of_program()
 
         def steps() -> Steps:
@@ -254,7 +254,7 @@ class Comm:
         return Call(self._world, self.rank, "recv", steps)
 
     def compute(self, seconds: float, label: tuple[str, object] = ("C", "")) -> Call:
-        """Compute for this many seconds; messages travel meanwhile."""
+        """Compute for this many simulated seconds. Messages travel at the same time."""
         line = line_of_program()
 
         def steps() -> Steps:
@@ -265,7 +265,7 @@ class Comm:
         return Call(self._world, self.rank, "compute", steps)
 
     def start(self, work: Awaitable[Any]) -> Task:
-        """Begin something, such as `comm.all_reduce(gradient)`, and go on at once; `await` the handle for its result."""
+        """Start a call such as `comm.all_reduce(gradient)`, and return a handle at once; `await` it for the result."""
         if not hasattr(work, "__await__"):
             raise Fault(f"start is given {work!r}; it takes a call without its await")
 
@@ -275,19 +275,19 @@ class Comm:
         return self._world.start(wrapped(work), self.rank, line_of_program())
 
     def join(self, values: list[Value]) -> Value:
-        """Put chunks together in the order given."""
+        """Join chunks in the given order."""
         return join(values)
 
     def all_reduce(self, value: Value, ranks: Any = None) -> Call:
-        """Return the sum over the ranks (all, if none are named), by a ring: 2(p-1)/p of the value's bytes."""
+        """Return the sum over `ranks` (default: all). A ring, which sends 2(p-1)/p of the value's bytes."""
         return self._collective("all_reduce", value, ranks)
 
     def reduce_scatter(self, value: Value, ranks: Any = None) -> Call:
-        """Return this rank's chunk of the sum over the ranks: (p-1)/p of the value's bytes."""
+        """Return this rank's chunk of the sum over `ranks` (default: all). Sends (p-1)/p of the value's bytes."""
         return self._collective("reduce_scatter", value, ranks)
 
     def all_gather(self, value: Value, ranks: Any = None) -> Call:
-        """Return the chunks of all ranks, joined in the order of ranks: (p-1) times the chunk's bytes."""
+        """Return the chunks of `ranks` (default: all), joined in that order. Sends (p-1) times the chunk's bytes."""
         return self._collective("all_gather", value, ranks)
 
     def _collective(self, name: str, value: Value, ranks: Any) -> Call:
@@ -302,7 +302,7 @@ class Comm:
                 or not set(group) <= set(range(self.size))
             ):
                 raise Fault(f"rank {self.rank} calls {name} with the group {list(group)}")
-            # The k-th call of a group meets the k-th call of the others; its tag keeps it apart from other messages.
+            # The k-th calls of a group's ranks belong together. The tag separates their messages from all others.
             number = self._num_collectives[name, group]
             self._num_collectives[name, group] += 1
             work = getattr(collectives, name)(self, value, group, (name, group, number))
@@ -328,7 +328,7 @@ class Comm:
 
 
 def line_of_program(default: int | None = None) -> int | None:
-    """Return the line of the learner's program that is running, however many of our functions lie between."""
+    """Return the line of the learner's program that is running, below any of our own functions on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == PROGRAM:
@@ -338,7 +338,7 @@ def line_of_program(default: int | None = None) -> int | None:
 
 
 def line_of_error(error: BaseException) -> int | None:
-    """Return the innermost line of the learner's program that an exception came through."""
+    """Return the innermost line of the learner's program in an exception's traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == PROGRAM:

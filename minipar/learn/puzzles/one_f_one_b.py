@@ -1,4 +1,4 @@
-"""Puzzle 7: 1F1B, a pipeline within a limit of memory."""
+"""Puzzle 7: 1F1B, a pipeline with limited memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
 from minipar.learn.puzzles.values import Fault, Value, parts_of, same_rank
 
 MICROBATCHES = 8
-SAVED_BYTES = 160_000_000  # what a stage keeps of one microbatch, from its forward to its backward
+SAVED_BYTES = 160_000_000  # activations of one microbatch, kept from its forward to its backward
 MESSAGE_BYTES = 2_000_000
 GRADIENT_BYTES = 4_000_000
 FORWARD_S, BACKWARD_S = 1e-3, 2e-3
 
 
 def stage_of(world: World, rank: int) -> tuple[Callable[..., Call], Callable[..., Call]]:
-    """Return `forward(x)` and `backward(saved, dy)` of a stage; both raise Fault for a value of another stage."""
+    """Return a stage's functions `forward(x)` and `backward(saved, dy)`. Both raise Fault for values of other stages."""
     memory, last = world.memories[rank], world.num_ranks - 1
 
     def value(of: str, microbatch: int, num_bytes: int) -> Value:
@@ -69,7 +69,7 @@ def stage_of(world: World, rank: int) -> tuple[Callable[..., Call], Callable[...
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     seconds = (MICROBATCHES + p - 1) * (FORWARD_S + BACKWARD_S)
     sent = (2 if p > 2 else 1) * MICROBATCHES * MESSAGE_BYTES

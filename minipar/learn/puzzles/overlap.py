@@ -1,4 +1,4 @@
-"""Puzzle 4: average gradients while the backward runs."""
+"""Puzzle 4: overlap the averaging of gradients with the backward."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
 from minipar.learn.puzzles.values import Fault, Value, parts_of
 
 LAYERS = 4
-GRADIENT_BYTES = 120_000_000  # of one layer
-BACKWARD_S = 4e-3  # of one layer
+GRADIENT_BYTES = 120_000_000  # for one layer
+BACKWARD_S = 4e-3  # for one layer
 
 
 def ring_seconds(world: World, num_bytes: int) -> float:
-    """Return the seconds of an all-gather, or of a reduce-scatter, of this many bytes in all."""
+    """Return the time, in seconds, of an all-gather or a reduce-scatter whose unsharded vector has `num_bytes`."""
     p = world.num_ranks
     return (p - 1) * world.network.seconds(num_bytes // p, 0, 1)
 
 
 def backward_of(world: World, rank: int) -> Callable[[int], Call]:
-    """Return `backward(layer)`, which computes, and then returns the layer's gradient; from the last layer to the first."""
+    """Return `backward(layer)`, which computes a layer's gradient. It must be called from the last layer to the first."""
     after = LAYERS
 
     def backward(layer: int) -> Call:
@@ -44,14 +44,14 @@ def backward_of(world: World, rank: int) -> Callable[[int], Call]:
 
 
 def averaged(world: World, layer: int, chunks: range) -> Wanted:
-    """Return chunks of the layer's gradient, averaged over all ranks, as they must be."""
+    """Return the expected chunks of a layer's gradient, averaged over all ranks."""
     p = world.num_ranks
     everybody = {f"rank {rank}": Fraction(1, p) for rank in range(p)}
     return Wanted(f"gradient of layer {layer}", tuple((chunk, everybody) for chunk in chunks))
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     sent = LAYERS * 2 * (p - 1) / p * GRADIENT_BYTES
     seconds = LAYERS * BACKWARD_S + 2 * ring_seconds(world, GRADIENT_BYTES)

@@ -1,4 +1,4 @@
-"""What a puzzle is: its texts, its network, and for each number of ranks inputs, the result that is wanted, limits."""
+"""The description of a puzzle: its texts, its network and, for each number of ranks, inputs, expected results, limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from minipar.learn.puzzles.values import Parts
 
 
 class Wanted(NamedTuple):
-    """A value as a rank must return it."""
+    """The value that a rank must return; the fields are those of `Value`."""
 
     of: str
     blocks: tuple[tuple[int, Parts], ...]
 
 
 class Limit(NamedTuple):
-    """The most that passes, the best known, and how the best is computed."""
+    """A limit of a puzzle: the largest value that passes, the best known value, and the formula of the best."""
 
     most: float
     best: float
@@ -26,13 +26,13 @@ class Limit(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A puzzle on a number of ranks.
+    """A puzzle on a certain number of ranks.
 
-    inputs       rank -> the arguments of its program after `comm`, made anew
-    wanted       rank -> what it must return: a Wanted, a Value's description, or a tuple or list of them
-    sent         bytes that the busiest rank sends
-    seconds      until the last rank is done
-    memory       for each rank, the most bytes that it holds; None: not limited
+    inputs       rank -> new arguments for its program, after `comm`
+    wanted       rank -> the expected result: a Wanted, or a tuple or list of them
+    sent         limit on the bytes that the busiest rank sends
+    seconds      limit on the time until the last rank is done
+    memory       for each rank, the limit on the bytes that it holds; None: not limited
     """
 
     inputs: Callable[[int], tuple[Any, ...]]
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A program for one rank to write. Task and hints are Markdown; `sizes` are the numbers of ranks it is tried on."""
+    """A puzzle. Task and hints are Markdown. The learner's program is tried on each number of ranks in `sizes`."""
 
     name: str
     title: str

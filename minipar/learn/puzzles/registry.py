@@ -1,4 +1,4 @@
-"""The ten puzzles, in the order in which they build on each other."""
+"""The ten puzzles, each of which builds on earlier ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PUZZLES = {
 
 
 def find_puzzle(name: str) -> Puzzle:
-    """Return the puzzle of this name. Raises ValueError, with the most similar name, if there is none."""
+    """Return the puzzle with this name. Raises ValueError, which suggests the most similar name, if there is none."""
     if name in PUZZLES:
         return PUZZLES[name]
     near = get_close_matches(name, PUZZLES, 1)

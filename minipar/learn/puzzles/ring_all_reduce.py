@@ -10,7 +10,7 @@ SENT, SECONDS = "2 (p-1)/p of the gradient", "2 (p-1) (alpha + beta n/p)"
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     return Job(
         inputs=lambda rank: (gradient(world, rank),),
         wanted=lambda rank: summed(world, range(world.num_ranks)),

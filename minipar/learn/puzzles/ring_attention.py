@@ -13,7 +13,7 @@ ATTEND_S = 3e-3
 
 
 def attend_of(world: World, rank: int) -> Any:
-    """Return `attend(state, q, kv)`: the state after one more block of keys and values, merged by log-sum-exp."""
+    """Return `attend(state, q, kv)`, which merges one more block of keys and values into the state, by log-sum-exp."""
 
     def attend(state: Any, q: Any, kv: Any) -> Call:
         def steps() -> Steps:
@@ -41,7 +41,7 @@ def attend_of(world: World, rank: int) -> Any:
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     sent, seconds = (p - 1) * KV_BYTES, p * ATTEND_S
     held = 2 * Q_BYTES + KV_BYTES

@@ -1,4 +1,4 @@
-"""Run a learner's source on every rank of a simulated world, and stop it where it never ends."""
+"""Run a learner's source on every rank of a simulated world, and stop it if it does not end."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from minipar.learn.puzzles.network import PROGRAM, Stopped, World, line_of_error
 from minipar.learn.puzzles.puzzle import Job, Puzzle
 from minipar.learn.puzzles.values import Fault
 
-MOST_LINES = 100_000  # of the learner's program, on all ranks together
+MOST_LINES = 100_000  # limit of executed lines of the learner's program, on all ranks together
 MOST_PRINTED = 200
 
 
 class EndlessLoop(BaseException):
-    """The budget of lines is spent. Not an Exception, so that a program's own `except Exception` lets it pass."""
+    """The program ran more than MOST_LINES lines. Not an Exception, so the program's `except Exception` cannot catch it."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What happened in one run: each rank's result, or what stopped it."""
+    """The outcome of one run: each rank's result, or the error that stopped the run."""
 
     world: World
     job: Job
@@ -36,12 +36,12 @@ class Run:
 
 
 def compiled(source: str) -> CodeType:
-    """Compile a learner's source. Raises SyntaxError."""
+    """Compile a learner's source. Raises SyntaxError if it is invalid."""
     return compile(source, PROGRAM, "exec", dont_inherit=True)
 
 
 def run(puzzle: Puzzle, code: CodeType, num_ranks: int) -> Run:
-    """Run the program on this many ranks, each with globals of its own. What it raises is in `stopped`."""
+    """Run the program on this many ranks, each with its own globals. An error that it raises is in `Run.stopped`."""
     world = World(num_ranks, puzzle.network(num_ranks))
     job = puzzle.job(world)
     printed: list[str] = []
@@ -53,14 +53,15 @@ def run(puzzle: Puzzle, code: CodeType, num_ranks: int) -> Run:
                 comm = world.comms[rank]
                 comm._has_collectives = puzzle.has_collectives
                 program = _program(code, puzzle, _printer(rank, printed))
-                # The list of arguments is the program's alone: what it deletes is gone.
+                # Pass the arguments without keeping a reference, so that those the program deletes are freed.
                 tasks.append(world.start(program(comm, *job.inputs(rank)), rank))
             world.run()
         except Stopped as error:
             stopped = error
         except (Exception, EndlessLoop, SystemExit) as error:
             stopped = Stopped(rank, line_of_error(error), error)
-        forgotten = list(world.forgotten)  # what is closed now is not the program's fault
+        # Copied first: closing the tasks below adds calls that the program did not forget.
+        forgotten = list(world.forgotten)
         for task in world.tasks:
             with suppress(BaseException):
                 task.coroutine.close()
@@ -97,7 +98,7 @@ def _printer(rank: int, printed: list[str]) -> Callable[..., None]:
 
 @contextmanager
 def limited_lines() -> Iterator[None]:
-    """Count the lines that the learner's program runs, and raise EndlessLoop in it where they are too many."""
+    """Return a context that raises EndlessLoop in the learner's program once it has run more than MOST_LINES lines."""
     num_lines = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:

@@ -11,22 +11,22 @@ from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
 from minipar.learn.puzzles.values import Fault, Parts, Value, listed, missing_parts, parts_of, same_rank
 
 X_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = 12_000_000, 48_000_000, 240_000_000
-MATMUL_S = 8e-3  # of x with a whole matrix
+MATMUL_S = 8e-3  # for the product of x with a whole weight
 COLUMNS, ROWS = 0, 1
 
 
 class Matrix:
-    """A weight in a file, of which a rank loads blocks of columns or of rows."""
+    """A weight in a file, from which a rank loads blocks of columns or of rows."""
 
     def __init__(self, world: World, rank: int, name: str) -> None:
         self._world, self._rank, self._name = world, rank, name
 
     def columns(self, number: int) -> Value:
-        """Load block `number` of as many blocks of columns as there are ranks."""
+        """Load a block of columns. There are as many blocks as ranks."""
         return self._block(number, COLUMNS)
 
     def rows(self, number: int) -> Value:
-        """Load block `number` of as many blocks of rows as there are ranks."""
+        """Load a block of rows. There are as many blocks as ranks."""
         return self._block(number, ROWS)
 
     def _block(self, number: int, kind: int) -> Value:
@@ -39,7 +39,7 @@ class Matrix:
         )
 
 
-# weight: (what it multiplies, what comes out, bytes of the product)
+# weight -> (name of its input, name of the product, bytes of the product)
 PRODUCTS = {
     "weight up": ("x", "hidden", HIDDEN_BYTES),
     "weight down": ("activated hidden", "output", X_BYTES),
@@ -47,7 +47,7 @@ PRODUCTS = {
 
 
 def matmul_of(world: World, rank: int) -> Callable[..., Call]:
-    """Return `matmul(x, weight)`, which takes time by the weight's share, and knows which features it summed over."""
+    """Return `matmul(x, weight)`. It takes time in proportion to the block, and records the features it summed over."""
     p = world.num_ranks
 
     def matmul(x: Any, weight: Any) -> Call:
@@ -94,7 +94,7 @@ def gelu(x: Any) -> Value:
 
 
 def _refuse_partial(x: Value, num_blocks: int, what: str) -> None:
-    """Raise Fault where a product still lacks the parts of some features, or where a part came twice."""
+    """Raise Fault if a product lacks the parts of some features, or has a part more than once."""
     source = {"hidden": "x"}.get(x.of)
     if source is None:
         return
@@ -108,7 +108,7 @@ def _refuse_partial(x: Value, num_blocks: int, what: str) -> None:
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     sent = 2 * (p - 1) / p * X_BYTES
     seconds = 2 * MATMUL_S / p + 2 * ring_seconds(world, X_BYTES)

@@ -8,7 +8,7 @@ from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     return Job(
         inputs=lambda rank: (gradient(world, rank),),

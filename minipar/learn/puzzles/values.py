@@ -1,4 +1,4 @@
-"""Values: tensors without numbers, which know whose parts were added into them and which rank's memory they occupy."""
+"""Simulated tensors: they have no elements, but record the ranks whose parts were added, and occupy a rank's memory."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 Parts = dict[str, Fraction]
-"""Whose part is in a sum, and how often: {"rank 2": 1}; of an average of four, {"rank 2": 1/4}."""
+"""The parts of a sum and their factors: {"rank 2": 1}, or {"rank 2": 1/4} if it is in an average over four ranks."""
 
 
 class Fault(Exception):
-    """A mistake in the learner's program, in words."""
+    """A mistake in the learner's program, described in a sentence."""
 
 
 class Memory:
-    """The bytes that one rank holds, and how they changed.
+    """The bytes that one rank holds, and their history.
 
-    They are counted whenever the rank's program waits: short-lived results between two awaits cost nothing.
+    They are recorded whenever the rank's program awaits, so results that live only between two awaits cost nothing.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.held_bytes = 0
-        self.history: list[
-            tuple[float, int, int | None]
-        ] = []  # (time in seconds, bytes, line of the program)
+        # (time in seconds, bytes, line of the program)
+        self.history: list[tuple[float, int, int | None]] = []
 
     def note(self, time_s: float, line: int | None) -> None:
-        """Count what is held now; `line` is where the program waits."""
+        """Record the bytes held now; `line` is the line in which the program waits."""
         self.history.append((time_s, self.held_bytes, line))
 
     def peak(self) -> tuple[float, int, int | None]:
-        """Return the time, the bytes and the line at which the rank held the most."""
+        """Return the time, the bytes and the line at which the rank held most."""
         return max(self.history, key=lambda entry: entry[1], default=(0.0, 0, None))
 
 
 class Storage:
-    """Bytes of a rank's memory, from its creation until nothing refers to it any more."""
+    """Bytes of a rank's memory, which are in use from the creation of this object until nothing refers to it."""
 
     __slots__ = ("_memory", "_num_bytes")
 
@@ -49,11 +48,11 @@ class Storage:
 
 
 class Value:
-    """A tensor, or some chunks of one. It never changes; sums are new values, chunks are views of the same memory.
+    """A tensor, or some chunks of one. It is immutable: sums are new values, and chunks are views of the same memory.
 
-    of      what it is: "gradient of layer 2"; only values of the same thing can be added
-    blocks  the chunks that it has: their number in the whole tensor, and whose parts were added into each
-    about   what a puzzle's own functions need to know, such as the microbatch
+    of      the name of the tensor, such as "gradient of layer 2"; only values with the same name can be added
+    blocks  its chunks: for each, the index in the whole tensor, and the parts that were added into it
+    about   data for a puzzle's own functions, such as the microbatch
     """
 
     def __init__(
@@ -71,18 +70,18 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its chunks, whether it is a view or not."""
+        """The bytes of the chunks, also if this is a view."""
         return len(self.blocks) * self.block_bytes
 
     @property
     def rank(self) -> int:
-        """The rank in whose memory it is."""
+        """The rank in whose memory the value is."""
         return self._memory.rank
 
     def chunks(self, num_chunks: int) -> list[Value]:
-        """Cut into equal chunks, as views: while one of them lives, the whole occupies memory.
+        """Return equal chunks, as views: as long as one of them is alive, the whole value occupies memory.
 
-        Raises Fault where the number of chunks does not divide the value.
+        Raises Fault if the value cannot be cut into that many equal chunks.
         """
         total = len(self.blocks)
         if not isinstance(num_chunks, int) or num_chunks < 1 or total % num_chunks:
@@ -94,7 +93,7 @@ class Value:
         ]
 
     def on(self, memory: Memory) -> Value:
-        """Return a copy in this memory, as a message makes one."""
+        """Return a copy in the given memory, as a message makes one."""
         return Value(memory, self.of, self.blocks, self.block_bytes, self.about)
 
     def __add__(self, other: object) -> Value:
@@ -115,7 +114,7 @@ class Value:
         return Value(self._memory, self.of, blocks, self.block_bytes, self.about)
 
     def __radd__(self, other: object) -> Value:
-        if other == 0:  # where sum() begins
+        if other == 0:  # `sum` starts with 0
             return self
         return self + other
 
@@ -135,7 +134,7 @@ class Value:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The numbers of its chunks in the whole tensor."""
+        """The indices of the chunks in the whole tensor."""
         return tuple(index for index, _ in self.blocks)
 
     def __repr__(self) -> str:
@@ -145,7 +144,7 @@ class Value:
 
 
 def join(values: Sequence[Value]) -> Value:
-    """Put chunks together, in the order given, in new memory. Raises Fault where they don't belong together."""
+    """Join chunks in the given order, in new memory. Raises Fault if they are of different tensors."""
     values = list(values)
     for value in values:
         if not isinstance(value, Value):
@@ -162,7 +161,7 @@ def join(values: Sequence[Value]) -> Value:
 
 
 def same_rank(mine: Value, other: Value) -> None:
-    """Raise Fault where two values are on different ranks."""
+    """Raise Fault if two values are on different ranks."""
     if mine.rank != other.rank:
         raise Fault(
             f"this uses a value of rank {other.rank} on rank {mine.rank}, and no message brought it there"
@@ -170,16 +169,16 @@ def same_rank(mine: Value, other: Value) -> None:
 
 
 def parts_of(*names: str) -> Parts:
-    """Return the parts of a sum into which each of these was added once."""
+    """Return the parts of a sum to which each name was added once."""
     return dict.fromkeys(names, Fraction(1))
 
 
 def missing_parts(names: list[str]) -> str:
-    """Return "the part of a is", or "the parts of a and b are"."""
+    """Format names as "the part of a is" or "the parts of a and b are"."""
     return f"the parts of {listed(names)} are" if len(names) > 1 else f"the part of {names[0]} is"
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return "a, b and c"."""
+    """Format names as "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last

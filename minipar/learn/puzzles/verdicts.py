@@ -1,4 +1,4 @@
-"""Verdicts: what is wrong with a learner's program, in one sentence; its bytes, time and memory beside the best."""
+"""Verdicts: say in one sentence what is wrong with a learner's program, and compare its costs with the best known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROUNDING = 1 + 1e-9
 
 
 class Figure(NamedTuple):
-    """A measured figure beside its limit and the best known; in bytes or seconds."""
+    """A measured figure with its limit and the best known value, in bytes or seconds."""
 
     name: str
     value: float
@@ -25,9 +25,9 @@ class Figure(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the program solves the puzzle; why not, in words; and the line of the program at fault, where one is.
+    """Whether the program solves the puzzle, or a sentence that says why not and the line at fault, if there is one.
 
-    `run` is the run that was judged, None where the source cannot be compiled; `figures` are of that run.
+    `run` is the run that was judged, or None if the source cannot be compiled. `figures` belong to that run.
     """
 
     is_right: bool
@@ -41,15 +41,23 @@ class Verdict(NamedTuple):
         return "\n".join([f"{where}{self.text}", *(figure_text(f) for f in self.figures)])
 
 
-def check(puzzle: Puzzle, source: str) -> Verdict:
-    """Run a program on each of the puzzle's sizes; return the verdict on the first that is wrong, or on the first size."""
+def unreadable(source: str) -> Verdict | None:
+    """Return the verdict on a program that Python cannot read, or None where it can. Runs nothing."""
     try:
-        code = compiled(source)
+        compiled(source)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         return Verdict(
             False, f"Python cannot read the program: {getattr(error, 'msg', error)}", line, (), None
         )
+    return None
+
+
+def check(puzzle: Puzzle, source: str) -> Verdict:
+    """Run a program on each of the puzzle's sizes. Return the verdict on the first size that fails, else on the first."""
+    if (verdict := unreadable(source)) is not None:
+        return verdict
+    code = compiled(source)
     first = judged(run(puzzle, code, puzzle.sizes[0]))
     if not first.is_right:
         return first
@@ -61,7 +69,11 @@ def check(puzzle: Puzzle, source: str) -> Verdict:
 
 
 def judged(done: Run) -> Verdict:
-    """Return the verdict on one run: what stopped it, who waits, whose parts are wrong, and then what it cost."""
+    """Return the verdict on one run.
+
+    Checks, in this order: errors, calls that were not awaited, ranks that still wait, wrong results, messages that were
+    not received; then bytes sent, memory and time.
+    """
     for fault in (_stopped, _forgotten, _waiting, _wrong_result, _unread):
         found = fault(done)
         if found:
@@ -77,7 +89,7 @@ def judged(done: Run) -> Verdict:
 Found = tuple[str, int | None] | None
 
 
-# What stopped it ----------------------------------------------------------------------------------------------------------
+# Errors ------------------------------------------------------------------------------------------------------------------
 
 
 def _stopped(done: Run) -> Found:
@@ -102,11 +114,11 @@ def _forgotten(done: Run) -> Found:
     return None
 
 
-# Who waits ----------------------------------------------------------------------------------------------------------------
+# Ranks that wait ---------------------------------------------------------------------------------------------------------
 
 
 def _waiting(done: Run) -> Found:
-    # Of a rank that waits for several messages, the first wait.
+    # If a rank waits for several messages, keep the first wait.
     stuck = reversed(done.world.tasks)
     waits = {task.rank: task.waits for task in stuck if task.waits and task.waits.kind == "recv"}
     if not waits:
@@ -119,7 +131,7 @@ def _waiting(done: Run) -> Found:
 
 
 def _cycle(waits_for: dict[int, int]) -> list[int]:
-    """Return the ranks of a circle of waiting, [] if there is none."""
+    """Return a cycle of ranks that wait for each other, or [] if there is none."""
     for first in waits_for:
         path = [first]
         while waits_for.get(path[-1]) is not None:
@@ -145,7 +157,7 @@ def _unread(done: Run) -> Found:
     return None
 
 
-# Whose parts are wrong --------------------------------------------------------------------------------------------------
+# Wrong results ---------------------------------------------------------------------------------------------------------
 
 
 def _wrong_result(done: Run) -> Found:
@@ -157,7 +169,7 @@ def _wrong_result(done: Run) -> Found:
 
 
 def difference(got: Any, wanted: Any, rank: int, place: str = "") -> str | None:
-    """Say in words how a rank's result differs from what is wanted; None where it doesn't."""
+    """Describe how a rank's result differs from the expected one; None if it does not."""
     whose = f"rank {rank}"
     if isinstance(wanted, list | tuple) and not isinstance(wanted, Wanted):
         what = f"{len(wanted)} values"
@@ -222,7 +234,7 @@ def _wrong_parts(got: Value, wanted: Wanted, whose: str) -> str | None:
 
 
 def wrong_parts(got: Parts, wanted: Parts) -> str | None:
-    """Say whose part is missing, comes too often, or does not belong in a sum; None where all is well."""
+    """Say which part is missing from a sum, was added too often, or does not belong in it; None if all are right."""
     missing = [who for who in wanted if not got.get(who)]
     if missing:
         return f"{missing_parts(missing)} missing"
@@ -256,7 +268,7 @@ def _named(noun: str, numbers: Iterable[int]) -> str:
     return listed(f"{noun} {number}" for number in numbers) if numbers else f"no {noun}"
 
 
-# What it cost -------------------------------------------------------------------------------------------------------------
+# Costs -------------------------------------------------------------------------------------------------------------------
 
 
 def _figures(done: Run) -> tuple[Figure, ...]:
@@ -313,7 +325,7 @@ def _praise(figures: tuple[Figure, ...]) -> str:
 
 
 def figure_text(figure: Figure) -> str:
-    """Return a figure as a line of text."""
+    """Format a figure as a line of text."""
     unit = _ms if figure.name == "time" else _mb
     best = f"; best known {unit(figure.best)} = {figure.formula}" if figure.formula else ""
     return f"{figure.name}: {unit(figure.value)}{best}"

@@ -1,4 +1,4 @@
-"""Puzzle 10: a mesh of data, pipeline and tensor parallelism."""
+"""Puzzle 10: data, pipeline and tensor parallelism on one mesh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORWARD_S, BACKWARD_S = 2e-3, 4e-3
 
 
 class Sizes(NamedTuple):
-    """Sizes of the axes, or a rank's coordinates on them."""
+    """The sizes of the axes, or a rank's coordinates along them."""
 
     pp: int
     dp: int
@@ -30,7 +30,10 @@ def place_of(rank: int, sizes: Sizes) -> Sizes:
 
 
 def stage_of(world: World, rank: int, sizes: Sizes) -> tuple[Any, Any]:
-    """Return `forward(x)` and `backward(dy)` of a rank's shard of a stage. Both return partial sums over tp."""
+    """Return the functions `forward(x)` and `backward(dy)` of a rank's shard of a stage.
+
+    The outputs and the input gradients that they return are partial sums over tp.
+    """
     at, memory, last = place_of(rank, sizes), world.memories[rank], sizes.pp - 1
     everything = {f"tensor shard {t}" for t in range(sizes.tp)}
 
@@ -83,11 +86,11 @@ def _gradient(at: Sizes) -> str:
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     sizes = MESHES[world.num_ranks]
     reduce_share, average_share = 2 * (sizes.tp - 1) / sizes.tp, 2 * (sizes.dp - 1) / sizes.dp
     sent = (2 * reduce_share + 1) * ACTIVATION_BYTES + average_share * GRADIENT_BYTES
-    # A rank's neighbour over tp is on its node; the next over dp, and over pp, is not.
+    # The next rank along tp is on the same node; the next ranks along dp and pp are not.
     reduce_s = 2 * (sizes.tp - 1) * world.network.seconds(ACTIVATION_BYTES // sizes.tp, 0, 1)
     average_s = 2 * (sizes.dp - 1) * world.network.seconds(GRADIENT_BYTES // sizes.dp, 0, sizes.tp)
     hop_s = world.network.seconds(ACTIVATION_BYTES, 0, sizes.tp)

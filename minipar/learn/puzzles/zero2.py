@@ -1,4 +1,4 @@
-"""Puzzle 5: ZeRO-2, which keeps of each gradient only the shard whose weights it updates."""
+"""Puzzle 5: ZeRO-2, in which a rank keeps only the shard of each gradient whose weights it updates."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ OLD = "the old weights"
 
 
 def weights(world: World, rank: int, layer: int) -> Value:
-    """Return a layer's weights, whole; they are as large as its gradient."""
+    """Return a layer's unsharded weights, which are as large as its gradient."""
     p = world.num_ranks
     blocks = [(chunk, parts_of(OLD)) for chunk in range(p)]
     return Value(world.memories[rank], f"weights of layer {layer}", blocks, GRADIENT_BYTES // p)
 
 
 def step(old: Value, gradient: Value) -> Value:
-    """Return updated weights. Raises Fault where the gradient is not of these very weights."""
+    """Return updated weights. Raises Fault if `gradient` is not the gradient of exactly these weights."""
     if not isinstance(old, Value) or not isinstance(gradient, Value):
         raise Fault(f"step is given {old!r} and {gradient!r}; it takes weights and their gradient")
     same_rank(old, gradient)
@@ -32,19 +32,19 @@ def step(old: Value, gradient: Value) -> Value:
 
 
 def updated(world: World, layer: int) -> Wanted:
-    """Return a layer's weights after the update, as they must be."""
+    """Return a layer's expected weights after the update."""
     p = world.num_ranks
     parts = parts_of(OLD) | {f"rank {rank}": Fraction(1, p) for rank in range(p)}
     return Wanted(f"weights of layer {layer}", tuple((chunk, parts) for chunk in range(p)))
 
 
 def job(world: World) -> Job:
-    """Return inputs, wanted results and limits on the ranks of this world."""
+    """Return the inputs, expected results and limits for the ranks of this world."""
     p = world.num_ranks
     sent = LAYERS * 2 * (p - 1) / p * GRADIENT_BYTES
     whole_s = LAYERS * (BACKWARD_S + 2 * ring_seconds(world, GRADIENT_BYTES))
     best_s = LAYERS * BACKWARD_S + 2 * ring_seconds(world, GRADIENT_BYTES)
-    # On two ranks, the shard of the sum is not there before the whole gradient is gone.
+    # On two ranks, a whole gradient is freed before its shard exists, so the two are never held together.
     held = (LAYERS + 1 + (1 / p if p > 2 else 0)) * GRADIENT_BYTES
     most = (LAYERS + 2 + 3 / p) * GRADIENT_BYTES
     limit = Limit(most, held, "all weights, and one gradient, if each layer is updated at once")

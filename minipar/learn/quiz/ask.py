@@ -26,9 +26,9 @@ def ask(
     rng: Random,
     numeric: bool = True,
 ) -> tuple[int, int]:
-    """Ask `num` questions, missed ones first. Return how many were right, and how many were asked.
+    """Ask `num` questions, missed ones first. Return how many answers were right, and how many questions were asked.
 
-    read   returns the user's line; raises EOFError at the end of the input, which ends the quiz
+    read   returns the line that the user types; its EOFError, at the end of the input, ends the quiz
     """
     by_id = {question.id: question for question in questions}
     problems = {problem.name: problem for problem in PROBLEMS} if numeric else {}

@@ -26,6 +26,7 @@ from minipar.cost.serving_plan import ServingJob, plan_serving, with_fewer_bits
 from minipar.cost.serving_report import serving_text
 from minipar.cost.timing import step_time
 from minipar.learn.exercises.solution import excerpt
+from minipar.learn.facts import quote
 
 Entry = dict[str, Any]
 # The parts of a spoken design, in order.
@@ -53,7 +54,7 @@ def services() -> list[Entry]:
 
 def _entries(file: str, kind: str) -> list[Entry]:
     entries: list[Entry] = tomllib.loads((files(__package__) / file).read_text(encoding="utf-8"))[kind]
-    return entries
+    return quote(entries)
 
 
 def walkthrough_page() -> str:
@@ -125,7 +126,7 @@ def _spoken(design: Entry, values: dict[str, float]) -> list[str]:
 
 
 def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, float]:
-    """Return the numbers that the text of a design quotes: of the job, of the plan's choice, and of layouts by name."""
+    """Return the numbers that the text of a design quotes: those of the job, the plan's choice, and the named layouts."""
     shape, machine, choice = job.shape, job.machine, found.choice
     step, flops = step_time(job, choice.layout), model_flops_per_token(shape, job.seq_len)
     _, items = worst_rank_memory(job, choice.layout)

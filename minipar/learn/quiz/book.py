@@ -8,6 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from minipar.learn.facts import quote
 from minipar.support.errors import one_of
 
 
@@ -16,9 +17,9 @@ class Question(NamedTuple):
 
     level   who is asked: 1 everybody; 2 those who will work on training; 3 those who will build training systems
     answer  a spoken answer of 40 to 90 words
-    proof   where it is demonstrated: "lesson 01-14", a cell's id; "test FILE::NAME"; "floor FILE", of minipar.simple; or
-            "source TEXT", a publication, for a claim that can neither be computed nor run here
-    claim   text of the proof, in its code or in what it prints, that holds the answer's own number or statement
+    proof   what demonstrates the answer: "lesson 01-14", a cell's id; "test FILE::NAME"; "floor FILE", in minipar.simple;
+            or "source TEXT", a publication, for a claim that can be neither computed nor run here
+    claim   a text in the proof's code or output that has the number or statement of the answer
     shows   each number in the answer, with the expression that computes it
 
     follow_up_answer has 30 to 60 words.
@@ -40,7 +41,9 @@ class Question(NamedTuple):
 @cache
 def book() -> tuple[Question, ...]:
     entries = tomllib.loads((files(__package__) / "book.toml").read_text(encoding="utf-8"))["question"]
-    return tuple(Question(**{**entry, "answer": " ".join(entry["answer"].split())}) for entry in entries)
+    return tuple(
+        Question(**quote({**entry, "answer": " ".join(entry["answer"].split())})) for entry in entries
+    )
 
 
 def topics() -> tuple[str, ...]:
@@ -48,7 +51,7 @@ def topics() -> tuple[str, ...]:
 
 
 def questions_on(wanted: Iterable[str]) -> list[Question]:
-    """Return the questions of these topics, or all questions if none is named. A topic may be written with hyphens.
+    """Return the questions on these topics, or all questions if no topic is named. A topic may be written with hyphens.
 
     Raises ValueError, with the most similar name, for a topic that the book does not have.
     """

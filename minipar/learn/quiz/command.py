@@ -1,4 +1,4 @@
-"""`minipar quiz`: the command's flags, and what it does."""
+"""The command `minipar quiz`: its flags and its work."""
 
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 

@@ -16,9 +16,9 @@ LEVELS = {1: "everybody is asked", 2: "to work on training", 3: "to build it"}
 
 
 def pages(cells: dict[str, str]) -> dict[str, str]:
-    """Return file name -> text of every page: `pages_of_questions`, and the designs, the slow ones to compute.
+    """Return file name -> text of every page: `pages_of_questions`, and the system designs, which are slow to compute.
 
-    cells   a lesson cell's id -> the notebook's file name, for the links to proofs
+    cells   id of a lesson's cell -> file name of its notebook, for the links to proofs
     """
     return {**pages_of_questions(cells), "system-designs.md": design_page()}
 
@@ -71,7 +71,7 @@ def _entry(question: Question, cells: dict[str, str]) -> str:
 
 
 def proof_link(proof: str, cells: dict[str, str]) -> str:
-    """Return what shows an answer, as Markdown with a link from lessons/interview/."""
+    """Return the proof of an answer as Markdown, with a link relative to lessons/interview/."""
     kind, _, what = proof.partition(" ")
     if kind == "lesson":
         return f"[lesson {what[:2]}](../{cells[what]}), cell `{what[3:]}`"

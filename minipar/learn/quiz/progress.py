@@ -1,4 +1,4 @@
-"""A record of the questions that were missed, kept in a file of the user's data folder."""
+"""A record of missed questions, kept in a file of the user's data folder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def default_path() -> Path:
 
 
 class Progress:
-    """How often each question was asked, and how often it was missed in a row. Every answer is saved at once.
+    """How often each question was asked, and how often in a row it was missed. Every answer is saved at once.
 
-    A file that cannot be read is not touched: `problem` then says so in a sentence, and answers go to a file beside it.
+    A file that cannot be read is not touched: `problem` then says so in a sentence, and answers go to a file next to it.
     """
 
     def __init__(self, path: Path):

@@ -141,6 +141,7 @@ def dtensors(tmp_path_factory):
     return folder, values
 
 
+@pytest.mark.thorough
 def test_torch_reads_ours_as_dtensors(tmp_path):
     stored = minipar.run(written, dict(dp=2, tp=2), "zero", tmp_path, world_size=4)
     shapes = {key: placement.global_shape for parts in stored for key, (placement, _) in parts.items()}

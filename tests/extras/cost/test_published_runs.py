@@ -48,6 +48,7 @@ def test_megatrons_table_is_the_one_of_the_other_tests():
     assert [run.layout.world_size for run in rows] == [row.gpus for row in SC21_TABLE1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if len(runs_of(name, held_out=False)) >= FEW])
 def test_the_numbers_in_use_are_the_fitted_ones(program):
     fitted, used = fitted_program(program), PROGRAMS[program].implementation
@@ -55,6 +56,7 @@ def test_the_numbers_in_use_are_the_fitted_ones(program):
     assert [getattr(used, name) for name in FITTED[1:]] == [getattr(fitted, name) for name in FITTED[1:]]
 
 
+@pytest.mark.thorough
 def test_an_unknown_program_has_the_numbers_fitted_to_all():
     arithmetic, overlap = fitted_default()
     assert Implementation().arithmetic == pytest.approx(arithmetic, abs=0.006)
@@ -168,6 +170,7 @@ def test_kinds_of_layouts(name, kind):
     assert doubt(job, parse_layout(name)) == SPREADS[kind]
 
 
+@pytest.mark.thorough
 def test_the_page_of_choices_is_what_the_planner_chooses():
     """The two smallest jobs, planned anew; all of them take minutes."""
     text = (ROOT / "docs" / "planner_choices.md").read_text(encoding="utf-8")

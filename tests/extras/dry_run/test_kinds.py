@@ -19,7 +19,7 @@ ALIKE = ("dp", "tp")
 # Beside a dry run of every rank ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -52,6 +52,7 @@ def test_one_rank_of_each_kind_says_what_all_ranks_say(mesh):
         assert by_kind.ranks[rank] == whole.ranks[rank]
 
 
+@pytest.mark.thorough
 def test_where_shards_are_even_every_rank_holds_the_same():
     config = replace(RUN, pp=2, dp=2, tp=2, microbatches=2, model=replace(TINY, tie_embeddings=True))
     assert dry_run(config, by_kind=True).ranks == dry_run(config).ranks

@@ -46,7 +46,7 @@ def recorded(program):
     return dict(sent)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -77,6 +77,7 @@ def test_a_dry_run_sends_the_messages_of_a_run(mesh):
         assert sum(map(len, sent.values())) > 3
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", [dict(), dict(recompute="full"), dict(dtype="bfloat16")], ids=str)
 def test_a_dry_run_holds_the_bytes_of_a_run(mesh):
     """To the byte, but for the optimizer's counts of steps, which only the dry run counts: 4 bytes a tensor."""

@@ -173,7 +173,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_gives_the_numbers_of_one_process(mesh):
     result = verify(RUN.choosing(**mesh))

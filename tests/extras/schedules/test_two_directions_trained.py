@@ -42,7 +42,7 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_a_run_in_two_directions_has_the_numbers_of_one_process(chosen):
     result = verify(replace(BASE, **CHOSEN[chosen]))
@@ -96,6 +96,7 @@ def _each_copy_by_itself(world, config, text):
         return import_module("minipar.verification.verify")._observe_rank(world, config, text)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero", range(4))
 def test_copies_that_do_not_share_their_gradients_are_found(zero, monkeypatch):
     monkeypatch.setattr(import_module("minipar.verification.verify"), "_observe_rank", _each_copy_by_itself)

@@ -256,6 +256,7 @@ def largest(world, grid: OnGrid, whole: bool) -> int:
     return made.num_bytes
 
 
+@pytest.mark.sampled(3)
 @on_each
 def test_no_rank_makes_a_whole_activation_or_a_whole_matrix(grid):
     """Sizes at which each of them is as large: [B, T, D] and [D, D], [B, T, F] and [D, F], logits and the embedding."""
@@ -359,7 +360,7 @@ def seen(world, grid: OnGrid, faults) -> list[str]:
     return said
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @on_each
 def test_planted_bugs_are_seen(grid):
     said = minipar.run(seen, grid, FAULTS, world_size=grid.case.tp)

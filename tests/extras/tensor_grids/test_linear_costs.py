@@ -112,7 +112,7 @@ FORMULAS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("layout", "ranks"), [("column", 4), ("row", 4), ("column", 8), ("row", 8), *RANKS])
 def test_each_layout_sends_and_holds_what_the_table_says(layout, ranks):
     sizes = (16, 8, 24)

@@ -101,7 +101,7 @@ def checked(tmp_path, source: str, **options):
     return check("shift", tmp_path, **options)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_file_is_explained_in_one_sentence_with_its_own_line(what, tmp_path):
     source, stage, words = BAD[what]
@@ -153,6 +153,7 @@ def test_a_file_that_refuses_to_be_stopped_is_ended_with_its_processes(tmp_path)
     assert checked(tmp_path, RIGHT).state == "green"
 
 
+@pytest.mark.thorough
 def test_what_it_prints_is_cut_short(tmp_path, capsys):
     result = checked(tmp_path, RIGHT.replace("    return", "    print('hello\\n' * 1000)\n    return"))
     assert result.state == "green"

@@ -24,7 +24,7 @@ def solved(exercise) -> str:
     return "".join(f"from {module} import {own} as {name}\n" for name, module, own in places)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(18)
 @each
 def test_the_solution_is_green_at_every_stage(exercise, tmp_path):
     file = tmp_path / f"{exercise.name}.py"
@@ -35,7 +35,7 @@ def test_the_solution_is_green_at_every_stage(exercise, tmp_path):
     assert state_of(exercise, tmp_path) == "green"
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @each
 def test_the_stub_is_to_do_and_says_where_its_hole_is(exercise, tmp_path):
     file = start(exercise, tmp_path)

@@ -65,6 +65,7 @@ def test_each_lesson_has_three_problems_with_names_of_their_own():
     assert MISTAKES.keys() <= BY_NAME.keys()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BY_NAME)
 def test_the_answer_is_also_found_another_way(name):
     problem = BY_NAME[name]

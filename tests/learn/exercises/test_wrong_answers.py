@@ -18,7 +18,7 @@ def title(wrong) -> str:
     return f"{wrong.exercise}-{WRONG_ANSWERS.index(wrong)}"
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("wrong", WRONG_ANSWERS, ids=title)
 def test_a_classic_wrong_answer_is_red_where_it_is_best_understood(wrong, tmp_path):
     exercise = find_exercise(wrong.exercise)

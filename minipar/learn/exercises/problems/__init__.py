@@ -1,4 +1,4 @@
-"""Problems for pen and paper: three for each lesson, the first about what bounds it, with numbers drawn afresh.
+"""Problems for pen and paper, with random numbers: three for each lesson, the first about what limits performance.
 
 The answer comes from minipar.cost, or from a formula that the problem states; its worked lines end in a calculation with
 the numbers put in. Tests evaluate that calculation, and compute every answer in another way.

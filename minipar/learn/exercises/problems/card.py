@@ -1,7 +1,7 @@
-"""A problem: what it asks about drawn numbers, its answer, and the calculation by hand.
+"""A problem: a question about random numbers, its answer, and the calculation by hand.
 
-A problem is a function of the numbers that it names. `@problem` states its lesson, and the values that each number may
-take; every combination of them is legal.
+A problem is a function; its parameters are the numbers. `@problem` states its lesson, and the values that each number may
+take; every combination of these is legal.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 class Card(NamedTuple):
     """A question with its numbers, the answer in `unit`, and the lines that lead to it.
 
-    worked  one line or more of formulas, and last the calculation with the numbers put in, which Python can evaluate:
-            it gives the answer, in the unit
-    within  the relative tolerance; 0 for what is counted
+    worked  one or more lines of formulas and, as the last line, the calculation with the numbers put in: a Python
+            expression whose value is the answer in `unit`
+    within  the relative tolerance; 0 for counts
     """
 
     question: str
@@ -29,7 +29,7 @@ class Card(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of one lesson. Called with a source of random numbers, it returns a Card."""
+    """A problem of one lesson. Called with a random number generator, it returns a Card."""
 
     lesson: str
     values: dict[str, tuple[Any, ...]]
@@ -40,7 +40,7 @@ class Problem:
         return self.of.__name__
 
     def draw(self, rng: Random) -> dict[str, Any]:
-        """Return a value for each number."""
+        """Return a random value for each parameter of the problem."""
         return {name: rng.choice(choices) for name, choices in self.values.items()}
 
     def __call__(self, rng: Random) -> Card:
@@ -48,5 +48,5 @@ class Problem:
 
 
 def problem(lesson: str, **values: tuple[Any, ...]) -> Callable[[Callable[..., Card]], Problem]:
-    """Make a problem of a function. `values`: for each of its parameters, the values that may be drawn."""
+    """Turn a function into a problem. `values`: for each of its parameters, the values that may be drawn."""
     return lambda function: Problem(lesson, values, function)

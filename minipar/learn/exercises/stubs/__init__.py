@@ -1,1 +1,1 @@
-"""The files that `minipar exercise start` copies: a signature, its shapes, what is checked, and a hole to fill in."""
+"""The files that `minipar exercise start` copies: each has a signature, its shapes, what is checked, and a hole."""

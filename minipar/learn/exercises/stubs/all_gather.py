@@ -1,6 +1,6 @@
 """All-gather around a ring.
 
-Rank r sends to r+1 and receives from r-1, p-1 times, and passes on what it received last:
+Rank r sends to r+1 and receives from r-1, p-1 times; after the first time, it sends the chunk that it received last:
 
     rank      0        1        2
     chunk     a        b        c

@@ -2,7 +2,7 @@
 
     grad = 1/p * sum over ranks of grad
 
-Checked: the gradients and parameters of one process, over several steps; 2(p-1)/p of the gradients' bytes sent by
+Checked: the same gradients and parameters as in one process, over several steps; 2(p-1)/p of the gradients' bytes sent by
 each rank.
 """
 

@@ -1,13 +1,13 @@
 """Communication that autograd differentiates: the backward of y = A x is dx = A^T dy.
 
-                      y                                   dx
-    copy              x, the same on every rank           ?
-    all_reduce        sum of x over ranks                 ?
-    gather_tokens     all ranks' tokens of x              ?
-    scatter_tokens    my tokens of the sum over ranks     ?
+                      y                                           dx
+    copy              x, the same on every rank                   ?
+    all_reduce        sum of x over ranks                         ?
+    gather_tokens     all ranks' tokens of x                      ?
+    scatter_tokens    this rank's tokens of the sum over ranks    ?
 
-A tensor that is the same on all ranks counts once. Checked: <y, A x> = <A^T y, x>; neither x nor dy is written to,
-because other operations read them too. In minipar.simple.autograd two of them are Megatron's f and g.
+In inner products, a tensor that is the same on all ranks counts once. Checked: <y, A x> = <A^T y, x>; neither x nor dy is
+written to, because other operations read them too. Two of these operators are Megatron's f and g.
 """
 
 

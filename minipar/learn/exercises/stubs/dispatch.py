@@ -2,8 +2,8 @@
 
     expert(x) = (silu(x gate^T) * x up^T) down^T        expert e of E is on rank e // (E/p)
 
-Checked: results and gradients of one process; a rank may have no rows. Every row for another rank is sent once in each
-all-to-all, of which there are two forward and two backward; besides, each rank sends 8 E bytes of counts to each other
+Checked: the results and gradients of one process; a rank may have no rows. Every row for another rank is sent once in each
+all-to-all, of which there are two forward and two backward; in addition, each rank sends 8 E bytes of counts to each other
 rank.
 """
 

@@ -13,7 +13,7 @@ from torch import nn
 
 
 class FSDP(nn.Module):
-    """Makes each submodule of class `unit_class` a unit; together they have all parameters.
+    """Makes each submodule of class `unit_class` a unit; together the units have all parameters.
 
     All ranks start with rank 0's parameters. parameters() yields this rank's parts, whose .grad the backward fills.
     """

@@ -10,6 +10,6 @@ def grad_norm(comm, grads, copies):
     """Return the norm over all ranks, [] in float64.
 
     grads     this rank's gradients, of any shapes
-    copies    for each gradient, how many ranks hold the same one
+    copies    for each gradient, the number of ranks that hold the same gradient
     """
     raise NotImplementedError

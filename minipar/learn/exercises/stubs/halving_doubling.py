@@ -1,6 +1,6 @@
 """All-reduce by recursive halving and doubling (Rabenseifner), for any p.
 
-    halving     exchange half the vector with the rank at distance q/2, and add; then a quarter with the one at distance
+    halving     exchange half the vector with the rank at distance q/2, and add; then a quarter with the rank at distance
                 q/4; and so on: rank r ends with chunk r of the sum
     doubling    the same steps backwards: every exchange doubles the part of the sum that a rank has
 

@@ -1,4 +1,4 @@
-"""A checkpoint of another mesh: a matrix that was saved in parts, read in different parts.
+"""Resharding a checkpoint: a matrix that one mesh saved in parts is read in the different parts of another mesh.
 
     saved by rows    wanted by columns
     +-------+        +---+---+

@@ -1,6 +1,6 @@
 """Pass to the right, without deadlock.
 
-Every rank sends its x to the next rank, the last one to the first, and returns what came from the left:
+Every rank sends its x to the next rank, the last rank to the first, and returns the x of the rank to its left:
 
     rank      0    1    2
     x         a    b    c

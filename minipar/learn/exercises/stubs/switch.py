@@ -1,7 +1,7 @@
-"""Switch: each token goes to its first expert, if that has room.
+"""Switch: each token goes to its most probable expert, if that has capacity left.
 
     p(t) = softmax(router x(t))      e = argmax p(t)      y(t) = p_e(t) * expert_e(x(t)), or 0 where dropped
-    capacity         ceil(T/E * capacity_factor) tokens of each sequence; an expert takes the first that choose it
+    capacity         ceil(T/E * capacity_factor) tokens of each sequence; an expert takes the first tokens that choose it
     balance loss     E * sum over e of f_e P_e, the mean over sequences
                      f_e: the fraction of a sequence's tokens whose first expert is e, P_e: the mean of p_e
     z-loss           mean of logsumexp(logits)^2

@@ -1,4 +1,4 @@
-"""Ulysses: an all-to-all turns my tokens of all heads into all tokens of my heads; attention; and back.
+"""Ulysses: an all-to-all turns this rank's tokens of all heads into all tokens of its heads; then attention; then back.
 
     [B, H, N/p, d]  ->  [B, H/p, N, d]  ->  attention  ->  [B, H/p, N, d]  ->  [B, H, N/p, d]
 

@@ -1,8 +1,8 @@
 """ZeRO-1: every rank keeps the optimizer state of 1/p of every parameter.
 
-    step    my part of the gradient = 1/p * sum over ranks      (p-1)/p P elements sent, of P parameters
-            update my part of the parameters
-            gather all parts                                    (p-1)/p P elements
+    step    this rank's part of the gradient = 1/p * sum over ranks    (p-1)/p P elements sent, of P parameters
+            update this rank's part of the parameters
+            gather all parts                                           (p-1)/p P elements
 
 Checked: the parameters of one process, with SGD and AdamW; 2(p-1)/p P elements sent; 1/p of the state held.
 """
@@ -15,7 +15,7 @@ class Zero1:
         raise NotImplementedError
 
     def step(self):
-        """Update all parameters, on every rank, from the mean of the ranks' .grad, each of its own batch."""
+        """Update all parameters, on every rank, with the mean over ranks of .grad; each rank's .grad is of its batch."""
         raise NotImplementedError
 
     def zero_grad(self):

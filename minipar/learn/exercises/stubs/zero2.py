@@ -1,7 +1,7 @@
 """ZeRO-2: gradients are sharded too. Each gradient is reduced to shards as soon as the backward has computed it.
 
-Checked: as for ZeRO-1; between backward() and step(), 1/p of the gradients are held; two backwards before a step accumulate
-gradients.
+Checked: as for ZeRO-1; between backward() and step(), each rank holds 1/p of the gradients; two backwards before a step
+accumulate gradients.
 """
 
 

@@ -2,8 +2,8 @@
 
     comm.exchange(x, to, shape, dtype, source)     send x to rank `to`, return the tensor of this shape from `source`
 
-x is split as torch.chunk splits it, into chunks of ceil(N/p), the last ones shorter; if there are fewer than p, the others
-are empty. `combine(a, b)` adds, or is torch.maximum for a maximum over ranks.
+x is split as torch.chunk splits it, into chunks of ceil(N/p), the last one shorter; if there are fewer than p, the
+remaining ranks' chunks are empty. `combine(a, b)` adds, or is torch.maximum for a maximum over ranks.
 
 Checked: the right chunk on every rank, for any length; the bytes of a ring, (p-1)/p and 2(p-1)/p of x; x is not written to.
 """
@@ -22,5 +22,5 @@ def all_gather(comm, chunk, sizes=None):
 
 
 def all_reduce(comm, x, combine=torch.add):
-    """x -> the sum over ranks of x, on every rank: the two above, on x.flatten()"""
+    """x -> the sum over ranks of x, on every rank: a reduce-scatter and an all-gather of x.flatten()"""
     raise NotImplementedError

@@ -17,7 +17,7 @@ from minipar.simple.comm import Collectives  # all_reduce, ... as methods; they 
 
 
 class Comm(Collectives):
-    """ranks: the members' numbers in the world; self.rank and self.size count in this group."""
+    """A group of ranks. `ranks`: its members' world ranks; self.rank and self.size are relative to this group."""
 
     device = torch.device("cpu")
 
@@ -25,7 +25,7 @@ class Comm(Collectives):
         raise NotImplementedError
 
     def subgroup(self, ranks, name):
-        """Return the Comm of some ranks of this group, given by their numbers in it. Groups differ if their names do."""
+        """Return the Comm of these ranks, numbered within this group. Groups with different names are distinct."""
         raise NotImplementedError
 
     def send(self, x, to, async_op=False):

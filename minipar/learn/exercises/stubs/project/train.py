@@ -3,7 +3,7 @@
     python train.py                                       8 ranks: pp 2 x dp 2 x tp 2
     python train.py --pp 1 --dp 2 --tp 1 --ep 2 --zero    2 ranks; --help lists everything
 
-Pieces that are not written yet are taken from minipar.simple, and so is `train` below, the last of the ten. It uses
+Pieces that are not written yet are taken from minipar.simple, as is `train` below, the last of the ten. `train` uses
 
     Mesh(world, pp, dp, cp, tp).comm("tp")                     this rank's group along one or more axes
     transformer(Groups(tp, cp, ep, sequence), stage, num_stages, num_experts)    this rank's part of the model
@@ -14,10 +14,10 @@ Pieces that are not written yet are taken from minipar.simple, and so is `train`
 dp cuts a batch along dim 0, cp along dim 1, in equal consecutive chunks. Between stages an activation has LENGTH/cp tokens
 of a sequence, with sequence parallelism LENGTH/cp/tp.
 
-An ep group is args.ep neighbours in a dp group; experts are never used with cp. Experts, the parameters with three dims,
-are the same on those ranks of a dp group that have the same rank in their ep groups. Their gradients are already sums over
-the tokens of an ep group, so the mean over dp must divide them by args.ep as well. All other parameters are the same over
-dp x cp.
+An ep group is args.ep consecutive ranks of a dp group; experts are never used with cp. Expert parameters, those with three
+dims, are the same on those ranks of a dp group that have the same rank in their ep groups. Their gradients are already sums
+over the tokens of an ep group, so the mean over dp must divide them by args.ep as well. All other parameters are the same
+over dp x cp.
 
 Checked: on three meshes, after two steps, no weight differs from one process's by more than 1e-10.
 """
