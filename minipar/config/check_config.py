@@ -40,7 +40,7 @@ def blocks_per_unit(recompute: str) -> int | None:
 
 
 def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
-    """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may have different numbers of microbatches."""
+    """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may run different numbers of microbatches."""
     options = config.options.get("schedule")
     arguments = () if options is None else tuple(sorted(vars(options).items()))
     microbatches = config.dp_microbatches[dp_rank]
@@ -85,11 +85,11 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def _check_batch(config: TrainConfig) -> None:
-    """Check that every dp rank gets samples, and as many in each of its microbatches."""
+    """Check that every dp rank gets samples, and the same number in each of its microbatches."""
     speeds, m = config.dp_speeds, config.microbatches
     if speeds is not None:
         _check_speeds(config, speeds)
-    if speeds is not None and config.microbatches_in_step:
+    if speeds is not None and config.equal_microbatches:
         require_divides("microbatches", m, "batch_size", config.batch_size)
         if config.batch_size // m < config.dp:
             raise ValueError(
@@ -113,7 +113,8 @@ def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
 
 
 def _check_stages(config: TrainConfig) -> Schedule:
-    schedule, *_ = (schedule_of(config, rank) for rank in range(config.dp))
+    schedules = [schedule_of(config, rank) for rank in range(config.dp)]  # raises ValueError where one is impossible
+    schedule = schedules[0]
     if why := why_stages_illegal(schedule.model_stages, config.model.num_layers, config.pp, config.schedule):
         raise ValueError(why)
     return schedule

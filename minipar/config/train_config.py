@@ -360,24 +360,27 @@ class TrainConfig:
         return self.lr * factor
 
     @property
-    def microbatches_in_step(self) -> bool:
-        """Whether all dp ranks must run as many microbatches, since they send to each other in every one."""
-        every = self.zero == 3 or self.ep > 1 or self.reduce_every == "microbatch" or self.products != "plain"
-        return every or self.choice("schedule").copies > 1
+    def equal_microbatches(self) -> bool:
+        """Whether all dp ranks run the same number of microbatches: one each, or they communicate in every microbatch."""
+        if self.microbatches == 1 or self.choice("schedule").copies > 1:
+            return True
+        return self.zero == 3 or self.ep > 1 or self.reduce_every == "microbatch"
 
     @property
     def dp_microbatches(self) -> list[int]:
-        """The number of microbatches of each dp rank: equal or, with `dp_speeds`, by speed, `microbatches` on average."""
-        if self.dp_speeds is None or self.microbatches_in_step:
+        """The number of microbatches of each dp rank. With `dp_speeds`: by speed, `microbatches` on average."""
+        if self.dp_speeds is None or self.equal_microbatches:
             return [self.microbatches] * self.dp
         return shares_by_speed(self.dp * self.microbatches, self.dp_speeds)
 
     @property
     def dp_samples(self) -> list[int]:
-        """The number of samples of each dp rank in a step: the same part of all samples as of all microbatches or, where
-        all have as many microbatches, a number of whole samples in each, by speed.
+        """The number of samples of each dp rank in a step.
+
+        With `dp_speeds`, faster ranks run more microbatches of the same size or, if all ranks must run the same number of
+        microbatches, larger ones.
         """
-        if self.dp_speeds is None or not self.microbatches_in_step:
+        if self.dp_speeds is None or not self.equal_microbatches:
             return [m * (self.batch_size // (self.dp * self.microbatches)) for m in self.dp_microbatches]
         shares = shares_by_speed(self.batch_size // self.microbatches, self.dp_speeds)
         return [self.microbatches * share for share in shares]

@@ -33,7 +33,11 @@ def test_no_other_division_is_done_earlier(more, speeds):
 def test_a_rank_at_half_the_speed_gets_half_the_samples():
     config = replace(RUN, dp=2, dp_speeds=(2, 1), batch_size=9)
     assert config.dp_samples == [6, 3]
-    assert replace(config, batch_size=18, microbatches=3).dp_samples == [12, 6]
+    sixfold = replace(config, batch_size=18, microbatches=3)
+    for more, microbatches in (({}, [4, 2]), (dict(zero=3), [3, 3])):
+        divided = replace(sixfold, **more)
+        assert divided.dp_microbatches == microbatches
+        assert divided.dp_samples == [12, 6]
     assert replace(config, batch_size=2, dp_speeds=(100, 1)).dp_samples == [1, 1]  # nobody is left without
 
 
@@ -41,7 +45,8 @@ MESHES = [
     dict(dp=2, dp_speeds=(2, 1), batch_size=9),
     dict(dp=3, dp_speeds=(3, 1, 1.5), batch_size=12, pp=2, microbatches=2, zero=3),
     dict(dp=2, dp_speeds=(1, 3), batch_size=8, ep=2, moe=4, zero=1),
-    dict(dp=2, dp_speeds=(4, 1), batch_size=10, cp=2, tp=2, microbatches=2, dtype="bfloat16"),
+    dict(dp=2, dp_speeds=(2, 1), batch_size=6, pp=2, microbatches=3, zero=2),
+    dict(dp=2, dp_speeds=(4, 1), batch_size=8, cp=2, tp=2, microbatches=2, dtype="bfloat16"),
 ]
 
 
@@ -79,12 +84,20 @@ def test_what_is_sent_does_not_depend_on_the_parts():
     assert even == uneven
 
 
+def test_stages_send_in_proportion_to_their_microbatches():
+    """Of 2 * 3 microbatches a rank at twice the speed runs 4: its stages send each other twice the bytes."""
+    config = replace(RUN, dp=2, pp=2, batch_size=6, microbatches=3, dp_speeds=(2, 1))
+    (_, fast, _), (_, slow, _) = minipar.run(sent, config, world_size=4)[:2]
+    assert fast["pp"] == 2 * slow["pp"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         (dict(dp_speeds=(1, 2, 3)), "give a number above 0 per dp rank"),
         (dict(dp_speeds=(1, 0)), "give a number above 0 per dp rank"),
-        (dict(dp_speeds=(1, 2), batch_size=3, microbatches=3), "use batch_size=6 or more"),
+        (dict(dp_speeds=(1, 2), batch_size=3, microbatches=3, zero=3), "use batch_size=6 or more"),
+        (dict(dp_speeds=(1, 2), batch_size=9, microbatches=3), "dp=2 does not divide batch_size=9"),
         (dict(dp_speeds=(1, 2), compress="int8"), "use one of the two"),
         (dict(dp_speeds=("fast", 2)), "use a list, each a number"),
     ],
