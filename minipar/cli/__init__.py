@@ -1,7 +1,7 @@
 """The `minipar` command. Slow imports are made inside the command that needs them, so that `--help` is fast.
 
-train.py, verify.py, plan.py, timeline.py, tokenize.py, generate.py, serve.py, export.py, routing.py, bench.py, explore.py,
-learn.py        one command each; learn.py has two; plan_serve.py is `minipar plan --serve`
+train.py, verify.py, plan.py, timeline.py, tokenize.py, generate.py, serve.py, export.py, bench.py, explore.py, learn.py
+                one command each; learn.py has two; plan_serve.py is `minipar plan --serve`
 parse.py        parsing the command line with tyro; a mistake gives a one-line message
 flags.py        a run's settings as flags, and back
 choices.py      choices by name, and their options as flags
@@ -48,10 +48,6 @@ COMMANDS: Kind[Choice] = Kind(
         "export": Choice("minipar.cli.export:export_command", "export a checkpoint, unsharded"),
         "timeline": WithChoices("minipar.cli.timeline:timeline_flags", "print and draw pipeline schedules"),
         "plan": WithChoices("minipar.cli.plan:plan_flags", "predict memory and time on GPUs"),
-        "routing": Choice(
-            "minipar.cli.routing:routing_command",
-            "train small mixtures of experts, and draw what options cost",
-        ),
         "bench": Choice("minipar.cli.bench:bench_command", "time minipar against torch's own"),
         "explore": Choice("minipar.cli.explore:explore_command", "open the interactive site"),
         "exercise": Choice("minipar.cli.learn:exercise", "write a piece yourself, and have it checked"),

@@ -113,7 +113,9 @@ def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
 
 
 def _check_stages(config: TrainConfig) -> Schedule:
-    schedules = [schedule_of(config, rank) for rank in range(config.dp)]  # raises ValueError where one is impossible
+    schedules = [
+        schedule_of(config, rank) for rank in range(config.dp)
+    ]  # raises ValueError where one is impossible
     schedule = schedules[0]
     if why := why_stages_illegal(schedule.model_stages, config.model.num_layers, config.pp, config.schedule):
         raise ValueError(why)
