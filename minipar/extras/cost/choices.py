@@ -60,24 +60,24 @@ class ScalingView(PlanView):
 
 @dataclass(frozen=True)
 class UnequalOptions:
-    """The options of the view: the GPUs of the other kind."""
+    """The options of `minipar plan --view unequal`, about the GPUs of the second kind."""
 
-    gpus: int = option(0, "how many of the GPUs are of another kind")
+    gpus: int = option(0, "number of GPUs of the second kind")
     machine: str = option(
-        "", "the name of that kind, or its .toml file; none: as the others, but for `speed`"
+        "", "their name, or a .toml file; by default they are like the first kind, at `speed`"
     )
-    speed: float = option(0.5, "without `machine`, the other kind's rates, relative to the others'")
+    speed: float = option(0.5, "without `machine`, the speed of the second kind relative to the first")
 
 
 class UnequalView(PlanView):
-    """The view of the best layout on GPUs of two kinds."""
+    """The view "unequal": the best layout on GPUs of two kinds."""
 
     def check_request(self, asked: Asked, options: Any) -> None:
         from minipar.cost.machines import find_machine
 
         if not 0 < options.gpus < asked.job.gpus:
             raise ValueError(
-                f"view.gpus={options.gpus} of gpus={asked.job.gpus} are of another kind; use 1 or more, but not all"
+                f"view.gpus={options.gpus} of gpus={asked.job.gpus} are of the second kind; use 1 or more, but not all"
             )
         if options.machine:
             find_machine(options.machine)
@@ -101,7 +101,7 @@ SCALING = ScalingView(
 )
 UNEQUAL = UnequalView(
     "minipar.extras.cost.unequal:unequal_view",
-    "the winner on GPUs of two kinds: the batch divided by speed, and what that gains",
+    "the best layout on GPUs of two kinds, with the batch divided by their speed",
     UnequalOptions,
 )
 LINKS = Choice(
