@@ -245,9 +245,9 @@ def _draw(
     )
 
 
-def _draw_speeds(rng: Random, dp: int) -> tuple[float, ...] | None:
-    """Draw a speed for each dp rank, or none."""
-    return tuple(rng.choice([1, 1.5, 4]) for _ in range(dp)) if rng.random() < 0.2 else None
+def _draw_speeds(rng: Random, dp: int) -> list[float] | None:
+    """Draw a speed for each dp rank, or none. A list, because `config_of` takes a tuple for a choice and its options."""
+    return [rng.choice([1, 1.5, 4]) for _ in range(dp)] if rng.random() < 0.2 else None
 
 
 def _draw_schedule(rng: Random, schedule: str) -> dict:
