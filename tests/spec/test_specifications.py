@@ -249,7 +249,7 @@ WRONG = [
     ),
     ("reduce_scatter", lambda comm, x: None, "runs", "it returned a NoneType, not a tensor"),
     ("all_gather", from_the_wrong_neighbour, "runs", "deadlock: rank 0 waits to (send|receive) 32 bytes"),
-    ("all_gather", in_another_order, "small", "entry 0 on rank 0 of 2 is rank 1's; it should be rank 0's"),
+    ("all_gather", in_another_order, "small", "entry 0 of its result is rank 1's; it should be rank 0's"),
     ("all_reduce", in_place, "drawn", "is the input itself"),
     ("all_reduce", lambda comm, x: x, "small", "the part of rank 1 is missing"),
     ("all_reduce", added_twice, "small", "the part of rank 1 was added more than once"),
