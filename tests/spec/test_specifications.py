@@ -290,7 +290,7 @@ WRONG = [
         "small",
         "on 2 ranks: rank 0: the gradient of last.bias",
     ),
-    ("ddp", without_broadcast, "small", "the gradient of last"),
+    ("ddp", without_broadcast, "small", "does not start with rank 0's values"),
     ("zero1", KeepsTheState, "memory", "something is not cut"),
     ("zero2", zero.Zero1, "memory", "something is not cut"),
     ("zero2", ForgetsToAccumulate, "drawn", "after two backwards and a step"),

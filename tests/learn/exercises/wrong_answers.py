@@ -295,7 +295,9 @@ WRONG_ANSWERS = [
         "small",
         "the gradient of last.bias",
     ),
-    Wrong("ddp", "tensor.data.copy_(comm.broadcast(tensor.data))", "pass", "small", "the gradient of last"),
+    Wrong(
+        "ddp", "tensor.data.copy_(comm.broadcast(tensor.data))", "pass", "small", "does not start with rank 0"
+    ),
     Wrong(
         "ddp",
         'all_reduce(flat, "mean", async_op=True)',
