@@ -66,7 +66,7 @@ class Result:
             return (
                 f"{self.name}: GREEN  {', '.join(STAGES[stage] for stage in self.met)} ({self.seconds:.1f} s)"
             )
-        met = f"; met before: {', '.join(STAGES[stage] for stage in self.met)}" if self.met else ""
+        met = f"; passed: {', '.join(STAGES[stage] for stage in self.met)}" if self.met else ""
         return f"{self.name}: RED  {STAGES[self.stage or 'file']}: {self.words}{met}"
 
 
