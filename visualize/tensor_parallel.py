@@ -195,7 +195,7 @@ def draw_kept(parts: dict[str, dict[str, float]], path: str | Path, title: str =
     for x, total in enumerate(bottom.values()):
         axes.text(x, total, f"{total:.2f}", ha="center", va="bottom", fontsize=SMALL)
     axes.set_title(title, loc="left", fontsize=NORMAL)
-    axes.set_ylabel("MB a rank and layer", fontsize=SMALL)
+    axes.set_ylabel("MB per rank and layer", fontsize=SMALL)
     axes.legend(fontsize=SMALL, frameon=False, loc="upper right")
     quiet(axes, grid="y")
     return write(figure, path)
