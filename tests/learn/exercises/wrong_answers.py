@@ -251,7 +251,21 @@ WRONG_ANSWERS = [
         "_along_tokens(comm.all_gather), _along_tokens(comm.reduce_scatter)",
         "_along_tokens(comm.all_gather), lambda dy: dy.chunk(comm.size, 1)[comm.rank]",
         "small",
-        "gradient through gather_tokens",
+        "gradient through gather_tokens .* the other ranks' parts are missing",
+    ),
+    Wrong(
+        "conjugates",
+        "return _Operator.apply(x, _same, comm.all_reduce)",
+        "return _Operator.apply(x, _same, _same)",
+        "small",
+        "gradient through copy .* the other ranks' parts are missing",
+    ),
+    Wrong(
+        "conjugates",
+        "return _Operator.apply(x, comm.all_reduce, _same)",
+        "return _Operator.apply(x, comm.all_reduce, comm.all_reduce)",
+        "small",
+        "gradient through all_reduce .* each rank's dy is complete",
     ),
     Wrong(
         "conjugates",
@@ -346,14 +360,14 @@ WRONG_ANSWERS = [
         "return reduced_shard(self.comm, p.grad)",
         "return shard_of(self.comm, p.grad)",
         "small",
-        "after 1 steps of SGD",
+        "after 1 step of SGD",
     ),
     Wrong(
         "zero1",
         'comm.reduce_scatter(padded(comm, grad), "mean")',
         "comm.reduce_scatter(padded(comm, grad))",
         "small",
-        "after 1 steps of SGD",
+        "after 1 step of SGD is exactly 2 times too large",
     ),
     Wrong(
         "zero1",
@@ -753,7 +767,7 @@ WRONG_ANSWERS = [
         "            p.data.copy_(comm.broadcast(p.data))",
         "            pass",
         "drawn",
-        "rank 1: .* before the first step, which begins with rank 0's",
+        "rank 1: it does not begin with rank 0's parameters: broadcast them in __init__",
     ),
     Wrong(
         "reduce_scatter",
