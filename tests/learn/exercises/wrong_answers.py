@@ -515,7 +515,7 @@ WRONG_ANSWERS = [
         "pairs = zip(forwards[num_warmup:], backwards)",
         "pairs = zip(backwards, forwards[num_warmup:])",
         "runs",
-        "deadlocks: rank 0 at B of microbatch 0",
+        "deadlocks: rank 0 cannot run B of microbatch 0",
     ),
     Wrong("zb_h1", 'list(range(p)), "zb-h1"', '[0] * p, "zb-h1"', "small", "a rank takes"),
     Wrong(
