@@ -15,7 +15,7 @@ from torch import nn
 class FSDP(nn.Module):
     """Makes each submodule of class `unit_class` a unit; together the units have all parameters.
 
-    `__init__` gives every rank rank 0's parameters, by comm.broadcast, before it cuts them. parameters() yields this rank's
+    `__init__` copies rank 0's parameters to all ranks (comm.broadcast) before it cuts them. parameters() yields this rank's
     parts, whose .grad the backward fills.
     """
 

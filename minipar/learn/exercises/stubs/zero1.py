@@ -10,7 +10,7 @@ sent; 1/p of the state held.
 
 
 class Zero1:
-    """Runs optimizer_cls(parts, **options). `__init__` gives every rank rank 0's parameters, by comm.broadcast.
+    """Runs optimizer_cls(parts, **options). `__init__` copies rank 0's parameters to all ranks (comm.broadcast).
 
     The parameters themselves stay whole on every rank: only the optimizer's state is sharded.
     """

@@ -6,7 +6,7 @@ accumulate gradients.
 
 
 class Zero2:
-    """Runs optimizer_cls(parts, **options). `__init__` gives every rank rank 0's parameters, by comm.broadcast.
+    """Runs optimizer_cls(parts, **options). `__init__` copies rank 0's parameters to all ranks (comm.broadcast).
 
     The parameters themselves stay whole on every rank: gradients and the optimizer's state are sharded.
     """
