@@ -119,6 +119,7 @@ def with_line(result: Result, path: Path, exercise: Exercise) -> Result:
     if not re.search(rf"{re.escape(path.name)}(, line |:)\d+", words):
         named = [name for name in exercise.solution if re.search(rf"\b{re.escape(name)}\b", words)]
         words = f"{words} ({at_line(path, named[0] if named else _entry(exercise))})"
+    words = re.sub(r"; (?=rank \d+ waits to )", "\n", words)  # of a deadlock, a line for each rank
     lines = [part for line in words.split("\n") for part in _wrapped(line)]
     return replace(result, words="\n".join(lines[:MOST_LINES]))
 
