@@ -31,7 +31,7 @@ def rows(path: Path, quick: bool = False) -> Iterator[Row]:
     if not (path / "model.py").exists():
         raise ValueError(f"nanogpt={path} is no checkout of nanoGPT: it has no model.py")
     config = TrainConfig(
-        model=MODEL, batch_size=SAMPLES // 2, seq_len=MODEL.max_seq_len, dtype="float32", steps=1000, warmup=0,
+        model=MODEL, batch_size=SAMPLES, seq_len=MODEL.max_seq_len, dtype="float32", steps=1000, warmup=0,
         lr=LR, grad_clip=1.0,
     )  # fmt: skip
     ((times, losses),) = run(_race, config, path.resolve(), 2 if quick else 7, world_size=1)

@@ -33,8 +33,8 @@ from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
 from minipar.train.step import batch_of, train_step
 
-MODEL = ModelConfig(dim=384, num_layers=8, num_heads=8, max_seq_len=128)  # 14 M parameters
-SAMPLES, LR, MICROBATCHES = 16, 3e-4, 4
+MODEL = ModelConfig(dim=384, num_layers=8, num_heads=8, max_seq_len=256)  # 14 M parameters
+SAMPLES, LR, MICROBATCHES = 8, 3e-4, 4
 MESHES: tuple[dict[str, int], ...] = (
     {"dp": 4},
     {"tp": 4},
