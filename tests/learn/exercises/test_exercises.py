@@ -70,6 +70,16 @@ def test_a_verdict_names_the_line_of_the_operator_that_is_wrong(tmp_path):
         assert words.endswith(f"(conjugates.py, line {line})")
 
 
+def test_a_deadlocks_verdict_has_a_line_for_each_rank(tmp_path):
+    stuck = [
+        "rank 0 waits to send 4 bytes (shift.py:2 in shift)",
+        "rank 1 waits to send 4 bytes (shift.py:2 in shift)",
+    ]
+    red = Result("", "red", words="; ".join(stuck))
+    words = with_line(red, tmp_path / "shift.py", find_exercise("shift")).words
+    assert words.split("\n") == stuck
+
+
 def test_there_are_at_least_24_and_the_index_lists_them():
     assert len(EXERCISES) >= 24
     rows = [line for line in INDEX.read_text().splitlines() if line.startswith("| ") and line[2].isdigit()]
