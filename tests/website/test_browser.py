@@ -611,6 +611,11 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
     try:
         loaded(browser, site_url, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
+        spilling = (
+            "return [...document.querySelectorAll('.interactive button')]"
+            ".filter((b) => b.scrollHeight > b.clientHeight || b.scrollWidth > b.clientWidth).map((b) => b.textContent)"
+        )
+        assert browser.execute_script(spilling) == []
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
