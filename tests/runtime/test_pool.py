@@ -84,6 +84,7 @@ def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
         (failures.spins, "in spins\n"),
         (failures.spins_in_native_code, "sum(itertools.repeat(1))"),
         (failures.is_stopped, "it is stopped by a signal (failures.py:"),
+        (failures.is_stopped_and_lost, "it is stopped by a signal (failures.py:"),
     ],
 )
 def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
@@ -100,7 +101,7 @@ def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
     )
 
 
-def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out"):
+def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out|Application timeout"):
     with pytest.raises(minipar.RankError) as caught:
         minipar.run(hangs, world_size=4, timeout_s=1)
     error = caught.value
