@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,6 +71,7 @@ class Channel:
         self.kind: str | None = None
         self.signature = ""
         self.shape: torch.Size | None = None
+        self.kept: Any = None  # see `PointToPoint.kept`
         self.num_collectives = 0  # number of collectives that have begun
         self.sent: dict[tuple[int, str], tuple[int, int, str]] = {}
         self.received: dict[tuple[int, str], tuple[int, int, str]] = {}
