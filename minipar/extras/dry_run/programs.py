@@ -9,8 +9,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from minipar.comm import Comm
 from minipar.extras.dry_run.matching import disagreements
+from minipar.extras.dry_run.reads import AllRanks
 from minipar.extras.dry_run.record import Program, Refused
-from minipar.extras.dry_run.tensors import AllRanks, DryTensors, tensors_without_contents
+from minipar.extras.dry_run.tensors import DryTensors
 from minipar.extras.dry_run.transport import Contents, RecordedTransport
 from minipar.extras.dry_run.turns import Stuck, Turns
 
@@ -59,7 +60,7 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
     assumed: set[str] = set()
 
     def run(rank: int) -> None:
-        with tensors_without_contents(shared) as tensors:
+        with shared.without_contents() as tensors:
             world = make_world(rank, contents, tensors)
             transport = world._transport
             assert isinstance(transport, RecordedTransport)
