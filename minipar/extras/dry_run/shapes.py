@@ -105,6 +105,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        return tuple(_key(x) for x in value)
+        return tuple([_key(x) for x in value])
     # With the type, because 1, 1.0 and True are equal but promote dtypes differently.
     return type(value), value
