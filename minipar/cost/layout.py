@@ -52,7 +52,9 @@ class Implementation:
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
     replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
-    bucket_mb          megabytes (2**20 bytes) of gradients in a bucket
+    bucket_mb          megabytes (2**20 bytes) of gradients in a bucket; None: 40 million elements, or a million for each
+                       data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
+    bucket_layers      each layer's gradients are a bucket, as in FSDP; `bucket_mb` is then ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
@@ -71,7 +73,8 @@ class Implementation:
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     replicate: int = 1
-    bucket_mb: float = 1.0
+    bucket_mb: float | None = None
+    bucket_layers: bool = False
     cp_ulysses: int = 1
     group_tokens: int | None = None
     arithmetic: float = 0.95

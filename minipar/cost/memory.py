@@ -26,7 +26,15 @@ from functools import cache
 from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
-from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import (
+    RankContents,
+    bucket_elems,
+    ends_elems,
+    held_by,
+    held_elems,
+    layer_kinds_elems,
+    rank_kinds,
+)
 from minipar.cost.stages import LiveActivations, live_chunks, live_heads, sliced_forms_of
 from minipar.support.errors import require_positive
 
@@ -184,8 +192,9 @@ def _buffers(job: Job, layout: Layout, elems: int) -> float:
     e, tokens = job.bytes_of.activation, layout.tokens(job)
     if layout.slices > 1:
         tokens = layout.microbatch * sliced_forms_of(layout.schedule).largest_slice(job, layout)
-    in_flight = min(2 * job.implementation.bucket_mb * 2**20, job.bytes_of.gradient * elems)
-    buckets = in_flight * (layout.dp * layout.cp > 1)
+    ranks = layout.dp * layout.cp
+    in_flight = job.bytes_of.gradient * min(2 * bucket_elems(job, layout.tp, layout.ep, ranks), elems)
+    buckets = in_flight * (ranks > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)
     return buckets + received + (_context_buffers(job, layout) if layout.cp > 1 else 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from minipar.cost.layout import Implementation
@@ -17,7 +18,7 @@ class Program(NamedTuple):
 PROGRAMS = {
     "minipar": Program(Implementation(), "ours, with numbers fitted to all others: it has not run on so many GPUs"),
     "megatron-2021": Program(
-        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, arithmetic=0.93),
+        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, arithmetic=0.93),
         "Megatron-LM in 2021: stored scores, no sequence parallelism, gradients after the backward",
     ),
     "deepspeed-2021": Program(
@@ -27,12 +28,12 @@ PROGRAMS = {
         "DeepSpeed's ZeRO-3 in 2021, which gathered tensor by tensor and waited for it",
     ),
     "fsdp-2023": Program(
-        Implementation("dense", reduce_every="microbatch"), "PyTorch's first FSDP, without a fused attention"
+        Implementation("dense", reduce_every="microbatch", bucket_layers=True), "PyTorch's first FSDP, without a fused attention"
     ),
     "composer": Program(
-        Implementation(reduce_every="microbatch", arithmetic=0.88, overlap=0.2, attention_speed=0.5),
+        Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.88, overlap=0.2, attention_speed=0.5),
         "MosaicML's Composer on FSDP, with Triton's flash attention",
     ),
-    "torchtitan": Program(Implementation(reduce_every="microbatch"), "torchtitan on FSDP2, compiled"),
+    "torchtitan": Program(Implementation(reduce_every="microbatch", bucket_layers=True), "torchtitan on FSDP2, compiled"),
     "llama-3": Program(Implementation(), "Meta's trainer of Llama 3"),
 }  # fmt: skip

@@ -92,3 +92,16 @@ def ends_elems(job: Job, tp: int, first: bool, last: bool) -> int:
     shared = shape.tie_embeddings and first and last
     ends = first * (table + shape.positions * shape.dim)
     return ends + last * (shape.norm_params * shape.dim + table * (not shared))
+
+
+def bucket_elems(job: Job, tp: int, ep: int, ranks: int) -> float:
+    """Return the number of gradients that are sent at once over `ranks` data-parallel ranks.
+
+    Source of the default: Megatron Core, megatron/core/distributed/distributed_data_parallel.py.
+    """
+    how = job.implementation
+    if how.bucket_layers:
+        return max(map(sum, layer_kinds_elems(job, tp, ep)))
+    if how.bucket_mb is not None:
+        return how.bucket_mb * 2**20 / job.bytes_of.gradient
+    return max(40e6, 1e6 * ranks)

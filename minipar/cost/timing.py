@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import ceil
 from typing import NamedTuple, Protocol
 
 from minipar.cost.layout import Job, Layout
-from minipar.cost.links import axis_links, collective_s, send_s
+from minipar.cost.links import Links, axis_links, collective_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import RankContents, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import RankContents, bucket_elems, held_elems, layer_kinds_elems, rank_kinds
 from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
 from minipar.cost.traffic import (
     cp_layer_bytes,
@@ -245,8 +246,8 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
     times = tp_sums(job, a, experts)
-    all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a) / s)
-    forward, backward = {"tp": times[0] * all_reduce}, {"tp": times[1] * all_reduce}
+    one_sum = tp_sum_s(job, a, hidden_bytes(job, a) / s)
+    forward, backward = {"tp": times[0] * one_sum}, {"tp": times[1] * one_sum}
     if experts:
         each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a) / s)
         forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
@@ -258,6 +259,16 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
         behind = again + work.input_gradient + work.weight_gradient
         backward["zero3"] = _exposed(job, (gathers(a) - 1) * gather + reduce, behind)
     return LayerParts(work, again, forward, backward)
+
+
+def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
+    """Return the time of one sum of hidden states over tp.
+
+    It is an all-reduce or, with sequence parallelism, its two halves: a reduce-scatter and an all-gather.
+    """
+    links = axis_links(job.machine, a, "tp")
+    kinds = ("reduce_scatter", "all_gather") if job.implementation.sequence_parallel else ("all_reduce",)
+    return sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
 
 
 def _exposed(job: Job, messages_s: float, arithmetic_s: float) -> float:
@@ -317,15 +328,21 @@ def _gradients(
     job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int]
 ) -> tuple[float, float, float]:
     """Return (time to reduce gradients, time to gather updated parameters, number of elements that a rank updates)."""
-    machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
+    b, a = job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
     kind = "reduce_scatter" if zero else "all_reduce"
     reduce_s = gather_s = updated = 0.0
     for axis, number in zip(("dp", "edp"), elems):
         links, copies = sharding_links(job, a, axis)
         if number:
-            reduce_s += collective_s(machine, links, kind, number * b.gradient)
-            reduce_s += collective_s(machine, copies, "all_reduce", number * b.gradient / links.size)
+            reduce_s += in_buckets_s(job, a, links, kind, number, b.gradient)
+            reduce_s += in_buckets_s(job, a, copies, "all_reduce", number / links.size, b.gradient)
         if zero in (1, 2) and number:
-            gather_s += collective_s(machine, links, "all_gather", number * b.weight)
+            gather_s += in_buckets_s(job, a, links, "all_gather", number, b.weight)
         updated += number / (links.size if zero else 1)
     return reduce_s, gather_s, updated
+
+
+def in_buckets_s(job: Job, a: Layout, links: Links, kind: str, elems: float, elem_bytes: int) -> float:
+    """Return the time of collectives over all buckets of `elems` elements, one bucket after another."""
+    buckets = max(1, ceil(elems / bucket_elems(job, a.tp, a.ep, a.dp * a.cp)))
+    return buckets * collective_s(job.machine, links, kind, elems * elem_bytes / buckets)
