@@ -86,6 +86,9 @@ def layer_activation_bytes(
         dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
                    (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
+        latents    3 c + r + 1, latent attention only: kv_norm's input, inverse root mean square and normalized input, and
+                   the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is a copy of d:
+                   `attention` has H (5 d + 4 r + 1)/tp, or with scores H (4 d + 3 r + S)/tp
         mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp
         positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
 
@@ -97,16 +100,23 @@ def layer_activation_bytes(
     attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
     if scores:
         attention = 4 * heads * shape.head_dim + heads * scores
-    mlp: float = 4 * shape.hidden_dim // tp
+    latents = 0
+    if shape.kv_latent_dim:
+        attention += heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
+        latents = 3 * shape.kv_latent_dim + shape.rope_dim + 1
+        # A compressed query, which this library does not have, keeps the same of its latent, without rotary features.
+        latents += (3 * shape.q_latent_dim + 1) * (shape.q_latent_dim > 0)
+    mlp: float = 4 * shape.dense_width // tp
     if experts:
         rows = shape.top_k * shape.capacity_factor
-        mlp = rows * (mlp + 2 * shape.dim) + 4 * shape.shared_dim // tp
+        mlp = rows * (4 * shape.hidden_dim // tp + 2 * shape.dim) + 4 * shape.shared_dim // tp
     return {
         "norms": shape.norms_per_layer * (3 * shape.dim + 1) * outside * e,
         "attention": attention * tokens * e,
+        "latents": latents * tokens * e,
         "mlp": mlp * tokens * e,
         "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
-        "positions": s * shape.head_dim * e + s * scores,
+        "positions": s * (shape.rope_dim or shape.head_dim) * e + s * scores,
     }
 
 
@@ -135,7 +145,9 @@ def layer_bytes(
         )  # fmt: skip
     scores = keys if stored == "none" else 0
     kept = sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
-    return kept - (recompute == "selective") * shape.num_heads // tp * s * b * e
+    # The core's log-sum-exps and, of latent attention, its output: o has a narrower copy.
+    spared = 1 + (shape.core_head_dim if shape.kv_latent_dim else 0)
+    return kept - (recompute == "selective") * spared * shape.num_heads // tp * s * b * e
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any, Literal
 
 from minipar.config.check_experts import why_ep_illegal
@@ -57,13 +58,17 @@ class Implementation:
     bucket_layers      each layer's gradients are a bucket, as in FSDP; `bucket_mb` is then ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
+    fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
+                       ep divides dp x cp x tp, and each tp rank dispatches its own tokens
+    expert_arithmetic  factor on the times of arithmetic of layers with experts, on top of `arithmetic`
+    expert_overlap     fraction of the experts' messages that overlaps with arithmetic, if there is enough of it
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
                        enough arithmetic; the rest is exposed
     gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
     attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
-    The last four are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
+    The last six are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
     ignores it.
     """
 
@@ -77,6 +82,9 @@ class Implementation:
     bucket_layers: bool = False
     cp_ulysses: int = 1
     group_tokens: int | None = None
+    fold_experts: bool = False
+    expert_arithmetic: float = 1.0
+    expert_overlap: float = 0.0
     arithmetic: float = 0.95
     overlap: float = 0.2
     gathers_per_layer: int = 1
@@ -91,8 +99,7 @@ class Job:
     margin_bytes  memory of each GPU that a plan leaves free: for fragmentation, and for memory that no formula counts
     program       the name of the training program that `implementation` describes (programs.py); "": no known program
 
-    Raises ValueError for a size below 1, an unknown precision, or latent attention, whose activations and messages have no
-    formula here.
+    Raises ValueError for a size below 1 or an unknown precision.
     """
 
     shape: ModelShape
@@ -115,11 +122,6 @@ class Job:
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision={self.precision!r} is unknown; use {one_of(PRECISIONS, near=self.precision)}"
-            )
-        if self.shape.kv_latent_dim:
-            raise ValueError(
-                f"kv_latent_dim={self.shape.kv_latent_dim}: training with latent attention is not planned, its activations "
-                f"and messages have no formula; use a model without it"
             )
 
     @property
@@ -242,8 +244,8 @@ def why_refused(job: Job, layout: Layout) -> str | None:
     why = (
         why_batch_illegal(job.batch, a.dp, a.microbatch, "mb")
         or why_stages_illegal(a.pp * a.chunks, shape.num_layers, a.pp, a.schedule)
-        or why_tp_illegal(a.tp, *heads, shape.hidden_dim, shape.vocab_size, shape.shared_dim)
-        or why_ep_illegal(a.ep, a.dp * a.cp, shape.num_experts)
+        or why_tp_illegal(a.tp, *heads, _split_width(job), shape.vocab_size, shape.shared_dim)
+        or why_ep_illegal(a.ep, expert_ranks(how, a.dp, a.cp, a.tp), shape.num_experts)
     )
     if why is None and a.cp > 1:
         why = _why_cp_refused(job, layout)
@@ -252,6 +254,19 @@ def why_refused(job: Job, layout: Layout) -> str | None:
     if why is None and a.slices > 1 and SCHEDULES[a.schedule].sliced:
         why = sliced_forms_of(a.schedule).why_illegal(job, layout)
     return why
+
+
+def expert_ranks(how: Implementation, dp: int, cp: int, tp: int) -> int:
+    """Return the number of ranks of a pipeline stage over which experts may be spread."""
+    return dp * cp * (tp if how.fold_experts else 1)
+
+
+def _split_width(job: Job) -> int:
+    """Return a width that tp must divide so that it divides the width of every MLP that it splits."""
+    shape = job.shape
+    if not shape.num_experts or not job.implementation.fold_experts:
+        return gcd(shape.hidden_dim, shape.dense_width)
+    return shape.dense_width if shape.dense_layers or shape.moe_every > 1 else shape.shared_dim or shape.dim
 
 
 def _why_cp_refused(job: Job, a: Layout) -> str | None:

@@ -71,18 +71,19 @@ def links_of(machine: Machine, size: int, stride: int) -> Links:
     )
 
 
-def axis_links(machine: Machine, layout: Layout, axis: str) -> Links:
+def axis_links(machine: Machine, layout: Layout, axis: str, fold_experts: bool = False) -> Links:
     """Return the links of an axis: tp, cp, pp, ep, dp or edp.
 
-    Dense gradients are summed over dp (here dp x cp ranks), expert gradients over edp (dp x cp / ep ranks).
+    Dense gradients are summed over dp (here dp x cp ranks), expert gradients over edp (dp x cp / ep ranks, or with
+    `fold_experts` tp times as many).
     """
+    data, across = layout.dp * layout.cp, 1 if fold_experts else layout.tp
     size = {
-        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": layout.dp * layout.cp,
-        "edp": layout.dp * layout.cp // layout.ep,
+        "tp": layout.tp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp, "dp": data,
+        "edp": data * layout.tp // across // layout.ep,
     }[axis]  # fmt: skip
     stride = {
-        "tp": 1, "cp": layout.tp, "ep": layout.tp, "dp": layout.tp, "edp": layout.tp * layout.ep,
-        "pp": layout.dp * layout.cp * layout.tp,
+        "tp": 1, "cp": layout.tp, "ep": across, "dp": layout.tp, "edp": across * layout.ep, "pp": data * layout.tp,
     }[axis]  # fmt: skip
     return links_of(machine, size, stride)
 

@@ -101,7 +101,8 @@ def state_floor(
     b = job.bytes_of
     dense, experts = _dense_and_expert_elems(job)
     total = 0.0
-    for elems, sharers, split in ((dense, ranks, tp * pp), (experts, ranks // ep, tp * pp * ep)):
+    fold = tp if job.implementation.fold_experts else 1
+    for elems, sharers, split in ((dense, ranks, tp * pp), (experts, ranks * fold // ep, tp * pp * ep // fold)):
         cut_gradients = zero >= 2 and not accumulates
         cuts = (sharers if zero >= 3 else 1, sharers if cut_gradients else 1, sharers if zero else 1)
         total += sum(n / cut for n, cut in zip((b.weight, b.gradient, b.state), cuts)) * elems / split
@@ -111,7 +112,8 @@ def state_floor(
 def _states(job: Job, layout: Layout, dense: int, expert: int) -> dict[str, float]:
     b = job.bytes_of
     ranks = layout.dp * layout.cp // (job.implementation.replicate if layout.zero == 3 else 1)
-    whole, shard = dense + expert, -(-dense // ranks) + -(-expert // (ranks // layout.ep))
+    expert_sharers = max(1, ranks * (layout.tp if job.implementation.fold_experts else 1) // layout.ep)
+    whole, shard = dense + expert, -(-dense // ranks) + -(-expert // expert_sharers)
     at_once = layout.microbatches(job) == 1 or (
         layout.zero == 2 and job.implementation.reduce_every == "microbatch"
     )
@@ -203,7 +205,7 @@ def _buffers(job: Job, layout: Layout, elems: int) -> float:
 def _context_buffers(job: Job, layout: Layout) -> float:
     shape = job.shape
     both = 2 * job.bytes_of.activation * layout.tokens(job)  # of keys and values one element wide
-    kv = both * shape.kv_dim / min(layout.tp, shape.num_kv_heads)
+    kv = both * shape.num_kv_heads * shape.core_head_dim / min(layout.tp, shape.num_kv_heads)
     if layout.cp_attention == "ulysses":
-        return both * shape.dim / layout.tp + kv
+        return both * shape.num_heads * shape.core_head_dim / layout.tp + kv
     return kv * (2 if layout.cp_attention == "ring" else layout.cp)

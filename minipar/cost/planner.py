@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout, why_illegal
+from minipar.cost.layout import Job, Layout, expert_ranks, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
 from minipar.cost.stages import (
     chunk_choices,
@@ -171,7 +171,8 @@ def mesh_sizes(job: Job) -> Iterator[tuple[int, int, int, int, int]]:
                 dp = rest // cp
                 if job.batch % dp or (cp > 1 and job.seq_len % (2 * cp)):
                     continue
-                for ep in divisors_of(dp * cp, shape.num_experts) if shape.num_experts else (1,):
+                spread = expert_ranks(job.implementation, dp, cp, tp)
+                for ep in divisors_of(spread, shape.num_experts) if shape.num_experts else (1,):
                     if why_illegal(job, Layout(dp, pp, cp, ep, tp)) is None:
                         yield tp, pp, cp, ep, dp
 

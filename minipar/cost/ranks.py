@@ -31,7 +31,7 @@ def head_layers(job: Job) -> float:
     """Return the head's cost divided by an average layer's cost, which counts the matrices and attention's products."""
     shape = job.shape
     layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
-    return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)
+    return shape.dim * shape.vocab_size / (layer + shape.q_dim * job.seq_len)
 
 
 @cache
@@ -69,9 +69,9 @@ def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Contents, 
 @cache
 def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the numbers of (dense, expert) parameters of a layer without experts, and those of a layer with experts."""
-    shape = job.shape
+    shape, fold = job.shape, job.implementation.fold_experts
     without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
-    return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)
+    return without, layer_elems(shape, shape.first_moe_layer, tp, ep, fold) if shape.num_experts else (0, 0)
 
 
 def held_elems(job: Job, layout: Layout, held: RankContents) -> tuple[int, int]:

@@ -241,7 +241,7 @@ class LayerParts(NamedTuple):
 @cache
 def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     machine, tokens, s = job.machine, a.tokens(job) / a.slices, a.slices
-    work = layer_seconds(job, tokens, a.tp, experts)
+    work = layer_seconds(job, tokens, a.tp, experts, a.ep)
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
@@ -249,15 +249,18 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     one_sum = tp_sum_s(job, a, hidden_bytes(job, a) / s)
     forward, backward = {"tp": times[0] * one_sum}, {"tp": times[1] * one_sum}
     if experts:
-        each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a) / s)
-        forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
+        links = axis_links(machine, a, "ep", job.implementation.fold_experts)
+        each = 2 * collective_s(machine, links, "all_to_all", dispatch_bytes(job, a) / s)
+        part = job.implementation.expert_overlap
+        forward["ep"] = _exposed(each, work.forward, part)
+        backward["ep"] = _exposed(each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part)
     if a.cp > 1:
         forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
     if a.zero == 3:
         gather, reduce = _unit_messages(job, a, experts)
-        forward["zero3"] = _exposed(job, gather, work.forward)
+        forward["zero3"] = _exposed(gather, work.forward, job.implementation.overlap)
         behind = again + work.input_gradient + work.weight_gradient
-        backward["zero3"] = _exposed(job, (gathers(a) - 1) * gather + reduce, behind)
+        backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, job.implementation.overlap)
     return LayerParts(work, again, forward, backward)
 
 
@@ -271,9 +274,9 @@ def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
     return sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
 
 
-def _exposed(job: Job, messages_s: float, arithmetic_s: float) -> float:
-    """Return the time of the messages that does not overlap with the arithmetic."""
-    return messages_s - min(arithmetic_s, job.implementation.overlap * messages_s)
+def _exposed(messages_s: float, arithmetic_s: float, overlap: float) -> float:
+    """Return the time of the messages that does not overlap with the arithmetic; at most the fraction `overlap` does."""
+    return messages_s - min(arithmetic_s, overlap * messages_s)
 
 
 def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:

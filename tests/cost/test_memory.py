@@ -29,7 +29,7 @@ from minipar.train.parallelize import parallelize
 from minipar.train.recompute import recompute
 from minipar.train.step import train_step
 from tests.cost.published import ZERO_TABLE1
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, job_of
+from tests.cost.runs import LATENT, MIXTURE, PARALLEL, RUN, SMALL, job_of
 
 
 @pytest.mark.parametrize("num_params", ZERO_TABLE1)
@@ -98,7 +98,9 @@ def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize(
-    "options", [{}, dict(num_kv_heads=2, dropout=0.1), dict(dropout=0.1, parallel_block=True)], ids=str
+    "options",
+    [{}, dict(num_kv_heads=2, dropout=0.1), dict(dropout=0.1, parallel_block=True), dict(kv_latent_dim=24, rope_dim=8)],
+    ids=str,
 )
 def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
@@ -106,17 +108,19 @@ def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     assert kept == 4 * layer_bytes(ModelShape.of(config), 128, 4, 1, False, recomputed, 128, False, 4)
 
 
+@pytest.mark.parametrize("latent", [{}, dict(kv_latent_dim=24, rope_dim=8)], ids=["heads", "latents"])
 @pytest.mark.parametrize("attention", ["plain", "fused"])
-def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention):
+def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention, latent):
     """Of attention that stores no scores it saves four bytes a token and head, and repeats all of its work."""
-    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, attention=attention)
+    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, attention=attention, **latent)
     shape, dense = ModelShape.of(config), attention == "plain"
     selective, whole = (
         layer_bytes(shape, 128, 4, 1, False, how, 128, dense, 4) for how in ("selective", "none")
     )
     assert counted_bytes(config, "selective")[0] == 4 * selective
     assert counted_bytes(config, "none")[0] == 4 * whole
-    assert dense or whole - selective == 4 * 4 * 128 * 4
+    of_latents = 16 + 8 if latent else 0  # the core's output, of which o's input is a narrower copy
+    assert dense or whole - selective == 4 * 4 * 128 * 4 * (1 + of_latents)
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
@@ -259,6 +263,7 @@ MESHES = [
     dict(pp=2, tp=2, microbatches=2, sequence_parallel=True),
     dict(pp=2, microbatches=4, schedule="zb-v"),
     dict(dp=2, tp=2, model=PARALLEL),
+    dict(dp=2, tp=2, model=LATENT),
     dict(dp=2, ep=2, model=MIXTURE),
     dict(dp=2, pp=2, ep=2, model=MIXTURE, microbatches=2),
     dict(dp=2, pp=2, model=replace(SMALL, tie_embeddings=True), microbatches=2),

@@ -17,7 +17,7 @@ from minipar.cost.model_table import MODELS
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import critical_tokens_per_gpu, gradients_bytes, step_traffic
 from minipar.mesh import Mesh, axes_across_nodes
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
+from tests.cost.runs import LATENT, MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
 
 H100 = MACHINES["h100"]
 
@@ -58,9 +58,16 @@ H100 = MACHINES["h100"]
         dict(tp=2, model=PARALLEL, recompute="full"),
         dict(tp=2, model=replace(PARALLEL, dropout=0.1), recompute="every:2", sequence_parallel=True),
         dict(tp=2, model=replace(MIXTURE, parallel_block=True, moe_every=2), sequence_parallel=True),
+        dict(tp=2, model=LATENT),
+        dict(tp=2, model=LATENT, recompute="full", sequence_parallel=True),
+        dict(cp=2, model=LATENT),
+        dict(cp=2, model=LATENT, cp_attention="ulysses"),
+        dict(dp=2, model=LATENT, zero=3, microbatches=2),
+        dict(dp=2, ep=2, tp=2, model=MIXTURE, sequence_parallel=True),
     ],
     ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}) + (
         " in parallel blocks" if "model" in mesh and mesh["model"].parallel_block else ""
+    ) + (" with latents" if "model" in mesh and mesh["model"].kv_latent_dim else ""
     ),
 )  # fmt: skip
 def test_ranks_send_what_was_predicted(mesh):
