@@ -14,11 +14,18 @@ Korthikanti's 5 a s/h counts the probabilities, which fused attention does not k
 A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
 3 h + 1 instead of 6 h + 2.
 
-With recomputation, either layer keeps
+Megatron Core and torchtitan keep less: their norms and SwiGLU are fused (`fused_layer_bytes`).
+
+With recomputation, each of these layers keeps
 
     selective   everything except the attention scores (if attention stores no scores, except its log-sum-exps)
     full        only the layer's input
     every:N     only the input of every N-th layer; the backward recomputes N layers at a time
+
+and some programs recompute parts of a layer:
+
+    acts        the outputs of norms and activation functions (Megatron Core, --recompute-modules layernorm moe_act)
+    ops         everything except attention's output and every second product (torchtitan, selective by operation)
 
 Source: arXiv:2205.05198, section 4 and table 2; arXiv:1604.06174, section 4.
 """
@@ -120,6 +127,43 @@ def layer_activation_bytes(
     }
 
 
+def fused_layer_bytes(
+    shape: ModelShape,
+    s: int,
+    b: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    e: int = 2,
+    recompute: str = "none",
+    experts: bool = False,
+) -> float:
+    """Return the bytes that a layer with fused norms, fused SwiGLU and flash attention keeps.
+
+        norms      2 (2 D)     input and output: acts keeps the input alone             unsharded, or tokens / tp
+        attention  (2 D + 2 D_kv + H)/tp   q, k, v, the output, log-sum-exps
+        mlp        3 F/tp      gate, up, and their product: acts keeps gate and up
+        ops        2 D, and (D + D + D_kv + F + H)/tp: the layer's input and down's output; q, v, gate, attention's output
+
+    With experts, F counts each routed row, and rows' inputs and outputs, 2 D each, are kept, too (ops: the outputs).
+    """
+    tokens = s * b
+    outside = tokens // tp if sequence_parallel else tokens
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    width, core = shape.dense_width / tp, shape.core_head_dim
+    rows = shape.top_k * shape.capacity_factor if experts else 0.0
+    if experts:
+        width = (rows * shape.hidden_dim + shape.shared_dim) / tp
+    latents = 2 * (shape.kv_latent_dim + shape.q_latent_dim) + shape.rope_dim
+    if recompute == "ops":
+        whole = 2 * shape.dim * outside
+        split = (2 * heads + kv_heads) * core + heads + width + rows * shape.dim + latents / 2
+        return e * (whole + split * tokens)
+    acts = recompute == "acts"
+    whole = shape.norms_per_layer * (1 if acts else 2) * shape.dim * outside
+    split = (2 * heads + 2 * kv_heads) * core + heads + (2 if acts else 3) * width + 2 * rows * shape.dim + latents
+    return e * (whole + split * tokens)
+
+
 def layer_bytes(
     shape: ModelShape,
     s: int,
@@ -131,12 +175,15 @@ def layer_bytes(
     dense: bool,
     e: int,
     experts: bool = False,
+    fused: bool = False,
 ) -> float:
-    """Return the bytes that a layer keeps: this library's layer or, if the MLP is not gated, a GPT layer.
+    """Return the bytes that a layer keeps: this library's layer, a fused one or, if the MLP is not gated, a GPT layer.
 
     s, b   tokens per sample and samples on this rank
     dense  attention stores its scores
     """
+    if fused and shape.gated and not dense and recompute in ("none", "acts", "ops"):
+        return fused_layer_bytes(shape, s, b, tp, sequence_parallel, e, recompute, experts)
     stored = recompute if dense or recompute == "full" else "selective"
     if not shape.gated or stored == "full":
         return gpt_layer_bytes(

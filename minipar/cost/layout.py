@@ -18,6 +18,7 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of, require_positive
 
 AXES = ("dp", "pp", "cp", "ep", "tp")
+PARTIAL = ("acts", "ops")  # recomputations of parts of a layer, which some programs have (activations.py)
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Implementation:
                        computed and stored; "fused": torch's kernels, like flash, but with a stored mask if samples
                        are cut into slices
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
+    overlap_params     ZeRO-1 and -2 gather updated parameters during the first microbatch's forward; otherwise before it
     sequence_parallel  outside the split matrices, tokens are split over tp wherever tp > 1
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
@@ -58,9 +60,11 @@ class Implementation:
     bucket_layers      each layer's gradients are a bucket, as in FSDP; `bucket_mb` is then ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
+    fused              norms and SwiGLU are fused, so that a layer keeps less
+    partial            the recomputations of PARTIAL that the program has
     fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
                        ep divides dp x cp x tp, and each tp rank dispatches its own tokens
-    expert_arithmetic  factor on the times of arithmetic of layers with experts, on top of `arithmetic`
+    once_per_node      a row goes to each node once, however many of its experts are there, and is copied inside the node
     expert_overlap     fraction of the experts' messages that overlaps with arithmetic, if there is enough of it
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
@@ -68,12 +72,13 @@ class Implementation:
     gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
     attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
-    The last six are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
+    The last five are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
     ignores it.
     """
 
     attention: Literal["flash", "fused", "dense"] = "flash"
     overlap_gradients: bool = True
+    overlap_params: bool = False
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
@@ -82,11 +87,13 @@ class Implementation:
     bucket_layers: bool = False
     cp_ulysses: int = 1
     group_tokens: int | None = None
+    fused: bool = False
+    partial: tuple[str, ...] = ()
     fold_experts: bool = False
-    expert_arithmetic: float = 1.0
+    once_per_node: bool = False
     expert_overlap: float = 0.0
-    arithmetic: float = 0.95
-    overlap: float = 0.2
+    arithmetic: float = 0.96
+    overlap: float = 0.3
     gathers_per_layer: int = 1
     attention_speed: float = 1.0
 
@@ -216,7 +223,7 @@ def parse_layout(text: str) -> Layout:
         found = re.fullmatch(r"(dp|pp|cp|ep|tp|zero|mb)(\d+)", word)
         if found:
             values["microbatch" if found[1] == "mb" else found[1]] = int(found[2])
-        elif word in ("none", "selective", "full") or re.fullmatch(r"every:[1-9]\d*", word):
+        elif word in ("none", "selective", "full", *PARTIAL) or re.fullmatch(r"every:[1-9]\d*", word):
             values["recompute"] = word
         elif word in ATTENTIONS:
             values["cp_attention"] = word
@@ -296,6 +303,8 @@ def why_not_priced(job: Job, layout: Layout) -> str | None:
         return f"recompute={a.recompute} is more than the {layers} layers of a stage"
     if a.recompute == "selective" and job.implementation.attention != "dense":
         return "recompute=selective repeats dense attention, and this attention stores no scores"
+    if a.recompute in PARTIAL and a.recompute not in job.implementation.partial:
+        return f"recompute={a.recompute} is what another program has; use none, full or every:N"
     if choice.chunks is not None and a.chunks != choice.chunks:
         return f"schedule={a.schedule} has {choice.chunks} chunks a rank, not {a.chunks}"
     if choice.sliced and a.slices < 2:

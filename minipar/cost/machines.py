@@ -124,6 +124,11 @@ _ALL = (
         source="DGX B200 data sheet: NVLink 5, 8 NDR cards",
     ),
     Machine(
+        "gb200", 2500e12, 1745 / 2250, 186e9, 8.0e12, 72, 900e9, 72, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
+        source="GB200 NVL72 data sheet: 72 GPUs on one NVLink 5 switch, a card of 400 Gb/s each; the matrix product's "
+        "fraction is a B200's",
+    ),
+    Machine(
         "v100", 125e12, 0.8, 32e9, 0.9e12, 16, 150e9, 8, 100 * GIGABIT,
         source="DGX-2 data sheet: 16 V100-32GB on NVSwitch, 8 EDR cards; the matrix product's fraction is assumed",
     ),

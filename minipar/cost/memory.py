@@ -139,7 +139,7 @@ def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str
     how = job.implementation
     return layer_bytes(
         job.shape, job.seq_len // cp, microbatch, tp, how.sequence_parallel and tp > 1, recompute, job.seq_len,
-        how.attention == "dense", job.bytes_of.activation, experts,
+        how.attention == "dense", job.bytes_of.activation, experts, how.fused,
     )  # fmt: skip
 
 

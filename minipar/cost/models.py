@@ -213,15 +213,15 @@ def layer_elems(
     over ep and then, unless `fold_experts`, over tp.
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
-    dim, width = shape.dim, shape.hidden_dim // tp
+    dim, width = shape.dim, shape.dense_width // tp
     dense = shape.norms_per_layer * shape.norm_params * dim
     if shape.kv_latent_dim:
-        whole = latent_elems(dim, shape.kv_latent_dim, shape.rope_dim)
-        dense += whole + shape.kv_latent_dim + (attention_elems(shape) - whole) // tp
+        whole = whole_latent_elems(shape)
+        dense += whole + shape.kv_latent_dim + shape.q_latent_dim + (attention_elems(shape) - whole) // tp
     else:
-        dense += 2 * dim * dim // tp + 2 * dim * kv_dim
+        dense += 2 * dim * shape.q_dim // tp + 2 * dim * kv_dim
     if shape.bias:
-        dense += dim // tp + 2 * kv_dim + dim
+        dense += shape.q_dim // tp + 2 * kv_dim + dim
     if not shape.has_experts(layer):
         matrices = 3 if shape.gated else 2
         return dense + matrices * dim * width + (width + dim) * shape.bias, 0
@@ -270,7 +270,8 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
     """Return the FLOPs per token, including recomputation.
 
-    "selective" recomputes the attention core; every other value but "none" recomputes the forward of all layers.
+    "selective" recomputes the attention core, "ops" half of the layers' products, "acts" no products; every other value but
+    "none" recomputes the forward of all layers.
 
     With full recomputation, a GPT takes 96 l h^2 (1 + s/(6 h) + V/(16 l h)), because the head is not recomputed. Selective
     recomputation adds one forward of the core, 4 s h per layer. The paper's equation has s/(3 h) where this gives s/(6 h).
@@ -278,4 +279,5 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "
     """
     core = 2 * shape.num_layers * seq_len * core_width(shape)
     layers = forward_flops_per_token(shape, seq_len) - 2 * shape.dim * shape.vocab_size
-    return model_flops_per_token(shape, seq_len) + {"none": 0, "selective": core}.get(recompute, layers)
+    again = {"none": 0, "acts": 0, "selective": core, "ops": (layers - core) // 2}
+    return model_flops_per_token(shape, seq_len) + again.get(recompute, layers)

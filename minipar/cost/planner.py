@@ -188,10 +188,13 @@ def zero_stages(ranks: int) -> tuple[int, ...]:
 
 
 def recomputations(job: Job) -> tuple[str, ...]:
-    """Return the kinds of recomputation to consider; "selective" only with dense attention, which stores scores."""
+    """Return the kinds of recomputation to consider.
+
+    These are "selective" only with dense attention, which stores scores, and what the program has of PARTIAL.
+    """
     units = (f"every:{n}" for n in (2, 4, 8) if n <= job.shape.num_layers)
     dense = ("selective",) if job.implementation.attention == "dense" else ()
-    return ("none", *dense, "full", *units)
+    return ("none", *dense, *job.implementation.partial, "full", *units)
 
 
 def searched_schedules() -> tuple[str, ...]:

@@ -18,12 +18,12 @@ class Program(NamedTuple):
 PROGRAMS = {
     "minipar": Program(Implementation(), "ours, with numbers fitted to all others: it has not run on so many GPUs"),
     "megatron-2021": Program(
-        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, arithmetic=0.93),
+        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, arithmetic=0.92),
         "Megatron-LM in 2021: stored scores, no sequence parallelism, gradients after the backward",
     ),
     "deepspeed-2021": Program(
         Implementation(
-            "dense", sequence_parallel=False, reduce_every="microbatch", arithmetic=1.19, overlap=0.0, gathers_per_layer=24
+            "dense", sequence_parallel=False, reduce_every="microbatch", arithmetic=1.11, overlap=0.0, gathers_per_layer=20
         ),
         "DeepSpeed's ZeRO-3 in 2021, which gathered tensor by tensor and waited for it",
     ),
@@ -31,9 +31,27 @@ PROGRAMS = {
         Implementation("dense", reduce_every="microbatch", bucket_layers=True), "PyTorch's first FSDP, without a fused attention"
     ),
     "composer": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.88, overlap=0.2, attention_speed=0.5),
+        Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.87, overlap=0.3, attention_speed=0.5),
         "MosaicML's Composer on FSDP, with Triton's flash attention",
     ),
-    "torchtitan": Program(Implementation(reduce_every="microbatch", bucket_layers=True), "torchtitan on FSDP2, compiled"),
+    "megatron-core": Program(
+        Implementation(
+            overlap_params=True, fused=True, partial=("acts",), fold_experts=True, once_per_node=True, expert_overlap=0.1,
+            arithmetic=1.10, overlap=0.0,
+        ),
+        "Megatron Core from 2023 on, its experts spread over tp, too",
+    ),
+    "torchtitan": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",)),
+        "torchtitan on FSDP2, compiled",
+    ),
+    "torchtitan-eager": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.42),
+        "the same, not compiled",
+    ),
+    "kempnerforge": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.88, overlap=0.6),
+        "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
+    ),
     "llama-3": Program(Implementation(), "Meta's trainer of Llama 3"),
 }  # fmt: skip

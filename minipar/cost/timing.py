@@ -22,8 +22,8 @@ from functools import cache
 from math import ceil
 from typing import NamedTuple, Protocol
 
-from minipar.cost.layout import Job, Layout
-from minipar.cost.links import Links, axis_links, collective_s, send_s
+from minipar.cost.layout import PARTIAL, Job, Layout
+from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
 from minipar.cost.ranks import RankContents, bucket_elems, held_elems, layer_kinds_elems, rank_kinds
 from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
@@ -44,6 +44,7 @@ from minipar.cost.work import (
     head_seconds,
     layer_seconds,
     optimizer_seconds,
+    partly_again_seconds,
     ring_extra_seconds,
 )
 
@@ -151,6 +152,8 @@ def _after_backward(
         backward = work.seconds.input_gradient + work.seconds.weight_gradient
         hidden = min(backward * (1 - last), job.implementation.overlap * reduce_s)
         exposed = max(reduce_s - hidden, reduce_s * last)
+    if job.implementation.overlap_params:
+        gather_s = _exposed(gather_s, work.seconds.forward, job.implementation.overlap)
     return exposed + codec_s + gather_s, optimizer_seconds(job, updated)
 
 
@@ -245,13 +248,13 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
+    if a.recompute in PARTIAL:
+        again = partly_again_seconds(job, a.recompute, tokens, a.tp, experts, a.ep)
     times = tp_sums(job, a, experts)
     one_sum = tp_sum_s(job, a, hidden_bytes(job, a) / s)
     forward, backward = {"tp": times[0] * one_sum}, {"tp": times[1] * one_sum}
     if experts:
-        links = axis_links(machine, a, "ep", job.implementation.fold_experts)
-        each = 2 * collective_s(machine, links, "all_to_all", dispatch_bytes(job, a) / s)
-        part = job.implementation.expert_overlap
+        each, part = 2 * dispatch_s(job, a), job.implementation.expert_overlap
         forward["ep"] = _exposed(each, work.forward, part)
         backward["ep"] = _exposed(each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part)
     if a.cp > 1:
@@ -262,6 +265,22 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
         behind = again + work.input_gradient + work.weight_gradient
         backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, job.implementation.overlap)
     return LayerParts(work, again, forward, backward)
+
+
+def dispatch_s(job: Job, a: Layout) -> float:
+    """Return the time of one all-to-all of a layer with experts.
+
+    With `once_per_node`, N nodes and k experts per token, a token goes to (N-1) (1 - (1 - 1/N)^k) other nodes on average,
+    instead of sending k (N-1)/N copies. DeepEP does so.
+    """
+    links, machine = axis_links(job.machine, a, "ep", job.implementation.fold_experts), job.machine
+    num_bytes, nodes, k = dispatch_bytes(job, a) / a.slices, links.nodes, job.shape.top_k
+    if nodes == 1 or not job.implementation.once_per_node or machine.collectives is not None:
+        return collective_s(machine, links, "all_to_all", num_bytes)
+    latency_s, _ = latency_and_bytes_s(machine, links, "all_to_all", num_bytes)
+    away = num_bytes / k * (nodes - 1) * (1 - (1 - 1 / nodes) ** k)
+    inside = num_bytes * (links.per_node - 1) / links.per_node
+    return message_s(latency_s, max(inside / links.inside, away / (links.between / links.per_node)))
 
 
 def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:

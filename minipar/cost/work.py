@@ -65,10 +65,9 @@ def layer_seconds(job: Job, tokens: float, tp: int, experts: bool, ep: int = 1) 
     flash = job.implementation.attention != "dense"
     elems = layer_matmul_elems(shape, shape.first_moe_layer) if experts else dense_matmul_elems(shape)
     operands = _operand_bytes(job, elems, tokens, tp, ep if experts else 0) / _hbm_rate(job)
-    slower = job.implementation.expert_arithmetic if experts else 1.0
-    matrices = slower * (2 * elems * tokens / tp / _matmul_rate(job) + operands)
+    matrices = 2 * elems * tokens / tp / _matmul_rate(job) + operands
     core = core_seconds(job, tokens, tp)
-    memory = slower * _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
+    memory = _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return Seconds(matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices)
 
 
@@ -101,6 +100,13 @@ def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
     """Return the time of selective recomputation: the attention core, and reading and writing its stored scores."""
     passes = _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return core_seconds(job, tokens, tp) + passes
+
+
+def partly_again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int) -> float:
+    """Return the time to recompute a part of a layer: norms and activation functions, and with "ops" half of its products."""
+    work = layer_seconds(job, tokens, tp, experts, ep)
+    passes = work.forward - work.weight_gradient - core_seconds(job, tokens, tp)
+    return passes + (work.weight_gradient / 2 if recompute == "ops" else 0.0)
 
 
 def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:

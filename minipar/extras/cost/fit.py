@@ -5,8 +5,8 @@
 
 A program is the training software of a run. Fitted are `arithmetic` and, for programs with many runs, one or two parameters
 of FREE, by least squares of log(predicted time / measured time). A program with fewer than FEW runs in the fitted half
-keeps minipar's default parameters. The defaults are fitted to all other programs, each with the same weight, except
-deepspeed-2021, which was up to four times slower on many nodes.
+keeps minipar's default parameters. The defaults are fitted to the dense runs of all programs with as many, each program with
+the same weight, by the least mean error without sign: programs that are much slower or faster than most then count little.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minipar.cost.doubt import SPREADS
+from minipar.cost.doubt import MIXTURE, SPREADS, spread_key
 from minipar.cost.layout import Implementation
 from minipar.cost.programs import PROGRAMS
 from minipar.extras.cost.published_runs import TABLES, Run, published_runs, spread
@@ -29,10 +29,13 @@ TENTHS = tuple(n / 10 for n in range(11))
 FREE: dict[str, dict[str, Sequence[float]]] = {
     "composer": {"overlap": TENTHS[:8], "attention_speed": TENTHS[3:]},
     "deepspeed-2021": {"gathers_per_layer": (12, 16, 20, 24, 28, 32)},
+    "megatron-core": {"overlap": TENTHS, "expert_overlap": TENTHS},
+    "kempnerforge": {"overlap": TENTHS},
 }
-FITTED = ("arithmetic", "overlap", "gathers_per_layer", "attention_speed")
+FITTED = ("arithmetic", "overlap", "gathers_per_layer", "attention_speed", "expert_overlap")
 FEW = 3
 OUTLIER = "deepspeed-2021"
+SCALED = "composer"
 
 
 def runs_of(program: str, held_out: bool | None = None) -> list[Run]:
@@ -41,9 +44,18 @@ def runs_of(program: str, held_out: bool | None = None) -> list[Run]:
     return [run for run in found if held_out is None or run.held_out == held_out]
 
 
+def fitted_runs(program: str) -> list[Run]:
+    """Return the runs that a program's parameters are fitted to: dense ones, or mixtures if it has no others."""
+    runs = runs_of(program, held_out=False)
+    return [run for run in runs if run.kind != MIXTURE] or runs
+
+
 def fitted_program(program: str) -> Implementation:
-    """Return a program's implementation, with its parameters fitted to those of its runs that are not held out."""
-    runs, free = runs_of(program, held_out=False), FREE.get(program, {})
+    """Return a program's implementation, with its parameters fitted to those of its runs that are not held out.
+
+    A program with dense runs is fitted to these alone; its mixtures are then a check.
+    """
+    runs, free = fitted_runs(program), FREE.get(program, {})
     base = PROGRAMS[program].implementation
     candidates = [
         _centred([runs], _with(base, dict(zip(free, values)))) for values in product(*free.values())
@@ -52,16 +64,15 @@ def fitted_program(program: str) -> Implementation:
 
 
 def fitted_default() -> tuple[float, float]:
-    """Return the default (arithmetic, overlap), fitted to the programs with FEW runs or more, except OUTLIER."""
-    fitted_halves = (runs_of(name, held_out=False) for name in PROGRAMS if name != OUTLIER)
-    groups = [runs for runs in fitted_halves if len(runs) >= FEW]
-    candidates = [_centred(groups, Implementation(overlap=overlap)) for overlap in TENTHS]
+    """Return the default (arithmetic, overlap).
 
-    def badness(how: Implementation) -> float:
-        return fmean(fmean(unknown_error(run, how) ** 2 for run in runs) for runs in groups)
-
-    best = min(candidates, key=badness)
-    return best.arithmetic, best.overlap
+    The overlap is that of SCALED, the only program with runs on 8 to 512 GPUs. `arithmetic` is fitted to the programs with
+    FEW dense runs or more.
+    """
+    fitted_halves = (fitted_runs(name) for name in PROGRAMS)
+    groups = [runs for runs in fitted_halves if len(runs) >= FEW and runs[0].kind != MIXTURE]
+    overlap = fitted_program(SCALED).overlap
+    return _centred(groups, Implementation(overlap=overlap)).arithmetic, overlap
 
 
 def unknown_error(run: Run, default: Implementation) -> float:
@@ -79,14 +90,24 @@ def _with(how: Implementation, numbers: dict[str, Any]) -> Implementation:
 
 
 def _centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementation:
-    """Return `how` with `arithmetic` set so that the mean over groups of each group's mean error is 0."""
+    """Return `how` with `arithmetic` set so that the mean error of a group, or the weighted median error of groups, is 0."""
     for _ in range(4):
         if len(groups) == 1:
             mean = fmean(run.error(how) for run in groups[0])
         else:
-            mean = fmean(fmean(unknown_error(run, how) for run in runs) for runs in groups)
+            mean = weighted_median([(unknown_error(run, how), 1 / len(runs)) for runs in groups for run in runs])
         how = replace(how, arithmetic=how.arithmetic * math.exp(-mean))
     return how
+
+
+def weighted_median(values: Sequence[tuple[float, float]]) -> float:
+    """Return the median of (value, weight) pairs: the value at which half of the weight is reached."""
+    half, reached = sum(weight for _, weight in values) / 2, 0.0
+    for value, weight in sorted(values):
+        reached += weight
+        if reached >= half:
+            return value
+    raise AssertionError("no values")
 
 
 def held_out_spreads() -> dict[str, float]:
@@ -99,13 +120,16 @@ def held_out_spreads() -> dict[str, float]:
 
 
 def program_spreads() -> dict[str, float]:
-    """Return, by program, the relative error that 80 % of its held-out runs stay within, with its own parameters."""
-    held = {name: runs_of(name, held_out=True) for name in PROGRAMS}
-    return {
-        name: spread(math.expm1(abs(run.error())) for run in runs)
-        for name, runs in held.items()
-        if len(runs) >= 5
-    }
+    """Return the relative error that 80 % of a program's held-out runs stay within, with its own parameters.
+
+    The key is the program's name, and "NAME, mixture" for its runs of mixtures.
+    """
+    found = dict[str, list[float]]()
+    for name in PROGRAMS:
+        for run in runs_of(name, held_out=True):
+            key = spread_key(name, run.job().shape)
+            found.setdefault(key, []).append(math.expm1(abs(run.error())))
+    return {key: spread(errors) for key, errors in found.items() if len(errors) >= 5}
 
 
 def page() -> str:
