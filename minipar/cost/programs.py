@@ -42,7 +42,7 @@ PROGRAMS = {
         "Megatron Core from 2023 on, its experts spread over tp, too",
     ),
     "torchtitan": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",)),
+        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",), arithmetic=0.94),
         "torchtitan on FSDP2, compiled",
     ),
     "torchtitan-eager": Program(
@@ -53,5 +53,5 @@ PROGRAMS = {
         Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.88, overlap=0.6),
         "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
     ),
-    "llama-3": Program(Implementation(), "Meta's trainer of Llama 3"),
+    "llama-3": Program(Implementation(overlap_params=True, fused=True, arithmetic=0.95), "Meta's trainer of Llama 3"),
 }  # fmt: skip

@@ -179,23 +179,21 @@ def _rate(job: Job, step: StepTime, unit: str) -> float:
 @cache
 def _shape(model: str, seq_len: int) -> ModelShape:
     """Return the shape of a model: a known name or, with its sizes, "gpt", "mpt", "llama" or "moe"."""
-    kind, *sizes = model.split()
-    numbers = tuple(map(int, sizes))
-    if kind in ("llama", "moe"):  # layers, width, heads, key/value heads, MLP's width, vocabulary, experts, top-k
-        layers, dim, heads, kv_heads, width, vocab, *experts = numbers
-        num_experts, top_k = experts or (0, 1)
-        return ModelShape(
-            kind, layers, dim, heads, width, vocab, kv_heads, num_experts=num_experts, top_k=top_k, capacity_factor=1.0
-        )
-    if kind == "gpt":
-        layers, dim, heads, *vocab = map(int, sizes)
-        return gpt("gpt", layers, dim, heads, *vocab)
-    if kind == "mpt":  # GPT-2's layer without dropout
-        layers, dim, heads = map(int, sizes)
+    kind, *words = model.split()
+    sizes = tuple(map(int, words))
+    if kind == "gpt":  # layers, width, heads, vocabulary unless it is GPT-2's
+        return gpt("gpt", *sizes)
+    if kind == "mpt":  # layers, width, heads: GPT-2's layer without dropout
+        layers, dim, heads = sizes
         return ModelShape(
             "mpt", layers, dim, heads, 4 * dim, 50368, gated=False, bias=True, norm_params=2, positions=seq_len,
             tie_embeddings=True,
         )  # fmt: skip
+    if kind in ("llama", "moe"):  # layers, width, heads, key/value heads, the MLP's width, vocabulary, experts, top-k
+        layers, dim, heads, kv_heads, width, vocab, num_experts, top_k = (*sizes, 0, 1)[:8]
+        return ModelShape(
+            kind, layers, dim, heads, width, vocab, kv_heads, num_experts=num_experts, top_k=top_k, capacity_factor=1.0
+        )
     return find_model(model)
 
 
