@@ -58,7 +58,8 @@ def _instead_flags(argv: Sequence[str] | None) -> Any:
         if name in given:
             INSTEAD[name]
     topic = None if argv is None else asked_topic(argv)
-    choices: Mapping[str, Choice] = {}  # a topic shows its own flags alone
+    # Stays empty for `--help TOPIC`, which shows only that topic's flags, unless the topic is "all" or "run".
+    choices: Mapping[str, Choice] = {}
     if topic == "":
         choices = {
             name: Choice(help=_PLAIN_HELP.format(package)) for name, package in INSTEAD.extras().items()

@@ -13,8 +13,9 @@ Adds to `simple/autograd.py`: any dim, uneven chunks, send and receive, second d
     send / recv     to a rank, from a rank        backward: recv / send
 
 `gather` and `all_gather` have the same forward and differ in how the result is used. After `gather` all ranks use the
-result the same way, so each has the full gradient, and the backward takes this rank's chunk. After `all_gather` they use it
-differently, so the backward sums their gradients. Confusing the two makes gradients wrong by a factor of p.
+result the same way, so each has the full gradient, and the backward takes this rank's chunk. After `all_gather` each rank
+uses the result differently, so the backward sums the ranks' gradients. Confusing the two makes gradients wrong by a factor
+of p.
 Each backward is the adjoint: <y, A x> = <A^T y, x>, summed over ranks. A `grad_output` is never written to. Every
 backward is itself one of these operators, so second derivatives (create_graph=True) are right, too. Only send and recv
 refuse second derivatives, because the other rank would have to take part.

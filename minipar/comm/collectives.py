@@ -63,8 +63,8 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
         all_gather       (p-1)/p of it
 
     Recursive doubling has half the steps of halving_doubling: it saves log p alpha, but sends (log p - 2(p-1)/p) n more
-    bytes. It is chosen only where those cost less than the saved steps: on 2 ranks, which send no extra bytes, and below
-    16p bytes.
+    bytes. It is chosen only where the extra bytes cost less than the saved steps: on 2 ranks, which send no extra bytes,
+    and below 16p bytes.
 
     In two levels, all three collectives send the same bytes, but fewer of them between nodes, and take more steps; so two
     levels are not used below 16p bytes.

@@ -35,7 +35,7 @@ class Comm(PointToPoint):
     ):
         super().__init__(transport, ranks, name, parent)
         self.default_algorithm: str | None = parent.default_algorithm if isinstance(parent, Comm) else None
-        # Make the level Comms now: on NCCL one thread makes all Comms, and a gradient hook runs in another one.
+        # Make the level Comms now: on NCCL one thread must make all Comms, and a gradient hook runs in another thread.
         if self.node_size is not None:
             self.levels = hierarchical.levels(self, self.node_size)
 

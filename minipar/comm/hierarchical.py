@@ -10,8 +10,8 @@ With k nodes of g ranks each, p = kg, and n bytes in the whole vector, each rank
 Each row sums to (p-1)/p n, as in a flat ring, and an all-reduce to twice that; but a rank sends only (k-1)/k n/g over the
 slow link between nodes. In a flat ring, the rank at the edge of each node sends all its (p-1)/p n over that link; in
 halving and doubling, every rank sends (k-1)/k n over it. The steps are those of rings of g and k ranks. If p does not
-divide the length, each ring sends what `ring.py` states. Traffic counts the collectives of each level under their own
-kinds.
+divide the length, each ring sends what `ring.py` states. An all-reduce consists of a reduce_scatter and an all_gather, and
+`Traffic` counts its bytes under these two names.
 
 Let chunk c belong to local rank i of node m: c = mg + i. Each node sums its terms of chunk c in the order of local ranks
 i+1, i+2, ..., i; the nodes' sums are added in the order of nodes m+1, m+2, ..., m. All-reduce and reduce-scatter add in the

@@ -61,7 +61,7 @@ def gpt_layer_bytes(
     Bytes per element of [s, b, h]:
 
     outside the split matrices   4 e + 2: the inputs of two norms and of two matrices, and two masks
-    inside, divided by tp        q, k, v and o's input 4 e; the MLP 2 e ffn/h; stored scores (2 e + 1) a keys/h
+    inside, divided by tp        q, k, v, and the input of o: 4 e; the MLP 2 e ffn/h; stored scores (2 e + 1) a keys/h
     """
     split = tp if sequence_parallel else 1
     if recompute == "full":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from minipar.cost.layout import Job, Layout
 from minipar.cost.models import ModelShape
 
-# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction that does not know their
-# training program. A kind with fewer than five runs gets the largest fraction of dense models.
-# `python -m minipar.extras.cost.fit` computes them, and PROGRAM_SPREADS.
+# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction with the default parameters,
+# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest fraction of dense
+# models. `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
 SPREADS = {"ZeRO-3": 0.15, "tp or pp": 0.08, "data parallel": 0.15, "cp": 0.15, "mixture": 0.85}
-# The same for predictions that know the program and use its fitted parameters; for programs with five or more held-out runs,
+# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs,
 # dense or of mixtures.
 PROGRAM_SPREADS = {"megatron-2021": 0.04, "composer": 0.06, "megatron-core, mixture": 0.33, "kempnerforge": 0.23}
 

@@ -204,7 +204,8 @@ def _buffers(job: Job, layout: Layout, elems: int) -> float:
 
 def _context_buffers(job: Job, layout: Layout) -> float:
     shape = job.shape
-    both = 2 * job.bytes_of.activation * layout.tokens(job)  # of keys and values one element wide
+    # Bytes of two tensors with one element per token: times the heads' width for keys and values, or for q and o.
+    both = 2 * job.bytes_of.activation * layout.tokens(job)
     kv = both * shape.num_kv_heads * shape.core_head_dim / min(layout.tp, shape.num_kv_heads)
     if layout.cp_attention == "ulysses":
         return both * shape.num_heads * shape.core_head_dim / layout.tp + kv

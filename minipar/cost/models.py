@@ -270,8 +270,8 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
     """Return the FLOPs per token, including recomputation.
 
-    "selective" recomputes the attention core, "ops" half of the layers' products, "acts" no products; every other value but
-    "none" recomputes the forward of all layers.
+    "none" recomputes nothing, "selective" the attention core, "ops" half of the layers' products, "acts" no products; every
+    other value recomputes the forward of all layers.
 
     With full recomputation, a GPT takes 96 l h^2 (1 + s/(6 h) + V/(16 l h)), because the head is not recomputed. Selective
     recomputation adds one forward of the core, 4 s h per layer. The paper's equation has s/(3 h) where this gives s/(6 h).

@@ -76,8 +76,8 @@ class StepTime:
 def in_a_run(machine: Machine) -> Machine:
     """Return the machine with the rates that a run reaches, instead of those of its data sheet.
 
-    Memory and links reach the fraction `share` of their bandwidth, as matrix products do of their best rate. For a measured
-    machine, `share` is 1.
+    Memory and links reach only the fraction `share` of their data-sheet bandwidth. Matrix products reach the same fraction
+    of `matmul_fraction` times the peak. For a measured machine, `share` is 1.
     """
     fraction = machine.matmul_fraction * machine.share
     return replace(

@@ -3,14 +3,14 @@
     step = m (slowest stage: compute + recompute + exposed messages of tp, cp, ep) + idle + messages of pp
            + exposed gradients + update
 
-With s slices per sample, m s slices run one after another, each as long as the average one; but idle ranks wait for the
-largest one.
+With s slices per sample, the m s slices run one after another, and each counts with the time of the average slice. Idle
+time counts with the time of the largest slice.
 
 Every layer waits for its tp and ep messages. A cp ring overlaps with the attention that it feeds, but splits it into blocks
-and merges their results. Other messages overlap with arithmetic: ZeRO-3's gathers and reductions with that of the layer
-before; gradients, if the implementation overlaps them, with the last microbatch's backward, except for one layer. At most
-the fraction `overlap` of these messages is hidden, since messages and arithmetic share the GPU and its memory, and a late
-message delays every rank:
+and merges their results. Other messages overlap with arithmetic: ZeRO-3's gathers and reductions with the arithmetic of
+the layer before; gradients, if the implementation overlaps them, with the last microbatch's backward, except for one layer.
+At most the fraction `overlap` of these messages is hidden, since messages and arithmetic share the GPU and its memory, and
+a late message delays every rank:
 
     exposed = max(messages - arithmetic they overlap with, (1 - overlap) messages)
 """
@@ -142,7 +142,7 @@ def _after_backward(
     reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems)
     codec_s, hides = 0.0, job.implementation.overlap_gradients
     if a.zero == 3 and job.implementation.reduce_every == "microbatch":
-        reduce_s = 0.0  # counted in the layers' time
+        reduce_s = 0.0  # these reductions are counted in the layers' time
     if term is not None:
         reduce_s, codec_s = term.messages_s(job, a, elems), term.codec_s(job, a, elems)
         hides = hides and term.hides
@@ -202,9 +202,8 @@ def least_seconds(job: Job, a: Layout) -> float:
                 parts.work.total + parts.again + sum(parts.forward.values()) + sum(parts.backward.values())
             )
     work += head_seconds(job, a.tokens(job) / a.slices, a.tp).total
-    return (
-        a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
-    )  # slightly lower, because the same sum in another order may round higher
+    # A lower bound must not exceed the exact time, in which the same terms, summed in another order, may round lower.
+    return a.microbatches(job) * a.slices * work / a.pp * (1 - 1e-9)
 
 
 @cache

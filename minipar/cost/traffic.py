@@ -183,7 +183,7 @@ def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
 
 
 def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, float]]:
-    """Return, for dp and edp, the bytes that a rank sends to ranks with other shards, and to ranks with the same one."""
+    """Return, for dp and edp, the bytes that a rank sends to ranks with other shards, and to ranks with the same shard."""
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
@@ -210,7 +210,8 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
 def gathers(layout: Layout) -> float:
     """Return how often ZeRO-3 gathers a layer's weights per microbatch, on average over the layers of a unit.
 
-    It gathers them twice, and a third time to recompute a layer, except the last layer of a recomputed unit.
+    ZeRO-3 gathers a layer's weights twice, and a third time to recompute the layer. Only the last layer of a recomputed
+    unit needs no third gather.
     """
     return 3 - 1 / layout.unit if layout.unit else 2
 
@@ -218,11 +219,13 @@ def gathers(layout: Layout) -> float:
 def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int, int]]:
     """Return (elements, gathers in a step) of each ZeRO-3 root on the rank. A root holds the parameters outside the layers.
 
-    For u microbatches, or slices of them:
+    Each forward gathers the root, and leaves it gathered until another unit, or the next forward, begins. So the gathers
+    are, for u microbatches or slices of them:
 
-    no pipeline       u     the root's forward ends last, so that its backward finds it gathered
-    the first stage   2 u   its output is that of its last layer, whose backward comes first and reshards the root
-    the last stage    u + live_heads - 1    a backward that follows another backward finds the root resharded
+    no pipeline       u     the backward begins in the root, which is still gathered
+    the first stage   2 u   the backward begins in the last layer, which reshards the root, so it is gathered again
+    the last stage    u + live_heads - 1    as without a pipeline, but a backward that directly follows another backward
+                            gathers the root again, since the earlier backward has resharded it
     """
     units = layout.microbatches(job) * layout.slices
     if layout.pp == 1:

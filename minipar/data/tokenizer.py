@@ -156,7 +156,8 @@ def write_tokens(path: Path, codec: Tokenizer, out: Path) -> int:
         for ids in encoded(path, codec):
             file.write(ids.astype(dtype).tobytes())
             count += len(ids)
-        if has_header:  # numpy pads its header, so the header is as long with any count
+        # numpy pads the header, so it has the same length for every count, and can be overwritten.
+        if has_header:
             file.seek(0)
             _write_header(file, dtype, count)
     return count

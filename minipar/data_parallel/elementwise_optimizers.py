@@ -31,8 +31,8 @@ ELEMENTWISE_OPTIMIZERS = [
 def require_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer], per_element: bool) -> None:
     """Raise ValueError unless the optimizer can update a shard.
 
-    It can if it is known to update each element independently, if `per_element` says that it does, or if it sums its norms
-    over the shards itself.
+    An optimizer can update a shard if it updates each element independently (known by its class, or stated by
+    `per_element`), or if it sums its norms over the shards itself.
     LAMB rescales a parameter's step by the parameter's norm, which a shard does not have: the squares must be summed over
     the ranks with the other shards, as `Lamb` does. Adafactor and Muon use whole rows and columns of a matrix.
     """

@@ -135,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wide = self._master_dtype or bucket.flat.dtype
             chunk = ChunkOptimizer(bucket, self.optimizer_cls, self.param_groups, wide, self._memory)
             self._chunks.append(chunk)
+            self.compressors.keys += bucket.params
             self._unreduced = True
         self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
 
@@ -166,7 +167,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bucket_of = self.reducer.bucket_of
         return [bucket_of[p].shards[p] for p in params if p in bucket_of]
 
-    tensors = shards  # the same property by its name in `OptimizerInterface`
+    tensors = shards  # the name that `OptimizerInterface` gives this property
 
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each shard, or its master copy, and its optimizer state, which the caller may read or replace."""

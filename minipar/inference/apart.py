@@ -199,9 +199,8 @@ class Side(Engine):
         super().__init__(model, options, mesh, duration)
         require_sendable(self.paged)
         self.world, self.prefill_tp = world, prefill_tp
-        self._finished: dict[
-            int, tuple[int, list[int], int]
-        ] = {}  # number -> first token, blocks, number of tokens in the cache
+        # Request's number -> its first token, its blocks, and the number of its tokens in the cache.
+        self._finished: dict[int, tuple[int, list[int], int]] = {}
         self._unsent: deque[list[Pending]] = deque()  # for each request, its messages
 
 

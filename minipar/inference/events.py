@@ -14,7 +14,7 @@ class Kind(StrEnum):
     DECODE = "decode"  # the last generated token and its drafts: num_tokens together
     GUESSED = "guessed"  # num_tokens guesses of a draft were verified in this step
     ACCEPTED = "accepted"  # num_tokens guesses of a draft were right
-    PAD = "padding"  # a static batch that is not yet done computed num_tokens of padding; see static.py
+    PAD = "padding"  # num_tokens of padding, computed for a finished request until its static batch ended: see static.py
     WRITE = "write"  # num_tokens were generated
     PREEMPT = "preempt"  # the request lost its blocks
     RESTORE = "restore"  # num_tokens were loaded back from CPU memory

@@ -24,7 +24,8 @@ The keys and values of a token's attention depend only on t, b and the request's
 batch, for every division of the prompt, after every preemption and on every mesh; only another block size changes it.
 These cases need care:
 
-    a prompt in pieces         a block is quantized for later queries of a piece, but not for its own queries (`views`)
+    a prompt in pieces         a block filled by a piece is quantized for the piece's queries after the block, but not for
+                               the queries in the block (`views`)
     a wrong draft token        a block is quantized for good when its tokens are final (`settle`), not when it is full
     swapping, copying          unquantized tokens move with their block
     recomputation              begins at the first token of a block

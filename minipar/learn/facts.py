@@ -31,7 +31,7 @@ LLAMA3_INTERRUPTIONS = 419  # unexpected ones in 54 days on 16,384 GPUs: arXiv:2
 PCIE_5 = 63e9  # bytes a second each way, 16 lanes
 
 # Functions of facts -------------------------------------------------------------------------------------------------
-# What is a single call of minipar.cost has no function here.
+# A fact that is a single call of minipar.cost needs no function here.
 
 
 def states_gb(num_params: float, ranks: int = 1, zero: int = 0) -> float:
@@ -165,8 +165,8 @@ class Fact(NamedTuple):
     value    an expression of the functions above and of the names in expressions.py
     phrases  how texts write it: {} stands for the number, # for any other number
     form     how the number is written: a format, as `written` takes it, or several; the first is that of `{fact:NAME}`
-    letters  of a formula: the letters of `value`, and how texts call each
-    at       of a formula: values of the letters for which a text's formula has to give what `value` gives
+    letters  only for a formula: the letters in `value`, and the name that texts use for each
+    at       only for a formula: values of the letters, at which a formula in a text must give the same result as `value`
     """
 
     name: str

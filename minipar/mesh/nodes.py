@@ -28,7 +28,10 @@ def axes_across_nodes(mesh_sizes: dict[str, int], ranks_per_node: int) -> dict[s
 
 
 def members_per_node(group: Sequence[int], ranks_per_node: int) -> int | None:
-    """Return how many consecutive members each node has; None if it differs, if it is one, or if one node has all."""
+    """Return how many consecutive members each node has.
+
+    None if nodes have different numbers of members, if each node has one, or if one node has all.
+    """
     nodes = [rank // ranks_per_node for rank in group]
     g = nodes.count(nodes[0])
     whole = len(nodes) % g == 0 and all(len(set(nodes[i : i + g])) == 1 for i in range(0, len(nodes), g))

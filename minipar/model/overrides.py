@@ -1,16 +1,17 @@
 """Every point of the model that a strategy may override: its signature, which strategy overrides it, and why.
 
 A module keeps its override points in `overrides`, one of the records below. None means the module's own function. The
-records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace
+records have slots: assigning a point that is not declared here raises AttributeError. Strategies also replace:
 
-    child modules         (q, k, v, o, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head) with sharded or
-                          replicated modules                                  tensor_parallel
-    parameters            with their shards                                   tensor_parallel, expert_parallel, FSDP
-    param.data            with views of flat buckets                                                   ZeRO
-    num_heads             and num_kv_heads of an `Attention` with the heads that this rank computes    tensor_parallel
-    deferred              of a layer with a queue for its weight gradients (deferrable_linear.py)      pipeline
-    forward               of an FSDP unit with the same function between two hooks                     FSDP
-    compile               of an FSDP unit with an error, since torch.compile cannot trace the hooks    FSDP
+    child modules         (q, k, v, o, kv_down, k_rope, kv_norm, gate, up, down, norms, embedding, head)
+                          replaced with sharded or replicated modules                                  tensor_parallel
+    parameters            replaced with their shards                          tensor_parallel, expert_parallel, FSDP
+    param.data            replaced with views of flat buckets                                                  ZeRO
+    num_heads             and num_kv_heads of an `Attention`:
+                          replaced with the numbers of heads that this rank computes                   tensor_parallel
+    deferred              of a layer: replaced with a queue for its weight gradients (deferrable_linear.py)    pipeline
+    forward               of an FSDP unit: replaced with the same function between two hooks                   FSDP
+    compile               of an FSDP unit: replaced with an error, since torch.compile cannot trace the hooks  FSDP
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ class MoEOverrides:
     reduce_output: Callable[[Tensor], Tensor] | None = None
 
 
-# The name of a parameter's attribute: a function that gets the deferred weight gradient, instead of adding it to `.grad`.
-# FSDP sets it, since the parameter may be resharded by the time its deferred gradient is computed.
+# Attribute of a parameter: a function that is called with the deferred weight gradient, which is then not added to `.grad`.
+# FSDP sets the attribute, since the parameter may be resharded by the time its deferred gradient is computed.
 GRADIENT_RECEIVER = "receive_deferred_gradient"
 
 

@@ -94,7 +94,8 @@ def tie_ranks(scores: Tensor, dim: int) -> Tensor:
     change ranks wherever equal scores lie at a boundary of the grid.
     """
     ordered = scores.sort(dim=dim, descending=True)
-    larger = ordered.values.roll(1, dim)  # the largest is compared with the smallest, and gets rank 0
+    # roll wraps around: the largest score is compared with the smallest, which is not larger, and so gets rank 0.
+    larger = ordered.values.roll(1, dim)
     ranks = (larger - ordered.values > TIE_TOLERANCE).cumsum(dim)
     return torch.empty_like(ranks).scatter_(dim, ordered.indices, ranks)
 
@@ -138,9 +139,10 @@ def on_best_nodes(affinity: Tensor, top_k: int, num_nodes: int, nodes_per_token:
     Node n of N has experts n*E/N ... (n+1)*E/N - 1. A node's score is the sum of the affinities of its ceil(k/M) best
     experts.
 
-    A dispatch that sends one copy of a token to each other node with one of its experts sends at most min(k, M) rows of D
-    elements per token between nodes; if all nodes are used equally, (N-1)/N * `nodes_used` on average. `AllToAll` sends k
-    rows. Without a limit, k experts drawn with equal probability are on N (1 - C(E - E/N, k) / C(E, k)) nodes on average.
+    Suppose that a dispatch sends a token once to each other node that has one of the token's experts. Then at most
+    min(k, M) rows of D elements per token go between nodes. If all nodes are used equally, the average is (N-1)/N times
+    the mean number of nodes per token (see `nodes_used`). `AllToAll` sends at most k rows, one per expert. Without a limit,
+    k experts drawn with equal probability are on N (1 - C(E - E/N, k) / C(E, k)) nodes on average.
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.3; the node's score: DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
     """
     by_node = torch.unflatten(affinity, -1, (num_nodes, -1))

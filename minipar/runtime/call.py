@@ -168,12 +168,15 @@ class Call:
         raise RankError(rank, traceback, self._others(rank), results(self._answers))
 
     def _name_who_is_late(self, rank: int, failure: Failure) -> None:
-        """Follow the waits from `rank`, which timed out, to the last rank. Raise RankError for it if it is running."""
+        """Raise RankError for the rank that `rank`, which timed out, waits for, if that rank is running.
+
+        If that rank waits for another rank, follow the waits to the rank at the end.
+        """
         self._ask(2 * GRACE_S)
         stack = {r: status.stack for r, status in self._statuses.items()}
         silent = {r: process for r, process in self._open().items() if r not in stack}
         stopped = {r for r, process in silent.items() if process.stopped}
-        # `stopped` is found before the stacks are asked for, since that wakes a stopped rank.
+        # `stopped` must be found before asking for stacks: asking wakes a stopped rank.
         stack |= {r: self._stack_of(process) for r, process in silent.items()}
         running = {r for r, status in self._statuses.items() if status.running}
         running |= stopped | {r for r in silent if not stacks.inside_comm(stack[r])}

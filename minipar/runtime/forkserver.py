@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import NamedTuple
 
-LOOK_S = 0.5  # seconds between checks whether the caller lives, where the system does not report it
+LOOK_S = 0.5  # seconds between checks whether the caller still lives, since the system may not report that it has ended
 # The first optimizer of a process imports torch._dynamo; here one import serves all ranks.
 _PRELOADED = ("torch", "torch._dynamo", "numpy", "minipar.runtime.worker")
 # Packages that start no thread when they are imported. The server imports what the caller has imported of them, before it
@@ -97,7 +97,7 @@ def _imported() -> list[str]:
 
 
 def _interpreter(function: str, *args: object) -> list[str]:
-    """Return the command of a new interpreter that imports what this one can, and calls a function of a module."""
+    """Return the command of a new interpreter that can import whatever this one can, and that calls a module's function."""
     module, _, name = function.rpartition(".")
     program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}{args!r}"
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

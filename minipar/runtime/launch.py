@@ -30,7 +30,7 @@ from minipar.runtime.serialization import dumps
 from minipar.support.environment import MAX_RANKS, in_local_pool, local_rank, ranks_per_node
 from minipar.transport.transports import choose_transport
 
-MAX_TIMEOUT_S = 366 * 24 * 3600  # a year, since clocks count nanoseconds in 64 bits
+MAX_TIMEOUT_S = 366 * 24 * 3600  # a year: a timeout of centuries, in nanoseconds, would overflow 64 bits
 
 
 def run(

@@ -45,7 +45,7 @@ class Status(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """The failure of a rank's part of a call."""
+    """How a rank failed in a call."""
 
     traceback: str
     secondary: bool  # whether another rank's failure caused this one

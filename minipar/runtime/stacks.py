@@ -3,15 +3,15 @@
 A rank normally sends the stack itself, from another thread. If its main thread holds the interpreter (a loop in C) or the
 process is stopped, a signal handler writes the stack, by faulthandler, which leaves out calls beyond the 100th.
 
-    from a thread   From Python 3.12 on, this module walks over the frame objects, because faulthandler can crash there: if
-                    C has called a function whose objects are being freed without the GIL (a file being closed, say),
-                    CPython 3.13's faulthandler takes the memory below the function for a frame.
-                    Before, faulthandler walks, because a walk over frame objects can crash CPython 3.11: between two steps
-                    of the walk the other thread could run and free its frames. faulthandler holds the GIL throughout.
-                    Python threads are added and removed only with the GIL held, and a thread that has not begun, or is
-                    ending, has no frame. The exception is a thread made in C that calls Python for the first time: it is
-                    added before it is filled in. A rank on CPU has no such thread, because there autograd runs in the
-                    thread that called it.
+    from a thread   From Python 3.12 on, this module walks over the frame objects, because faulthandler can crash: if C has
+                    called a function whose objects are being freed without the GIL (a file being closed, say), CPython
+                    3.13's faulthandler mistakes the memory below the function's frame for a frame.
+                    Before Python 3.12, faulthandler does the walk, because a walk over frame objects can crash CPython
+                    3.11: between two steps of the walk the other thread could run and free its frames. faulthandler holds
+                    the GIL throughout. Python threads are added and removed only with the GIL held, and a thread that has
+                    not begun, or is ending, has no frame. The exception is a thread made in C that calls Python for the
+                    first time: the thread is added before its entry is complete. A rank on CPU has no such thread, because
+                    on the CPU autograd runs in the thread that called it.
     from a signal   The thread that holds the GIL keeps running during the handler. If that is another thread, such as the
                     one that answers the caller, its frames could be freed during a walk over them, and the rank would
                     crash. So the signal goes to the main thread, and its handler walks over that thread's frames only.
@@ -88,10 +88,11 @@ def main_stack() -> list[Frame]:
 
 
 def read_dump(pipe: Connection, timeout_s: float) -> list[Frame]:
-    """Read the main thread's stack, from the caller's function on, from what `write_on_signal` writes into `pipe`.
+    """Read the main thread's stack from `pipe`, into which the handler of `write_on_signal` writes it.
 
-    faulthandler writes the last call first. The stack is complete where this package calls the caller's function, or where
-    faulthandler leaves out calls beyond the 100th. The end of another rank's stack may precede it in the pipe.
+    The stack begins at the caller's function. faulthandler writes the innermost call first, so reading stops at the frame
+    that calls the caller's function, or at the "..." that faulthandler writes after 100 calls. Returns [] if the stack is
+    not complete within timeout_s. The pipe may begin with the end of another rank's stack.
     """
     text = ""
     deadline = time.monotonic() + timeout_s

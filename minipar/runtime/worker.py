@@ -100,9 +100,8 @@ class Worker:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._modules = CallerModules()
         self._torch = TorchState()
-        self._groups: dict[
-            ChannelId, dist.ProcessGroup
-        ] = {}  # the process groups, which last as long as the process
+        # The process groups, which last as long as the process.
+        self._groups: dict[ChannelId, dist.ProcessGroup] = {}
         self._transport: Transport | None = None  # the transport of the call under way, or of the last call
 
     def tell(self, what: str, value: object) -> None:

@@ -6,9 +6,10 @@ Posting never blocks; only `Wait` does.
 
 Both ranks of each pair post their transfers in the order in which a simulated run produces them. Suppose that the programs
 hang. Let a be the unfinished action that the simulation started first, at time t. Every action that the simulation started
-before t has run, so the results that a needs have been computed. Every transfer that the simulation had produced by t has
-been posted by both ranks, because a rank posts it after actions that the simulation started before t; and no other transfer
-between the same ranks is posted before it. So these transfers complete, and a can run: a contradiction.
+before t has run, so the results that a needs have been computed. Consider a transfer that the simulation had produced by t.
+Both ranks have posted it, because each rank posts it only after actions that the simulation started before t. The transfers
+ahead of it in the pair's order were also produced by t, so both ranks have posted those as well. So all of these transfers
+complete, and a can run: a contradiction.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from minipar.schedules.schedule import Action, Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 
-# Post a receive before the action during which its message arrives, and one action earlier than that.
+# Post a receive two actions before the first action that starts after its message has arrived, that is, just before the
+# action that precedes the one during which the message arrives.
 ACTIONS_AHEAD = 2
 
 

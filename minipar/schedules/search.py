@@ -73,7 +73,7 @@ class _Draft:
         self.count: list[dict[Op, int]] = [{"F": 0, "I": 0, "W": 0} for _ in range(p)]
         self.free = [0.0] * p
         self.ends: dict[Action, float] = {}
-        # Each rank's final own span if it is never idle again.
+        # The own span (see `Timeline`) with which each rank would end if it had no further idle time.
         self.own_span = [m * (self.seconds["F"][rank] + self.seconds["B"][rank]) for rank in range(p)]
 
     def complete(self, eager: bool, patience: float | None) -> tuple[tuple[Action, ...], ...]:

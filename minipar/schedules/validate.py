@@ -21,8 +21,8 @@ def validate(schedule: Schedule) -> None:
                names each blocked rank's next action and the cycle
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
 
-    A rank may consume messages in another order than they are sent: `lower` posts receives in the order of the sends, and
-    each action waits for its own messages.
+    A rank may consume messages in a different order from that in which they were sent: `lower` posts receives in the order
+    of the sends, and each action waits for its own messages.
     """
     require_complete(schedule)
     require_copied(schedule)
@@ -88,7 +88,8 @@ def require_copied(schedule: Schedule) -> None:
 def require_in_step(schedule: Schedule) -> None:
     """Raise ValueError unless, with two copies, ranks r and p-1-r can always run their n-th actions at the same time.
 
-    If weights are sharded over both ranks, each gathers them for an action, which the other must reach, too.
+    If weights are sharded over the two ranks, both take part in the all-gather before an action, so both must have reached
+    their n-th action.
     """
     if schedule.copies == 1:
         return

@@ -32,8 +32,8 @@ from .comm import Comm
 def run(fn, size, *args, timeout_s=60.0):
     """Call fn(world, *args) on `size` ranks, each a process of its own; return their results, in rank order.
 
-    fn and args are pickled, so fn must be defined in a file. The first rank that raises ends all: its traceback is in the
-    RuntimeError. Under torchrun each process is a rank already, and the list has this rank's result alone.
+    fn and args are pickled, so fn must be defined in a file. The first rank that raises ends the other ranks; its traceback
+    is in the RuntimeError. Under torchrun each process is a rank already, and the list has this rank's result alone.
     """
     if size < 1:
         raise ValueError(f"size={size} ranks; use 1 or more")

@@ -5,9 +5,10 @@
     Q = mean over ranks of M^T P                     [m, r]; kept for the next step, which starts from it
     sent = P Q^T         residual = M - sent
 
-The mean of a product with a common matrix is the product of the mean, so ordinary all-reduces sum P and Q: r (n + m)
-elements instead of n m. Since Q is kept, each call is a further step of power iteration, and comes closer to the largest
-singular directions of the mean; what a step misses is in the residual, and is sent later.
+All ranks multiply by the same Q and by the same P, and mean(M Q) = mean(M) Q. So ordinary all-reduces can average the
+products M Q and M^T P: r (n + m) elements instead of n m. Since Q is kept, each call is a further step of power iteration,
+and comes closer to the largest singular directions of the mean. The part of M that a step misses is in the residual, and is
+sent later.
 
 In the library: minipar.extras.compress.PowerSGD, which adds vectors, tensors, matrices that are too small to save anything,
 and a state that can be saved.

@@ -86,7 +86,7 @@ def train(world, args):
         loss = one_f_one_b(
             pp, stage, partial_loss(tp), inputs, targets, args.microbatches, between_stages, torch.float64
         )
-        # These gradients are sums over the tokens of ep ranks; those of `dense` are over one rank's tokens.
+        # An expert's gradient is a sum over the tokens of ep ranks; a gradient of `dense` is over one rank's tokens.
         for p in experts:
             p.grad /= num_ep
         if not args.zero:  # ZeRO averages them in its step

@@ -17,7 +17,8 @@ from minipar.spec.words import first, generator, grad_of, mismatch, normal, wron
 
 LATE = Kind("with scores of hundreds in later blocks alone")
 B, HEADS, PIECE, HEAD_DIM = 2, 12, 4, 3
-HUNDREDS = 30.0  # factor on queries and keys: exp of their scores overflows unless a maximum is subtracted
+# Multiplies queries and keys, so that scores are in the hundreds: exp overflows unless the maximum is subtracted.
+HUNDREDS = 30.0
 
 
 def _right(

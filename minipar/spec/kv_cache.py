@@ -15,7 +15,8 @@ from minipar.spec.specification import Specification, Stage, on_one_rank
 from minipar.spec.varied import KINDS, PLAIN, Kind
 from minipar.spec.words import first, generator, mismatch, normal
 
-HUNDREDS = 30.0  # factor on queries and keys: exp of their scores overflows unless a maximum is subtracted
+# Multiplies queries and keys, so that scores are in the hundreds: exp overflows unless the maximum is subtracted.
+HUNDREDS = 30.0
 
 
 class Cut(NamedTuple):

@@ -8,7 +8,8 @@ from minipar.cost import Implementation, Job, Layout, Machine, ModelShape
 from minipar.cost.stages import enough_microbatches
 from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 
-# Options that change time or bytes but are in no formula, with their defaults. `not_weighed` asks the choices by name.
+# Options that change time or bytes but are in no formula, with their defaults. Options whose values are choices (such as
+# `schedule`) are not listed: `not_weighed` asks each choice whether a formula includes it.
 UNPRICED = {
     "tp_chunked": False,
     "partition_activations": False,

@@ -78,9 +78,13 @@ SAMPLE_BYTES_PER_RANK = 16 << 20
 def sample_text(
     world: Comm, config: TrainConfig, path: Path, num_tokens: int, temperature: float = 0.7
 ) -> str | None:
-    """Continue "The " from the checkpoint at `path`, on as many ranks as it takes for each to hold about 16 MiB.
+    """Generate text after a short fixed prompt with the weights of the checkpoint at `path`; return prompt and text.
 
-    config  the TrainConfig of the run that `world` has trained; its tp also cuts the layers if they are too few
+    The prompt is "The ", or token 0 for a run on token ids without a tokenizer (`Ids`). The weights are split over pipeline
+    stages, with enough ranks, if `world` has them, for each to hold at most about 16 MiB of weights.
+
+    config  the TrainConfig of the run that `world` has trained. If that takes more ranks than there are layers, each layer
+            is also split over config.tp ranks (if `world` is large enough, and the layout is 1d)
     Every rank calls this; rank 0 gets the text, the other ranks get None.
     """
     shapes = Transformer(config.model, device="meta", dtype=config.torch_dtype)

@@ -43,7 +43,7 @@ class CheckedGrouped(Grouped):
         key = ChannelId("order of groups", self.ranks)
         peers = tuple(range(len(self.ranks)))
         self._order = self.channels[key] = Channel(key, peers, 0, self.make_stream(key), self.device)
-        self._broken: dict[ChannelId, Exception] = {}  # no communicator can be used after an error
+        self._broken: dict[ChannelId, Exception] = {}  # channel -> the error that ended its use
         self._maker: threading.Thread | None = None  # the thread that makes channels
 
     def make_stream(self, key: ChannelId) -> Stream:

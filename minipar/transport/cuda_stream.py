@@ -41,7 +41,7 @@ class CudaStream:
         return self._inside
 
     def idle(self) -> bool:
-        return False  # an operation must follow those enqueued before it
+        return False  # an operation must always run on the stream, after the operations enqueued before it
 
     def lane(self) -> str:
         """Return the trace's lane for operations on this stream."""

@@ -18,7 +18,7 @@ class PeerLate(TimeoutError):
 
 
 class OutOfOrder(RuntimeError):
-    """A rank makes groups or posts messages in another order than its peer; NCCL would hang or mix up messages."""
+    """A rank makes groups or posts messages in a different order from its peer; NCCL would hang or mix up messages."""
 
 
 def require_device(x: torch.Tensor, device: torch.device, comm: object) -> None:

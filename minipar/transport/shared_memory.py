@@ -154,7 +154,7 @@ Move = tuple[Described, Callable[[int, int, torch.Tensor], None]]
 
 
 class Exchange:
-    """A send, a receive or both on links. Their segments are moved in turn, so that neither waits until the other ends."""
+    """A send, a receive or both on links. Segments of both move in turn, so that neither waits for the other to end."""
 
     def __init__(self, transport: Shared, moves: list[Move]):
         self._transport = transport

@@ -49,8 +49,8 @@ class _Pending:
 class Watch:
     """A record of the operations under way on this rank's streams, one stream per channel.
 
-    timeout_s  seconds that an operation may take once it has begun on the GPU. Until it begins, it waits for this rank's
-               own work, which may be long; from then on, only for other ranks
+    timeout_s  seconds that an operation may take once it has begun on the GPU. Before that, the operation waits for this
+               rank's own work, which may take long; once begun, it waits only for other ranks
     on_stuck   called once, from the thread, with the first operation that takes longer
     counts     operations put on each channel's stream so far. A rank with a lower count than the other ranks has not called
                the operation in which they wait
@@ -66,7 +66,7 @@ class Watch:
         self.counts = Counter[ChannelId]()
         self._on_stuck = on_stuck
         self._now = now
-        self._pending: dict[ChannelId, deque[_Pending]] = {}  # a stream runs them in this order
+        self._pending: dict[ChannelId, deque[_Pending]] = {}  # a channel's operations, in order
         self._ended = threading.Event()
 
     def start(self, device: torch.device, every_s: float = 0.1) -> None:

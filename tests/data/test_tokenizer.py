@@ -13,6 +13,7 @@ from minipar.data import tokenizer
 from minipar.data.token_file import open_tokens
 from minipar.data.tokenizer import Bytes, Ids, Tokenizer, encoded, write_tokens
 from minipar.train import generate_text, train
+from minipar.train.trainer import SAMPLE_TOKENS
 from tests.cli.test_cli import outcome
 
 WORDS = [

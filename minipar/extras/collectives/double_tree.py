@@ -66,8 +66,9 @@ def all_reduce(
     trees = two_trees(comm.rank, comm.size)
     rising: dict[tuple[int, int], Pending | None] = {}  # (tree, segment) -> handle of the send to the parent
     sent_down: list[Pending] = []
-    # Every rank does its part of step s in both trees before its part of step s+1. It sends segment s up in step s and down
-    # 2h steps later, when its sum can first be back from the root. In between, it sends other segments up.
+    # Every rank does its part of step s in both trees before its part of step s+1. In step s it sends segment s up. The sum
+    # of segment s can first be back from the root 2h steps later, and in step s+2h the rank sends that sum down. In the
+    # steps between, it sends the following segments up.
     delay = 2 * (comm.size.bit_length() - 1)
     for step in range(len(segments[0]) + delay):
         for t, tree in enumerate(trees):

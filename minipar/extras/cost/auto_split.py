@@ -149,7 +149,7 @@ def best_stage(job: Job, samples: int, first: int, end: int, gpus: int, live: in
 
 @cache
 def stage_layouts(job: Job, samples: int, gpus: int, live: int) -> tuple[Layout, ...]:
-    """Return the layouts of a stage on `gpus` GPUs. Their field pp has the number of live microbatches, not a size."""
+    """Return the layouts of a stage on `gpus` GPUs. Their pp holds the number of live microbatches, not of stages."""
     shape, found = job.shape, []
     for tp in divisors_of(gpus, shape.num_heads):
         dp = gpus // tp

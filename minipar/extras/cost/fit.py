@@ -78,9 +78,9 @@ def fitted_default() -> tuple[float, float]:
 
 
 def unknown_error(run: Run, default: Implementation) -> float:
-    """Return the error of a run's predicted time with its program's options, but the fitted parameters of `default`.
+    """Predict a run with its program's options, but with the fitted parameters taken from `default`; return the error.
 
-    The options are properties such as which messages the program overlaps, and when it reduces gradients.
+    Options are, for example, which messages the program overlaps, and when it reduces gradients.
     """
     table = TABLES[run.table]
     numbers = {name: getattr(default, name) for name in FITTED}

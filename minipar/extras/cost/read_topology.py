@@ -24,7 +24,8 @@ from minipar.support.errors import one_of, require_positive
 
 NVLINK_BYTES_PER_S = 25e9  # one link in one direction, for NVLink 2 to 4; NVLink 5 has 50e9
 PCIE_BYTES_PER_S, PROCESSOR_BYTES_PER_S = 32e9, 20e9
-# From the nearest to the farthest: GPUs that are connected at one distance form groups, which the next distance joins.
+# From the nearest to the farthest. At each distance, GPUs that are at most that far apart form a group, which consists of
+# groups of the nearer distance.
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")
 # A GPU has at most this many NVLinks. If the numbers of its pairs add up to more, each of its links goes to a switch.
 MOST_NVLINKS = 18

@@ -98,9 +98,10 @@ def _quality(topology: Topology, ranks: tuple[int, ...]) -> tuple[float, int]:
 
 
 def rings_at_once(topology: Topology, width: float) -> list[tuple[int, ...]]:
-    """Return as many rings of this width as can run at once. A link of speed s serves floor(s / width) hops.
+    """Return as many rings, of `width` bytes per second each, as can run at once.
 
-    If every link's speed is `width`, the rings share no link. Raises ValueError if the search would take too long.
+    A link of speed s serves floor(s / width) hops. If every link's speed is `width`, the rings share no link.
+    Raises ValueError if the search would take too long.
     """
     if not width > 0:
         raise ValueError(f"width={width} bytes per second; use a number above 0")

@@ -1,4 +1,4 @@
-"""A dry run: find what every rank would hold and send, and whether any would wait for ever, without starting one.
+"""A dry run: find what every rank would hold and send, and whether any rank would wait for ever, without starting any rank.
 
 Two words are used throughout. A tensor without values has a shape and a dtype, but no contents. The ranks of a kind are
 those that run the same program by symmetry, such as all ranks of a stage along dp. In reading order:

@@ -4,9 +4,10 @@ Two ranks are of one kind if their coordinates differ only along axes on which a
 for the trainer). The records of a kind's ranks are then equal, because they name no rank (`kind_transport.py`).
 
 If all ranks of a kind have the same record, the ranks of a mesh can be taken to run in lockstep. It is then enough to
-execute one rank of each kind against one rank of every other kind (`matching.py`): a rank that sends to the rank d further
-on also receives from the rank d before it. Here a collective ends only when all ranks have called it. A real one waits for
-fewer, so a program that ends here also ends in a run. Each distinct collective is checked separately (`prove.py`).
+execute one rank of each kind against one rank of every other kind (`matching.py`): if rank i sends to rank i + d, then by
+symmetry rank i - d sends to rank i. Here a collective ends only when all ranks have called it. In a run, a rank may leave a
+collective before all ranks have called it, so a program that ends here also ends in a run. Each distinct collective is
+checked separately (`prove.py`).
 
 Only the first and the last rank of each kind are compared. The ranks between them are assumed to have the same record, so
 a fault of one of these alone is not found.

@@ -158,7 +158,7 @@ class RecordedStream:
         return any(operation.channel == self._key for operation in self._transport.running)
 
     def idle(self) -> bool:
-        return False  # if it were True, a message posted ahead would not be recorded as an operation
+        return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
 
     def run(self, operation: Operation, on_wait: OnWait | None = None, what: str = "") -> Any:
         return operation() if self.inside() else self.submit(operation).wait()
@@ -199,7 +199,7 @@ class RecordedHandle:
 
 
 class RecordedChannel(Channel):
-    """A channel that records the collectives that begin. Its scratch buffers for floats are on the meta device."""
+    """A channel that records each collective that begins on it. Its scratch buffers for floats are on the meta device."""
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport = transport

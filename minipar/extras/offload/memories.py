@@ -110,7 +110,7 @@ class Disk(Memory):
         if staged is not None:
             pairs = [(inside[name], x) for name, x in staged.tensors.items()]
             self._writing.append(self._thread.submit(self._write, pairs, trace))
-            # The buffer is free for the next read, since the same thread reads after it has written.
+            # The buffer is free for the next read: the thread that writes from it also does that read, after the write.
             self._free.append(staged.buffer)
 
     def release(self, offloaded: Tensors) -> None:

@@ -66,7 +66,7 @@ def lamb_over(comm: Comm) -> type[Lamb]:
 
     class MeshLamb(Lamb):
         def __init__(self, params: ParamsT, comm: Comm | None = None, **options: Any):
-            # Without the argument `comm`, which is ZeRO's Comm: its ranks hold only some of the parts.
+            # Do not pass on the argument `comm`: it is ZeRO's Comm, whose ranks hold only some of the parts.
             super().__init__(params, **options)
             self._shares: Tensor | None = None
 

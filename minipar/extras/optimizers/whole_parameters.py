@@ -35,8 +35,8 @@ class WholeParameterZero(ZeroOptimizer):
     cost   a function from (parameter, its group) to the work of its update; the default is Muon's FLOPs
 
     The time of a rank's update is proportional to its share of the work; `balance` says how equal the shares are. All ranks
-    together send as much as with ZeroOptimizer. In a ring, each rank sends all shards except its own, and then all except
-    the next rank's.
+    together send as much as with ZeroOptimizer. In a ring, each rank sends all shards except its own in the reduce-scatter,
+    and all shards except the next rank's in the all-gather.
     All other arguments are those of ZeroOptimizer. Sums of gradients equal DDP's up to rounding.
     """
 

@@ -49,7 +49,7 @@ ASSUMED = Machine(
     start_latency_s=5e-5, share=1.0, float32_slowdown=1.0, context_bytes=3e8,
     source="ranks on cores, 10 Gb/s between nodes: an assumption",
 )  # fmt: skip
-# The defaults of those options of the mesh that another mesh may not allow.
+# Options of the mesh that are not legal on every mesh, with their defaults.
 DEFAULTS = {
     f.name: f.default
     for f in fields(TrainConfig)

@@ -66,8 +66,8 @@ def slice_tokens(
               longer than an earlier slice with as many tokens
     multiple  every slice except the last has a multiple of this many tokens
 
-    Tries several values of the largest slice's cost, each in O(slices n^2) time with n = ceil(seq_len / multiple). It tries
-    only one if every cut has the same sum, as when a token costs a constant plus one unit per key.
+    Tries several limits on the largest slice's cost, each in O(slices n^2) time with n = ceil(seq_len / multiple). It tries
+    only one limit if the sum is the same however the sample is cut, as when a token costs a constant plus one unit per key.
     Raises ValueError if a sample has fewer than `slices` multiples.
     Source: TeraPipe, arXiv:2102.07988, section 3.3.
     """

@@ -1,14 +1,16 @@
 """The planner's formulas for samples cut into slices: the bytes kept for a slice, and the number of live slices.
 
-For a slice of t tokens that ends at token S of its sample, a layer keeps the same bytes as for any t tokens. It also keeps
-the following, depending on the attention implementation ("full": with full recomputation, whatever the attention):
+For a slice of t tokens that ends at token S of its sample, a layer keeps the bytes that `layer_bytes` gives for t tokens
+with S keys. It also keeps the following, depending on the attention implementation ("full": with full recomputation,
+whatever the attention):
 
     flash      2 h_kv/tp e S, except for the first slice: all keys and values so far, concatenated for the backward
     fused      the same, and a mask of e t S, because the kernels' own causal mask needs as many queries as keys
     dense      2 h/tp e (S - t), the earlier keys and values repeated for each head, and 2 h_kv/tp e t, the slice's own
     full       2 h_kv/tp e t, the slice's own keys and values, to which later slices attend; the rest is recomputed
 
-After a later slice's backward, gradients of the slice's keys and values (2 h_kv/tp e t) wait for the slice's own backward.
+Later slices also attend to the keys and values of slice A. Once the backward of a later slice has run, the gradients of A's
+keys and values (2 h_kv/tp e t for its t tokens) are held until A's own backward.
 `sequence_slices.py` orders the slices, and `stage_slices.py` keeps the keys and values. Imports no torch.
 Source: Seq1F1B, arXiv:2406.03488, section 3.2; TeraPipe, arXiv:2102.07988, section 3.2.
 """
@@ -178,7 +180,7 @@ def key_value_bytes(shape: ModelShape, tokens: int, b: int, tp: int, e: int) -> 
 def slice_extra_bytes(
     shape: ModelShape, before: int, tokens: int, b: int, tp: int, e: int, recompute: str, attention: str
 ) -> float:
-    """Return the bytes that a layer keeps for a slice in addition to those for any `tokens` tokens.
+    """Return the bytes that a layer keeps for a slice in addition to `layer_bytes`.
 
     The formulas are in the module's docstring.
 
@@ -201,12 +203,12 @@ def most_alive(
     """Return the peak bytes of slices on a rank.
 
     kept[n]     bytes of slice n of a sample, held from its forward to its backward
-    waiting[n]  bytes of the gradients that slice n gets from later slices, held from the first backward of a slice of its
-                sample to its own backward
+    waiting[n]  bytes of the gradients that slice n gets from later slices, held from the sample's first backward to the
+                backward of slice n
 
-    terapipe runs all m s forwards first. seq1f1b holds p - r + s - 1 slices, at most m s. They belong to complete samples,
-    to one sample whose later slices have already run backward, and to one whose later slices have not yet run forward. The
-    pattern repeats after every s backwards, until the forwards end.
+    terapipe runs all m s forwards first. seq1f1b holds p - r + s - 1 slices, at most m s. Of the oldest sample, the last
+    slices may already have run backward; of the newest, the last slices may not yet have run forward; the samples between
+    these two are held completely. The pattern repeats after every s backwards, until the forwards end.
     """
     s = len(kept)
     units, begun, read = m * s, (0, *accumulate(kept)), (0, *accumulate(waiting))

@@ -88,8 +88,8 @@ def equal_costs(seq_len: int, slices: int, dim: int, matrices: int, whole: int) 
     """Cut a sample into slices of nearly equal cost, at multiples of `whole` tokens.
 
     A token costs a layer's `matrices` plus the products with the keys and values of all tokens up to itself, so later
-    slices are shorter. Every cut has the same total cost, so the best cut is the one whose most expensive slice is
-    cheapest, for any number of stages and microbatches.
+    slices are shorter. However the sample is cut, the total cost is the same. So the best cut is the one whose most
+    expensive slice is cheapest, for any number of stages and microbatches.
     """
     if slices == 1:
         return (seq_len,)

@@ -13,7 +13,7 @@ from minipar.support.options import option
 
 @dataclass(frozen=True)
 class DepthOptions:
-    """The options of "2.5d", in which the tp ranks form several squares."""
+    """The options of "2.5d", in which the tp ranks form several square grids of ranks."""
 
     depth: int = option(2, "number of squares of ranks, each with a part of the samples")
 

@@ -79,7 +79,7 @@ def state_of(exercise: Exercise, folder: str | Path) -> str:
 
 
 def remember(exercise: Exercise, path: Path, **what: object) -> None:
-    """Store the exercise's state or its number of hints given. Do nothing if the folder is not writable."""
+    """Store the exercise's state or the number of hints given. Do nothing if the folder is not writable."""
     progress = _progress(path.parent)
     progress.setdefault(exercise.name, {}).update(what)
     beside = path.parent / f".{PROGRESS}.{os.getpid()}"

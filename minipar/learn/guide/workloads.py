@@ -129,7 +129,7 @@ def naive(job: Job) -> Priced | None:
                     found.append(_sharded(fsdp_job(job), layout))
         fits = [each for each in found if each.num_bytes <= job.room_bytes]
         if fits:
-            # Rounded, so that of nearly equal layouts the first wins, which is without recomputation.
+            # Rounded, so that among nearly equal layouts the first wins: the one without recomputation.
             return min(fits, key=lambda each: float(f"{each.seconds:.2g}"))
     return None
 

@@ -244,7 +244,7 @@ def one_weight_per_node(world: Comm, change: Change) -> None:
 
     def last_one_counts(x: Tensor, weight: Tensor, plan: Any, dispatch: Any) -> Any:
         kept = plan.row >= 0
-        from_here_on = kept.flip(1).cumsum(1).flip(1)  # number of kept choices from this one on
+        from_here_on = kept.flip(1).cumsum(1).flip(1)  # number of kept choices from this one to the last
         return right(x, weight * (kept & (from_here_on == 1)), plan, dispatch)
 
     change(once_per_node, "RowPerChoice", last_one_counts)
