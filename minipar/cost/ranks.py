@@ -78,20 +78,40 @@ def held_elems(job: Job, layout: Layout, held: RankContents) -> tuple[int, int]:
     """Return (dense, expert): the numbers of parameters that a rank with these contents holds, before ZeRO."""
     without, with_experts = layer_kinds_elems(job, layout.tp, layout.ep)
     dense = (held.num_layers - held.num_moe) * without[0] + held.num_moe * with_experts[0]
-    return dense + ends_elems(job, layout.tp, held.first, held.last), held.num_moe * with_experts[1]
+    return dense + ends_elems(job, layout, held), held.num_moe * with_experts[1]
 
 
-def ends_elems(job: Job, tp: int, first: bool, last: bool) -> int:
-    """Return the number of parameters outside the layers.
+def ends_elems(job: Job, layout: Layout, held: RankContents) -> int:
+    """Return the number of parameters outside the layers on a rank with these contents: those of the two end stages."""
+    first, last = end_stages_elems(job, layout)
+    return held.first * first + held.last * last
 
-    The first stage has the embedding and positions; the last stage has the last norm and the head. On one rank, a head
-    tied to the embedding is counted once.
+
+def end_stages_elems(job: Job, layout: Layout) -> tuple[int, int]:
+    """Return the numbers of parameters outside the layers on the (first, last) stage.
+
+    The first stage has the embedding and positions; the last stage has the last norm and the head. Without a pipeline, a
+    head tied to the embedding is the embedding; with a pipeline it is a copy, also where one rank has both stages.
     """
     shape = job.shape
-    table = shape.vocab_size * shape.dim // tp
-    shared = shape.tie_embeddings and first and last
-    ends = first * (table + shape.positions * shape.dim)
-    return ends + last * (shape.norm_params * shape.dim + table * (not shared))
+    table = table_elems(job, layout)
+    shared = shape.tie_embeddings and layout.pp == 1
+    return table + shape.positions * shape.dim, shape.norm_params * shape.dim + table * (not shared)
+
+
+def table_elems(job: Job, layout: Layout) -> int:
+    """Return the number of elements of the embedding's weight on a rank, which are as many as the head's."""
+    return job.shape.vocab_size * job.shape.dim // layout.tp
+
+
+def unsharded_elems(job: Job, layout: Layout, held: RankContents) -> int:
+    """Return the number of dense parameters on a rank that ZeRO-3 does not shard.
+
+    In a pipeline with tied embeddings it shards none outside the layers, since embedding and head exchange gradients.
+    """
+    if layout.zero < 3 or layout.pp == 1 or not job.shape.tie_embeddings:
+        return 0
+    return ends_elems(job, layout, held)
 
 
 def bucket_elems(job: Job, tp: int, ep: int, ranks: int) -> float:

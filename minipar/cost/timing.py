@@ -25,7 +25,14 @@ from typing import NamedTuple, Protocol
 from minipar.cost.layout import PARTIAL, Job, Layout
 from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import RankContents, bucket_elems, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import (
+    RankContents,
+    bucket_elems,
+    held_elems,
+    layer_kinds_elems,
+    rank_kinds,
+    unsharded_elems,
+)
 from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
 from minipar.cost.traffic import (
     cp_layer_bytes,
@@ -35,6 +42,7 @@ from minipar.cost.traffic import (
     message_bytes,
     root_gathers,
     sharding_links,
+    tied_bytes,
     tp_sums,
 )
 from minipar.cost.work import (
@@ -138,8 +146,12 @@ def _after_backward(
     job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
 ) -> tuple[float, float]:
     """Return (messages, update): the exposed time to reduce gradients and gather updated parameters; the update's time."""
-    elems = held_elems(job, a, held)
-    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems)
+    elems, unsharded = held_elems(job, a, held), unsharded_elems(job, a, held)
+    sharded = elems[0] - unsharded, elems[1]
+    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, sharded)
+    if unsharded:
+        whole_s, _, whole = _gradients(job, a.dp, a.cp, a.ep, a.tp, 0, (unsharded, 0))
+        reduce_s, updated = reduce_s + whole_s, updated + whole
     codec_s, hides = 0.0, job.implementation.overlap_gradients
     if a.zero == 3 and job.implementation.reduce_every == "microbatch":
         reduce_s = 0.0  # these reductions are counted in the layers' time
@@ -154,6 +166,8 @@ def _after_backward(
         exposed = max(reduce_s - hidden, reduce_s * last)
     if job.implementation.overlap_params:
         gather_s = _exposed(gather_s, work.seconds.forward, job.implementation.overlap)
+    if num_bytes := tied_bytes(job, a):  # exchanged at the end of the step, by whichever rank ends last
+        exposed += send_s(job.machine, a, num_bytes)
     return exposed + codec_s + gather_s, optimizer_seconds(job, updated)
 
 
@@ -242,7 +256,7 @@ class LayerParts(NamedTuple):
 
 @cache
 def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
-    machine, tokens, s = job.machine, a.tokens(job) / a.slices, a.slices
+    tokens, s = a.tokens(job) / a.slices, a.slices
     work = layer_seconds(job, tokens, a.tp, experts, a.ep)
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
@@ -255,7 +269,9 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
     if experts:
         each, part = 2 * dispatch_s(job, a), job.implementation.expert_overlap
         forward["ep"] = _exposed(each, work.forward, part)
-        backward["ep"] = _exposed(each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part)
+        backward["ep"] = _exposed(
+            each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part
+        )
     if a.cp > 1:
         forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
     if a.zero == 3:

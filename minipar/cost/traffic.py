@@ -9,7 +9,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            has half as many all-reduces: 4 per layer in place of 8, and 1 in place of 2 with sequence parallelism;
            recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N". Latent
            attention adds 2 (t-1)/t N (c + r) e per layer, for the gradients of its latents
-    pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism
+    pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism. With tied embeddings
+           the first and the last rank exchange V D/t gradients per step
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
            bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
     ep     per layer with experts, 4 k CF N D e (ep-1)/ep for dispatch and combine, forward and backward, CF being the
@@ -17,7 +18,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
            unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see
-           `root_gathers`. With replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
+           `root_gathers`; tied ones in a pipeline are not gathered, and 2 (P-1)/P of their gradients are sent. With
+           replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
 
 If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
 slice, not once per microbatch. Nothing else changes.
@@ -31,7 +33,15 @@ from minipar.config.context_limits import ulysses_ranks
 from minipar.cost.layout import Job, Layout, expert_ranks
 from minipar.cost.links import Links, axis_links, links_of
 from minipar.cost.models import ModelShape, whole_latent_elems
-from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems
+from minipar.cost.ranks import (
+    RankContents,
+    end_stages_elems,
+    ends_elems,
+    held_by,
+    held_elems,
+    table_elems,
+    unsharded_elems,
+)
 from minipar.cost.stages import live_heads
 from minipar.schedules.registry import SCHEDULES
 
@@ -135,7 +145,18 @@ def _pp(job: Job, layout: Layout, rank: int) -> float:
     if SCHEDULES[layout.schedule].v_shaped:
         # The last rank holds both stages at the turn of the V: nothing is sent between them.
         hops -= 2 * (rank == layout.pp - 1)
-    return hops * layout.microbatches(job) * message_bytes(job, layout)
+    tied = tied_bytes(job, layout) * (held.first or held.last)
+    return hops * layout.microbatches(job) * message_bytes(job, layout) + tied
+
+
+def tied_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of gradients that the ranks with the first and the last stage exchange: those of tied embeddings.
+
+    In a V-shaped schedule one rank has both stages, and sends nothing.
+    """
+    if not job.shape.tie_embeddings or layout.pp == 1 or SCHEDULES[layout.schedule].v_shaped:
+        return 0.0
+    return job.bytes_of.gradient * table_elems(job, layout)
 
 
 def _cp(job: Job, layout: Layout, rank: int) -> float:
@@ -187,10 +208,13 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
-    sent, ends = [], root_gathers(job, layout, held)
+    sent, ends, unsharded = [], root_gathers(job, layout, held), unsharded_elems(job, layout, held)
     sharers = layout.dp * layout.cp
     of_experts = expert_ranks(how, layout.dp, layout.cp, layout.tp) // layout.ep
-    for elems, ranks, roots in ((dense, sharers, ends), (expert, of_experts, [])):
+    for elems, whole, ranks, roots in (
+        (dense - unsharded, unsharded, sharers, ends),
+        (expert, 0, of_experts, []),
+    ):
         copies = how.replicate if layout.zero == 3 else 1
         shards = ranks // copies
         # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
@@ -201,8 +225,8 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
         if layout.zero == 3:
             of_layers = elems - sum(root for root, _ in roots)
             gathered = m * layout.slices * gathers(layout) * of_layers + sum(root * n for root, n in roots)
-            num_bytes = once * elems + b.weight * gathered
-        between = 2 * (copies - 1) / copies * b.gradient * elems / shards
+            num_bytes = once * elems + b.weight * gathered + 2 * b.gradient * whole
+        between = 2 * (copies - 1) / copies * b.gradient * (elems / shards + whole)
         sent.append((num_bytes * (shards - 1) / shards, between))
     return sent
 
@@ -229,9 +253,11 @@ def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int
     """
     units = layout.microbatches(job) * layout.slices
     if layout.pp == 1:
-        return [(ends_elems(job, layout.tp, held.first, held.last), units)]
+        return [(ends_elems(job, layout, held), units)]
+    if unsharded_elems(job, layout, held):
+        return []
     again = live_heads(layout.schedule, layout.microbatches(job), layout.slices) - 1
-    first, last = ends_elems(job, layout.tp, True, False), ends_elems(job, layout.tp, False, True)
+    first, last = end_stages_elems(job, layout)
     return [(first, 2 * units)] * held.first + [(last, units + again)] * held.last
 
 

@@ -13,11 +13,20 @@ from minipar.cost.layout import Implementation, Job, Layout, parse_layout
 from minipar.cost.links import LINK_FRACTION, axis_links, latency_and_bytes_s, links_of, send_s
 from minipar.cost.links import collective_s as collective_on
 from minipar.cost.machines import MACHINES
-from minipar.cost.model_table import MODELS
+from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import critical_tokens_per_gpu, gradients_bytes, step_traffic
 from minipar.mesh import Mesh, axes_across_nodes
-from tests.cost.runs import LATENT, MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
+from tests.cost.runs import (
+    LATENT,
+    MIXTURE,
+    PARALLEL,
+    RUN,
+    SMALL,
+    assert_sends_what_was_predicted,
+    job_of,
+    sent,
+)
 
 H100 = MACHINES["h100"]
 
@@ -77,15 +86,47 @@ def test_ranks_send_what_was_predicted(mesh):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("order", "microbatches"), [("gpipe", 4), ("zb-v", 4), ("1f1b", 2), ("interleaved", 4)]
-)
-def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches):
-    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once."""
-    model = replace(SMALL, dim=128)
+    ("order", "microbatches", "tied"),
+    [
+        ("gpipe", 4, False), ("zb-v", 4, False), ("1f1b", 2, False), ("interleaved", 4, False), ("1f1b", 2, True),
+        ("gpipe", 4, True), ("zb-v", 4, True),
+    ],
+)  # fmt: skip
+def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches, tied):
+    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once.
+
+    Tied embeddings are whole on both end stages, which exchange their gradients over pp.
+    """
+    model = replace(SMALL, dim=128, tie_embeddings=tied)
     config = replace(RUN, model=model, pp=2, dp=2, zero=3, schedule=order, microbatches=microbatches)
     job, layout = job_of(config)
     for pp, counted, num_tensors in minipar.run(sent, config, world_size=4):
-        assert 0 <= counted["dp"] - step_traffic(job, layout, pp)["dp"].total - num_tensors <= layout.chunks
+        predicted = step_traffic(job, layout, pp)
+        assert counted["pp"] == predicted["pp"].total
+        assert 0 <= counted["dp"] - predicted["dp"].total - num_tensors <= layout.chunks
+
+
+def test_hybrid_sharding_sums_tied_gradients_over_shards_and_over_copies():
+    """Of V D elements each rank sends 2 (s-1)/s over its s shards, and then 2 (r-1)/r over its r copies."""
+    model = replace(SMALL, tie_embeddings=True)
+    job, layout = job_of(replace(RUN, model=model, pp=2, dp=4, zero=3, replicate=2, microbatches=2))
+    untied = replace(job, shape=replace(job.shape, tie_embeddings=False))
+    table, roots = 256 * 64, 2 * 2  # gathers of a root in a step: twice a microbatch
+    more = [step_traffic(j, layout, 0)["dp"].total for j in (job, untied)]
+    assert more[0] - more[1] == 8 * table * (2 * 1 / 2 + 2 * 1 / 2 - (1 + roots) / 2 - 2 * 1 / 2 / 2)
+
+
+@pytest.mark.parametrize(("schedule", "both_ends"), [("1f1b", False), ("zb-v", True)])
+def test_the_exchange_of_tied_gradients_takes_time(schedule, both_ends):
+    slow = replace(H100, card_bytes_per_s=1e6)
+    tied = gpt("x", 16, 512, 8)
+    layout = Layout(pp=8, tp=8, schedule=schedule, chunks=2 if both_ends else 1)
+    found = [
+        step_parts(Job(shape, slow, 64, 512, 64), layout)["gradients"]
+        for shape in (tied, replace(tied, tie_embeddings=False))
+    ]
+    table = 2 * 51200 * 512 / 8
+    assert found[0] - found[1] == pytest.approx(0 if both_ends else table / (LINK_FRACTION * 1e6), rel=0.01)
 
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
