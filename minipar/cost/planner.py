@@ -3,7 +3,8 @@
 A family is all layouts with one value of one axis: tp=16, or zero=0. A layout is legal if `why_illegal` gives no reason.
 
 Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So among the
-layouts within NEAR of the fastest, the plan chooses the simplest.
+layouts within NEAR of the fastest, the plan chooses the simplest. For samples of at most LONG_TOKENS tokens it uses cp only
+if that saves more than the doubt of the prediction, since few programs split so short samples.
 
 The search visits layouts in the order of a lower bound on their time. It evaluates a layout only if that layout could be
 near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from minipar.cost.doubt import doubt
 from minipar.cost.layout import Job, Layout, expert_ranks, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
 from minipar.cost.stages import (
@@ -86,10 +88,25 @@ class Plan:
     frontier: list[tuple[float, float]] = field(default_factory=list)
 
     @property
+    def without_cp(self) -> Candidate | None:
+        """The fastest layout without cp, for short samples and unless it is slower by more than the doubt; else None."""
+        found = self.families.get(("cp", 1))
+        if self.job.seq_len > LONG_TOKENS or not isinstance(found, Candidate):
+            return None
+        fastest = self.best[0]
+        return found if found.seconds <= (1 + doubt(self.job, fastest.layout)) * fastest.seconds else None
+
+    @property
     def near(self) -> list[Candidate]:
-        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first."""
-        least = self.best[0].seconds
-        found = [c for c in self.fits if c.seconds <= (1 + NEAR) * least]
+        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first.
+
+        Only layouts without cp, and compared with `without_cp`, if there is such a layout.
+        """
+        without = self.without_cp
+        least = (without or self.best[0]).seconds
+        found = [
+            c for c in self.fits if c.seconds <= (1 + NEAR) * least and not (without and c.layout.cp > 1)
+        ]
         return sorted(found, key=lambda c: (simplicity(self.job, c.layout), c))
 
     @property
@@ -223,14 +240,14 @@ def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp
     return found
 
 
-def _repeats(zero: int, m: int) -> bool:
-    """Return whether this is ZeRO-2 with several microbatches: like ZeRO-1, it then keeps unsharded gradients."""
-    return zero == 2 and m > 1
+def _accumulates(job: Job, m: int) -> bool:
+    """Return whether unsharded gradients accumulate over m microbatches. ZeRO-2 is then like ZeRO-1."""
+    return m > 1 and job.implementation.reduce_every == "step"
 
 
 def _search(job: Job, cell: Cell, found: Plan) -> None:
     a, m = cell.layout, cell.layout.microbatches(job)
-    zeros = [zero for zero in zero_stages(a.dp * a.cp) if not _repeats(zero, m)]
+    zeros = [zero for zero in zero_stages(a.dp * a.cp) if not (zero == 2 and _accumulates(job, m))]
     possible = orders(job, a.pp, a.unit, found.schedules, a.cp, a.tp)
     ways = [order for order in possible if enough_microbatches(order.schedule, a.pp, m)]
     found.legal += len(zeros) * len(ways)
@@ -265,6 +282,13 @@ def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: flo
     order = _order(seconds)
     if found.best and seconds <= (1 + NEAR) * found.best[0].seconds:
         return True
+    without = found.families.get(("cp", 1)) if ("cp", 1) in families else None
+    if (
+        isinstance(without, Candidate)
+        and found.job.seq_len <= LONG_TOKENS
+        and seconds <= (1 + NEAR) * without.seconds
+    ):
+        return True
     for best in leaders:
         if not isinstance(best, Candidate) or order <= best.order:
             return True
@@ -287,7 +311,7 @@ def _beaten(found: Plan, seconds: float, num_bytes: float) -> bool:
 
 def _memory_floor(job: Job, a: Layout, zero: int, m: int) -> float:
     kept = activation_bytes(job, a.tp, a.cp, a.microbatch, "full" if a.unit else a.recompute, False)
-    states = state_floor(job, a.tp, a.pp, a.dp * a.cp, a.ep, zero, accumulates=m > 1)
+    states = state_floor(job, a.tp, a.pp, a.dp * a.cp, a.ep, zero, accumulates=_accumulates(job, m))
     return job.machine.context_bytes + states + job.shape.num_layers / a.pp / max(1, a.unit) * kept
 
 
