@@ -160,7 +160,13 @@ def fused_layer_bytes(
         return e * (whole + split * tokens)
     acts = recompute == "acts"
     whole = shape.norms_per_layer * (1 if acts else 2) * shape.dim * outside
-    split = (2 * heads + 2 * kv_heads) * core + heads + (2 if acts else 3) * width + 2 * rows * shape.dim + latents
+    split = (
+        (2 * heads + 2 * kv_heads) * core
+        + heads
+        + (2 if acts else 3) * width
+        + 2 * rows * shape.dim
+        + latents
+    )
     return e * (whole + split * tokens)
 
 

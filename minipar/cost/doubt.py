@@ -11,7 +11,12 @@ from minipar.cost.models import ModelShape
 SPREADS = {"ZeRO-3": 0.15, "tp or pp": 0.08, "data parallel": 0.15, "cp": 0.15, "mixture": 0.85}
 # The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs,
 # dense or of mixtures.
-PROGRAM_SPREADS = {"megatron-2021": 0.04, "composer": 0.06, "megatron-core, mixture": 0.33, "kempnerforge": 0.23}
+PROGRAM_SPREADS = {
+    "megatron-2021": 0.04,
+    "composer": 0.06,
+    "megatron-core, mixture": 0.33,
+    "kempnerforge": 0.23,
+}
 
 # The machines of dense runs. Other machines are assumed to reach the same fractions of their data-sheet rates.
 COMPARED = ("a100-40gb", "a100-80gb", "h100", "h200")
@@ -20,7 +25,10 @@ MIXTURE = "mixture"
 
 
 def kind_of(shape: ModelShape, layout: Layout) -> str:
-    """Return "mixture" for a model with experts, else "cp", "ZeRO-3", "tp or pp" or "data parallel": the first that fits."""
+    """Return the kind of a layout, by which errors are summarized.
+
+    It is "mixture" for a model with experts, else the first that holds of "cp", "ZeRO-3", "tp or pp" and "data parallel".
+    """
     if shape.num_experts:
         return MIXTURE
     if layout.cp > 1:

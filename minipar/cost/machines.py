@@ -103,8 +103,9 @@ def _check_collectives(table: dict[str, tuple[float, float]]) -> None:
 # From NVIDIA's data sheets of the GPU and its DGX: matrix rate, memory, NVLink (half of the sum of both directions),
 # number and speed of the compute network's cards. matmul_fraction: Stas Bekman, Machine Learning
 # Engineering Open Book, "maximum achievable matmul FLOPS": A100 271.2, H100 794.5, B200 1745 TFLOP/s. Latencies: NCCL,
-# src/graph/tuning.cc. switch_speedup: the Open Book, network, "SHARP", 8 GPUs with and without it. attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691,
-# abstract; the middle is used here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
+# src/graph/tuning.cc. switch_speedup: the Open Book, network, "SHARP", 8 GPUs with and without it.
+# attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691, abstract; the middle is used
+# here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
 _A100_80 = Machine(
     "a100-80gb", 312e12, 271.2 / 312, 80e9, 2.0e12, 8, 300e9, 8, 200 * GIGABIT, attention_fraction=0.615,
     source="A100 and DGX A100 data sheets: NVLink 3, 8 HDR cards",

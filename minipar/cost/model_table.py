@@ -19,9 +19,9 @@ def gpt(
 # Llama 2: arXiv:2307.09288; Llama 3: arXiv:2407.21783, table 3; Mixtral: arXiv:2401.04088, table 1 (it has no capacity
 # limit, so the factor is 1); GPT-3: arXiv:2005.14165, table 2.1, with the vocabulary padded for tensor parallelism. The
 # DeepSeek-like model has DeepSeekMoE 16B's sizes (arXiv:2401.06066), but with experts in its first layer, too.
-# DeepSeek-V3: arXiv:2412.19437, section 4.2, without its module for a second token. Qwen3: arXiv:2505.09388, tables 1 and 2,
-# and the models' configurations. gpt-oss: arXiv:2508.10925, whose every second layer attends to 128 tokens alone (counted
-# here as full attention).
+# DeepSeek-V3: arXiv:2412.19437, section 4.2, without its module for a second token. Qwen3: arXiv:2505.09388, tables 1
+# and 2, and the models' configurations. gpt-oss: arXiv:2508.10925, whose every second layer attends to 128 tokens alone
+# (counted here as full attention).
 _ALL = (
     ModelShape("llama-7b", 32, 4096, 32, 11008, 32000),
     ModelShape("llama-13b", 40, 5120, 40, 13824, 32000),

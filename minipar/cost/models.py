@@ -71,7 +71,15 @@ class ModelShape:
         if not self.head_size:
             require_divides("num_heads", self.num_heads, "dim", self.dim)
         require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
-        counts = ("positions", "num_experts", "shared_dim", "head_size", "q_latent_dim", "dense_layers", "dense_hidden_dim")
+        counts = (
+            "positions",
+            "num_experts",
+            "shared_dim",
+            "head_size",
+            "q_latent_dim",
+            "dense_layers",
+            "dense_hidden_dim",
+        )
         if min(getattr(self, name) for name in counts) < 0 or self.capacity_factor <= 0:
             found = ", ".join(f"{name}={getattr(self, name)}" for name in (*counts, "capacity_factor"))
             raise ValueError(f"{found}; use 0 or more, and a factor above 0")
@@ -186,7 +194,12 @@ def attention_elems(shape: ModelShape) -> int:
     """Return the number of matrix elements of a layer's attention."""
     if shape.kv_latent_dim:
         return latent_attention_elems(
-            shape.dim, shape.num_heads, shape.kv_latent_dim, shape.rope_dim, shape.head_dim, shape.q_latent_dim
+            shape.dim,
+            shape.num_heads,
+            shape.kv_latent_dim,
+            shape.rope_dim,
+            shape.head_dim,
+            shape.q_latent_dim,
         )
     return 2 * shape.dim * (shape.q_dim + shape.kv_dim)
 
@@ -243,7 +256,9 @@ def layer_matmul_elems(shape: ModelShape, layer: int) -> int:
     if not shape.has_experts(layer):
         return dense_matmul_elems(shape)
     return (
-        attention_elems(shape) + shape.top_k * expert_elems(shape) + shape.dim * (shape.num_experts + 3 * shape.shared_dim)
+        attention_elems(shape)
+        + shape.top_k * expert_elems(shape)
+        + shape.dim * (shape.num_experts + 3 * shape.shared_dim)
     )
 
 

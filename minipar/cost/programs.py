@@ -28,7 +28,8 @@ PROGRAMS = {
         "DeepSpeed's ZeRO-3 in 2021, which gathered tensor by tensor and waited for it",
     ),
     "fsdp-2023": Program(
-        Implementation("dense", reduce_every="microbatch", bucket_layers=True), "PyTorch's first FSDP, without a fused attention"
+        Implementation("dense", reduce_every="microbatch", bucket_layers=True),
+        "PyTorch's first FSDP, without a fused attention",
     ),
     "composer": Program(
         Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.87, overlap=0.3, attention_speed=0.5),

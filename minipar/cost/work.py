@@ -103,7 +103,7 @@ def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
 
 
 def partly_again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int) -> float:
-    """Return the time to recompute a part of a layer: norms and activation functions, and with "ops" half of its products."""
+    """Return the time to recompute norms and activation functions and, with "ops", half of a layer's products."""
     work = layer_seconds(job, tokens, tp, experts, ep)
     passes = work.forward - work.weight_gradient - core_seconds(job, tokens, tp)
     return passes + (work.weight_gradient / 2 if recompute == "ops" else 0.0)

@@ -5,8 +5,9 @@
 
 A program is the training software of a run. Fitted are `arithmetic` and, for programs with many runs, one or two parameters
 of FREE, by least squares of log(predicted time / measured time). A program with fewer than FEW runs in the fitted half
-keeps minipar's default parameters. The defaults are fitted to the dense runs of all programs with as many, each program with
-the same weight, by the least mean error without sign: programs that are much slower or faster than most then count little.
+keeps minipar's default parameters. The defaults are fitted to the dense runs of all programs with as many, each program
+with the same weight, by the least mean error without sign: programs that are much slower or faster than most then count
+little.
 """
 
 from __future__ import annotations
@@ -92,12 +93,14 @@ def _with(how: Implementation, numbers: dict[str, Any]) -> Implementation:
 
 
 def _centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementation:
-    """Return `how` with `arithmetic` set so that the mean error of a group, or the weighted median error of groups, is 0."""
+    """Return `how` with `arithmetic` set so that the mean error of one group, or the weighted median of several, is 0."""
     for _ in range(4):
         if len(groups) == 1:
             mean = fmean(run.error(how) for run in groups[0])
         else:
-            mean = weighted_median([(unknown_error(run, how), 1 / len(runs)) for runs in groups for run in runs])
+            mean = weighted_median(
+                [(unknown_error(run, how), 1 / len(runs)) for runs in groups for run in runs]
+            )
         how = replace(how, arithmetic=how.arithmetic * math.exp(-mean))
     return how
 
@@ -157,11 +160,11 @@ def page() -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
         *_program_rows(),
         "",
-        "Mean and largest errors are of held-out runs, without sign; of all runs where none is held out (*). A program with "
-        f"fewer than {FEW} dense runs in the fitted half keeps minipar's numbers; mixtures of a program that has dense runs, "
-        "too, are only checked. *doubt printed*: four of five held-out runs lie within, where there are five. *arithmetic*: "
-        "seconds in multiples of the formulas. *overlap*: the fraction of ZeRO-3's and gradients' messages that hides behind "
-        "arithmetic. *attention*: the kernel's rate, in multiples of the machine's. Programs:",
+        "Mean and largest errors are of held-out runs, without sign; of all runs where none is held out (*). A program "
+        f"with fewer than {FEW} dense runs in the fitted half keeps minipar's numbers; mixtures of a program that has "
+        "dense runs, too, are only checked. *doubt printed*: four of five held-out runs lie within, where there are five. "
+        "*arithmetic*: seconds in multiples of the formulas. *overlap*: the fraction of ZeRO-3's and gradients' messages "
+        "that hides behind arithmetic. *attention*: the kernel's rate, in multiples of the machine's. Programs:",
         "",
         *(f"* `{name}`: {program.words}." for name, program in PROGRAMS.items()),
         "",
@@ -177,13 +180,13 @@ def page() -> str:
         "predicted too short by a factor of up to four: what a program does with ZeRO-3 on many nodes no formula can know. "
         "The same is true of experts: how well their small products and their all-to-alls run depends on the program more "
         "than on the layout, so the doubt of a mixture is wide. Not in the table, because a setting that matters is not "
-        "printed: Megatron Core's README (samples of a microbatch, chunks), torchtitan's and Megatron-Bridge's runs in 8 bits, "
-        "and runs of mixtures whose all-to-alls overlap with other microbatches.",
+        "printed: Megatron Core's README (samples of a microbatch, chunks), torchtitan's and Megatron-Bridge's runs in "
+        "8 bits, and runs of mixtures whose all-to-alls overlap with other microbatches.",
         "",
         "## Collectives by size",
         "",
-        f"Measured times of NCCL's collectives, from {LEAST_BYTES / 1e6:.0f} MB up. *Before*: the mean error, without sign, of "
-        "the sum of latency and bytes. *Now*: that of the model, which adds "
+        f"Measured times of NCCL's collectives, from {LEAST_BYTES / 1e6:.0f} MB up. *Before*: the mean error, without "
+        "sign, of the sum of latency and bytes. *Now*: that of the model, which adds "
         f"{FILL} sqrt(latency bytes), for the chunks that fill the hops. The largest error is of one size. Curves on other "
         f"networks than InfiniBand are taken to need {1e6 * OTHER_NETWORK_S:.0f} us a hop, not NCCL's 14 us.",
         "",
@@ -238,7 +241,10 @@ def _kind_rows(held: Sequence[Run]) -> Iterator[str]:
     for kind, printed in SPREADS.items():
         errors = [unknown_error(run, Implementation()) for run in held if run.kind == kind]
         if errors:
-            mean, within = fmean(abs(math.expm1(e)) for e in errors), spread(math.expm1(abs(e)) for e in errors)
+            mean, within = (
+                fmean(abs(math.expm1(e)) for e in errors),
+                spread(math.expm1(abs(e)) for e in errors),
+            )
             yield f"| {kind} | {len(errors)} | {mean:.1%} | {within:.1%} | {printed:.0%} |"
 
 

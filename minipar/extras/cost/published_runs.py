@@ -67,8 +67,8 @@ TABLES = {
     ),
     "moe-zoo": Table(
         "megatron-core", _H100, "tokens",
-        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, without overlapped all-to-alls; a third chunk there holds "
-        "embedding and loss", "mixed-fp32-grads",
+        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, without overlapped all-to-alls; a third chunk there "
+        "holds embedding and loss", "mixed-fp32-grads",
     ),
     "bridge-h100": Table("megatron-core", _H100, "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", "mixed-fp32-grads"),
     "bridge-b200": Table(
@@ -96,7 +96,8 @@ TABLES = {
         "mixed-fp32-grads",
     ),
     "titan-eager-qwen3": Table(
-        "torchtitan-eager", _H100_HBM2, "tokens", "github.com/pytorch/torchtitan/pull/1690, not compiled", "mixed-fp32-grads"
+        "torchtitan-eager", _H100_HBM2, "tokens", "github.com/pytorch/torchtitan/pull/1690, not compiled",
+        "mixed-fp32-grads",
     ),
     "kempner": Table(
         "kempnerforge", _H200_OF_4, "tokens",
@@ -104,7 +105,8 @@ TABLES = {
         "assumed", "mixed-fp32-grads",
     ),
     "kempner-mixture": Table(
-        "kempnerforge", _H200_OF_4, "tokens", "KempnerForge 5666d0d, benchmarks/moe_packed, packed experts", "mixed-fp32-grads"
+        "kempnerforge", _H200_OF_4, "tokens", "KempnerForge 5666d0d, benchmarks/moe_packed, packed experts",
+        "mixed-fp32-grads",
     ),
     "mpt-h100": Table("composer", _H100, "tokens", f"{_FOUNDRY}, H100 80GB BF16", "mixed-fp32-grads"),
     "mpt-a100-80gb": Table("composer", _A100, "tokens", f"{_FOUNDRY}, A100 80GB"),
@@ -189,10 +191,22 @@ def _shape(model: str, seq_len: int) -> ModelShape:
             "mpt", layers, dim, heads, 4 * dim, 50368, gated=False, bias=True, norm_params=2, positions=seq_len,
             tie_embeddings=True,
         )  # fmt: skip
-    if kind in ("llama", "moe"):  # layers, width, heads, key/value heads, the MLP's width, vocabulary, experts, top-k
+    if kind in (
+        "llama",
+        "moe",
+    ):  # layers, width, heads, key/value heads, the MLP's width, vocabulary, experts, top-k
         layers, dim, heads, kv_heads, width, vocab, num_experts, top_k = (*sizes, 0, 1)[:8]
         return ModelShape(
-            kind, layers, dim, heads, width, vocab, kv_heads, num_experts=num_experts, top_k=top_k, capacity_factor=1.0
+            kind,
+            layers,
+            dim,
+            heads,
+            width,
+            vocab,
+            kv_heads,
+            num_experts=num_experts,
+            top_k=top_k,
+            capacity_factor=1.0,
         )
     return find_model(model)
 

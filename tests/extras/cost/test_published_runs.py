@@ -153,12 +153,14 @@ def test_spearman(values, others, correlation):
 
 
 def test_within_a_table_of_one_program_runs_are_ranked_as_measured():
-    """Tables of five runs or more; by the sum of latency and bytes the one of H100 had 0.75, since most of its runs are alike."""
+    """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike."""
     found = {}
     for table in TABLES:
         runs = [run for run in RUNS if run.table == table]
         if len(runs) >= 5:
-            found[table] = spearman([run.mfu for run in runs], [run.mfu * math.exp(-run.error()) for run in runs])
+            found[table] = spearman(
+                [run.mfu for run in runs], [run.mfu * math.exp(-run.error()) for run in runs]
+            )
     assert len(found) == 7
     assert min(found.values()) > 0.895
 
@@ -200,7 +202,7 @@ def test_the_page_of_choices_is_what_the_planner_chooses():
     text = (ROOT / "docs" / "planner_choices.md").read_text(encoding="utf-8")
     assert len(jobs()) >= 12
     assert text.count("\n| ") == len(jobs()) + 1
-    assert all(f"| `{run.layout.name}` |" in text for run in jobs())
+    assert all(f"| `{theirs.layout.name}` |" in text for theirs in jobs())
     for run in jobs()[:2]:
         assert row(run) in text
 
