@@ -57,7 +57,7 @@ class Implementation:
     replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
     bucket_mb          megabytes (2**20 bytes) of gradients in a bucket; None: 40 million elements, or a million for each
                        data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
-    bucket_layers      each layer's gradients are a bucket, as in FSDP; `bucket_mb` is then ignored
+    bucket_layers      each layer's gradients are a bucket with every ZeRO stage, not with 3 alone; `bucket_mb` is ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
     fused              norms and SwiGLU are fused, so that a layer keeps less

@@ -228,7 +228,7 @@ def chunk_bytes(
 def _buffers(job: Job, layout: Layout, elems: int) -> float:
     e, tokens = job.bytes_of.activation, _tokens_at_once(job, layout)
     ranks = layout.dp * layout.cp
-    in_flight = job.bytes_of.gradient * min(2 * bucket_elems(job, layout.tp, layout.ep, ranks), elems)
+    in_flight = job.bytes_of.gradient * min(2 * bucket_elems(job, layout), elems)
     buckets = in_flight * (ranks > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)

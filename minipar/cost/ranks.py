@@ -114,14 +114,14 @@ def unsharded_elems(job: Job, layout: Layout, held: RankContents) -> int:
     return ends_elems(job, layout, held)
 
 
-def bucket_elems(job: Job, tp: int, ep: int, ranks: int) -> float:
-    """Return the number of gradients that are sent at once over `ranks` data-parallel ranks.
+def bucket_elems(job: Job, layout: Layout) -> float:
+    """Return the number of gradients that are sent at once over the data-parallel ranks; with ZeRO-3, those of a layer.
 
     Source of the default: Megatron Core, megatron/core/distributed/distributed_data_parallel.py.
     """
     how = job.implementation
-    if how.bucket_layers:
-        return max(map(sum, layer_kinds_elems(job, tp, ep)))
+    if how.bucket_layers or layout.zero == 3:
+        return max(map(sum, layer_kinds_elems(job, layout.tp, layout.ep)))
     if how.bucket_mb is not None:
         return how.bucket_mb * 2**20 / job.bytes_of.gradient
-    return max(40e6, 1e6 * ranks)
+    return max(40e6, 1e6 * layout.dp * layout.cp)

@@ -11,6 +11,7 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan
+from minipar.cost.ranks import bucket_elems
 from minipar.cost.reasons import Reason, why_nots
 from minipar.cost.timing import step_time
 from minipar.cost.traffic import step_traffic
@@ -197,6 +198,8 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         values["chunks"] = layout.chunks
     if layout.slices > 1:
         values |= {"schedule.slices": layout.slices, "model.attention": "flash"}
+    if layout.dp * layout.cp > 1 and layout.zero < 3:
+        values["bucket-mb"] = f"{job.bytes_of.gradient * bucket_elems(job, layout) / 2**20:g}"
     values |= {"batch-size": job.batch, "seq-len": job.seq_len, "dtype": dtype}
     flags = [f"--{name} {value}" for name, value in values.items()]
     return (

@@ -381,5 +381,5 @@ def _gradients(
 
 def in_buckets_s(job: Job, a: Layout, links: Links, kind: str, elems: float, elem_bytes: int) -> float:
     """Return the time of collectives over all buckets of `elems` elements, one bucket after another."""
-    buckets = max(1, ceil(elems / bucket_elems(job, a.tp, a.ep, a.dp * a.cp)))
+    buckets = max(1, ceil(elems / bucket_elems(job, a)))
     return buckets * collective_s(job.machine, links, kind, elems * elem_bytes / buckets)

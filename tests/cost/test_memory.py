@@ -264,6 +264,14 @@ def test_two_gradient_buckets_are_those_of_the_run_and_never_more_than_its_gradi
     assert buffers(tp=2, bucket_mb=25) == 0
 
 
+def test_zero_3_reduces_a_layer_at_a_time_whatever_the_bucket():
+    found = [
+        rank_memory(*job_of(replace(RUN, dp=2, zero=3, bucket_mb=mb)), 0)["buffers"] for mb in (0.01, 1, 100)
+    ]
+    job, _ = job_of(replace(RUN, dp=2, zero=3))
+    assert found == [2 * 8 * layer_kinds_elems(job, 1, 1)[0][0]] * 3
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
     for shape in (MODELS["llama-70b"], MODELS["mixtral-8x7b"]):
