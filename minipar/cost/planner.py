@@ -4,7 +4,7 @@ A family is all layouts with one value of one axis: tp=16, or zero=0. A layout i
 
 Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So among the
 layouts within NEAR of the fastest, the plan chooses the simplest. For samples of at most LONG_TOKENS tokens it uses cp only
-if that saves more than the doubt of the prediction, since few programs split so short samples.
+if that is faster even when both predictions are off by their doubt, since few programs split so short samples.
 
 The search visits layouts in the order of a lower bound on their time. It evaluates a layout only if that layout could be
 near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
@@ -89,12 +89,16 @@ class Plan:
 
     @property
     def without_cp(self) -> Candidate | None:
-        """The fastest layout without cp, for short samples and unless it is slower by more than the doubt; else None."""
+        """The fastest layout without cp, if samples are short and cp's saving is within the doubt; else None.
+
+        It is within the doubt if both predictions may be off by theirs, in opposite directions, so that nothing is saved.
+        """
         found = self.families.get(("cp", 1))
         if self.job.seq_len > LONG_TOKENS or not isinstance(found, Candidate):
             return None
         fastest = self.best[0]
-        return found if found.seconds <= (1 + doubt(self.job, fastest.layout)) * fastest.seconds else None
+        most, least = 1 + doubt(self.job, fastest.layout), 1 - doubt(self.job, found.layout)
+        return found if least * found.seconds <= most * fastest.seconds else None
 
     @property
     def near(self) -> list[Candidate]:
@@ -140,14 +144,15 @@ def mesh_of(a: Layout) -> tuple[int, ...]:
 def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
     """Return a key that is smaller for a simpler layout.
 
-    First the number of axes in use; then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts
-    spread over ep, the schedules of SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
+    First the number of ways in which the work is split: slices of samples count, dp does not, since it changes no
+    model. Then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts spread over ep, the schedules of
+    SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
     """
-    axes = sum(size > 1 for size in (a.dp, a.pp, a.cp, a.ep, a.tp))
+    ways = sum(size > 1 for size in (a.pp, a.cp, a.ep, a.tp, a.slices))
     order = SIMPLE_SCHEDULES.index(a.schedule) if a.schedule in SIMPLE_SCHEDULES else len(SIMPLE_SCHEDULES)
     return (
-        axes, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
-        job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.slices > 1, a.recompute != "none",
+        ways, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
+        job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.recompute != "none",
         SIMPLE_ZERO.index(a.zero), a.chunks,
     )  # fmt: skip
 

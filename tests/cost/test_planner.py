@@ -111,17 +111,18 @@ def near_of(job: Job, fits: list[Candidate]) -> list[Candidate]:
     if not fits:
         return []
     without = [fit for fit in fits if fit.layout.cp == 1]
-    short = job.seq_len <= LONG_TOKENS and without
-    if short and without[0].seconds <= (1 + doubt(job, fits[0].layout)) * fits[0].seconds:
-        fits = without
+    if job.seq_len <= LONG_TOKENS and without:
+        least = (1 - doubt(job, without[0].layout)) * without[0].seconds
+        if least <= (1 + doubt(job, fits[0].layout)) * fits[0].seconds:
+            fits = without
     return [fit for fit in fits if fit.seconds <= (1 + NEAR) * min(f.seconds for f in fits)]
 
 
 @pytest.mark.parametrize(
-    ("saved", "seq_len", "cp"), [(0.14, 8192, 1), (0.16, 8192, 4), (0.14, 16384, 4), (0.5, 16384, 4)]
+    ("saved", "seq_len", "cp"), [(0.24, 8192, 1), (0.26, 8192, 4), (0.24, 16384, 4), (0.5, 16384, 4)]
 )
 def test_cp_for_short_samples_must_save_more_than_its_doubt(saved, seq_len, cp):
-    """The doubt of cp is 15 %. Among layouts without cp, those within NEAR of their own fastest count as near."""
+    """The doubt of cp is 15 %, that of tp 8 %: 1.15 / 0.92 = 1.25. Without cp, layouts near their own fastest are near."""
     job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, seq_len, 8)
     ring, whole, split, slow = (
         Candidate(seconds, 1.0, parse_layout(name), seconds)
