@@ -213,8 +213,9 @@ def test_the_page_of_choices_is_what_the_planner_chooses():
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_chosen():
     found = plan(Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64))
+    without_cp = [c for c in found.fits if c.layout.cp == 1]  # samples are short, and cp would save nothing
     least = min(c.seconds for c in found.fits)
-    near = [c for c in found.fits if c.seconds <= (1 + NEAR) * least]
+    near = [c for c in without_cp if c.seconds <= (1 + NEAR) * least]
     assert sorted(found.near) == sorted(near)
     key = {c.name: simplicity(found.job, c.layout) for c in near}
     assert key[found.choice.name] == min(key.values())
