@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all slow soak test-gpu bench-gpu site site-test bench format lint clean needs-browser
+.PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test bench format lint clean needs-browser
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -32,6 +32,10 @@ help: ## show this list
 	@said=$$($(PIP) --editable '.[site]' 2>&1) || { $(PIP_FAILED); }
 	@touch $@
 
+.venv/mutation-installed: .venv/installed
+	@said=$$($(PIP) --editable '.[mutation]' 2>&1) || { $(PIP_FAILED); }
+	@touch $@
+
 PIP_FAILED = echo "make needs a package index, by network: pip says $$(echo "$$said" | grep -i -m 1 error)" >&2; exit 1
 
 demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
@@ -51,6 +55,9 @@ slow: .venv/installed ## the same properties over more examples and larger world
 
 soak: .venv/installed ## draw runs for an hour, or SOAK_MINUTES, or DRAWS of them; each must equal one process
 	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py
+
+mutate: .venv/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
+	$(BIN)/python -m tests.mutation $(or $(ROOM),--help) --sample $(or $(SAMPLE),60) --seed $(or $(SEED),0)
 
 test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu
