@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test bench format lint clean needs-browser
+.PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -14,17 +14,20 @@ help: ## show this list
 # .venv/installed is there once the environment is whole, .venv/installing while a new one is being made: what a broken
 # try left is removed. A .venv that somebody else made has neither; it is installed into, and never removed.
 .venv/installed: pyproject.toml constraints.txt
-	@if [ -e .venv/installing ]; then rm -rf .venv; fi
+	@if [ -e .venv/installing ]; then $(REMOVE); fi
+	@[ ! -e .venv ] || [ -x .venv/bin/python ] \
+	  || { echo "make needs .venv/bin/python, which .venv has not; remove it: rm -rf .venv" >&2; exit 1; }
 	@[ -e .venv ] || command -v $(PYTHON) >/dev/null \
 	  || { echo "make needs Python 3.11 or later; $(PYTHON) is not installed: make PYTHON=..." >&2; exit 1; }
 	@[ -e .venv ] || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "make needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=..." >&2; exit 1; }
+	  || { echo "make needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1): make PYTHON=..." >&2; exit 1; }
 	@[ -e .venv ] || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo "make needs Python's venv, which $(PYTHON) has not: apt install python3-venv, or make PYTHON=..." >&2; exit 1; }
+	@[ -e .venv ] || echo "making .venv: torch and other packages are fetched, which takes some minutes"
 	@[ -e .venv ] || { mkdir .venv && touch .venv/installing && said=$$($(PYTHON) -m venv .venv 2>&1); } \
-	  || { rm -rf .venv; echo "make needs an environment, but $(PYTHON) -m venv says: $$said" | head -n 1 >&2; exit 1; }
+	  || { $(REMOVE); echo "make needs an environment, but $(PYTHON) -m venv says: $$said" | head -n 1 >&2; exit 1; }
 	@said=$$($(PIP) --editable '.[dev]' 2>&1) \
-	  || { if [ -e .venv/installing ]; then rm -rf .venv; fi; $(PIP_FAILED); }
+	  || { if [ -e .venv/installing ]; then $(REMOVE); fi; $(PIP_FAILED); }
 	@rm -f .venv/installing
 	@touch $@
 
@@ -36,7 +39,11 @@ help: ## show this list
 	@said=$$($(PIP) --editable '.[mutation]' 2>&1) || { $(PIP_FAILED); }
 	@touch $@
 
-PIP_FAILED = echo "make needs a package index, by network: pip says $$(echo "$$said" | grep -i -m 1 error)" >&2; exit 1
+# The mark goes last: what a broken removal leaves is removed by the next try, and not taken for somebody's .venv.
+REMOVE = find .venv -mindepth 1 -maxdepth 1 ! -name installing -exec rm -rf {} + 2>/dev/null; rm -rf .venv
+# Without a network pip warns of the cause, and its error is that versions conflict.
+WHY = echo "$$said" | grep -o -m 1 '\[Errno [^]]*\] [A-Za-z ]*' || echo "$$said" | grep -i -m 1 '^ *error' || echo "$$said" | tail -n 1
+PIP_FAILED = echo "make needs a package index, by network: pip says $$($(WHY))" >&2; exit 1
 
 demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2), and prove it equal to one process
 	rm -rf runs/demo
@@ -71,9 +78,12 @@ site: .venv/site-installed ## README, lessons, book, museum, API and interactive
 site-test: needs-browser site ## the site in a real browser (needs Chromium and its driver)
 	$(BIN)/python -m pytest tests/website
 
+lighthouse: needs-browser .venv/site-installed ## Lighthouse's scores of the built site, on an idle machine (needs npm and Chromium)
+	$(BIN)/python -m website.lighthouse
+
 needs-browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
-	  || { echo "make site-test needs chromium and chromedriver: apt install chromium chromium-driver" >&2; exit 1; }
+	  || { echo "make $(MAKECMDGOALS) needs chromium and chromedriver: apt install chromium chromium-driver" >&2; exit 1; }
 
 bench: .venv/installed ## time minipar against torch's own, as ratios
 	$(BIN)/minipar bench
@@ -88,5 +98,6 @@ format: .venv/installed ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 
 clean: ## remove the environment, caches and runs
-	rm -rf .venv runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@if [ -e .venv ]; then touch .venv/installing && rm -f .venv/*installed && $(REMOVE); fi
+	rm -rf runs build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
-COPIED = ("minipar", "visualize", "tests", "lessons", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "minipar", "visualize", "tests", "lessons", "docs", "website", "pyproject.toml", "README.md", "Makefile",
+)  # fmt: skip
 WHERE = r"(New file|At the end of|In) (`+)(.+?)\2(?:, after the line (`+)(.+?)\4)?:\n\n"
 BLOCK = re.compile(rf"^{WHERE}(`{{3,4}})\w*\n(.*?)^\6$", re.M | re.S)
 COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.M | re.S)
@@ -120,6 +122,7 @@ def test_what_is_added_keeps_the_rules_of_the_house(checkout):
         checkout,
     )
     run("pytest tests/test_extras_page.py -k 'table or folder'", checkout)
+    run("pytest tests/cost/test_plan_command.py tests/cost/test_planner.py -k planned", checkout)
     added = re.findall(r"^New file `((?:minipar|tests)/.+?\.py)`", PAGE, re.M)
     changed = re.findall(r"^(?:At the end of|In) `(.+?\.py)`", PAGE, re.M)
     ruff = (sys.executable, "-m", "ruff")

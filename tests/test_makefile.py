@@ -22,9 +22,16 @@ case "$*" in
   *ensurepip*) exit {no_venv} ;;
   --version) echo "Python 3.9.2" ;;
   "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-  "-m pip"*) echo "$*" >> pip.log; [ ! -e fails ] || {{ echo "WARNING: retrying"; cat fails; exit 1; }} >&2 ;;
+  "-m pip"*) echo "$*" >> pip.log; [ ! -e fails ] || {{ echo "WARNING: a ConnectionError"; cat fails; exit 1; }} >&2 ;;
 esac
 """
+# An rm that is killed, with make, after the first entry of a folder: the mark of an unfinished environment, if it is there.
+KILLED_RM = """#!/bin/sh
+[ "$1" = -rf ] || exec /bin/rm "$@"
+for path; do /bin/rm -rf "$path/installing"; done
+kill -KILL 0
+"""
+MAKING = "making .venv: torch and other packages are fetched, which takes some minutes"
 
 
 @pytest.fixture
@@ -41,17 +48,21 @@ def write_python(folder: Path, too_old: int = 0, no_venv: int = 0) -> None:
     (folder / "python").chmod(0o755)
 
 
-def make(folder: Path, target: str = ".venv/installed", python: str = "./python") -> tuple[int, list[str]]:
-    """Return the exit status, and the lines printed besides make's own."""
+def make(
+    folder: Path, target: str = ".venv/installed", python: str = "./python", tools: str = ""
+) -> tuple[int, list[str]]:
+    """Return the exit status, and the lines printed besides make's own and MAKING. `tools` is first in PATH."""
     done = subprocess.run(
         ["make", "--no-print-directory", target, f"PYTHON={python}"],
         cwd=folder,
-        env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0"},
+        env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": "0", "PATH": f"{tools}:{os.environ['PATH']}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
-    return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("make: ***")]
+    lines = done.stdout.splitlines()
+    return done.returncode, [line for line in lines if not line.startswith("make: ***") and line != MAKING]
 
 
 def test_a_whole_environment_is_marked_and_not_made_again(checkout):
@@ -123,6 +134,59 @@ def test_what_a_killed_try_left_is_removed(checkout):
     (checkout / ".venv" / "installing").touch()
     assert make(checkout) == (0, [])
     assert not left.exists()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_removal_that_is_killed_is_finished_by_the_next_try(checkout, whole):
+    """Of what a killed try left, or by `make clean`. Without the mark it would be somebody's .venv, and be kept."""
+    if whole:
+        assert make(checkout)[0] == 0
+    left = checkout / ".venv" / "lib" / "half.py"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    if not whole:
+        (checkout / ".venv" / "installing").touch()
+    rm = checkout / "tools" / "rm"
+    rm.parent.mkdir()
+    rm.write_text(KILLED_RM)
+    rm.chmod(0o755)
+    assert make(checkout, "clean" if whole else ".venv/installed", tools=str(rm.parent))[0] != 0
+    assert left.exists()
+    assert not (checkout / ".venv/installed").exists()
+    assert make(checkout) == (0, [])
+    assert not left.exists()
+
+
+def test_a_venv_without_a_python_is_not_filled(checkout):
+    (checkout / ".venv" / "lib").mkdir(parents=True)
+    code, lines = make(checkout)
+    assert code != 0
+    assert lines == ["make needs .venv/bin/python, which .venv has not; remove it: rm -rf .venv"]
+    assert not (checkout / "pip.log").exists()
+
+
+def test_it_says_before_the_long_wait_that_it_is_long(checkout):
+    command = ["make", "--no-print-directory", ".venv/installed", "PYTHON=./python"]
+    said = [subprocess.run(command, cwd=checkout, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said[0].splitlines() == [MAKING]
+    assert MAKING not in said[1]
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError('<object>: Failed to establish a new connection: "
+            "[Errno 111] Connection refused')': /torch/\nERROR: Cannot install minipar because of conflicting dependencies.\n",
+            "[Errno 111] Connection refused",
+        ),
+        ("  error: subprocess-exited-with-error\n  more\n", "  error: subprocess-exited-with-error"),
+        ("Killed\n", "Killed"),
+    ],
+)
+def test_the_line_of_pip_that_has_the_cause_is_told(checkout, said, cause):
+    (checkout / "fails").write_text(said)
+    assert make(checkout)[1] == [f"make needs a package index, by network: pip says {cause}"]
 
 
 def test_an_update_that_fails_keeps_the_environment_and_is_tried_again(checkout):

@@ -37,7 +37,7 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 from minipar.support.errors import one_of
-from website.puzzles import puzzle
+from website.puzzles import puzzle, read
 
 MOST = {"p": 64, "m": 1024, "v": 8, "slices": 64, "ranks": 4096, "gpus": 100_000}
 MOST_ACTIONS = 60_000
@@ -299,4 +299,5 @@ ANSWERS: dict[str, Callable[[dict], dict]] = {
     "curves": curves,
     "mesh": mesh,
     "puzzle": puzzle,
+    "read": read,
 }

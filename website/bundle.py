@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+EPOCH = (1980, 1, 1, 0, 0, 0)  # of every file: the same sources give the same zip
 
 # Load every extra, and the planner's data on each schedule, so that modules imported late are listed too.
 LIST_MODULES = """
@@ -39,13 +40,11 @@ def write_bundle(path: Path) -> None:
         [sys.executable, "-c", LIST_MODULES], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ).stdout.split()
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in listed:
-            archive.write(ROOT / file, file)
+        texts = {file: (ROOT / file).read_bytes() for file in listed}
         stub = next(Path(place) for place in find_spec("lazy_loader").submodule_search_locations)
-        for file in stub.glob("*.py"):
-            archive.write(file, f"lazy_loader/{file.name}")
-        for name, text in _metadata().items():
-            archive.writestr(name, text)
+        texts |= {f"lazy_loader/{file.name}": file.read_bytes() for file in sorted(stub.glob("*.py"))}
+        for name, text in (texts | _metadata()).items():
+            archive.writestr(zipfile.ZipInfo(name, EPOCH), text, zipfile.ZIP_DEFLATED)
 
 
 def _metadata() -> dict[str, str]:

@@ -10,19 +10,15 @@ from html import escape
 from pathlib import Path
 
 from minipar.schedules import SCHEDULES
-from website.answers import choices, mesh, pipeline, planned
-from website.explorables import explorable, pipeline_box
-from website.puzzles import sections, stubs
+from website.answers import choices, curves, mesh, pipeline, planned
+from website.explorables import HOME, explorable, explorable_box
+from website.puzzles import buttons, sections, stubs
 from website.recorded import recordings
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = Path(__file__).resolve().parent
 FIRST = {"schedule": "1f1b", "p": 4, "m": 8}
 FIRST_MESH = {"pp": 2, "dp": 2, "tp": 4, "ranks_per_node": 8, "rank": 5}
-# What the home page's menu and sliders offer.
-HOME_SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zb-h1": "Zero bubble (ZB-H1)"}
-HOME_RANKS = (2, 3, 4, 6, 8)
-HOME_MICROBATCHES = (2, 4, 8, 12, 16)
 # folder of the checkout -> its place on the site
 PLACES = {
     "README.md": "readme.md",
@@ -147,7 +143,7 @@ def _lessons(docs: Path) -> list[str]:
         text = relinked(described(text), file, name)
         if file.parent.name == "lessons":
             names.append(name)
-            text = explorable(file.name[:2], text, home_pictures)
+            text = explorable(file.name[:2], text)
         _write(docs / name, text)
     return names
 
@@ -215,6 +211,7 @@ def _interactive(docs: Path) -> None:
         "CHOICES_JSON": lambda: choices({}),
         "FIRST_PLAN_JSON": lambda: planned({}),
         "FIRST_MESH_JSON": lambda: mesh(FIRST_MESH),
+        "FIRST_CURVES_JSON": lambda: curves({"p": 6, "alpha_us": 10, "gb_per_s": 25}),
         "PUZZLES_JSON": stubs,
     }
     for page in sorted((HERE / "pages").glob("*.md")):
@@ -222,9 +219,9 @@ def _interactive(docs: Path) -> None:
         for mark, value in values.items():
             if mark in text:
                 text = text.replace(mark, json.dumps(value(), separators=(",", ":")).replace("</", "<\\/"))
-        text = text.replace("PUZZLES_MARKDOWN", sections())
+        text = text.replace("PUZZLES_MARKDOWN", sections()).replace("PUZZLES_LIST", buttons())
         if page.stem == "home":
-            text = text.replace("PIPELINE_BOX", pipeline_box(home_pictures(), FIRST["schedule"]))
+            text = text.replace("PIPELINE_BOX", explorable_box(HOME))
             _write(docs / "index.md", _with_numbers(text) + FROM_A_FOLDER)
         elif page.stem == "cards":  # from a folder it is a list to unfold, and needs no line about Python
             _write(
@@ -234,32 +231,6 @@ def _interactive(docs: Path) -> None:
         else:
             _write(docs / "interactive" / page.name, text + FROM_A_FOLDER)
     shutil.copytree(HERE / "assets", docs / "assets")
-
-
-def home_pictures() -> dict:
-    """Return the timelines among which the home page's sliders choose, and the names and sizes to choose from."""
-    kept = ("ranks", "stage_rank", "bubble_over_total", "peak_live", "slices")
-    answers = {
-        f"{name} {p} {m}": {key: pipeline({"schedule": name, "p": p, "m": m})[key] for key in kept}
-        for name in HOME_SCHEDULES
-        for p in HOME_RANKS
-        for m in HOME_MICROBATCHES
-    }
-    return {
-        "names": HOME_SCHEDULES,
-        "p": HOME_RANKS,
-        "m": HOME_MICROBATCHES,
-        "answers": _whole_numbers(answers),
-    }
-
-
-def _whole_numbers(value):
-    """Return the value with floats that are whole numbers as int, which JSON writes shorter."""
-    if isinstance(value, dict):
-        return {key: _whole_numbers(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_whole_numbers(one) for one in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _with_numbers(home: str) -> str:
@@ -356,7 +327,8 @@ def exercises() -> str:
     from minipar.learn.exercises.registry import EXERCISES
 
     parts = [
-        "# Exercises\n\n`minipar exercise start NAME` writes the file; `check NAME` checks it on real ranks.\n"
+        "# Exercises\n\n`minipar exercise start NAME` writes the file; `check NAME` checks it on real ranks. For first "
+        "steps with nothing to install, there are [the puzzles](interactive/puzzles.md).\n"
     ]
     for exercise in EXERCISES:
         text = (STUBS / f"{exercise.name}.py").read_text(encoding="utf-8")

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import minipar
+from minipar.support.registry import Kind
 
 # A name that several rooms export is listed in the first of them.
 ROOMS = (
@@ -65,9 +66,11 @@ def _table(module: str, level: str, names: dict[str, Any]) -> list[str]:
 
 
 def _first_sentence(value: Any) -> str:
-    """Return it from the docstring; a constant says its value, a table what its keys are."""
+    """Return it from the docstring; a constant says its value, a table its keys, a kind of choice minipar's own."""
     if isinstance(value, int):
         return f"the number {value}"
+    if isinstance(value, Kind):  # which names extras add depends on the packages that are installed
+        return f"a table of {len(value.own)}: {', '.join(value.own)}; and those of installed extras"
     if isinstance(value, Mapping):
         return f"a table of {len(value)}: {', '.join(map(str, value))}"
     if not callable(value):

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from html import escape
+from pathlib import Path
+
 from minipar.learn.puzzles.puzzle import Puzzle
 from minipar.learn.puzzles.registry import PUZZLES, find_puzzle
 from minipar.learn.puzzles.running import Run
-from minipar.learn.puzzles.verdicts import check, figure_text
+from minipar.learn.puzzles.verdicts import check, figure_text, unreadable
 
 MOST_CHARACTERS = 50_000
 MOST_BARS = 2_000
 
 
-def puzzle(request: dict) -> dict:
-    """Return the verdict on a learner's program: whether it is right, the sentence, its line, figures and a picture."""
-    chosen, program = find_puzzle(str(request.get("puzzle", ""))), str(request.get("program", ""))
+def program_of(request: dict) -> str:
+    """Return the program of a request. Raises ValueError where it is too long."""
+    program = str(request.get("program", ""))
     if len(program) > MOST_CHARACTERS:
         raise ValueError(f"the program has {len(program):,} characters; use {MOST_CHARACTERS:,} or fewer")
-    verdict = check(chosen, program)
+    return program
+
+
+def read(request: dict) -> dict:
+    """Return what is wrong with a program that Python cannot read, and in which line; run nothing."""
+    verdict = unreadable(program_of(request))
+    return {"text": verdict.text, "line": verdict.line} if verdict else {"text": "", "line": None}
+
+
+def puzzle(request: dict) -> dict:
+    """Return the verdict on a learner's program: whether it is right, the sentence, its line, figures and a picture."""
+    chosen = find_puzzle(str(request.get("puzzle", "")))
+    verdict = check(chosen, program_of(request))
     return {
         "right": verdict.is_right,
         "text": verdict.text,
@@ -54,18 +69,36 @@ def picture(done: Run) -> dict | None:
     }
 
 
+# The editor, in the first puzzle's section; the page's script moves it to the section that is chosen.
+WORK = Path(__file__).with_name("editor.html")
+
+
 def sections() -> str:
     """Return Markdown with task, stub, hints and known answer of each puzzle: readable without JavaScript."""
     return "\n".join(_section(number, one) for number, one in enumerate(PUZZLES.values(), 1))
 
 
+def buttons() -> str:
+    """Return the buttons by which a puzzle is chosen."""
+    return "".join(
+        f'<button type="button" data-name="{one.name}" aria-pressed="{"true" if number == 1 else "false"}">'
+        f"{number}. {escape(one.title)}</button>"
+        for number, one in enumerate(PUZZLES.values(), 1)
+    )
+
+
 def _section(number: int, one: Puzzle) -> str:
+    num_lines = one.stub.count("\n") + 1
+    lines = "\n".join(map(str, range(1, num_lines + 1)))
+    stub = escape(one.stub).replace("\n", "&#10;")
+    work = WORK.read_text(encoding="utf-8").format(lines=lines, rows=max(num_lines, 8), stub=stub)
     parts = [
-        f'<section class="puzzle" id="puzzle-{one.name}" markdown>',
+        f'<section class="puzzle{" chosen" * (number == 1)}" id="puzzle-{one.name}" markdown>',
         f"## {number}. {one.title}",
         f"*About {one.minutes} minutes; lesson {one.lesson}.*",
         one.task.strip(),
         f"```python\n{one.stub}```",
+        *([work] if number == 1 else []),
         *(f'??? tip "Hint {i}"\n    {hint}' for i, hint in enumerate(one.hints, 1)),
         '??? success "A known answer"\n    ```python\n' + _indented(one.answer) + "    ```",
         "</section>",

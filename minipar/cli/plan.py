@@ -25,6 +25,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
     if "--serve" in (argv or ()):
         return Parsed(plan_serve_command, [word for word in argv or () if word != "--serve"])
     from minipar.cost.plan_command import VIEWS
+    from minipar.cost.stages import unplanned
 
     kinds = {"view": VIEWS}
     topic = asked_topic(argv or ())
@@ -60,9 +61,8 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Each time has its doubt: docs/planner.md compares predictions with published runs.
 
         The plan covers dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with
-        AdamW's states. It does not cover tp-layout 2d, 2.5d and 3d, the optimizers muon and lamb, latent attention, ways of
-        dispatching tokens other than all-to-all, offloading, compile, and the schedules chimera, dualpipe, hanayo, v-half
-        and v-min.
+        AdamW's states. It does not cover latent attention, ways of dispatching tokens other than all-to-all, offloading,
+        compile, and these schedules, layouts of tp and optimizers: UNPLANNED.
 
         minipar plan --serve predicts what serving takes instead; minipar plan --serve --help shows its flags.
 
@@ -94,6 +94,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
             _plan, picture, model, gpus, machine, seq, batch, {**how, "view": view, "view_options": of_view}
         )
 
+    plan_command.__doc__ = (plan_command.__doc__ or "").replace("UNPLANNED", ", ".join(unplanned()))
     words = argv or () if topic is None else ["--help"]
     return Parsed(plan_command, words, below_help)
 

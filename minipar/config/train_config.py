@@ -107,8 +107,8 @@ class TrainConfig:
     )
     compress: str = option(
         "none",
-        "what is sent over dp x cp instead of full gradients; all choices but none are lossy, so losses differ from those "
-        "of one process",
+        "what is sent over dp x cp instead of full gradients, or when they are applied; with all choices but none losses "
+        "differ from those of plain training in one process",
         "messages",
         common=True,
     )

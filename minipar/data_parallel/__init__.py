@@ -1,8 +1,9 @@
 """Data parallelism: every rank has the model, or a shard of it, and a part of the batch. In reading order:
 
 arguments.py               checks of the arguments that DDP, ZeRO and FSDP have in common
-compressors.py             compressed averaging of gradients in place of an all-reduce, one compressor per Comm
 buckets.py                 parameters grouped into flat buffers, roughly in the order in which their gradients are ready
+compressors.py             the interface of compressed averaging of gradients, and one compressor per Comm
+compressed_reductions.py   a compressor in place of the all-reduce or reduce-scatter of a flat buffer
 partial_gradients.py       `.grad` of a rank that has only part of a gradient: torch's gradient clipping raises on it
 backward_end.py            a callback at the end of a backward
 gradient_reducer.py        the reduction of buckets during the backward, common to DDP and ZeRO

@@ -8,17 +8,19 @@ Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.data_parallel.compressors import Compressor
 from minipar.mesh import placement_of
 
 ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
 
+Layout = Mapping[
+    Tensor, tuple[int, int]
+]  # parameter -> (start, number of elements) of its gradient in a flat buffer
 Key = tuple[Comm, torch.dtype, torch.device]  # what the parameters of a bucket have in common
 
 
@@ -75,16 +77,9 @@ class Bucket:
             return False
         return gradient is not None
 
-    @torch.no_grad()
-    def average(self, sent: Tensor, compressor: Compressor, reduce: str) -> Tensor:
-        """Replace the gradients in `sent`, laid out like `flat`, by the compressor's means or sums; return `sent`."""
-        parts: dict[Tensor, Tensor] = {}
-        for param, view in self.views.items():
-            start = view.storage_offset()
-            parts[param] = sent[start : start + view.numel()].view(view.shape)
-        for key, mean in compressor.means(parts).items():
-            parts[key].copy_(mean if reduce == "mean" else mean * self.comm.size)
-        return sent
+    def layout(self) -> Layout:
+        """Return parameter -> (start, number of elements) of its gradient in `flat`."""
+        return {param: (int(view.storage_offset()), view.numel()) for param, view in self.views.items()}
 
     @torch.no_grad()
     def write(self, param: nn.Parameter, used: bool) -> None:

@@ -20,11 +20,12 @@ class Compressor(Protocol):
 
 
 class ScatteringCompressor(Compressor, Protocol):
-    """A compressor that can also replace ZeRO-2's reduce-scatter: each rank gets only its own part of the means.
+    """A compressor that can also replace a reduce-scatter: each rank gets only its own part of the means.
 
     scatters         True
     scattered_means  for each rank, {parameter: the flat piece of its gradient that the rank keeps} -> this rank's pieces of
-                     the means. A parameter is cut wherever a rank's chunk ends; then several ranks have a piece of it
+                     the means. A parameter is cut wherever a rank's chunk ends; then several ranks have a piece of it.
+                     FSDP, whose parameters are shards, passes stand-ins of the unsharded parameters in their place
     """
 
     scatters: bool
@@ -39,12 +40,14 @@ def can_scatter(compressor: Compressor) -> TypeGuard[ScatteringCompressor]:
 class Compressors:
     """One compressor per Comm, made by `make(comm)`; experts have another Comm, as they have fewer replicas.
 
-    on   if False, as in a warm-up, gradients are reduced uncompressed
+    on    if False, as in a warm-up, gradients are reduced uncompressed
+    keys  the parameters, or their stand-ins, by which compressors identify gradients from one step to the next
     """
 
     def __init__(self, make: Callable[[Comm], Compressor] | None, comm_of: Callable[[Tensor], Comm]):
         self.make, self._comm_of, self.on = make, comm_of, True
         self.by_comm: dict[Comm, Compressor] = {}
+        self.keys: list[Tensor] = []
 
     def of(self, comm: Comm) -> Compressor | None:
         """Return the compressor of this Comm; None if gradients are reduced uncompressed."""

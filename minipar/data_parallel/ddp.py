@@ -27,6 +27,7 @@ from minipar.data_parallel.arguments import (
 from minipar.data_parallel.backward_end import arm_on_backward, in_backward
 from minipar.data_parallel.buckets import Bucket, make_buckets
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
+from minipar.data_parallel.compressed_reductions import compressed_all_reduce
 from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.gradient_reducer import GradientReducer
 from minipar.mesh import place_whole, placement_of, set_placement
@@ -142,7 +143,7 @@ class DDP(nn.Module):
         self._handles.append(handle)
 
     def _reduce_compressed(self, bucket: Bucket, sent: Tensor, compressor: Compressor) -> None:
-        bucket.average(sent, compressor, self.reduce)
+        compressed_all_reduce(bucket.comm, compressor, sent, bucket.layout(), self.reduce)
         if bucket.flagged and not getattr(compressor, "sends_nothing", False):
             bucket.comm.all_reduce_(sent[bucket.flags.storage_offset() :])
 
@@ -172,6 +173,7 @@ class DDP(nn.Module):
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
+        self.compressors.keys += trained
         self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

@@ -9,12 +9,15 @@ write     add the result to the `.grad` of the shards
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import require_dense
+from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
+from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.partial_gradients import as_shard_gradient
 from minipar.data_parallel.unused_parameters import used_on_any_rank
@@ -29,13 +32,17 @@ class FlatGradients:
     """The gradients of one `FlatParameters`, and the state of their reduction.
 
     flat     the parameters
+    compressors  of the FSDP; a compressor takes the place of the reduce-scatter or, for whole parameters, the all-reduce
     pending  parameter -> its full gradient, not yet reduced; in reduce_dtype if it is a sum of several
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """
 
-    def __init__(self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str):
+    def __init__(
+        self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str, compressors: Compressors
+    ):
         self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
+        self.compressors = compressors
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
         self._reducing: Pending | None = None  # the collective under way
@@ -49,7 +56,10 @@ class FlatGradients:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Start to reduce the pending gradients; a missing gradient counts as zero. Sends (p-1)/p n elements."""
+        """Start to reduce the pending gradients; a missing gradient counts as zero.
+
+        Sends (p-1)/p n elements, or what a compressor sends.
+        """
         flat = self.flat
         if not flat.trained:
             return
@@ -59,11 +69,20 @@ class FlatGradients:
             place.zero_() if gradient is None else place.view(flat.shapes[param]).copy_(gradient)
         self.finish()
         self._replicas_left = list(flat.replicas)
-        if flat.comm is None:
-            self._reducing = self._sum_over_replicas(gradients)
-        else:
-            scatter = flat.comm.reduce_scatter
-            self._reducing = scatter(gradients, self.op, algorithm=flat.algorithm, async_op=True)
+        self._reducing = self._sum_over_replicas(gradients) if flat.comm is None else self._scatter(gradients)
+
+    def _scatter(self, gradients: Tensor) -> Pending:
+        comm = self.flat.comm
+        assert comm is not None
+        handle: Pending
+        if (compressor := self.compressors.of(comm)) is None:
+            handle = comm.reduce_scatter(gradients, self.op, algorithm=self.flat.algorithm, async_op=True)
+            return handle
+        sizes = [len(gradients) // comm.size] * comm.size
+        args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
+        scatter = partial(compressed_reduce_scatter, *args)
+        handle = comm.custom("compressed_reduce_scatter", scatter, async_op=True)
+        return handle
 
     def advance(self) -> bool:
         """Wait for the collective under way, and start the next one. Return whether there was a next one."""
@@ -81,8 +100,13 @@ class FlatGradients:
             pass
 
     def _sum_over_replicas(self, chunk: Tensor) -> Pending:
-        replicas, algorithm = self._replicas_left.pop(0), self.flat.algorithm
-        handle: Pending = replicas.all_reduce_(chunk, self.op, algorithm=algorithm, async_op=True)
+        replicas = self._replicas_left.pop(0)
+        handle: Pending
+        if self.flat.whole and (compressor := self.compressors.of(replicas)) is not None:
+            average = partial(compressed_all_reduce, replicas, compressor, chunk, self.flat.layout(), self.op)
+            handle = replicas.custom("compressed_all_reduce", average, async_op=True)
+        else:
+            handle = replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
         return handle
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.data_parallel.buckets import range_in_param, slice_of_chunk
+from minipar.data_parallel.buckets import Layout, range_in_param, slice_of_chunk
 from minipar.data_parallel.freed_parameter import allow_use, forbid_use
 from minipar.data_parallel.memory import Memory
 from minipar.mesh import placement_of, set_placement
@@ -46,6 +46,7 @@ class FlatParameters:
     comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
               `shard`
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
+    stand_ins meta tensors with the unsharded parameters' shapes and placements, by which a compressor knows gradients
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class FlatParameters:
         self.device = (comm or replicas[0]).device
         self.names = {p: placement_of(p).name for p in params}
         self.shapes = {p: tuple(p.shape) for p in params}
+        self.stand_ins = {p: _stand_in(p) for p in params}
         self.num_elems = {p: p.numel() for p in params}
         num_ranks, rank = (1, 0) if comm is None else (comm.size, comm.rank)
         starts, self.size = flat_layout([p.numel() for p in params], num_ranks)
@@ -89,6 +91,10 @@ class FlatParameters:
     def slice_of_shard(self, param: nn.Parameter, shard: Tensor) -> Tensor:
         """Return the elements of `shard`, this rank's chunk [n/p], that belong to the parameter."""
         return shard[slice_of_chunk(self.starts[param], self.num_elems[param], self.range)]
+
+    def layout(self) -> Layout:
+        """Return stand-in -> (start, number of elements) of its parameter in a flat buffer [n]."""
+        return {self.stand_ins[p]: (start, self.num_elems[p]) for p, start in self.starts.items()}
 
     # Sharding full parameters ------------------------------------------------------------------------------------
 
@@ -214,6 +220,12 @@ class FlatParameters:
     def discard_shard_grads(self) -> None:
         """Drop the shard gradients that are set aside while parameters are unsharded, which `zero_grad` cannot reach."""
         self._shard_grads.clear()
+
+
+def _stand_in(param: nn.Parameter) -> Tensor:
+    stand_in = torch.empty_like(param, device="meta", requires_grad=False)
+    set_placement(stand_in, placement_of(param))
+    return stand_in
 
 
 def _memory_of(x: Tensor) -> tuple[object, ...]:

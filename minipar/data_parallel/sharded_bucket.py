@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
-from minipar.data_parallel.compressors import Compressor, ScatteringCompressor, can_scatter
+from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
+from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
 from minipar.mesh import Placement, placement_of, set_placement
 from minipar.transport.stream import Pending
@@ -163,39 +164,17 @@ class ShardedBucket:
     def _reduce_compressed(self, op: str, compressor: Compressor) -> Callable[[], None]:
         sent = self.bucket.flat.to(self.reduce_dtype)
         if not self.keep_full_grads and can_scatter(compressor):
-            own = partial(self._scattered, sent, compressor, op)
+            args = self.comm, compressor, sent, self.bucket.layout(), self.sizes, op
+            own = partial(compressed_reduce_scatter, *args)
             scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True)
             for param in self.params:
                 param.grad = self._reduced_gradients[param].added = None
             return lambda: self._store_reduced(scatter.wait())
-        average = partial(self.bucket.average, sent, compressor, op)
+        average = partial(compressed_all_reduce, self.comm, compressor, sent, self.bucket.layout(), op)
         handle = self.comm.custom("compressed_all_reduce", average, async_op=True)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait()[slice(*self.range)])
-
-    @torch.no_grad()
-    def _scattered(self, sent: Tensor, compressor: ScatteringCompressor, op: str) -> Tensor:
-        """Return this rank's chunk of the compressor's means or sums of the gradients `sent`, laid out like `flat`."""
-        means = compressor.scattered_means(self._parts_by_rank(sent))
-        chunk = sent.new_zeros(self.sizes[self.comm.rank])
-        for param, mean in means.items():
-            place = self.slice_of_chunk(param, chunk)  # type: ignore[arg-type]
-            place.copy_((mean if op == "mean" else mean * self.comm.size).view(place.shape))
-        return chunk
-
-    def _parts_by_rank(self, flat: Tensor) -> list[dict[Tensor, Tensor]]:
-        """Return, for each rank, the pieces of the parameters in its chunk of `flat`, without empty ones."""
-        parts, start = [], 0
-        for size in self.sizes:
-            found: dict[Tensor, Tensor] = {}
-            for param, first in self.starts.items():
-                low, high = range_in_param(first, param.numel(), (start, start + size))
-                if high > low:
-                    found[param] = flat[first + low : first + high]
-            parts.append(found)
-            start += size
-        return parts
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:

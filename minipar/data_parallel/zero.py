@@ -135,6 +135,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             wide = self._master_dtype or bucket.flat.dtype
             chunk = ChunkOptimizer(bucket, self.optimizer_cls, self.param_groups, wide, self._memory)
             self._chunks.append(chunk)
+            self.compressors.keys += bucket.params
             self._unreduced = True
         self.reducer.add([chunk.bucket for chunk in self._chunks[len(self.buckets) :]])
 

@@ -5,6 +5,7 @@ optimizers    LAMB and Muon
 offload       optimizer states and master weights in CPU memory or in a file
 schedules     pipeline schedules: two directions, waves, V-Half and V-Min, slices of sequences, exact search
 pipelines     PipeDream
+asynchrony    gradients applied some steps later
 tensor_grids  tensor parallelism in two and three dimensions
 experts       dispatch that sends a token once per node, replicates hot experts, or sends rows in chunks
 precision     matmuls in 8-bit and 4-bit floats, stochastic rounding

@@ -49,6 +49,15 @@ class Average(NamedTuple):
 Means = Callable[[list[Average]], list[Tensor]]
 
 
+class ReferenceOptimizer(Protocol):
+    """As much of a torch optimizer as the reference in one process uses."""
+
+    @property
+    def param_groups(self) -> list[Group]: ...
+
+    def step(self) -> Any: ...
+
+
 class GradientAveraging(Protocol):
     """The interface of an averaging that `--compress` can select.
 
@@ -59,6 +68,7 @@ class GradientAveraging(Protocol):
     restore         loads that state, on any number of ranks
     averages_by     returns the compressors with which an optimizer of `make_optimizer` averages, and whether they compress
     one_process     returns a function that computes, in one process, the means that an averaging should give
+    in_one_process  returns what the reference in one process updates weights by, given the optimizer of the run's family
     """
 
     def compressor(self, config: TrainConfig) -> Compress | None: ...
@@ -77,6 +87,8 @@ class GradientAveraging(Protocol):
     def averages_by(self, optimizer: OptimizerInterface) -> list[tuple[Compressors, bool]]: ...
 
     def one_process(self, config: TrainConfig) -> Means: ...
+
+    def in_one_process(self, config: TrainConfig, optimizer: Optimizer) -> ReferenceOptimizer: ...
 
 
 class Plain:
@@ -105,6 +117,9 @@ class Plain:
 
     def one_process(self, config: TrainConfig) -> Means:
         raise NotImplementedError("whole gradients are averaged without messages of a compressor")
+
+    def in_one_process(self, config: TrainConfig, optimizer: Optimizer) -> ReferenceOptimizer:
+        return optimizer
 
 
 PLAIN = Plain()

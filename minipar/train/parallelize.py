@@ -57,7 +57,7 @@ class RankState:
     optimizer the optimizer, over this rank's part of the parameters
     scaler    the loss scale of a float16 model: part of a run's state
     shares    for each of `optimizer.tensors`, the fraction of its square that this rank counts in the gradient norm
-    compressors   the compressors of DDP or ZeroOptimizer
+    compressors   the compressors of DDP, ZeroOptimizer or FSDP
     """
 
     mesh: Mesh
@@ -87,7 +87,8 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
-    state.compressors = [x.compressors for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer)]
+    holders = [x for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer | FSDP)]
+    state.compressors = [x.compressors for x in holders]
     return state
 
 
@@ -232,6 +233,7 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
             compute_dtype=config.torch_dtype if config.mixed_precision else None,
             reduce_dtype=config.torch_reduce_dtype,
             init_part=initial_values(config),
+            compress=config.choice("compress").load().compressor(config),
             **_resting_place(config),
         )
         for stage in stages

@@ -260,7 +260,7 @@ class Replay:
     ) -> list[tuple[int, Placement, Tensor]]:
         """Return triples (rank, placement, gradient): the sums of messages, and the gradients that are in no message.
 
-        Without ZeRO, the gradients of a tied weight's two copies are added after they are averaged.
+        With ZeRO 0 and 3, the gradients of a tied weight's two copies are added after they are averaged.
         """
         found = [
             (rank, place, total)
@@ -269,7 +269,9 @@ class Replay:
             for place, total in zip(message[0].placements, own)
         ]
         known = {(rank, place.name) for rank, place, _ in found}
-        tied = {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero == 0 else set()
+        tied = (
+            {place.tied_to for _, place, _ in found if place.tied_to} if self.config.zero in (0, 3) else set()
+        )
         ends: dict[object, dict[bool, Tensor]] = defaultdict(dict)
         for _, place, total in found:
             if (name := place.tied_to or place.name) in tied:

@@ -33,6 +33,7 @@ def every_choice():
 OTHERWISE = {
     "slices": 3, "rank": 2, "warmup": 7, "every": 5, "fraction": 0.25, "node_size": 2, "depth": 3, "chunks": 4,
     "rows": 1.5, "folder": Path("/tmp"), "feedback": False, "scale": "ceil",
+    "sketch": 0.75, "threshold": True, "delay": 2,
 }  # fmt: skip
 
 

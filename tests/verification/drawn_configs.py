@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from minipar.checkpoint.export import llama_config
-from minipar.config.choices import ALGORITHMS, CHOSEN
+from minipar.config.choices import ALGORITHMS, AVERAGINGS, CHOSEN
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.extras.tensor_grids.limits import grid_shape
@@ -38,9 +38,11 @@ GRIDS = {2: [("2.5d", 2)], 3: [("2.5d", 3)], 4: [("2d", 1), ("2.5d", 4)], 8: [("
 LAYOUTS = {tp: [("1d", 1), *grids] for tp, grids in GRIDS.items()}
 SLICED = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.sliced)
 FREE_CHUNKS = tuple(name for name, schedule in SCHEDULES.usable().items() if schedule.chunks is None)
-CODECS = ("sign", "int8", "fp8", "topk", "tagc", "powersgd")
-MOMENTA = ("onebit-adam", "zero-one-adam", "onebit-lamb")
-LOCAL = ("local-sgd", "diloco")
+AVERAGES = {name: getattr(choice, "averages", "") for name, choice in AVERAGINGS.usable().items()}
+CODECS, MOMENTA, LOCAL = (
+    tuple(name for name, averaged in AVERAGES.items() if averaged == one)
+    for one in ("gradient", "momentum", "weights")
+)
 # Taking the graph of a model takes a second or two, compiling it to C++ tens of seconds: both are drawn seldom.
 COMPILED = ["eager", "eager", "eager", "aot_eager", "aot_eager", "inductor"]
 SMALL_VOCABULARY = 60
@@ -87,7 +89,7 @@ def drawn_config(seed: int, number: int, files: Files) -> TrainConfig:
     while True:
         axes = _draw_axes(rng)
         schedule = rng.choice(list(SCHEDULES) if axes["pp"] > 1 else ["1f1b", "gpipe", "zb-h1", "seq1f1b"])
-        compress = rng.choice(["none"] * 4 + [rng.choice([*CODECS, *MOMENTA, *LOCAL])])
+        compress = rng.choice(["none"] * 4 + [rng.choice([*CODECS, *MOMENTA, *LOCAL, "delayed"])])
         compiled = rng.choice(COMPILED) if rng.random() < 0.05 and axes["tp"] == axes["cp"] == 1 else "none"
         experts = compiled == "none" and rng.random() < 0.5
         # Of what is drawn most does not fit together: without many tries for one mesh, nearly all would be small.
@@ -177,7 +179,7 @@ def _draw(
     data_of = _draw_data(rng, files)
     model = _draw_model(rng, seq_len, experts, mixed, data_of)
     microbatches = pick([1, 1, 2, 3, 4])
-    zero = pick([0, 1, 2, 3] if compress == "none" else [0, 1, 2] if compress in CODECS else [0])
+    zero = pick([0, 1, 2, 3] if compress in ("none", *CODECS) else [0, 3] if compress == "delayed" else [0])
     steps = pick([1, 2, 3] if compress == "none" else [2, 3, 4, 6])
     recompute = pick(["none", "none", "selective", "full", "every:2"] if compiled == "none" else ["none"])
     sequence_parallel, cp_attention = chance(0.5), pick(["ring", "ulysses", "all_gather", "usp"])
@@ -252,8 +254,8 @@ def _draw_data(rng: Random, files: Files) -> dict[str, Path]:
 def _draw_compress(rng: Random, name: str, steps: int, replicas: int) -> tuple[str, dict]:
     """Draw the options of what averages gradients."""
     pick = rng.choice
-    if name == "none":
-        return name, {}
+    if name in ("none", "delayed"):
+        return name, {"delay": pick([0, 1, 2, 5])} if name == "delayed" else {}
     own = {"warmup": pick([1, 2, steps] if name in MOMENTA else [0, 1, steps])}
     if name in LOCAL or name == "zero-one-adam":
         own["every"] = pick(divisors(steps))
@@ -263,6 +265,8 @@ def _draw_compress(rng: Random, name: str, steps: int, replicas: int) -> tuple[s
         own["feedback"] = pick([True, True, False])
     if name in ("topk", "tagc"):
         own["fraction"] = pick([0.05, 0.5, 1.0])
+    if name == "tagc":
+        own |= {"sketch": pick([0.0, 0.1, 0.5, 1.0]), "threshold": pick([False, True])}
     if name == "powersgd":
         own["rank"] = pick([1, 4, 48])
     return name, own

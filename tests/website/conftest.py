@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
 import shutil
 import tempfile
-import threading
 
 import pytest
 
+from tests.website.serving import served
 from website.build import SITE
-
-
-class Quiet(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
 
 
 @pytest.fixture(scope="session")
 def site_url():
     if not (SITE / "index.html").exists():
         pytest.skip("the site is not built: make site")
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served(SITE) as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,15 @@ from minipar.cost.plan_command import plan_command
 from minipar.learn.puzzles.registry import PUZZLES
 from minipar.learn.puzzles.verdicts import check
 from minipar.schedules import SCHEDULES, make_schedule, simulate
+from tests.website.serving import served
+from website import lesson_pictures as pictures
 from website.build import AXE, SITE, from_npm
+from website.explorables import EXPLORABLES
 
 INTERACTIVE = [
     f"interactive/{name}.html" for name in ("puzzles", "pipeline", "planner", "collectives", "mesh")
 ]
+PYTHON_AT_ONCE = [page for page in INTERACTIVE if "collectives" not in page]
 LONG_S = 90  # a deadline, on a busy machine; on an idle one Python starts in a few seconds
 
 
@@ -37,10 +41,17 @@ def until(browser, script: str, *args):
     return value
 
 
-def opened(browser, site_url: str, page: str, **settings):
+def loaded(browser, site_url: str, page: str, **settings):
+    """Open a page; its recorded pictures are there then, and Python perhaps not yet."""
     browser.get("about:blank")
     browser.get(f"{site_url}/{page}" + (f"#{urlencode(settings)}" if settings else ""))
-    if page in INTERACTIVE:
+    return browser
+
+
+def opened(browser, site_url: str, page: str, **settings):
+    """Open a page, and wait until Python is there, where the page starts it."""
+    loaded(browser, site_url, page, **settings)
+    if page in PYTHON_AT_ONCE:
         until(browser, "document.body.dataset.python === 'ready'")
     return browser
 
@@ -118,41 +129,127 @@ def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
             assert shown == pytest.approx(want.bubble_over_total, abs=1e-12), name
 
 
-def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_numbers(browser, site_url):
-    from website.gather import HOME_MICROBATCHES, HOME_RANKS, HOME_SCHEDULES
+def shown_bubble(browser) -> float:
+    return browser.execute_script(
+        "return Number(document.querySelector('#status [data-bubble]').dataset.bubble)"
+    )
 
+
+def python_was_loaded(browser) -> bool:
+    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
+    return any("pyodide" in url or url.endswith("/worker.js") for url in loaded)
+
+
+def save_data(browser) -> None:
+    """Let the browser ask for little data: the page then starts no Python."""
+    browser.execute_script("Object.defineProperty(navigator, 'connection', {value: {saveData: true}})")
+
+
+def test_the_home_page_moves_at_once_without_python_and_shows_the_simulators_numbers(browser, site_url):
     opened(browser, site_url, "index.html")
-    assert drawn(browser) == "1f1b 4 8"
-    for name in HOME_SCHEDULES:
-        set_field(browser, "#settings", "schedule", name)
+    assert until(browser, "document.body.dataset.drawn") == "1f1b 4 8"
+    save_data(browser)
+    for i, name in enumerate(pictures.SCHEDULES):
+        set_field(browser, "#settings", "schedule", i)
         for place in (0, 3):
             for field in ("p", "m"):
                 set_field(browser, "#settings", field, place)
-            p, m = HOME_RANKS[place], HOME_MICROBATCHES[place]
-            shown = browser.execute_script(
-                "return document.querySelector('#status [data-bubble]').dataset.bubble"
-            )
+            p, m = pictures.RANKS[place], pictures.MICROBATCHES[place]
             want = simulate(make_schedule(name, p, m))
-            assert float(shown) == pytest.approx(want.bubble_over_total, abs=1e-12)
+            assert shown_bubble(browser) == pytest.approx(want.bubble_over_total, abs=1e-12)
             assert len(browser.find_elements("css selector", "#first [data-row]")) == p
             actions = sum(map(len, want.schedule.actions))
             assert len(browser.find_elements("css selector", "#first .action")) == actions
     assert "python" not in browser.execute_script("return document.body.dataset")
-    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
-    assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
+    assert not python_was_loaded(browser)
 
 
-@pytest.mark.parametrize(
-    ("page", "schedule"), [("06_pipelines_and_bubbles", "1f1b"), ("07_zero_bubble", "zb-h1")]
-)
-def test_a_lesson_shows_its_pipeline_at_once_without_python(browser, site_url, page, schedule):
-    opened(browser, site_url, f"lessons/{page}.html")
-    assert until(browser, "document.body.dataset.drawn") == f"{schedule} 4 8"
-    want = simulate(make_schedule(schedule, 4, 8))
-    shown = browser.execute_script("return Number(document.querySelector('[data-bubble]').dataset.bubble)")
-    assert shown == pytest.approx(want.bubble_over_total, abs=1e-12)
-    loaded = browser.execute_script("return performance.getEntries().map((e) => e.name)")
-    assert not [url for url in loaded if "pyodide" in url or url.endswith("/worker.js")]
+def test_once_touched_the_home_page_is_pythons_own(browser, site_url):
+    opened(browser, site_url, "index.html")
+    until(browser, "document.body.dataset.drawn")
+    assert not python_was_loaded(browser)
+    set_field(browser, "#settings", "m", 4)
+    until(browser, "document.body.dataset.drawn === '1f1b 4 16 live'")
+    for field, value in (("p", 5), ("m", 7), ("schedule", 2)):  # sizes that were not recorded
+        set_field(browser, "#settings", field, value)
+    until(browser, "document.body.dataset.drawn === 'zb-h1 5 7 live'")
+    want = simulate(make_schedule("zb-h1", 5, 7))
+    assert shown_bubble(browser) == pytest.approx(want.bubble_over_total, abs=1e-12)
+    link = browser.execute_script("return document.querySelector('#more').href")
+    assert link.endswith("interactive/pipeline.html#schedule=zb-h1&p=5&m=7")
+
+
+def lesson_page(number: str) -> str:
+    return next(page for page in html_pages() if page.startswith(f"lessons/{number}_"))
+
+
+@pytest.mark.parametrize("number", EXPLORABLES)
+def test_a_lessons_explorable_is_there_at_once_and_moves_without_python(browser, site_url, number):
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    opened(browser, site_url, lesson_page(number))
+    seen = [until(browser, "document.body.dataset.drawn")]
+    save_data(browser)
+    shown = "return document.querySelector('#first').innerHTML + document.querySelector('#status').innerHTML"
+    before = browser.execute_script(shown)
+    recorded = json.loads(browser.execute_script("return document.querySelector('#recorded').textContent"))
+    for field in recorded["fields"]:
+        other = 0 if field["at"] else 1
+        set_field(browser, "#settings", field["name"], other)
+        until(browser, f"document.body.dataset.drawn !== {json.dumps(seen[-1])}")
+        seen.append(drawn(browser))
+        assert browser.execute_script(shown) != before
+        before = browser.execute_script(shown)
+    assert not python_was_loaded(browser)
+    assert browser.find_element("css selector", "#more").get_attribute("href").startswith(site_url)
+
+
+@pytest.mark.parametrize("number", ["02", "03", "06", "07", "09", "10", "12", "17"])
+def test_what_a_lesson_has_recorded_is_the_librarys(number):
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    text = (SITE / lesson_page(number)).read_text(encoding="utf-8")
+    recorded = json.loads(re.search(r'id="recorded">(.*?)</script>', text)[1])
+    want = EXPLORABLES[number].recording()
+    assert recorded["answers"] == json.loads(json.dumps(want.answers))
+
+
+def test_zeros_bars_say_what_the_planner_says(browser, site_url):
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    opened(browser, site_url, lesson_page("03"))
+    until(browser, "document.body.dataset.drawn === '8 llama-7b'")
+    said = browser.execute_script(
+        "return [...document.querySelectorAll('.bar-row b')].map((b) => b.textContent)"
+    )
+    held = [sum(memory.values()) for memory in pictures.zero_stages(8, "llama-7b")["stages"]]
+    assert said == [f"{num_bytes / 1e9:.1f} GB" for num_bytes in held]
+
+
+def test_first_pictures_are_in_the_pages_text():
+    """So that they are there without JavaScript, too."""
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    drawn_into = {"index.html": ["first", "status"], "interactive/pipeline.html": ["first"]}
+    drawn_into |= {"interactive/mesh.html": ["ranks", "rank"], "interactive/planner.html": ["best", "layout"]}
+    drawn_into["interactive/collectives.html"] = ["picture", "status", "curves"]
+    drawn_into |= {lesson_page(number): ["first", "status"] for number in EXPLORABLES}
+    for page, names in drawn_into.items():
+        text = (SITE / page).read_text(encoding="utf-8")
+        for name in names:
+            opening, content = re.search(rf'<(?:div|p)([^>]* id="{name}"[^>]*)>\s*(.{{40}})', text).groups()
+            assert not content.startswith("</"), (page, name, opening)
+
+
+def test_lessons_have_minutes_prerequisites_previous_and_next():
+    pages = [page for page in html_pages() if re.match(r"lessons/\d\d_", page)]
+    if not pages:
+        pytest.skip("the site is not built: make site")
+    for page in pages:
+        text = (SITE / page).read_text(encoding="utf-8")
+        assert re.search(r"<em>\d+ minutes · needs .*? · next ", text), page
+        assert "md-footer__link--prev" in text
+        assert "md-footer__link--next" in text
 
 
 def test_your_turn_leads_to_the_exercise_and_the_puzzle():
@@ -181,7 +278,10 @@ def loaded_bytes(browser) -> dict[str, int]:
     return {path: len(gzip.compress((SITE / path).read_bytes())) for path in paths}
 
 
-@pytest.mark.parametrize("page", ["use.html", "lessons/01_ring_all_reduce.html"])
+@pytest.mark.parametrize(
+    "page",
+    ["index.html", "use.html", "lessons/01_ring_all_reduce.html", "lessons/06_pipelines_and_bubbles.html"],
+)
 def test_a_text_page_weighs_300_kb_at_most_until_somebody_searches(browser, site_url, page):
     opened(browser, site_url, page)
     until(browser, "document.readyState === 'complete'")
@@ -278,10 +378,20 @@ def test_a_link_carries_the_settings(browser, site_url):
     assert "schedule=zb-h1" in browser.current_url
 
 
+def drawn_step(browser) -> str:
+    return browser.execute_script("return document.body.dataset.step")
+
+
 def test_collectives_and_mesh_follow_their_settings(browser, site_url):
     opened(browser, site_url, "interactive/collectives.html")
     set_field(browser, "#settings", "step", 6)
     assert until(browser, "document.body.dataset.step") == "6 1.5"  # 2 (p-1)/p of the vector, on 4 ranks
+    set_field(browser, "#settings", "step", 2)  # back: nothing moves
+    assert until(browser, "document.body.dataset.step") == "2 0.5"
+    set_field(browser, "#settings", "step", 3)
+    assert len(browser.find_elements("css selector", "#picture .moving")) == 4  # a chunk from each rank
+    until(browser, "!document.querySelector('#picture .moving')")
+    assert drawn_step(browser) == "3 0.75"
     opened(browser, site_url, "interactive/mesh.html", pp=2, dp=2, tp=2, rank=7)
     assert until(browser, "document.body.dataset.mesh") == "8 7"
     browser.find_element("css selector", '[data-rank="3"]').click()
@@ -324,9 +434,34 @@ def test_a_puzzles_link_carries_the_program(browser, site_url):
     browser.get(link)
     assert browser.execute_script(read) == changed
     shown = (
-        "return [...document.querySelectorAll('section.puzzle')].filter((s) => !s.hidden).map((s) => s.id)"
+        "return [...document.querySelectorAll('section.puzzle')]"
+        ".filter((s) => getComputedStyle(s).display !== 'none').map((s) => s.id)"
     )
     assert browser.execute_script(shown) == ["puzzle-mlp"]
+
+
+def test_a_broken_program_in_a_link_is_named_and_not_run(browser, site_url):
+    broken = "print('ran')\nasync def program(comm, gradient):\n    return )\n"
+    opened(browser, site_url, "interactive/puzzles.html", puzzle="ring", program=broken)
+    until(browser, "document.querySelector('#status').classList.contains('wrong')")
+    assert status(browser) == (
+        "Line 3: Python cannot read the program: unmatched ')'. "
+        "The program came with the link. Nothing has been run."
+    )
+    assert browser.execute_script("return document.body.dataset.line") == "3"
+    assert not browser.execute_script("return document.body.dataset.verdict ?? ''")
+    good = PUZZLES["ring"].answer
+    opened(browser, site_url, "interactive/puzzles.html", puzzle="ring", program=good)
+    assert status(browser) == "This program came with the link. Nothing has been run."
+
+
+def test_a_puzzles_messages_play_on_its_timeline(browser, site_url):
+    opened(browser, site_url, "interactive/puzzles.html")
+    ran(browser, PUZZLES["naive"].answer)
+    browser.find_element("css selector", "#picture #play").click()
+    until(browser, "document.querySelector('#picture .action.later')")
+    until(browser, "document.querySelector('#picture .head').getAttribute('visibility') === 'visible'")
+    until(browser, "!document.querySelector('#picture .action.later')")
 
 
 def test_a_loop_inside_one_line_can_be_stopped(browser, site_url):
@@ -455,7 +590,18 @@ def test_from_a_folder_texts_and_search_work_and_interactive_pages_say_what_to_d
 
 
 @pytest.mark.parametrize(
-    "page", ["index.html", "lessons/01_ring_all_reduce.html", "cards.html", *INTERACTIVE]
+    "page",
+    [
+        "index.html",
+        "cards.html",
+        "exercises.html",
+        *INTERACTIVE,
+        "lessons/01_ring_all_reduce.html",
+        "lessons/03_zero.html",
+        "lessons/09_long_context.html",
+        "lessons/10_the_mesh.html",
+        "lessons/12_before_you_pay.html",
+    ],
 )
 def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
     browser.execute_cdp_cmd(
@@ -463,28 +609,31 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
         {"width": 375, "height": 720, "deviceScaleFactor": 1, "mobile": True},
     )
     try:
-        opened(browser, site_url, page)
+        loaded(browser, site_url, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
-@pytest.mark.parametrize("scheme", ["default", "slate"])
-@pytest.mark.parametrize("page", ["index.html", "cards.html", *INTERACTIVE])
-def test_axe_finds_no_serious_violation(browser, site_url, page, scheme):
-    opened(browser, site_url, page)
-    browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
-    time.sleep(0.5)  # colours fade
+@pytest.mark.parametrize(
+    "page", ["index.html", "cards.html", "lessons/03_zero.html", "lessons/10_the_mesh.html", *INTERACTIVE]
+)
+def test_axe_finds_no_serious_violation_in_light_or_dark(browser, site_url, page):
+    loaded(browser, site_url, page)
     browser.execute_script(from_npm(AXE, "axe.min.js").decode())
-    found = browser.execute_async_script(
-        "const done = arguments[0]; axe.run(document.querySelector('.interactive')).then((r) => done(r.violations))"
-    )
-    serious = [
-        (v["id"], [n["html"][:120] for n in v["nodes"][:3]])
-        for v in found
-        if v["impact"] in ("serious", "critical")
-    ]
-    assert serious == []
+    for scheme in ("default", "slate"):
+        browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
+        time.sleep(0.5)  # colours fade
+        found = browser.execute_async_script(
+            "const done = arguments[0];"
+            "axe.run(document.querySelector('.interactive')).then((r) => done(r.violations))"
+        )
+        serious = [
+            (v["id"], [n["html"][:120] for n in v["nodes"][:3]])
+            for v in found
+            if v["impact"] in ("serious", "critical")
+        ]
+        assert serious == [], scheme
 
 
 @pytest.mark.parametrize("page", ["index.html", "lessons/01_ring_all_reduce.html"])
@@ -524,3 +673,25 @@ def test_axe_finds_nothing_serious_in_the_themes_parts(browser, site_url, page):
         ".then((r) => done(r.violations))"
     )
     assert [(v["id"], [n["html"][:120] for n in v["nodes"][:5]]) for v in found] == []
+
+
+def test_what_was_visited_and_all_texts_are_there_without_a_network(browser):
+    if not html_pages():
+        pytest.skip("the site is not built: make site")
+    with served(SITE) as url:
+        opened(browser, url, "interactive/puzzles.html")
+        held = "return (async () => Boolean(await caches.match(arguments[0])))()"
+        for name in (
+            lesson_page("03"),
+            "assets/minipar.zip",
+            "assets/pyodide/pyodide.asm.wasm",
+            "cards.html",
+        ):
+            begin = time.monotonic()
+            while not browser.execute_script(held, f"{url}/{name}"):
+                assert time.monotonic() - begin < LONG_S, name
+                time.sleep(0.2)
+    opened(browser, url, lesson_page("03"))  # nobody serves it any more
+    until(browser, "document.body.dataset.drawn === '8 llama-7b'")
+    opened(browser, url, "interactive/puzzles.html")
+    assert ran(browser, PUZZLES["naive"].answer).startswith("right")

@@ -49,6 +49,12 @@ def asked(folder, *requests) -> dict:
     return json.loads(done.stdout)
 
 
+def test_the_same_sources_give_the_same_bundle(unpacked):
+    first = unpacked.with_suffix(".zip").read_bytes()
+    write_bundle(unpacked.with_name("again.zip"))
+    assert unpacked.with_name("again.zip").read_bytes() == first
+
+
 def test_the_bundle_knows_every_choice_by_name(unpacked):
     found = asked(unpacked)
     assert found["file"] == str(unpacked / "minipar" / "__init__.py")

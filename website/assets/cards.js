@@ -47,7 +47,7 @@ function begin() {
 function show() {
   const listed = settings(form).list;
   const [now] = queue;
-  document.body.classList.toggle("practising", !listed);
+  $(".practice").classList.toggle("listed", Boolean(listed));
   for (const section of document.querySelectorAll("section.chapter")) section.hidden = Boolean(chapter()) && section.dataset.chapter !== chapter();
   for (const card of cards) {
     card.classList.toggle("now", card === now);
@@ -95,7 +95,6 @@ addEventListener("keydown", (event) => {
   } else if (now.open && (event.key === "1" || event.key === "2")) answered(event.key === "1");
 });
 
-form.hidden = false;
 fromLink(form);
 onChange(form, begin);
 begin();

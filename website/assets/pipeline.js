@@ -1,5 +1,8 @@
 // The pipeline explorer: Python simulates, this page draws.
-import { $, ask, escape, fill, fromLink, newest, number, onChange, percent, save, say, settings, span, timeline, toLink, unitOf } from "./common.js";
+import { $, ask, fill, fromLink, newest, onChange, save, say, settings, toLink } from "./common.js";
+import { span, unitOf } from "./drawing.mjs";
+import { timelineHtml } from "./pictures.mjs";
+import { playTimelines } from "./moving.js";
 
 const form = $("#settings");
 const pictures = [
@@ -16,9 +19,10 @@ function requestOf(index) {
 
 const asks = pictures.map((picture, index) => newest("pipeline", (answer, request) => show(index, answer, request)));
 
-function refresh(keepOrders = false) {
-  if (!keepOrders) for (const picture of pictures) picture.orders = null;
-  say("computing ...");
+// `quietly`: the picture is there already, and is only to be confirmed.
+function refresh(quietly = false) {
+  for (const picture of pictures) picture.orders = null;
+  if (!quietly) say("computing ...");
   asks[0](requestOf(0));
   if (settings(form).beside) asks[1](requestOf(1));
   else {
@@ -51,11 +55,8 @@ function mark(index, ranks) {
 function draw(picture, end) {
   const { answer, box } = picture;
   const critical = new Set(form.elements.critical.checked ? answer.critical.map(String) : []);
-  const label = `Timeline of ${answer.name}, ${answer.ranks.length} ranks. Arrow keys choose an action, shift with left or right moves it, Escape undoes.`;
-  const { svg, ...placed } = timeline(answer, Math.max(300, box.clientWidth || 900), end, label, critical);
-  box.innerHTML = `
-    <h3>${escape(answer.name)}: bubble <output data-bubble="${answer.bubble_over_total}">${percent(answer.bubble_over_total)}</output> of the time, ${percent(answer.bubble_over_ideal)} of useful time; step ${number(answer.own_span)}, ideal ${number(answer.ideal)}; at most ${Math.max(...answer.peak_live)} activations on a rank</h3>
-    ${svg.replace("<svg ", '<svg tabindex="0" role="application" ')}`;
+  const { html, placed } = timelineHtml(answer, Math.max(300, box.clientWidth || 900), end, critical);
+  box.innerHTML = html;
   Object.assign(picture, placed);
   wire(picture);
 }
@@ -148,25 +149,6 @@ function wire(picture) {
   });
 }
 
-function play() {
-  const lines = pictures.filter((p) => p.answer).map((p) => [p, $(".head", p.box)]);
-  const begin = performance.now();
-  const long = matchMedia("(prefers-reduced-motion: reduce)").matches ? 0 : 6000;
-  function frame(now) {
-    const part = Math.min((now - begin) / (long || 1), 1);
-    for (const [picture, line] of lines) {
-      const time = part * picture.end;
-      line.setAttribute("transform", `translate(${time * picture.scale} 0)`);
-      line.setAttribute("visibility", part < 1 ? "visible" : "hidden");
-      picture.answer.ranks.forEach((own, rank) =>
-        own.forEach((action, i) => boxOf(picture, rank, i)?.classList.toggle("later", part < 1 && action[3] > time)),
-      );
-    }
-    if (part < 1) requestAnimationFrame(frame);
-  }
-  requestAnimationFrame(frame);
-}
-
 function svgText() {
   const svg = $("svg", pictures[0].box).cloneNode(true);
   svg.setAttribute("xmlns", "http://www.w3.org/2000/svg");
@@ -174,7 +156,7 @@ function svgText() {
   return svg.outerHTML;
 }
 
-$("#play").addEventListener("click", play);
+$("#play").addEventListener("click", () => playTimelines(pictures.filter((picture) => picture.answer)));
 $("#reset").addEventListener("click", () => refresh());
 $("#svg").addEventListener("click", () => save("timeline.svg", "image/svg+xml", svgText()));
 $("#csv").addEventListener("click", () => {
@@ -199,4 +181,4 @@ fromLink(form);
 onChange(form, () => refresh());
 const first = JSON.parse($("#first-picture").textContent);
 if (!location.hash) show(0, first.answer, first.request); // computed when the site was built: there before Python is
-refresh();
+refresh(!location.hash);

@@ -1,20 +1,15 @@
 // The planner: the numbers of `minipar plan`, drawn.
-import { $, ask, bytes, escape, fill, fromLink, newest, onChange, percent, say, settings, stacked } from "./common.js";
+import { $, ask, fill, fromLink, newest, onChange, say, settings } from "./common.js";
+import { layoutHtml, layoutTitle, planHtml } from "./pictures.mjs";
 
 const form = $("#settings");
 const one = $("#one");
-const seconds = (value) => `${value >= 10 ? value.toFixed(1) : value.toFixed(3)} s`;
 const request = () => ({ ...settings(form), ...settings(one) });
 
 function showLayout(answer) {
   if (answer.error) return say(answer.error, true);
-  const memory = Object.values(answer.memory).reduce((a, b) => a + b, 0);
-  const fits = memory <= answer.card;
   say("");
-  $("#layout").innerHTML = `<h3>${escape(answer.layout)}: ${seconds(answer.seconds)} a step, MFU ${percent(answer.mfu)}, HFU ${percent(answer.hfu)}</h3>
-    <p class="${fits ? "good" : "wrong"}">pp rank ${answer.fullest_pp_rank} is the fullest: ${bytes(memory)} of ${bytes(answer.card)}: ${fits ? "fits" : `${bytes(memory - answer.card)} too much`}</p>
-    <h4>Memory</h4>${stacked(answer.memory, answer.card, bytes, "memory by kind, with the card as a dashed line")}
-    <h4>A step</h4>${stacked(answer.parts, null, seconds, "time of a step by part")}`;
+  $("#layout").innerHTML = `<h3>${layoutTitle(answer)}</h3>${layoutHtml(answer)}`;
   document.body.dataset.layout = answer.layout;
 }
 
@@ -30,18 +25,7 @@ function showPlan(answer) {
   document.body.removeAttribute("data-busy");
   if (answer.error) return say(answer.error, true);
   say(`${answer.legal.toLocaleString("en")} legal layouts, ${answer.weighed.toLocaleString("en")} weighed, ${answer.fit.toLocaleString("en")} of these fit`);
-  const rows = answer.best.map((best, i) => {
-    const memory = Object.values(best.memory).reduce((a, b) => a + b, 0);
-    return `<tr><td><button type="button" data-i="${i}">${escape(best.layout)}</button></td><td>${seconds(best.seconds)} ± ${Math.round(100 * best.doubt)} %</td><td>${bytes(memory)}</td><td>${percent(best.mfu)}</td></tr>`;
-  });
-  const why = answer.why.map((r) => `<tr><td>${escape(r.axis)}=${escape(r.value)}</td><td>${escape(r.text)}</td></tr>`);
-  const near = answer.near === 1 ? "No other layout is within 5 % of the fastest." :
-    `${answer.near.toLocaleString("en")} layouts are within 5 % of the fastest, nearer than the model can tell: of each mesh the simplest, the simplest of all first.`;
-  $("#best").innerHTML = `<h3>${escape(answer.job)}</h3>
-    <p>${near}</p>
-    <div class="scroll"><table><thead><tr><th>layout</th><th>step</th><th>memory</th><th>MFU</th></tr></thead><tbody>${rows.join("")}</tbody></table></div>
-    <h3>Why not the others</h3><div class="scroll"><table><thead><tr><th>family</th><th>against the first</th></tr></thead><tbody>${why.join("")}</tbody></table></div>
-    <h3>The commands of the first</h3><pre><code>${answer.commands.map(escape).join("\n")}</code></pre>`;
+  $("#best").innerHTML = planHtml(answer);
   for (const button of $("#best").querySelectorAll("button")) {
     button.addEventListener("click", () => {
       choose(answer.best[button.dataset.i], answer.card);

@@ -1,5 +1,7 @@
 // Puzzles: an editor, and Python in the page, which runs the program on a simulated network.
-import { $, ask, escape, fromLink, restart, say, settings, span, timeline, toLink } from "./common.js";
+import { $, ask, fromLink, restart, say, settings, toLink } from "./common.js";
+import { escape, span, timeline } from "./drawing.mjs";
+import { playTimelines } from "./moving.js";
 
 const form = $("#settings");
 const editor = form.elements.program;
@@ -32,7 +34,7 @@ function list() {
 // `program`: from a link; otherwise the draft of last time, or the stub.
 function choose(name, program) {
   form.elements.puzzle.value = name;
-  for (const section of document.querySelectorAll("section.puzzle")) section.hidden = section.id !== `puzzle-${name}`;
+  for (const section of document.querySelectorAll("section.puzzle")) section.classList.toggle("chosen", section.id === `puzzle-${name}`);
   const section = $(`#puzzle-${name}`);
   section.insertBefore($("#work"), $("details", section));
   section.insertBefore($("#found"), $("details", section));
@@ -125,8 +127,9 @@ function show(name, answer) {
 function draw() {
   if (!shown) return;
   const box = $("#picture");
-  const end = span(shown);
-  box.innerHTML = `<h3>Milliseconds: computing, messages (→ to whom), memory in MB</h3>${timeline(shown, Math.max(300, box.clientWidth || 900), end, "What each rank computes and sends").svg.replace("<svg ", '<svg role="img" ')}`;
+  const { svg, scale, end } = timeline(shown, Math.max(300, box.clientWidth || 900), span(shown), "What each rank computes and sends");
+  box.innerHTML = `<h3>Milliseconds: computing, messages (→ to whom), memory in MB</h3><p><button id="play" type="button">Play</button></p>${svg.replace("<svg ", '<svg role="img" ')}`;
+  $("#play").addEventListener("click", () => playTimelines([{ box, answer: shown, scale, end }]));
 }
 
 form.addEventListener("submit", (event) => event.preventDefault());
@@ -152,15 +155,22 @@ $("#link").addEventListener("click", async () => {
 addEventListener("resize", draw);
 addEventListener("hashchange", open);
 
-function open() {
+// A program that came with the link is shown, and is only read, not run.
+async function open() {
   editor.value = "";
   fromLink(form);
-  const name = chosen();
-  choose(puzzles.has(name) ? name : "naive", editor.value);
-  if (!puzzles.has(name)) say(`puzzle=${name} is not one of the puzzles: ${[...puzzles.keys()].join(", ")}`, true);
+  const [name, program] = [chosen(), editor.value];
+  choose(puzzles.has(name) ? name : "naive", program);
+  if (!puzzles.has(name)) return say(`puzzle=${name} is not one of the puzzles: ${[...puzzles.keys()].join(", ")}`, true);
+  if (!program) return;
+  say("This program came with the link. Nothing has been run.");
+  const answer = await ask("read", { program });
+  if (editor.value !== program || running || $("#figures").innerHTML) return;
+  if (answer.error || answer.text) {
+    say(`${answer.line ? `Line ${answer.line}: ` : ""}${answer.error ?? answer.text}. The program came with the link. Nothing has been run.`, true);
+    mark(answer.line ?? null);
+  }
 }
 
-form.hidden = $("#work").hidden = false;
-document.body.classList.add("editing"); // the stubs are in the editor
 open();
 ask("puzzle", { puzzle: "naive", program: "" }); // starts Python

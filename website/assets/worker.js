@@ -11,7 +11,7 @@ async function start() {
 
 const ready = start();
 ready.then(
-  () => postMessage({ ready: true }),
+  () => postMessage({ ready: true, loaded: performance.getEntriesByType("resource").map((entry) => entry.name) }),
   (error) => postMessage({ failed: String(error) }),
 );
 onmessage = async ({ data: { id, name, request } }) => {

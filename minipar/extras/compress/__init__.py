@@ -3,8 +3,12 @@
 codecs.py              encode a vector in few bytes and decode it: sign, int8, fp8, top-k, random-k
 error_feedback.py      adds a codec's error to the next vector
 plain_mean.py          the interface of a compressor, and the uncompressed mean, in one message
+piece_residuals.py     the residuals of ZeRO-2 and -3, where each rank gets the mean of its own pieces only
 compressed_mean.py     the mean over ranks, in two compressed phases
 two_level.py           a mean that is uncompressed inside a node and compressed across nodes
+threshold.py           which elements are kept: a fraction, or all above a threshold
+sketch.py              sums of a sparse vector's elements, from which the vector is recovered
+sketched_mean.py       the mean of each rank's largest elements, whose sketches are added on the way
 selective.py           a mean that is compressed for some layers only
 power_sgd.py           the mean of a matrix as a product of two thin factors
 momentum_optimizer.py  the base of the next three optimizers, which average momenta instead of gradients
@@ -40,6 +44,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "plain_mean": ["OwnGradients", "PlainMean"],
         "power_sgd": ["PowerSGD"],
         "selective": ["Selective"],
+        "sketch": ["Sketch"],
+        "sketched_mean": ["SketchedMean"],
         "two_level": ["TwoLevelMean"],
         "zero_one_adam": ["ZeroOneAdam"],
     },

@@ -34,6 +34,20 @@ class TopKOptions(CodecOptions):
 
 
 @dataclass(frozen=True)
+class TagcOptions(TopKOptions):
+    """The options of TAGC, which sends only the largest gradients of feed-forward layers."""
+
+    sketch: float = option(
+        0.0,
+        "floats of a sketch for each gradient, in which ranks' gradients are added on the way; 0: values and indices",
+    )
+    threshold: bool = option(
+        False,
+        "with a sketch: send all above the largest of 1, 2, 5, 10, ... that keeps `fraction`; no-threshold: exactly these",
+    )
+
+
+@dataclass(frozen=True)
 class PowerSGDOptions:
     """The options of PowerSGD, which sends a matrix as two thin factors."""
 
@@ -128,20 +142,22 @@ class Method(Averaging):
             )
 
     def _check_scatter(self, config: Any, of: str) -> None:
-        """Raise ValueError unless the method can replace ZeRO-2's reduce-scatter."""
-        if config.zero == 3:
-            raise ValueError(
-                f"{of} compresses the reduce-scatter of zero=2, and zero=3 gathers parameters, too, whole; use 0, 1 or 2"
-            )
+        """Raise ValueError unless the method can replace the reduce-scatter of ZeRO-2 or -3."""
+        zero = f"zero={config.zero}"
         if config.compress == "powersgd":
             raise ValueError(
-                f"{of} needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1, or "
+                f"{of} needs whole matrices of gradients, of which {zero} leaves a rank a piece; use zero=0 or 1, or "
                 "another method"
             )
         if config.options["compress"].node_size is not None:
             raise ValueError(
-                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and zero=2 in a "
+                f"compress.node_size={config.options['compress'].node_size} ends in an all-gather, and {zero} in a "
                 "reduce-scatter; use none, or zero=1"
+            )
+        if config.replicate > 1:
+            raise ValueError(
+                f"{of} replaces the reduce-scatter, and replicate={config.replicate} adds an all-reduce between the copies "
+                "of a shard; use replicate=1"
             )
         if config.reduce_every == "microbatch":
             raise ValueError(f"{of} would round every microbatch; use reduce_every=step")
@@ -223,7 +239,7 @@ class Method(Averaging):
 
     def _loses_nothing(self, config: Any) -> bool:
         own = config.options["compress"]
-        if isinstance(own, TopKOptions) and own.fraction == 1:
+        if isinstance(own, TopKOptions) and own.fraction == 1 and not getattr(own, "sketch", 0):
             return True
         if isinstance(own, PowerSGDOptions) and own.rank >= max(config.model.dim, config.model.num_experts):
             return True
@@ -242,6 +258,34 @@ def _check_options(own: Any, least: int) -> None:
         raise ValueError(
             f"compress.fraction={own.fraction}: k would be 0, or above n; use above 0, at most 1"
         )
+    if isinstance(own, TagcOptions):
+        _check_sketch(own)
+
+
+# Of a sketch's cells, the fraction of elements that can be recovered; see sketch.py.
+LOAD = 0.818
+
+
+def _check_sketch(own: TagcOptions) -> None:
+    if not 0 <= own.sketch <= 1:
+        raise ValueError(
+            f"compress.sketch={own.sketch} is no number of floats for each gradient; use 0 to 1, such as 0.5"
+        )
+    if own.threshold and not own.sketch:
+        raise ValueError(
+            "compress.threshold keeps another number of gradients on each rank, but values and indices go in messages of "
+            "one size; use no-threshold, or add compress.sketch, such as 0.5"
+        )
+    if own.sketch and own.fraction > LOAD * own.sketch:
+        raise ValueError(
+            f"compress.fraction={own.fraction} of the gradients cannot be recovered from compress.sketch={own.sketch}, not "
+            f"even of one rank's: at most {LOAD * own.sketch:.3g} can; use a lower fraction, or a larger sketch"
+        )
+    if own.sketch and own.node_size is not None:
+        raise ValueError(
+            f"compress.node_size={own.node_size} sends codes between nodes, and compress.sketch adds up sketches of all "
+            "ranks; use none, or sketch=0"
+        )
 
 
 def _copies(config: Any) -> int:
@@ -257,7 +301,7 @@ SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per blo
 INT8 = Method("gradient", CodecOptions, "gradients in 8 bits")
 FP8 = Method("gradient", CodecOptions, "gradients in 8-bit floats")
 TOPK = Method("gradient", TopKOptions, "the largest gradients")
-TAGC = Method("gradient", TopKOptions, "the largest gradients of feed-forward layers; all of the others")
+TAGC = Method("gradient", TagcOptions, "the largest gradients of feed-forward layers; all of the others")
 POWERSGD = Method("gradient", PowerSGDOptions, "two thin factors of a gradient")
 ONEBIT_ADAM = Method("momentum", MomentumOptions, "signs of Adam's momentum", "adamw")
 ZERO_ONE_ADAM = Method("momentum", ZeroOneOptions, "signs of Adam's momentum, less and less often", "adamw")

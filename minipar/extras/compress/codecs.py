@@ -52,9 +52,7 @@ class Sign:
         return 1 if self.block is None else ceil(n / self.block)
 
     def encode(self, x: Tensor) -> Tensor:
-        bits = F.pad((x >= 0).to(torch.uint8), (0, -len(x) % 8)).view(-1, 8)
-        packed = (bits << torch.arange(8, dtype=torch.uint8, device=x.device)).sum(1, dtype=torch.uint8)
-        return torch.cat((packed, _bytes(self._scales(x.abs()).float())))
+        return torch.cat((pack_bits(x >= 0), _bytes(self._scales(x.abs()).float())))
 
     def _scales(self, size: Tensor) -> Tensor:
         if self.block is None:
@@ -66,9 +64,8 @@ class Sign:
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         split = ceil(n / 8)
-        packed, scale = payload[:split], _from_bytes(payload[split:], torch.float32)
-        bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=payload.device) & 1
-        signs = bits.flatten()[:n].float() * 2 - 1
+        scale = _from_bytes(payload[split:], torch.float32)
+        signs = unpack_bits(payload[:split], n).float() * 2 - 1
         return signs * (scale if self.block is None else scale.repeat_interleave(self.block)[:n])
 
 
@@ -203,6 +200,17 @@ def require_finite(x: Tensor, what: str) -> None:
     sentence = f"{what} is not finite: it is not compressed"
     if not assert_async(torch.isfinite(x).all(), sentence):
         raise ArithmeticError(sentence)
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Return bool [n] as uint8 [ceil(n/8)], the first bit lowest."""
+    eights = F.pad(bits.to(torch.uint8), (0, -len(bits) % 8)).view(-1, 8)
+    return (eights << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor, n: int) -> Tensor:
+    bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
+    return bits.flatten()[:n].bool()
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

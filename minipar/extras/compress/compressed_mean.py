@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +11,8 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.error_feedback import ErrorFeedback
+from minipar.extras.compress.piece_residuals import Group, PieceResiduals
 from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
-
-Group = tuple[Any, ...]  # the keys of tensors that are reduced together
 
 
 class CompressedMean:
@@ -29,9 +27,9 @@ class CompressedMean:
     Source: the compressed all-reduce of 1-bit Adam, arXiv:2102.02888, in DeepSpeed's two phases. In DeepSpeed a rank has
     one scale for all p chunks, and sends it by another all-gather; here each chunk has its own scale.
 
-    Under ZeRO-2 a rank keeps only the mean of its own chunk. `scattered_means` does just the first phase for this: it sends
-    half of the bytes, and does not encode the mean. ZeRO++ reduce-scatters gradients in the same way, with block-quantized
-    integers and without feedback: arXiv:2306.10209, section 3.3.
+    Under ZeRO-2 and -3 a rank keeps only the mean of its own chunk. `scattered_means` does just the first phase for this:
+    it sends half of the bytes, and does not encode the mean. ZeRO++ reduce-scatters gradients in the same way, with
+    block-quantized integers and without feedback: arXiv:2306.10209, section 3.3.
     """
 
     scatters = True
@@ -42,7 +40,7 @@ class CompressedMean:
         self.server = ErrorFeedback(codec, error_feedback)  # for the error of the mean of its chunk
         self.codec = codec
         self._groups: dict[Group, Tensors] = {}  # group -> meta tensors of the same shapes
-        self._scattered: dict[Group, list[Tensors]] = {}  # group -> the same for each rank's pieces
+        self._pieces = PieceResiduals(self.worker.residuals)
         self._loaded: State = {}
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
@@ -87,9 +85,7 @@ class CompressedMean:
         rank = self.comm.rank
         if self.comm.size == 1:
             return dict(parts[0])
-        group = tuple(tuple(part) for part in parts)
-        if group not in self._scattered:
-            self._begin_scattered(group, parts)
+        group = self._pieces.begin(parts, self._loaded)
         payloads = [
             self.worker.encode((group, r), fused(part)) if part else self._nothing()
             for r, part in enumerate(parts)
@@ -134,14 +130,7 @@ class CompressedMean:
             for name, flat in (("residual", own), ("residual_of_mean", mean)):
                 for key, part in cut(flat, shapes).items():
                     found.setdefault(key, {})[name] = part
-        for group, parts in self._scattered.items():
-            pieces: dict[Any, list[Tensor]] = {}
-            for r, shapes in enumerate(parts):
-                if (group, r) in self.worker.residuals:
-                    for key, part in cut(self.worker.residuals[group, r], shapes).items():
-                        pieces.setdefault(key, []).append(part)
-            for key, own_pieces in pieces.items():
-                found.setdefault(key, {})["residual"] = torch.cat(own_pieces).view(key.shape)
+        self._pieces.add_to(found)
         return found
 
     def load(self, state: State) -> None:
@@ -160,27 +149,6 @@ class CompressedMean:
                 feedback.residuals |= {(group, r): chunk.clone() for r, chunk in enumerate(chunks)}
             else:
                 feedback.residuals[group] = chunks[self.comm.rank].clone()
-
-    def _begin_scattered(self, group: Group, parts: Sequence[Tensors]) -> None:
-        """Store the pieces' sizes, and cut loaded residuals in the same way.
-
-        A loaded "residual_of_mean" is added to every rank's residual, since the mean is not encoded here.
-        """
-        self._scattered[group] = [
-            {key: torch.empty_like(x, device="meta") for key, x in part.items()} for part in parts
-        ]
-        keys = dict.fromkeys(key for part in parts for key in part)
-        loaded = {key: self._loaded.pop(key) for key in keys if key in self._loaded}
-        left = {key: torch.stack(list(state.values())).sum(0).flatten() for key, state in loaded.items()}
-        used = dict.fromkeys(left, 0)
-        for r, part in enumerate(parts):
-            residuals = {key: torch.zeros_like(x) for key, x in part.items()}
-            for key, x in part.items():
-                if key in left:
-                    residuals[key] = left[key][used[key] : used[key] + len(x)]
-                    used[key] += len(x)
-            if left and part:
-                self.worker.residuals[group, r] = fused(residuals)
 
 
 def _chunks(flat: Tensor, p: int) -> tuple[Tensor, ...]:

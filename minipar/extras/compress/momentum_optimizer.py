@@ -42,6 +42,9 @@ class MomentumOptimizer(torch.optim.Optimizer):
         comm_of = function_of_parameter(comm)
         signs = partial(CompressedMean, codec=Sign(), error_feedback=error_feedback)
         self.compressors = Compressors(compress or signs, comm_of)
+        self.compressors.keys += [
+            p for group in self.param_groups for p in group["params"] if p.requires_grad
+        ]
         self.plain = Compressors(PlainMean, comm_of)
 
     @torch.no_grad()

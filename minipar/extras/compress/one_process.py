@@ -1,12 +1,13 @@
 """The averages of `--compress`, computed in one process from the tensors of all ranks, without messages.
 
-`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py and
-power_sgd.py compute; these files name the sources.
+`minipar verify` compares a lossy run with these averages. They are the means that compressed_mean.py, two_level.py,
+sketched_mean.py and power_sgd.py compute; these files name the sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,25 @@ from torch import Tensor
 
 from minipar.extras.compress.codecs import Codec
 from minipar.extras.compress.plain_mean import widened
+from minipar.extras.compress.sketch import Sketch, num_cells
+from minipar.extras.compress.threshold import Choose
 from minipar.train.averaging import Average
 
 IsCompressed = Callable[[Average, int], bool]
+
+
+class Sketched(NamedTuple):
+    """The settings of a SketchedMean: which elements a rank keeps, and the number of cells per element."""
+
+    choose: Choose
+    ratio: float
 
 
 class OneProcessMeans:
     """Computes the mean that each message gives, from the tensors of all ranks; keeps the ranks' residuals and factors.
 
     is_compressed  a function from a message and i to whether its tensor i is compressed, or averaged exactly
-    codec          encodes a vector; None for PowerSGD
+    codec          encodes a vector; None for PowerSGD; `Sketched` for the sketches of the largest elements
     node_size      compress only between nodes of this many ranks; None: between all ranks
     rank           the rank of PowerSGD's factors
     feedback       True: error feedback, which adds a codec's error to the next vector
@@ -32,7 +42,7 @@ class OneProcessMeans:
     def __init__(
         self,
         is_compressed: IsCompressed,
-        codec: Codec | None,
+        codec: Codec | Sketched | None,
         node_size: int | None = None,
         rank: int = 0,
         feedback: bool = True,
@@ -79,15 +89,32 @@ class OneProcessMeans:
         pieces = [(i, (low, high)) for i, (low, high) in pieces if high > low]
         if not pieces:
             return
-        sent = []
-        for rank, xs in enumerate(given):
-            x = torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces])
-            sent.append(self._sent((key, rank), x, len(x)))
-        parts = torch.stack(sent).mean(0).split([high - low for _, (low, high) in pieces])
-        for (i, (low, high)), part in zip(pieces, parts):
+        vectors = [torch.cat([xs[i].flatten()[low:high] for i, (low, high) in pieces]) for xs in given]
+        if isinstance(self.codec, Sketched):
+            mean = self._by_sketch(key, vectors, self.codec)
+        else:
+            sent = [self._sent((key, rank), x, len(x)) for rank, x in enumerate(vectors)]
+            mean = torch.stack(sent).mean(0)
+        for (i, (low, high)), part in zip(pieces, mean.split([high - low for _, (low, high) in pieces])):
             means[i].view(-1)[low:high] = part
 
+    def _by_sketch(self, key: object, xs: list[Tensor], codec: Sketched) -> Tensor:
+        """Return the mean of the elements that are chosen and recovered; the others are kept as residuals."""
+        wanted = [x + self._residuals.get((key, rank), 0) for rank, x in enumerate(xs)]
+        chosen = [codec.choose(x) for x in wanted]
+        places = torch.stack(chosen).any(0)
+        recovered = Sketch(places, num_cells(len(places), codec.ratio)).recovered
+        sent = [x * (mask & recovered) for x, mask in zip(wanted, chosen)]
+        if self.feedback:
+            self._residuals |= {(key, rank): x - y for rank, (x, y) in enumerate(zip(wanted, sent))}
+        return torch.stack(sent).mean(0)
+
     def _by_codec(self, key: object, xs: list[Tensor]) -> Tensor:
+        if isinstance(self.codec, Sketched):
+            chunks = zip(*(x.split(-(-len(x) // len(xs))) for x in xs))
+            return torch.cat(
+                [self._by_sketch((key, r), list(own), self.codec) for r, own in enumerate(chunks)]
+            )
         if self.node_size is None:
             return self._two_phases(key, xs)
         g, n = self.node_size, len(xs[0])
@@ -113,6 +140,7 @@ class OneProcessMeans:
     def _sent(self, key: object, x: Tensor, held: int) -> Tensor:
         """Encode and decode x plus the residual. Keep the error as the new residual, with 0 in the padding after `held`."""
         assert self.codec is not None
+        assert not isinstance(self.codec, Sketched)
         wanted = x + self._residuals[key] if key in self._residuals else x
         sent = self.codec.decode(self.codec.encode(wanted), len(x))
         if self.feedback:

@@ -25,12 +25,14 @@ from minipar.data_parallel.optimizer_interface import OptimizerInterface, TorchO
 from minipar.extras.compress.codecs import Codec, Float8, Int8, Sign, TopK
 from minipar.extras.compress.compressed_mean import CompressedMean
 from minipar.extras.compress.local_sgd import DiLoCo
-from minipar.extras.compress.one_process import OneProcessMeans
+from minipar.extras.compress.one_process import OneProcessMeans, Sketched
 from minipar.extras.compress.onebit_adam import OneBitAdam
 from minipar.extras.compress.onebit_lamb import OneBitLamb
 from minipar.extras.compress.plain_mean import OwnGradients, State, StatefulCompressor
 from minipar.extras.compress.power_sgd import PowerSGD
 from minipar.extras.compress.selective import Selective
+from minipar.extras.compress.sketched_mean import SketchedMean
+from minipar.extras.compress.threshold import choose_by
 from minipar.extras.compress.two_level import TwoLevelMean
 from minipar.extras.compress.zero_one_adam import ZeroOneAdam
 from minipar.mesh import Placement, placement_of
@@ -48,6 +50,12 @@ KIND = "compression"  # names these tensors in a checkpoint, which stores tensor
 # Number of elements that share a scale: few, so that the embeddings of rare words, which have small gradients, get small
 # scales.
 SIGN_BLOCK = 256
+# The codec of a method that encodes vectors; top-k's and TAGC's depend on the run.
+CODEC_OF: dict[str, Codec] = {
+    "int8": Int8(),
+    "fp8": Float8(),
+    **dict.fromkeys(("sign", "onebit-adam", "zero-one-adam", "onebit-lamb"), Sign(SIGN_BLOCK)),
+}
 
 # Compressors -----------------------------------------------------------------------------------------------------------
 
@@ -56,7 +64,7 @@ class Compressed(Plain):
     """The `GradientAveraging` that uses the compression method named in the run's configuration."""
 
     def compressor(self, config: TrainConfig) -> MakeCompressor:
-        """Return a function that makes the compressor with which DDP or ZeroOptimizer averages gradients.
+        """Return a function that makes the compressor with which DDP, ZeroOptimizer or FSDP averages gradients.
 
         The compressor averages nothing if the method averages momenta or weights instead.
         """
@@ -98,7 +106,9 @@ class Compressed(Plain):
             return OneProcessMeans(_of_matrices, None, rank=own.rank)
         select = _of_feed_forward if config.compress == "tagc" else _of_matrices
         node_size = getattr(own, "node_size", None)
-        return OneProcessMeans(select, _codec(config), node_size, feedback=_feedback(config))
+        sends_weights = config.choice("compress").averages == "weights"  # which are sent whole
+        codec = None if sends_weights else _sketched(config) or _codec(config)
+        return OneProcessMeans(select, codec, node_size, feedback=_feedback(config))
 
     def stored_parts(self, state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
         return _stored_parts(state, comm_of)
@@ -113,6 +123,8 @@ COMPRESSED = Compressed()
 def _vector_compressor(config: TrainConfig) -> MakeCompressor:
     if config.compress == "powersgd":
         return partial(PowerSGD, rank=config.options["compress"].rank)
+    if (sketched := _sketched(config)) is not None:
+        return partial(SketchedMean, **sketched._asdict(), error_feedback=_feedback(config))
     node_size, codec = config.options["compress"].node_size, _codec(config)
     if node_size is not None:
         return partial(TwoLevelMean, codec=codec, node_size=node_size, error_feedback=_feedback(config))
@@ -124,16 +136,25 @@ def _feedback(config: TrainConfig) -> bool:
     return getattr(config.options["compress"], "feedback", True)
 
 
+def _sketched(config: TrainConfig) -> Sketched | None:
+    own = config.options["compress"]
+    if not getattr(own, "sketch", 0):
+        return None
+    return Sketched(choose_by(own.threshold, own.fraction), own.sketch)
+
+
 def _codec(config: TrainConfig) -> Codec:
     if config.compress in ("topk", "tagc"):
         fraction = config.options["compress"].fraction
         return TopK(fraction, torch.promote_types(config.torch_reduce_dtype, torch.float32))
-    codecs: dict[str, Codec] = {"int8": Int8(), "fp8": Float8()}
-    return codecs.get(config.compress, Sign(SIGN_BLOCK))
+    if config.compress not in CODEC_OF:
+        # Another codec in its place would train, and `verify` would find it equal.
+        raise ValueError(f"compress={config.compress} has no codec; give it one in CODEC_OF of {__name__}")
+    return CODEC_OF[config.compress]
 
 
 def _is_compressed(param: Tensor) -> bool:
-    """Return whether to compress a parameter: only matrices, and only those that other tp ranks hold no copies of.
+    """Return whether to compress a parameter's gradient: only of matrices, and of those that no other tp rank copies.
 
     Copies would be encoded with different other elements on each rank, and would become unequal. Vectors have few elements
     and are sensitive to rounding.
@@ -230,16 +251,12 @@ def _stored_parts(state: RankState, comm_of: CommOf) -> Iterator[StoredPart]:
 @torch.no_grad()
 def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
     """Load the state that `stored_parts` stored, on any number of replicas; nothing if the run was not compressed."""
-    by_stage = [[p for p in stage.parameters() if p.requires_grad] for stage in state.stages]
-    params, all_compressors = [p for own in by_stage for p in own], _all_compressors(state)
-    # DDP has one Compressors per stage; ZeRO or an optimizer has one for all stages.
-    one_each = len(all_compressors) == len(by_stage)
-    for compressors, own_params in zip(all_compressors, by_stage if one_each else [params]):
+    for compressors in _all_compressors(state):
         compressors.on = True
         by_comm: dict[Comm, State] = {}
-        for param in own_params:
-            if found := _read_state(checkpoint, param, comm_of(param)):
-                by_comm.setdefault(comm_of(param), {})[param] = found
+        for key in compressors.keys:
+            if found := _read_state(checkpoint, key, comm_of(key)):
+                by_comm.setdefault(comm_of(key), {})[key] = found
         for comm, states in by_comm.items():
             compressor = compressors.of(comm)
             if isinstance(compressor, StatefulCompressor):
@@ -247,7 +264,8 @@ def _restore(state: RankState, checkpoint: Checkpoint, comm_of: CommOf) -> None:
     if isinstance(state.optimizer, LocalOptimizer):
         moments = ("exp_avg", "exp_avg_sq")
         own: dict[Tensor, dict[str, Tensor]] = {
-            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments}) for p in params
+            p: _present({n: _read_own(checkpoint, n, p, comm_of(p)) for n in moments})
+            for p in state.optimizer.outer.params
         }
         state.optimizer.resume(checkpoint.step, own)
 
@@ -280,12 +298,12 @@ def _factor(param: Tensor, shape: tuple[int, ...]) -> Placement:
 def _read_state(checkpoint: Checkpoint, param: Tensor, comm: Comm) -> dict[str, Tensor]:
     found = {
         "residual": _read_own(checkpoint, "residual", param, comm),
-        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), param),
+        "residual_of_mean": _read(checkpoint, _renamed(param, "residual_of_mean of"), comm.device),
     }
     factor = _factor(param, ())
     if checkpoint.has(KIND, factor.name):
         shape = checkpoint.global_shape(KIND, factor.name)
-        found["factor"] = _read(checkpoint, _factor(param, shape), param)
+        found["factor"] = _read(checkpoint, _factor(param, shape), comm.device)
     return _present(found)
 
 
@@ -294,10 +312,10 @@ def _read_own(checkpoint: Checkpoint, name: str, param: Tensor, comm: Comm) -> T
     placements = (_own(name, param, i) for i in count())
     stored = list(takewhile(lambda placement: checkpoint.has(KIND, placement.name), placements))
     if len(stored) == comm.size:
-        return _read(checkpoint, stored[comm.rank], param)
+        return _read(checkpoint, stored[comm.rank], comm.device)
     if not stored:
         return None
-    residuals = [_read(checkpoint, placement, param) for placement in stored]
+    residuals = [_read(checkpoint, placement, comm.device) for placement in stored]
     return torch.stack([x for x in residuals if x is not None]).mean(0)
 
 
@@ -305,7 +323,7 @@ def _present(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     return {name: x for name, x in tensors.items() if x is not None}
 
 
-def _read(checkpoint: Checkpoint, placement: Placement, param: Tensor) -> Tensor | None:
+def _read(checkpoint: Checkpoint, placement: Placement, device: torch.device) -> Tensor | None:
     if not checkpoint.has(KIND, placement.name):
         return None
-    return checkpoint.read(KIND, placement).to(param.device)
+    return checkpoint.read(KIND, placement).to(device)

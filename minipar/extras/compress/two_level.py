@@ -7,7 +7,8 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.extras.compress.codecs import Codec
-from minipar.extras.compress.compressed_mean import CompressedMean, Group
+from minipar.extras.compress.compressed_mean import CompressedMean
+from minipar.extras.compress.piece_residuals import Group
 from minipar.extras.compress.plain_mean import Means, State, Tensors, cut, fused, unfused
 from minipar.support.errors import require_divides
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout
+from minipar.cost.layout import Implementation, Job, Layout
 from minipar.cost.links import axis_links, collective_s
 from minipar.cost.plan_command import Answer, Asked
 from minipar.cost.ranks import held_by, held_elems
@@ -25,6 +25,7 @@ from minipar.support.errors import one_of
 
 SCALE_BYTES = 4 / 256  # bytes per element for the scale of its block
 EVERY, RANK, FRACTION = 10, 4, 0.01  # `minipar train`'s defaults
+DEFAULT = Implementation()
 
 
 class Codec(NamedTuple):
@@ -86,12 +87,14 @@ class CompressedTerm:
         return compressed_gradients(job, layout, elems, self.method).codec_s
 
 
-def methods_for(layout: Layout) -> list[str]:
-    """Return the methods that this layout can use: none under ZeRO-3, and under ZeRO-1 and -2 only codecs of gradients.
+def methods_for(layout: Layout, how: Implementation = DEFAULT) -> list[str]:
+    """Return the methods that this layout can use: with ZeRO only those that compress gradients.
 
-    PowerSGD needs complete matrices, which ZeRO-2 cuts.
+    PowerSGD needs complete matrices, which ZeRO-2 and -3 cut. A reduction after every microbatch is not compressed, nor the
+    second reduction of hybrid sharding.
     """
-    if layout.zero > 2 or layout.dp * layout.cp == 1:
+    reduces_often = layout.zero > 1 and how.reduce_every == "microbatch"
+    if layout.dp * layout.cp == 1 or reduces_often or (layout.zero == 3 and how.replicate > 1):
         return []
     local = ("zero-one-adam", "local-sgd", "diloco") if layout.cp > 1 or layout.ep > 1 else ()
     whole = ("onebit-lamb",) if layout.tp > 1 or layout.ep > 1 else ()
@@ -99,7 +102,7 @@ def methods_for(layout: Layout) -> list[str]:
         *local,
         *whole,
         *(NEEDS_ZERO0 if layout.zero else ()),
-        *(["powersgd"] if layout.zero == 2 else ()),
+        *(["powersgd"] if layout.zero > 1 else ()),
     )
     return [name for name in CODECS if name not in refused]
 
@@ -107,7 +110,7 @@ def methods_for(layout: Layout) -> list[str]:
 def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name: str) -> Compressed:
     """Return the mean cost per step of a method after the warm-up, for a rank with (dense, expert) elements `elems`."""
     machine, codec = job.machine, CODECS[name]
-    scatters = layout.zero == 2  # the first phase is enough: a rank needs the mean of its own chunk only
+    scatters = layout.zero > 1  # the first phase is enough: a rank needs the mean of its own chunk only
     phases, plain = (codec.phases[:1], "reduce_scatter") if scatters else (codec.phases, "all_reduce")
     messages = codec_s = sent = 0.0
     for axis, number in zip(("dp", "edp"), elems):
@@ -175,15 +178,19 @@ def compression_rows(job: Job, layout: Layout, name: str) -> list[tuple[str, flo
     """Return (method, seconds per step, bytes sent): without compression, then with `name` or, for "auto", each method."""
     elems = held_elems(job, layout, held_by(job, layout, 0))
     plain_bytes = sum(gradients_bytes(job, layout, 0))
-    weight_bytes = plain_bytes * job.bytes_of.weight / (job.bytes_of.gradient + job.bytes_of.weight)
+    # With ZeRO, all but one reduce-scatter of gradients is the gathering of weights.
+    weight_bytes = plain_bytes - _reduce_scatter_bytes(job, layout, elems) if layout.zero else 0.0
     rows = [("none", sum(step_parts(job, layout).values()), plain_bytes)]
-    for method in methods_for(layout):
+    for method in methods_for(layout, job.implementation):
         if name in ("auto", method):
-            sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes * (
-                layout.zero > 0
-            )
+            sent = compressed_gradients(job, layout, elems, method).sent_bytes + weight_bytes
             rows.append((method, sum(step_parts(job, layout, CompressedTerm(method)).values()), sent))
     return rows
+
+
+def _reduce_scatter_bytes(job: Job, layout: Layout, elems: tuple[int, int]) -> float:
+    sizes = [axis_links(job.machine, layout, axis).size for axis in ("dp", "edp")]
+    return sum((p - 1) / p * job.bytes_of.gradient * n for p, n in zip(sizes, elems))
 
 
 def faster_layout(job: Job, winner: Layout, others: Sequence[Layout], name: str) -> list[str]:
@@ -204,7 +211,7 @@ def advice(job: Job, layout: Layout, name: str) -> list[str]:
     if not others:
         if layout.dp * layout.cp == 1:
             return ["", f"compress: no, {layout.name} has one data-parallel rank, which sends no gradients"]
-        methods = name if methods_for(layout) else "every method"
+        methods = name if methods_for(layout, job.implementation) else "every method"
         return ["", f"compress: no, {layout.name} cuts or shares what {methods} needs whole on each rank"]
     best = min(others, key=lambda row: row[1])
     if best[1] < PAYS * plain_s:

@@ -8,16 +8,18 @@ differ in the weights that a microbatch's forward and backward use:
     stashed     PipeDream: the backward uses the forward's weights; stage s keeps p-s versions for this
     2bw         PipeDream-2BW: both use the version before the newest, with an update every p or more microbatches; a stage
                 keeps 2 versions
-    predicted   SpecTrain: both use the weights that momentum predicts for the update; stage s keeps p-s versions
+    predicted   SpecTrain: both use the weights that momentum predicts for the update; stage s keeps p-s versions.
+                PipeOptim: the same with the optimizer's own direction, here Adam's
 
 Sources: PipeDream, SOSP 2019, arXiv:1806.03377, section 3.3; PipeDream-2BW, arXiv:2006.09503, section 3.1; SpecTrain,
-arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, predicts for other optimizers too.
+arXiv:1809.02839, section 3; PipeOptim, arXiv:2312.00839, of which the abstract and the authors' code (guanleics/PipeOptim)
+were read: it looks one update further ahead than here, as it counts the microbatch's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -73,26 +75,34 @@ def train_asynchronously(
     momentum: float = 0.0,
     period: int | None = None,
     on_update: OnUpdate | None = None,
+    betas: tuple[float, float] | None = None,
 ) -> list[Tensor]:
-    """Train `stages` in place by SGD in one process, with the updates of an asynchronous pipeline; return each loss.
+    """Train `stages` in place by SGD or Adam in one process, with an asynchronous pipeline's updates; return each loss.
 
     There are p stages; w_s(t) is version t of stage s, and a version below 0 means version 0. For example,
 
         stashed   w_s(t+1) = w_s(t) - lr * grad_s loss_t(w_0(t-p+1), w_1(t-p+2), ..., w_p-1(t))
         2bw       w(t+1)   = w(t) - lr * mean of grad loss_k(w(t-1)) over the `period` microbatches k of update t
+        predicted the forward of a microbatch that is n updates stale uses w(t) - n * lr * direction(t)
 
-    momentum    v = momentum * v + gradient, and lr * v is subtracted in place of lr * gradient
+    momentum    direction = v = momentum * v + gradient, and lr * v is subtracted in place of lr * gradient
+    betas       Adam's, in place of momentum: direction = m_hat / (sqrt(v_hat) + 1e-8)
     period      with 2bw, microbatches per update, at least p (default: p); other methods update after every microbatch
     on_update   called with (stage, the weights of the backward, the weights to which the gradient is applied)
 
     Only weights are versioned: stages should have no buffers.
-    Raises ValueError for an unknown method, a period with a method other than 2bw, or a period below p.
+    Raises ValueError for an unknown method, a period with a method other than 2bw, a period below p, or both momentum and
+    betas.
     """
     p = len(stages)
     if method not in METHODS:
         raise ValueError(f"method={method!r} is unknown; use {one_of(METHODS, near=method)}")
     if period is not None and (method != "2bw" or period < p):
         raise ValueError(f"period={period} with method={method!r} on {p} stages; use 2bw, and {p} or more")
+    if betas is not None and momentum:
+        raise ValueError(
+            f"betas={betas} are Adam's, which has momentum={momentum} in the first; use momentum=0"
+        )
     schedule = one_f_one_b(p, len(microbatches))
     every = (period or p) if method == "2bw" else 1
     stale = weight_versions(schedule)
@@ -102,7 +112,7 @@ def train_asynchronously(
             module,
             method,
             lr,
-            momentum,
+            _Momentum(momentum) if betas is None else _Adam(*betas),
             every,
             [stale[s, k].staleness for k in range(len(microbatches))],
             on_update,
@@ -132,17 +142,55 @@ def train_asynchronously(
     return losses
 
 
+class _Direction(Protocol):
+    """The direction of an optimizer's updates: what an update subtracts, divided by the learning rate.
+
+    last  the direction of the last update; {} before the first
+    """
+
+    last: Weights
+
+    def update(self, gradient: Weights) -> Weights: ...
+
+
+class _Momentum:
+    def __init__(self, momentum: float):
+        self.momentum = momentum
+        self.last: Weights = {}
+
+    def update(self, gradient: Weights) -> Weights:
+        before = self.last or {name: torch.zeros_like(g) for name, g in gradient.items()}
+        self.last = {name: self.momentum * before[name] + g for name, g in gradient.items()}
+        return self.last
+
+
+class _Adam:
+    def __init__(self, beta1: float, beta2: float):
+        self.beta1, self.beta2, self.num_updates = beta1, beta2, 0
+        self.last: Weights = {}
+        self.moments: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def update(self, gradient: Weights) -> Weights:
+        self.num_updates += 1
+        corrections = 1 - self.beta1**self.num_updates, 1 - self.beta2**self.num_updates
+        for name, g in gradient.items():
+            m, v = self.moments.get(name, (torch.zeros_like(g), torch.zeros_like(g)))
+            m, v = self.beta1 * m + (1 - self.beta1) * g, self.beta2 * v + (1 - self.beta2) * g * g
+            self.moments[name] = m, v
+            self.last[name] = m / corrections[0] / ((v / corrections[1]).sqrt() + 1e-8)
+        return self.last
+
+
 class _VersionedStage:
     """A stage with versions of its weights: `history[-1]` is the newest, `kept[k]` is microbatch k's (input, weights)."""
 
     def __init__(
-        self, number: int, module: nn.Module, method: Method, lr: float, momentum: float, every: int,
+        self, number: int, module: nn.Module, method: Method, lr: float, direction: _Direction, every: int,
         staleness: Sequence[int], on_update: OnUpdate | None,
     ):  # fmt: skip
-        self.number, self.module, self.method, self.lr, self.momentum = number, module, method, lr, momentum
+        self.number, self.module, self.method, self.lr, self.direction = number, module, method, lr, direction
         self.every, self.staleness, self.on_update = every, staleness, on_update
         self.history: list[Weights] = [{name: w.detach().clone() for name, w in module.named_parameters()}]
-        self.velocity = {name: torch.zeros_like(w) for name, w in self.history[0].items()}
         self.total: Weights = {}
         self.updates = 0
         self.kept: dict[int, tuple[Tensor, Weights]] = {}
@@ -160,9 +208,9 @@ class _VersionedStage:
             # The same version on every stage, although early stages have made fewer updates by now.
             version = max(0, k // self.every - 1)
             return self.history[version - self.updates - 1]
-        if self.method == "predicted":
+        if self.method == "predicted" and self.direction.last:
             ahead = self.lr * self.staleness[k]
-            return {name: w - ahead * self.velocity[name] for name, w in newest.items()}
+            return {name: w - ahead * self.direction.last[name] for name, w in newest.items()}
         return newest
 
     def backward(self, k: int, dy: Tensor) -> Tensor | None:
@@ -183,10 +231,9 @@ class _VersionedStage:
     def _update(self, used: Weights) -> None:
         if self.on_update:
             self.on_update(self.number, used, self.history[-1])
-        gradient = {name: total / self.every for name, total in self.total.items()}
-        self.velocity = {name: self.momentum * v + gradient[name] for name, v in self.velocity.items()}
+        direction = self.direction.update({name: total / self.every for name, total in self.total.items()})
         # New tensors, never in place: microbatches under way still need the old ones.
-        new = {name: w - self.lr * self.velocity[name] for name, w in self.history[-1].items()}
+        new = {name: w - self.lr * direction[name] for name, w in self.history[-1].items()}
         self.history = [*self.history[-1:], new]  # `kept` has the older versions that are still needed
         self.total, self.updates = {}, self.updates + 1
 

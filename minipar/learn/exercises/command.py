@@ -80,6 +80,7 @@ def _list(folder: Path, json: bool) -> None:
         print(f"{number:2} {columns}  {exercise.title}{needs}")
     done = sum(row["state"] == "green" for row in rows)
     print(f"{done} of {len(rows)} green; begin with `minipar exercise start {_first_open(rows)}`")
+    print("First steps, on a simulated network and without torch: `minipar puzzle list`")
 
 
 def _first_open(rows: list[dict[str, Any]]) -> str:

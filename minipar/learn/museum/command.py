@@ -47,11 +47,12 @@ def museum_command(draw: Draw) -> Callable[..., Work]:
 def _list() -> None:
     from minipar.learn.museum.gallery import GALLERY
 
+    width = max(len(exhibit.name) for exhibit in GALLERY) + 1
     for symptom in dict.fromkeys(exhibit.symptom for exhibit in GALLERY):
         print(f"\n{symptom}")
         for exhibit in GALLERY:
             if exhibit.symptom == symptom:
-                print(f"  {exhibit.name:26}{exhibit.title}")
+                print(f"  {exhibit.name:{width}}{exhibit.title}")
 
 
 def _run(name: str, out: Path, draw: Draw) -> None:

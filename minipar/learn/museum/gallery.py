@@ -6,11 +6,11 @@ An exhibit that needs an extra is left out if the extra is not installed.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 from minipar.config.choices import CHOSEN
 from minipar.config.train_config import VERIFY_DEFAULTS
@@ -18,27 +18,45 @@ from minipar.inference import Options
 from minipar.learn.facts import quote
 from minipar.learn.museum import drawing, floor_faults, mesh_faults, serving_faults
 from minipar.learn.museum.drawing import DrawingExhibit
-from minipar.learn.museum.exhibit import Exhibit, FloorExhibit, MeshExhibit
+from minipar.learn.museum.exhibit import Exhibit, FloorExhibit, MeshExhibit, Symptom
 from minipar.learn.museum.serving import ServingExhibit
 from minipar.support.errors import one_of
 
 CONFIG = replace(VERIFY_DEFAULTS, steps=3)
 EXPERTS = replace(CONFIG.model, num_experts=4, group_tokens=16, capacity_factor=1.0, tie_embeddings=False)
+SYMPTOMS: tuple[str, ...] = get_args(Symptom)
 SERVING = Options(block_size=4, num_blocks=9, token_budget=9, prefix_cache=False)
 
 
 def _exhibits() -> Iterator[Exhibit]:
     rows = tomllib.loads((files(__package__) / "gallery.toml").read_text(encoding="utf-8"))["exhibit"]
     for row in quote(rows):
-        if "config" in row:
-            if _is_installed(row["config"]):
-                yield _of_a_mesh(**row)
-        elif "serving" in row:
-            yield _of_the_engine(**row)
-        elif "specification" in row:
-            yield _of_the_floor(**row)
-        else:
-            yield _drawn(**row)
+        if _is_installed(row.get("config", {})):
+            yield exhibit_of(row)
+
+
+def exhibit_of(row: Mapping[str, Any]) -> Exhibit:
+    """Return the exhibit of a row of gallery.toml. Raises ValueError, with the exhibit's name, for a row with a mistake."""
+    kinds: dict[str, Callable[..., Exhibit]] = {
+        "config": _of_a_mesh,
+        "serving": _of_the_engine,
+        "specification": _of_the_floor,
+        "drawing": _drawn,
+    }
+    try:
+        (make,) = (make for field, make in kinds.items() if field in row)
+    except ValueError:
+        raise _mistake(row, f"has not exactly one of {', '.join(kinds)}") from None
+    if row.get("symptom") not in SYMPTOMS:
+        raise _mistake(row, f"has symptom={row.get('symptom')!r}; use {one_of(SYMPTOMS)}")
+    try:
+        return make(**row)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:
+        raise _mistake(row, f"cannot be made: {error}") from error
+
+
+def _mistake(row: Mapping[str, Any], what: str) -> ValueError:
+    return ValueError(f"exhibit={row.get('name')!r} of gallery.toml {what}")
 
 
 def _is_installed(config: Mapping[str, Any]) -> bool:

@@ -41,15 +41,23 @@ class Verdict(NamedTuple):
         return "\n".join([f"{where}{self.text}", *(figure_text(f) for f in self.figures)])
 
 
-def check(puzzle: Puzzle, source: str) -> Verdict:
-    """Run a program on each of the puzzle's sizes. Return the verdict on the first size that fails, else on the first."""
+def unreadable(source: str) -> Verdict | None:
+    """Return the verdict on a program that Python cannot read, or None where it can. Runs nothing."""
     try:
-        code = compiled(source)
+        compiled(source)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None)
         return Verdict(
             False, f"Python cannot read the program: {getattr(error, 'msg', error)}", line, (), None
         )
+    return None
+
+
+def check(puzzle: Puzzle, source: str) -> Verdict:
+    """Run a program on each of the puzzle's sizes. Return the verdict on the first size that fails, else on the first."""
+    if (verdict := unreadable(source)) is not None:
+        return verdict
+    code = compiled(source)
     first = judged(run(puzzle, code, puzzle.sizes[0]))
     if not first.is_right:
         return first

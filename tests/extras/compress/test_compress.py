@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import minipar
+from minipar.data_parallel import FSDP
 from minipar.extras.compress import (
     CODECS,
     CompressedMean,
@@ -475,3 +476,17 @@ def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
     assert all(torch.equal(a, b) for a, b in zip(ranks[0][0], ranks[1][0]))
     assert ranks[0][1] < 0.5 * start + 0.5 * plain[0][1]
     assert ranks[0][2] < 0.8 * plain[0][2]
+
+
+def test_fsdp_refuses_whole_gradients_and_second_reductions():
+    def refused(world):
+        with pytest.raises(
+            ValueError, match="compress replaces one reduction, and replicas add a second one"
+        ):
+            FSDP(net(), world, replicas=world, compress=partial(CompressedMean, codec=Sign()))
+        model = FSDP(net(), world, compress=partial(PowerSGD, rank=1))
+        with pytest.raises(ValueError, match="PowerSGD needs whole gradients, and a rank keeps the mean"):
+            loss_of(model, world.rank, 0).backward()
+        return True
+
+    assert all(minipar.run(refused, world_size=2))

@@ -12,8 +12,9 @@ from minipar.config.choices import AVERAGINGS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import load_data
+from minipar.data_parallel.compressed_reductions import parts_by_rank
 from minipar.expert import gradient_comm
-from minipar.extras.compress import CompressedMean, Sign
+from minipar.extras.compress import CompressedMean, Sign, run_state
 from minipar.extras.compress.choices import Method
 from minipar.extras.compress.run_state import COMPRESSED, KIND
 from minipar.mesh import Mesh, placement_of
@@ -87,6 +88,7 @@ def test_every_method_ends_on_equal_replicas_of_every_mesh(mesh):
 EXACT = [
     dict(compress=("topk", {"fraction": 1.0}), dp=2, tp=2),
     dict(compress=("powersgd", {"rank": 16}), dp=2, pp=2, zero=1),
+    dict(compress=("topk", {"fraction": 1.0}), dp=2, pp=2, zero=3, microbatches=2),
     dict(compress="sign", tp=2),
     dict(compress=("onebit-adam", {"warmup": 2}), dp=2, tp=2),
 ]
@@ -111,8 +113,16 @@ def scattered_run(world, config, text):
     train_step(world, state, config, text, 1)
     (selective,) = state.compressors[0].by_comm.values()
     formula = 0
-    for bucket in state.optimizer.buckets:
-        parts = bucket._parts_by_rank(torch.empty(len(bucket.flat)))
+    if config.zero == 2:
+        buffers = [(bucket.bucket.layout(), len(bucket.flat)) for bucket in state.optimizer.buckets]
+    else:
+        buffers = [
+            (flat.layout(), flat.size)
+            for stage in state.pipeline.stages.values()
+            for flat in stage.module.flats
+        ]
+    for layout, length in buffers:
+        parts = parts_by_rank(torch.empty(length), layout, [length // comm.size] * comm.size)
         chosen = [sum(x.numel() for p, x in part.items() if p.dim() > 1) for part in parts]
         others = [sum(x.numel() for p, x in part.items() if p.dim() == 1) for part in parts]
         formula += selective.compressor.scattered_bytes(chosen)
@@ -121,36 +131,58 @@ def scattered_run(world, config, text):
     return comm.traffic.by_kind["compressed_reduce_scatter"], formula, residuals
 
 
-@pytest.mark.parametrize("feedback", [True, False])
-def test_zero_2_sends_codes_to_who_keeps_the_mean_and_no_residual_without_feedback(feedback):
-    config = config_of("int8", {"feedback": feedback}, dp=2, zero=2, algorithm="ring")
+@pytest.mark.parametrize(("zero", "feedback"), [(2, True), (2, False), (3, True), (3, False)])
+def test_zero_2_and_3_send_codes_to_who_keeps_the_mean(zero, feedback):
+    config = config_of("int8", {"feedback": feedback}, dp=2, zero=zero, algorithm="ring")
     matrices = sum(p.numel() for p in whole_model(config).parameters() if p.dim() > 1)
     for sent, formula, residuals in minipar.run(scattered_run, config, load_data(BASE)[0], world_size=2):
         assert sent == formula
         assert residuals == (4 * matrices if feedback else 0)
 
 
-def test_a_chunk_that_another_rank_should_have_is_noticed():
-    """The planted fault: what arrives is taken for the next piece."""
+def turned_pieces(self, parts):
+    """Read every piece backwards."""
+    return kept_scattered_means(self, [{p: x.flip(0) for p, x in part.items()} for part in parts])
 
-    def faulty(world, config, text):
-        kept = CompressedMean.scattered_means
 
-        def turned(self, parts):
-            return kept(self, [{p: x.flip(0) for p, x in part.items()} for part in parts])
+def forgotten_residual(self, parts):
+    """Forget what was not sent, though feedback is on."""
+    self.worker.residuals.clear()
+    return kept_scattered_means(self, parts)
 
-        CompressedMean.scattered_means = turned
+
+def own_gradient(self, parts):
+    """Keep this rank's own gradient in place of the mean."""
+    kept_scattered_means(self, parts)
+    return parts[self.comm.rank]
+
+
+kept_scattered_means = CompressedMean.scattered_means
+
+
+FAULTS = {
+    kept_scattered_means: None,
+    turned_pieces: "averages, step 0",
+    forgotten_residual: "averages, step 1",
+    own_gradient: "averages, step 0",
+}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_faults_of_a_compressed_reduce_scatter_are_noticed(zero, fault):
+    def faulty(world, config, text, fault):
+        CompressedMean.scattered_means = fault
         try:
             return _observe_rank(world, config, text)
         finally:
-            CompressedMean.scattered_means = kept
+            CompressedMean.scattered_means = kept_scattered_means
 
-    config = config_of("int8", dp=2, zero=2, steps=2, dtype="float64")
+    config = config_of("int8", dp=2, zero=zero, steps=2, dtype="float64", batch_size=2)
     text = load_data(config)[0]
-    rows = [
-        _lossy_rows(config, text, minipar.run(f, config, text, world_size=2)) for f in (_observe_rank, faulty)
-    ]
-    assert [all(row.equal for row in own) for own in rows] == [True, False]
+    rows = _lossy_rows(config, text, minipar.run(faulty, config, text, fault, world_size=2))
+    assert next((row.what for row in rows if not row.equal), None) == FAULTS[fault]
 
 
 def test_zero_1_of_a_run_has_the_losses_of_zero_0():
@@ -186,6 +218,18 @@ LOSSY = [
         model=replace(SMALL, tie_embeddings=True),
     ),
     dict(compress="tagc", dp=2, zero=2, optimizer="muon"),
+    dict(compress="int8", dp=3, batch_size=6, zero=3),
+    dict(compress=("sign", {"warmup": 1}), dp=2, tp=2, zero=3, microbatches=2, offload="cpu"),
+    dict(compress=("topk", {"fraction": 0.2}), dp=2, pp=2, zero=3, model=replace(SMALL, tie_embeddings=True)),
+    dict(compress="fp8", dp=2, cp=2, ep=2, zero=3, model=EXPERTS, recompute="full"),
+    dict(compress="int8", dp=2, zero=3, dtype="bfloat16"),
+    dict(compress=("tagc", {"sketch": 0.5, "fraction": 0.1}), dp=3, batch_size=6),
+    dict(compress=("tagc", {"sketch": 0.3, "threshold": True}), dp=2, tp=2, zero=2, microbatches=2),
+    dict(
+        compress=("tagc", {"sketch": 0.5, "fraction": 0.2, "threshold": True, "feedback": False}),
+        dp=2,
+        zero=3,
+    ),
     dict(compress=("sign", {"feedback": False}), dp=2),
     dict(compress="fp8", dp=2, dtype="bfloat16", reduce_dtype="float64"),
 ]
@@ -243,7 +287,7 @@ def losses_of(config) -> list[float]:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "method",
-    ["sign", "zero-one-adam", "diloco", "int8 under zero 2"]
+    ["sign", "zero-one-adam", "diloco", "int8 under zero 2", "int8 under zero 3"]
     + [
         pytest.param(m, marks=pytest.mark.slow)
         for m in METHODS
@@ -253,7 +297,7 @@ def losses_of(config) -> list[float]:
 def test_a_stopped_run_goes_on_to_the_losses_of_one_that_was_not_stopped(method, tmp_path):
     method, _, under = method.partition(" under ")
     config = config_of(
-        method, dp=2, out=tmp_path / "whole", checkpoint_every=3, keep=0, zero=2 if under else 0
+        method, dp=2, out=tmp_path / "whole", checkpoint_every=3, keep=0, zero=int(under[-1:] or 0)
     )
     whole = losses_of(config)
     (tmp_path / "whole" / "checkpoints" / "step-00000006").rename(tmp_path / "last")
@@ -315,14 +359,14 @@ REFUSED = [
     (dict(options={"compress": {"warmup": 3}}), "compress.warmup: compress=none has no options"),
     (dict(compress=("onebit-adam", {"warmup": 0})), "compress.warmup=0 is out of range; use 1 or more"),
     (
-        dict(compress="sign", zero=3),
-        "compresses the reduce-scatter of zero=2, and zero=3 gathers .* use 0, 1 or 2",
+        dict(compress="sign", zero=3, dp=4, replicate=2),
+        "replaces the reduce-scatter, and replicate=2 adds an all-reduce .* use replicate=1",
     ),
     (
         dict(compress="powersgd", zero=2),
-        "needs whole matrices of gradients, of which zero=2 leaves a rank a piece",
+        "needs whole matrices of gradients, of which zero=2 leaves a rank a piece; use zero=0 or 1",
     ),
-    (dict(compress=("int8", {"node_size": 2}), zero=2, dp=4), "compress.node_size=2 ends in an all-gather"),
+    (dict(compress=("int8", {"node_size": 2}), zero=3, dp=4), "compress.node_size=2 ends in an all-gather"),
     (
         dict(compress="int8", zero=2, reduce_every="microbatch"),
         "would round every microbatch; use reduce_every=step",
@@ -341,6 +385,16 @@ REFUSED = [
     (dict(compress=("diloco", {"every": 3}), checkpoint_every=2), "checkpoint_every=2 is no multiple"),
     (dict(compress=("local-sgd", {"every": 3}), cp=2), "cp=2 ranks compute one sample together"),
     (dict(compress=("sign", {"node_size": 3}), dp=4), "compress.node_size=3 does not divide"),
+    (dict(compress=("tagc", {"sketch": 1.5})), "compress.sketch=1.5 is no number of floats .* use 0 to 1"),
+    (
+        dict(compress=("tagc", {"threshold": True})),
+        "in messages of one size; use no-threshold, or add compress.sketch",
+    ),
+    (
+        dict(compress=("tagc", {"sketch": 0.1, "fraction": 0.09})),
+        "not even of one rank's: at most 0.0818 can",
+    ),
+    (dict(compress=("tagc", {"sketch": 0.5, "node_size": 2}), dp=4), "node_size=2 sends codes between nodes"),
     (
         dict(compress="onebit-adam", pp=2, model=replace(SMALL, tie_embeddings=True)),
         "copies of the tied embedding would drift",
@@ -362,6 +416,15 @@ def test_exact_steps_are_compared_and_no_others():
     assert exact_steps(config_of("zero-one-adam", dp=2)) == 0
     assert exact_steps(config_of("diloco")) == 1
     assert exact_steps(config_of("local-sgd")) == 6
+
+
+def test_a_method_without_a_codec_is_refused_and_does_not_send_signs(monkeypatch):
+    monkeypatch.delitem(run_state.CODEC_OF, "int8")
+    for of in (COMPRESSED.compressor, COMPRESSED.one_process):
+        with pytest.raises(
+            ValueError, match="compress=int8 has no codec; give it one in CODEC_OF of minipar.extras"
+        ):
+            of(config_of("int8", dp=2))
 
 
 def test_signs_with_a_scale_for_each_block_say_zero_where_a_block_is_zero():

@@ -7,12 +7,14 @@ import pytest
 
 import minipar
 from minipar.config.choices import AVERAGINGS
-from minipar.cost.layout import Job, parse_layout
+from minipar.cost.layout import Implementation, Job, parse_layout
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
 from minipar.cost.plan_command import plan_command
-from minipar.cost.traffic import gradients_bytes
+from minipar.cost.ranks import held_by, held_elems
+from minipar.cost.traffic import gradients_bytes, root_gathers
 from minipar.extras.compress import CompressedMean, Int8, PlainMean, Sign, TopK
+from minipar.extras.compress.choices import Method
 from minipar.extras.cost import compression
 from minipar.extras.cost.compression import (
     CODECS,
@@ -36,7 +38,7 @@ card_bytes_per_s = 1.25e9
 LAYOUT = "dp8-zero0-mb1-full"
 
 
-METHODS = set(AVERAGINGS) - {"none"}
+METHODS = {name for name, choice in AVERAGINGS.usable().items() if isinstance(choice, Method)}
 
 
 def advice(machine: str, compress: str = "auto", layout: str = LAYOUT, **options) -> str:
@@ -50,7 +52,8 @@ def test_signs_pay_over_ten_gigabits_and_not_over_nvlink(tmp_path):
     assert "compress: yes, " in advice(str(slow))
     assert "compress: no, " in advice("h100")
     assert "one data-parallel rank" in advice(str(slow), layout="pp8-mb8-full")
-    assert "needs whole" in advice(str(slow), layout="dp8-zero3-mb1-full")
+    assert "compress: yes, " in advice(str(slow), layout="dp8-zero3-mb1-full")
+    assert "needs whole" in advice(str(slow), "powersgd", layout="dp8-zero3-mb1-full")
     rows = json.loads(advice(str(slow), as_json=True))["compress"]
     assert rows["none"]["seconds"] > 2 * rows["sign"]["seconds"]
     assert rows["none"]["sent_bytes"] > 10 * rows["sign"]["sent_bytes"]
@@ -93,10 +96,30 @@ def test_an_unknown_method_is_refused_with_the_nearest():
 
 
 def test_the_table_has_every_method_of_training():
-    assert set(CODECS) == METHODS
+    assert set(CODECS) == METHODS, "add the new method to CODECS of minipar/extras/cost/compression.py"
     assert set(methods_for(parse_layout(LAYOUT))) == METHODS
     assert "onebit-adam" not in methods_for(parse_layout("dp8-zero1-mb1"))
-    assert set(methods_for(parse_layout("dp8-zero2-mb1"))) == {"sign", "int8", "fp8", "topk", "tagc"}
+    codecs = {name for name in METHODS if AVERAGINGS[name].averages == "gradient"}
+    for zero in (2, 3):
+        assert set(methods_for(parse_layout(f"dp8-zero{zero}-mb1"))) == codecs - {"powersgd"}
+    for how in (Implementation(reduce_every="microbatch"), Implementation(replicate=2)):
+        assert methods_for(parse_layout("dp8-zero3-mb1"), how) == []
+
+
+def test_zero_3_gathers_weights_beside_compressed_gradients():
+    job = Job(find_model("llama-7b"), find_machine("h100"), 8, 1024, 64)
+    layout = parse_layout("dp8-zero3-mb8")
+    (_, _, plain), (_, _, int8) = compression_rows(job, layout, "int8")
+    held = sum(held_elems(job, layout, held_by(job, layout, 0)))
+    weights = sum(root_gather_and_layers(job, layout, held)) * job.bytes_of.weight
+    assert plain == pytest.approx(7 / 8 * (weights + held * job.bytes_of.gradient))
+    assert int8 == pytest.approx(7 / 8 * (weights + held * (1 + 4 / 256)))
+
+
+def root_gather_and_layers(job, layout, held):
+    """The elements of the root, gathered once, and of the layers, gathered before the forward and before the backward."""
+    ((root, gathers),) = root_gathers(job, layout, held_by(job, layout, 0))
+    return gathers * root, 2 * (held - root)
 
 
 @pytest.mark.parametrize(("name", "codec"), [("sign", Sign(256)), ("int8", Int8()), ("topk", TopK(0.01))])

@@ -136,7 +136,58 @@ def test_2bw_is_gradient_descent_delayed_by_one_on_every_stage(p, more, updates,
         assert_equal_to(w.detach(), want[name], what=name)
 
 
-def distances(method: str, momentum: float) -> torch.Tensor:
+def delayed_adam(stages, minibatches, lr, betas, predicted):
+    """By torch's Adam: each stage's gradient at its weights of so many updates before, moved ahead by Adam's direction."""
+    p = len(stages)
+    optimizers = [torch.optim.Adam(stage.parameters(), lr=lr, betas=betas) for stage in stages]
+    used = [[] for _ in stages]  # by stage, the weights of each microbatch's forward
+
+    def weights_ahead(s, num_updates):
+        found = {}
+        for name, w in stages[s].named_parameters():
+            state, ahead = optimizers[s].state[w], torch.zeros_like(w)
+            if state and predicted:
+                m = state["exp_avg"] / (1 - betas[0] ** state["step"].item())
+                v = state["exp_avg_sq"] / (1 - betas[1] ** state["step"].item())
+                ahead = lr * num_updates * m / (v.sqrt() + 1e-8)
+            found[name] = (w.detach() - ahead).requires_grad_()
+        return found
+
+    losses = []
+    for t, (x, target) in enumerate(minibatches):
+        for s in range(p):  # the forward of microbatch k comes after update k - min(k, p-1-s)
+            for k in range(len(used[s]), len(minibatches)):
+                if k - min(k, p - 1 - s) > t:
+                    break
+                used[s].append(weights_ahead(s, min(k, p - 1 - s)))
+        for s, stage in enumerate(stages):
+            x = functional_call(stage, used[s][t], (x,))
+        loss = torch.nn.functional.mse_loss(x, target)
+        losses.append(loss.detach())
+        loss.backward()
+        for s, optimizer in enumerate(optimizers):
+            for name, w in stages[s].named_parameters():
+                w.grad = used[s][t][name].grad
+            optimizer.step()
+    return losses
+
+
+@examples(15)
+@given(st.integers(1, 4), st.integers(1, 8), st.sampled_from(["stashed", "predicted"]), seeds)
+def test_with_adam_it_is_adam_at_delayed_or_predicted_weights(p, m, method, seed):
+    torch.manual_seed(seed)
+    stages, minibatches = tiny_stages(p), tiny_minibatches(m)
+    want, betas = copy.deepcopy(stages), (0.9, 0.95)
+    want_losses = delayed_adam(want, minibatches, 0.01, betas, method == "predicted")
+    losses = train_asynchronously(
+        stages, minibatches, torch.nn.functional.mse_loss, 0.01, method, betas=betas
+    )
+    assert_equal_to(torch.stack(losses), torch.stack(want_losses))
+    for got, weights in zip(stages.parameters(), want.parameters()):
+        assert_equal_to(got.detach(), weights.detach())
+
+
+def distances(method: str, momentum: float, betas=None, lr: float = 0.02) -> torch.Tensor:
     """The mean distance of the first stage's weights of a gradient from those it is applied to."""
     torch.manual_seed(0)
     stages, found = tiny_stages(4), []
@@ -147,7 +198,7 @@ def distances(method: str, momentum: float) -> torch.Tensor:
 
     one = tiny_minibatches(1) * 40  # one problem, so that the momentum points somewhere
     train_asynchronously(
-        stages, one, torch.nn.functional.mse_loss, 0.02, method, momentum, on_update=on_update
+        stages, one, torch.nn.functional.mse_loss, lr, method, momentum, on_update=on_update, betas=betas
     )
     return torch.stack(found[8:]).mean()
 
@@ -155,6 +206,8 @@ def distances(method: str, momentum: float) -> torch.Tensor:
 def test_predicted_weights_are_nearer_to_the_fresh_ones_than_stashed_weights():
     assert distances("predicted", 0.9) < 0.5 * distances("stashed", 0.9)
     assert distances("latest", 0.9) == 0  # but its gradient is that of no loss
+    adam = {"momentum": 0.0, "betas": (0.9, 0.95), "lr": 0.002}
+    assert distances("predicted", **adam) < 0.5 * distances("stashed", **adam)
 
 
 def test_a_prediction_without_any_momentum_yet_is_the_stashed_weights():
@@ -177,5 +230,7 @@ def test_what_cannot_be_is_refused():
         train(stages, microbatches, torch.nn.functional.mse_loss, 0.1, "stash")
     with pytest.raises(ValueError, match="period=2 with method='2bw' on 3 stages; use 2bw, and 3 or more"):
         train(stages, microbatches, torch.nn.functional.mse_loss, 0.1, "2bw", period=2)
+    with pytest.raises(ValueError, match="betas=.* are Adam's, which has momentum=0.9 in the first"):
+        train(stages, microbatches, torch.nn.functional.mse_loss, 0.1, momentum=0.9, betas=(0.9, 0.95))
     with pytest.raises(ValueError, match="period=4 with method='stashed'"):
         train(stages, microbatches, torch.nn.functional.mse_loss, 0.1, "stashed", period=4)

@@ -9,7 +9,7 @@ import torch
 from minipar.learn.museum import mesh_faults
 from minipar.learn.museum.command import AXES
 from minipar.learn.museum.exhibit import MeshExhibit
-from minipar.learn.museum.gallery import EXHIBITS, GALLERY, _exhibits, find
+from minipar.learn.museum.gallery import EXHIBITS, GALLERY, SYMPTOMS, _exhibits, exhibit_of, find
 from minipar.support import registry
 from minipar.train import step
 
@@ -53,11 +53,32 @@ def test_a_loss_curve_can_look_fine_and_be_wrong():
 
 def test_every_symptom_has_exhibits_and_every_story_is_told():
     assert len(GALLERY) == len(EXHIBITS) >= 24
-    assert len({exhibit.symptom for exhibit in GALLERY}) == 7
+    assert {exhibit.symptom for exhibit in GALLERY} == set(SYMPTOMS)
     for exhibit in GALLERY:
-        assert exhibit.axis in AXES.replace(" or", ",").split(", ")
+        assert exhibit.axis in AXES.replace(" or", ",").split(", "), exhibit.name
         assert min(map(len, (exhibit.title, exhibit.real, exhibit.story, exhibit.missed, exhibit.rule))) > 10
     assert sum(isinstance(exhibit, MeshExhibit) for exhibit in GALLERY) >= 12
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ({"fault": "times_microbatch"}, "cannot be made: .* no attribute 'times_microbatch'"),
+        ({"rule": None}, "cannot be made: .*missing .*'rule'"),
+        ({"symptom": "hangs"}, "has symptom='hangs'; use fine and wrong, .* or slow or large"),
+        ({"config": None}, "has not exactly one of config, serving, specification, drawing"),
+        ({"config": {"dp": 0}}, "cannot be made: dp=0"),
+    ],
+)
+def test_a_row_with_a_mistake_is_refused_with_its_name(mistake, words):
+    row = dict(
+        name="mine", title="A title", symptom="hang", axis="dp", real="code", story="A story", missed="Why",
+        rule="A rule", says="words", fault="microbatches_not_divided", config={"dp": 2},
+    )  # fmt: skip
+    assert exhibit_of(row).name == "mine"
+    told = {field: value for field, value in (row | mistake).items() if value is not None}
+    with pytest.raises(ValueError, match=f"^exhibit='mine' of gallery.toml {words}"):
+        exhibit_of(told)
 
 
 def test_an_unknown_exhibit_is_refused_with_the_nearest():
