@@ -64,7 +64,7 @@ soak: .venv/installed ## draw runs for an hour, or SOAK_MINUTES, or DRAWS of the
 	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py
 
 mutate: .venv/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
-	$(BIN)/python -m tests.mutation $(or $(ROOM),--help) --sample $(or $(SAMPLE),60) --seed $(or $(SEED),0)
+	$(BIN)/python -m tests.mutation "$(ROOM)" --sample "$(or $(SAMPLE),60)" --seed "$(or $(SEED),0)"
 
 test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu

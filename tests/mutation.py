@@ -14,6 +14,7 @@ import ast
 import contextlib
 import difflib
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -24,9 +25,9 @@ import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from xml.etree import ElementTree
 
 import parso
@@ -66,8 +67,12 @@ OPERATORS = [
 
 # Tests of other rooms that are also about this one.
 ALSO = {
-    "comm": ["tests/test_grouped.py"],
-    "transport": ["tests/comm", "tests/runtime/test_worker.py", "tests/test_grouped.py"],
+    "comm": ["tests/test_grouped.py", "tests/runtime/test_output.py", "tests/transport/test_checked.py"],
+    "transport": [
+        "tests/comm",
+        "tests/test_grouped.py",
+        *(f"tests/runtime/test_{name}.py" for name in ("worker", "launch", "leaving_groups")),
+    ],
     "data_parallel": ["tests/train/test_parallelize.py", "tests/train/test_precision.py"],
     "pipeline": ["tests/train/test_tied_weights.py", "tests/verification/test_verify.py"],
     "schedules": ["tests/pipeline/test_execute.py"],
@@ -108,7 +113,8 @@ class DropKeyword:
     @staticmethod
     def _keywords(node) -> list:
         if node.type == "arglist" or (node.type == "trailer" and node.children[0] == "("):
-            return [x for x in node.children if x.type == "argument" and x.children[1] == "="]
+            named = [x for x in node.children if x.type == "argument" and x.children[1] == "="]
+            return [x for x in named if x.children[0].value != "help"]
         return []
 
     def mutate(self, node, index):
@@ -241,31 +247,25 @@ class Judge:
     def __init__(self, folder: Path, quick: bool):
         self.folder, self.quick = folder, quick
         self.log = folder / "pytest.log"
+        self.temporary = folder / "tmp"  # removed with the copy, whatever killed tests leave there
+        self.temporary.mkdir()
 
     def run(self, arguments: list[str], timeout_s: float) -> int | None:
-        """Return pytest's exit status, or None if it took too long."""
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            os._exit(self._pytest(arguments))
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                self._kill_group(pid)
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
-        self._kill_group(pid)
-        os.waitpid(pid, 0)
-        return None
+        """Return pytest's exit status, or None if it took too long. Nothing that it started outlives it."""
+        process = multiprocessing.get_context("fork").Process(target=self._pytest, args=[arguments])
+        process.start()
+        try:
+            process.join(timeout_s)
+            return process.exitcode
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
 
-    @staticmethod
-    def _kill_group(pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-    def _pytest(self, arguments: list[str]) -> int:
+    def _pytest(self, arguments: list[str]) -> None:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(self.folder)
         with self.log.open("w") as log:
             os.dup2(log.fileno(), 1)
@@ -274,10 +274,11 @@ class Judge:
             del sys.modules[name]
         sys.path[:] = [str(self.folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
         os.environ["PYTHONPATH"] = str(self.folder)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.temporary)
         quick = ["--quick"] if self.quick else []
         code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *quick, *arguments], [Unshrunk()]))
         sys.stdout.flush()
-        return code
+        sys.exit(code)
 
     def first_failure(self) -> str:
         for line in self.log.read_text(errors="replace").splitlines():
@@ -337,53 +338,82 @@ def in_order(mutant: Mutant, seconds: dict[str, float], kills: Counter[str]) -> 
     )
 
 
-def explained() -> dict[tuple[str, str, str], str]:
-    """Return the reasons of tests/survivors.toml, by file, line and the line's mutant."""
-    rows = tomllib.loads((ROOT / "tests" / "survivors.toml").read_text())["survivor"]
-    return {(row["file"], row["line"], row["mutant"]): row["why"] for row in rows}
+def unexplained(rows: Iterable[dict]) -> list[dict]:
+    """Return the mutants that survived and that tests/survivors.toml does not explain."""
+    known = tomllib.loads((ROOT / "tests" / "survivors.toml").read_text())["survivor"]
+    explained = {(row["file"], row["line"], row["mutant"]) for row in known}
+    survived = [row for row in rows if row["outcome"] == "survived"]
+    return [row for row in survived if (row["file"], row["line"], row["mutant"]) not in explained]
+
+
+def modules(room: str) -> list[Path]:
+    return sorted(f for f in (ROOT / "minipar" / room).glob("*.py") if f.name != "__init__.py")
+
+
+def rooms() -> list[str]:
+    """Return the folders of minipar that have modules, and tests in a folder of the same name."""
+    tested = sorted({path.parent.relative_to(ROOT / "tests") for path in ROOT.glob("tests/*/**/test_*.py")})
+    return [str(folder) for folder in tested if modules(str(folder))]
 
 
 def all_mutants(room: str) -> list[Mutant]:
-    files = sorted((ROOT / "minipar" / room).glob("*.py"))
     return [
         mutant
-        for file in files
-        if file.name != "__init__.py"
+        for file in modules(room)
         for mutant in mutants_of(str(file.relative_to(ROOT)), file.read_text())
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
-    parser.add_argument("room", help="a folder of minipar/, such as comm or learn/exercises")
-    parser.add_argument("--sample", type=int, default=60, help="how many mutants")
-    parser.add_argument("--seed", type=int, default=0)
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"make mutate: {message}\n")
+
+
+def parsed() -> argparse.Namespace:
+    parser = Parser(prog="python -m tests.mutation", description=__doc__.splitlines()[0])
+    parser.add_argument("room", metavar="ROOM", help="a folder of minipar/, such as comm or learn/exercises")
+    parser.add_argument("--sample", metavar="SAMPLE", type=int, default=60, help="how many mutants")
+    parser.add_argument("--seed", metavar="SEED", type=int, default=0)
     parser.add_argument("--again", action="store_true", help="only those that survived the last time")
     parser.add_argument("--more", action="store_true", help="only those that were not tried the last time")
     parser.add_argument("--full", action="store_true", help="all examples of the tests, not those of --quick")
     options = parser.parse_args()
+    if options.room not in rooms():
+        parser.error(f"ROOM={options.room} has no code with tests; use one of {', '.join(rooms())}")
+    if options.sample < 1:
+        parser.error(f"SAMPLE={options.sample}: at least one mutant must be tried")
+    return options
+
+
+def main() -> None:
+    options = parsed()
     name = options.room.replace("/", "_")
     RESULTS.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="minipar-mutants-") as folder:
-        copy_checkout(Path(folder))
-        run(options, Judge(Path(folder), not options.full), RESULTS / f"{name}.jsonl")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="minipar-mutants-", ignore_cleanup_errors=True) as folder:
+            copy_checkout(Path(folder))
+            run(options, Judge(Path(folder), not options.full), RESULTS / f"{name}.jsonl")
+    except KeyboardInterrupt:
+        sys.exit(f"make mutate: interrupted; {RESULTS / name}.jsonl has the mutants tried so far")
     report(RESULTS / f"{name}.jsonl", RESULTS / f"{name}.txt")
 
 
 def run(options: argparse.Namespace, judge: Judge, results: Path) -> None:
-    chosen = draw(all_mutants(options.room), options.sample, options.seed)
+    every = all_mutants(options.room)
     rows = {key(row): row for row in read(results)} if options.again or options.more else {}
     if options.again:
-        chosen = [m for m in chosen if rows.get(key(m._asdict()), {}).get("outcome") == "survived"]
-    elif options.more:
-        chosen = [m for m in chosen if key(m._asdict()) not in rows]
+        again = {key(row) for row in unexplained(rows.values())}
+        chosen = [m for m in every if key(m._asdict()) in again]
+    else:
+        chosen = [m for m in draw(every, options.sample, options.seed) if key(m._asdict()) not in rows]
     started = time.monotonic()
     seconds = judge.clean_run([f"tests/{options.room}", *ALSO.get(options.room, [])])
     clean_s = time.monotonic() - started
     print(f"{options.room}: {len(chosen)} mutants; the tests take {clean_s:.0f} s without one", flush=True)
     kills: Counter[str] = Counter()
     for number, mutant in enumerate(chosen, 1):
-        row = judge.judge(mutant, in_order(mutant, seconds, kills), timeout_s=5 * clean_s + 120)
+        row = judge.judge(mutant, in_order(mutant, seconds, kills), timeout_s=3 * clean_s + 60)
         kills[row["by"].partition("::")[0]] += 1
         rows[key(row)] = row
         print(
@@ -404,14 +434,13 @@ def read(results: Path) -> list[dict]:
 
 def report(results: Path, survivors: Path) -> None:
     """Print the counts, and write the diffs of the mutants that survived and are not explained."""
-    rows, reasons = read(results), explained()
-    survived = [row for row in rows if row["outcome"] == "survived"]
-    left = [row for row in survived if (row["file"], row["line"], row["mutant"]) not in reasons]
+    rows = read(results)
+    left = unexplained(rows)
     survivors.write_text("\n\n".join(row["diff"] for row in left))
-    killed = len(rows) - len(survived)
+    killed = sum(row["outcome"] == "killed" for row in rows)
     print(
         f"{len(rows)} mutants: {killed} killed ({sum(row['by'] == 'timeout' for row in rows)} by taking too long), "
-        f"{len(survived) - len(left)} explained, {len(left)} left, in {survivors}"
+        f"{len(rows) - killed - len(left)} explained, {len(left)} left, in {survivors}"
     )
 
 
