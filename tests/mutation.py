@@ -74,7 +74,7 @@ ALSO = {
         *(f"tests/runtime/test_{name}.py" for name in ("worker", "launch", "leaving_groups")),
     ],
     "data_parallel": ["tests/train/test_parallelize.py", "tests/train/test_precision.py"],
-    "pipeline": ["tests/train/test_tied_weights.py", "tests/verification/test_verify.py"],
+    "pipeline": ["tests/train/test_tied_weights.py"],
     "schedules": ["tests/pipeline/test_execute.py"],
     "checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
     "spec": ["tests/learn/exercises/test_wrong_answers.py"],
