@@ -40,19 +40,6 @@ def test_a_mesh_by_nccls_rules_gives_the_numbers_of_one_process(monkeypatch, nam
     assert result.equal, table(result)
 
 
-def test_a_group_of_several_ranks_has_its_communicator_before_its_first_message(monkeypatch):
-    monkeypatch.setenv("MINIPAR_TRANSPORT", "grouped")
-
-    def made(world):
-        before = len(world._transport.groups)
-        world.subgroup([world.rank], "alone")
-        if world.rank < 2:
-            world.subgroup([0, 1], "pair")
-        return before, len(world._transport.groups)
-
-    assert minipar.run(made, world_size=3) == [(1, 2), (1, 2), (1, 1)]
-
-
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
 
 
