@@ -167,8 +167,9 @@ def places_to_skip(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]
     def place(line: int, column: int) -> tuple[int, int]:  # ast counts bytes, parso counts characters
         return line, len(lines[line - 1][:column].decode())
 
+    # From one character before, for a decorator's node begins after its @.
     return [
-        (place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset))
+        (place(node.lineno, max(0, node.col_offset - 1)), place(node.end_lineno, node.end_col_offset))
         for node in _nodes_to_skip(ast.parse(source))
     ]
 

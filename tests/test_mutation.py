@@ -23,6 +23,9 @@ SOURCE = dedent('''
         return n
 
     class A:
+        @overload
+        def f(self): ...
+
         def __repr__(self):
             return "é" + str(1 + 1)
 ''')
