@@ -10,7 +10,6 @@ from minipar.model.deferrable_linear import WeightGradients, linear
 from minipar.tensor_parallel import ShardedWeight, column_parallel, gather_matmul, matmul_scatter
 from minipar.tensor_parallel import chunked as module
 from minipar.tensor_parallel.sequence import reduce_scatter_tokens
-from tests.examples import examples
 from tests.model.products import CountProducts
 from tests.strategies import assert_equal_to, seeds, world_sizes
 

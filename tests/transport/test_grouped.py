@@ -10,9 +10,12 @@ from minipar.transport.messages import ChannelId
 
 
 @pytest.mark.parametrize(
-    ("ranks", "made", "connected"), [((3,), 0, []), ((5, 3), 1, [(5, 5)]), ((3, 5), 1, [(5, 5)]), ((1, 3, 5), 1, [])]
+    ("ranks", "made", "connected"),
+    [((3,), 0, []), ((5, 3), 1, [(5, 5)]), ((3, 5), 1, [(5, 5)]), ((1, 3, 5), 1, [])],
 )
-def test_a_group_gets_its_communicator_at_once_and_a_pair_exchanges_a_message(monkeypatch, ranks, made, connected):
+def test_a_group_gets_its_communicator_at_once_and_a_pair_exchanges_a_message(
+    monkeypatch, ranks, made, connected
+):
     peers = []
     monkeypatch.setattr(
         grouped, "_in_one_group", lambda _, receive, send: peers.append((receive[1], send[1]))
