@@ -60,8 +60,8 @@ slow: .venv/installed ## the same properties over more examples and larger world
 	MINIPAR_TRANSPORT=grouped $(BIN)/python -m pytest $(WORKERS)
 	MINIPAR_TRANSPORT=tagged $(BIN)/python -m pytest $(WORKERS) tests/comm tests/data_parallel tests/spec
 
-soak: .venv/installed ## draw runs for an hour, or SOAK_MINUTES, or DRAWS of them; each must equal one process
-	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py
+soak: .venv/installed ## for an hour, or SOAK_MINUTES: drawn runs equal one process, and go on when something ends them
+	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py tests/train/test_chaos.py
 
 mutate: .venv/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
 	$(BIN)/python -m tests.mutation "$(ROOM)" --sample "$(or $(SAMPLE),60)" --seed "$(or $(SEED),0)"

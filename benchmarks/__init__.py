@@ -15,6 +15,7 @@ mesh.py             two mesh axes at once against torch's, and the cost of check
 training.py         a training step's MFU, and how much of its communication it hides
 inference.py        serving many requests with each idea, and without it
 transformers_serving.py  the same requests and weights, served by transformers
+peers/              steps of other programs, from checkouts of the user's: `python -m benchmarks.peers --help`
 predicted.py        step times predicted by the cost model, after calibration here, beside measured ones
 __main__.py         the command
 

@@ -3,6 +3,7 @@
 Where the other rank's wait is looked at, a barrier lets both arrive first.
 """
 
+import contextlib
 import itertools
 import os
 import signal
@@ -79,6 +80,15 @@ def is_stopped(world):
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     world.barrier()
+
+
+def is_stopped_and_lost(world):
+    """Rank 1 stops; rank 0 waits past its deadline, which closes the pair of sockets, and fails at the next message."""
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with contextlib.suppress(TimeoutError):
+        _receive(world, 1)
+    _receive(world, 1)
 
 
 def sleeps_through_a_native_collective(world):

@@ -1,13 +1,19 @@
 """How the benchmarks turn times into figures; the times themselves are no test's business."""
 
+from itertools import islice
+
 import pytest
+import torch
 
 import benchmarks
 from benchmarks import checkpoints, context, harness, training
 from benchmarks.collectives import line, with_bus_bandwidth
 from benchmarks.harness import Row, print_table, row
+from benchmarks.peers import nanogpt, picotron
 from minipar.config.model_config import ModelConfig
 from minipar.cost.machines import find_machine
+from minipar.data.text import load_data
+from minipar.train.step import batch_of
 
 
 def test_a_round_takes_as_long_as_on_its_slowest_rank():
@@ -90,3 +96,25 @@ def test_the_mfu_is_of_the_gpus_own_peak(gpu, words):
     peak = find_machine("h100").peak_flops / 1e12
     assert words in training._mfu(peak / 2, gpu)
     assert bool(training._mfu(peak / 2, gpu)) == bool(words)
+
+
+def test_a_folder_that_is_not_the_program_s_is_refused(tmp_path):
+    for program in (nanogpt, picotron):
+        with pytest.raises(ValueError, match=f"{tmp_path} is no checkout of"):
+            next(program.rows(tmp_path))
+
+
+@pytest.mark.parametrize("mesh", picotron.MESHES)
+def test_picotron_s_ranks_get_every_token_once_as_ours_do(mesh):
+    config = picotron.config_of(mesh)
+    text, found = load_data(config)[0], {}
+    for dp_rank in range(config.dp):
+        for cp_rank in range(config.cp):
+            parts = list(
+                islice(picotron._microbatches(config, text, dp_rank, cp_rank), 2 * config.microbatches)
+            )
+            tokens = torch.cat([part["input_ids"] for part in parts[config.microbatches :]])
+            assert all(torch.equal(p["input_ids"][:, 1:], p["target_ids"][:, :-1]) for p in parts)
+            found.setdefault(dp_rank, []).append(tokens)
+    whole = torch.cat([torch.cat(found[r], dim=1) for r in range(config.dp)])
+    assert torch.equal(whole, batch_of(config, text, 1).tokens)

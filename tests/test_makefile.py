@@ -176,8 +176,9 @@ def test_it_says_before_the_long_wait_that_it_is_long(checkout):
     ("said", "cause"),
     [
         (
-            "WARNING: Retrying after connection broken by 'NewConnectionError('<object>: Failed to establish a new connection: "
-            "[Errno 111] Connection refused')': /torch/\nERROR: Cannot install minipar because of conflicting dependencies.\n",
+            "WARNING: Retrying after connection broken by 'NewConnectionError('<object>: Failed to establish a new "
+            "connection: [Errno 111] Connection refused')': /torch/\n"
+            "ERROR: Cannot install minipar because of conflicting dependencies.\n",
             "[Errno 111] Connection refused",
         ),
         ("  error: subprocess-exited-with-error\n  more\n", "  error: subprocess-exited-with-error"),

@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import LogLocator
 
 from visualize.style import (
     BLUE,
+    FAINT,
     GREEN,
     GREY,
     INK,
@@ -66,8 +68,9 @@ def ring_steps(p: int) -> Iterator[Step]:
 def draw_ring(p: int, path: str | Path) -> Path:
     """Write small multiples of a ring all-reduce over p ranks, one panel per step; return the path.
 
-    A row is a rank, and a box is one chunk of its vector. The box has the colours of the ranks whose contributions the
-    chunk sums; a box with all colours is a complete sum. A heavy frame marks the chunk just received.
+    A row is a rank, and a box is one chunk of its vector, with the chunk's number above its column. The box has the colours
+    of the ranks whose contributions the chunk sums; a box with all colours is a complete sum. A heavy frame marks the chunk
+    just received.
     """
     check_ring(p)
     steps = list(ring_steps(p))
@@ -92,8 +95,9 @@ def _draw_state(axes: Axes, state: State, sends: Sequence[int] | None) -> None:
             draw_chunk(axes, chunk, rank, 0.9, 0.72, summed, p, heavy=chunk == arrived)
     axes.set(xlim=(-0.02, p), ylim=(p - 0.1, -0.1))
     axes.set_yticks([rank + 0.36 for rank in range(p)], [f"rank {rank}" for rank in range(p)], fontsize=SMALL)
-    axes.set_xticks([])
-    axes.tick_params(length=0)
+    axes.set_xticks([chunk + 0.45 for chunk in range(p)], [f"c{chunk}" for chunk in range(p)], fontsize=SMALL)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, pad=1)
     axes.spines[:].set_visible(False)
 
 
@@ -115,6 +119,7 @@ def _draw_key(axes: Axes, p: int) -> None:
     for rank in range(p):
         draw_chunk(axes, 0, rank, 0.9, 0.72, {rank}, p)
         axes.text(1.05, rank + 0.36, f"rank {rank}'s contribution", va="center", fontsize=SMALL)
+    axes.set_title("c0, c1, ...: the chunks", loc="left", fontsize=SMALL)
 
 
 def check_ring(p: int) -> None:
@@ -129,57 +134,44 @@ CURVES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, GREY)
 
 def draw_alpha_beta(
     points: Mapping[str, Sequence[tuple[int, float]]],
-    fits: Mapping[str, Callable[[int], float]],
+    formulas: Mapping[str, Callable[[int], float]],
     path: str | Path,
-    num_ranks: int | None = None,
+    dots: str = "measured",
 ) -> Path:
-    """Plot measured and modelled times of all-reduce algorithms against the vector's bytes; return the path.
+    """Plot the time of all-reduce algorithms against the vector's bytes, beside their alpha-beta formulas; return the path.
 
-    points     algorithm -> measured (bytes of the vector, seconds): dots
-    fits       algorithm -> function from bytes to seconds, by its alpha-beta formula: lines
-    num_ranks  if given, adds a second panel: bus bandwidth, 2(p-1)/p bytes / seconds
+    points    algorithm -> (bytes of the vector, seconds): dots
+    formulas  algorithm -> function from bytes to seconds: lines
+    dots      what the dots are, for the legend
     """
-    figure = new_figure(11.0 if num_ranks else 6.5, 4.2)
-    panels = figure.subplots(1, 2 if num_ranks else 1, squeeze=False)[0]
-    sizes = sorted({num_bytes for measured in points.values() for num_bytes, _ in measured})
-    for (name, measured), colour in zip(points.items(), CURVES):
-        curve = [(n, fits[name](n)) for n in sizes] if name in fits else []
-        for axes, value in zip(panels, (_milliseconds, _bus_bandwidth(num_ranks or 1))):
-            axes.plot([n for n, _ in curve], [value(*xy) for xy in curve], color=colour, linewidth=1.4)
-            axes.plot(
-                [n for n, _ in measured],
-                [value(*xy) for xy in measured],
-                "o",
-                color=colour,
-                ms=4.5,
-                label=name,
-            )
-    panels[0].set_title("time of one all-reduce, ms", loc="left", fontsize=NORMAL)
-    panels[0].set_yscale("log")
-    panels[0].yaxis.set_major_formatter("{x:g}")
-    if num_ranks:
-        panels[1].set_title("bus bandwidth, GB/s", loc="left", fontsize=NORMAL)
-    for axes in panels:
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes[::2], [_readable(n) for n in sizes[::2]])
-        axes.minorticks_off()
-        quiet(axes, grid="both")
-    panels[0].legend(
-        fontsize=NORMAL, frameon=False, title="dots: ranks, lines: alpha-beta model", title_fontsize=SMALL
-    )
+    figure = new_figure(8.0, 4.2)
+    axes = figure.subplots()
+    sizes = sorted({num_bytes for found in points.values() for num_bytes, _ in found})
+    between = [round(sizes[0] * (sizes[-1] / sizes[0]) ** (i / 100)) for i in range(101)]
+    for (name, found), colour in zip(points.items(), CURVES):
+        if name in formulas:
+            axes.plot(between, [1e3 * formulas[name](n) for n in between], color=colour, linewidth=1.4)
+        axes.plot(*zip(*((n, 1e3 * s) for n, s in found)), "o", color=colour, ms=4.5, label=name)
+    axes.set_title("time of one all-reduce", loc="left", fontsize=NORMAL)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [_readable(n) for n in sizes])
+    axes.set_xticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter("{x:g}")
+    quiet(axes, grid="both")
+    axes.tick_params(which="minor", labelsize=SMALL, color=GREY, length=2)
+    axes.grid(which="minor", axis="y", color=FAINT, linewidth=0.3)
+    axes.set_xlabel("bytes of the vector", fontsize=NORMAL)
+    axes.set_ylabel("milliseconds", fontsize=NORMAL)
+    title = f"dots: {dots}\nlines: alpha-beta formula"
+    axes.legend(fontsize=NORMAL, frameon=False, title=title, title_fontsize=SMALL, alignment="left")
     return write(figure, path)
 
 
-def _milliseconds(num_bytes: int, seconds: float) -> float:
-    return 1e3 * seconds
-
-
-def _bus_bandwidth(p: int) -> Callable[[int, float], float]:
-    return lambda num_bytes, seconds: 2 * (p - 1) / p * num_bytes / seconds / 1e9
-
-
 def _readable(num_bytes: int) -> str:
-    for unit, size in (("MB", 1 << 20), ("KB", 1 << 10)):
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if num_bytes >= size:
             return f"{num_bytes / size:g} {unit}"
     return f"{num_bytes} B"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from minipar.schedules import Action, Costs, Timeline, simulate
@@ -32,12 +34,13 @@ def draw_timeline(
     path: str | Path,
     titles: Sequence[str] | None = None,
     dpi: int = 150,
+    unit: str = "",
 ) -> list[Path]:
     """Write `timeline_figure` to `path`; return the files written.
 
     path    the suffix decides the format: .png, .svg or .pdf; without such a suffix, a PNG and an SVG are written
     """
-    figure, path = timeline_figure(timelines, titles), Path(path)
+    figure, path = timeline_figure(timelines, titles, unit), Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.suffix in (".png", ".svg", ".pdf")
     files = [path] if whole else [Path(f"{path}.png"), Path(f"{path}.svg")]
@@ -51,13 +54,18 @@ def draw_timeline(
 def draw_beside_predicted(
     measured: Timeline, path: str | Path, costs: Costs | None = None, dpi: int = 150
 ) -> list[Path]:
-    """Draw a run's timeline below a simulated one, on one time axis; `costs` defaults to the run's mean costs."""
+    """Draw a run's timeline below a simulated one, on one time axis in seconds.
+
+    costs   the simulation's, in seconds; default: the run's mean costs
+    """
     predicted = simulate(measured.schedule, costs or measured.costs)
-    titles = [f"predicted   {headline(predicted)}", f"measured   {headline(measured)}"]
-    return draw_timeline([predicted, measured], path, titles, dpi)
+    titles = [f"predicted   {headline(predicted, ' s')}", f"measured   {headline(measured, ' s')}"]
+    return draw_timeline([predicted, measured], path, titles, dpi, "seconds")
 
 
-def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None) -> Figure:
+def timeline_figure(
+    timelines: Timeline | Sequence[Timeline], titles: Sequence[str] | None = None, unit: str = ""
+) -> Figure:
     """Draw timelines below one another on one time axis, each with its ranks' live activations below it.
 
     Simulated and measured timelines are drawn alike, from `Timeline.spans`. The bubble is hatched: each rank's idle time
@@ -65,6 +73,7 @@ def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[s
     outside the window, in white, can be used by the steps before and after.
 
     titles  a title for each timeline, instead of the schedule's name and figures
+    unit    the unit of time, written at the time axis: "seconds", "forwards"
     """
     timelines = [timelines] if isinstance(timelines, Timeline) else list(timelines)
     if not timelines:
@@ -79,7 +88,9 @@ def timeline_figure(timelines: Timeline | Sequence[Timeline], titles: Sequence[s
         _draw_actions(gantt, timeline, duration)
         gantt.set_title(title, loc="left", fontsize=10, pad=8)
         _draw_live(live, timeline, duration)
-    axes[-1].set_xlabel("time", fontsize=9)
+    axes[-1].set_xlabel(f"time, in {unit}" if unit else "time", fontsize=9)
+    axes[-1].tick_params(length=3, labelbottom=True, labelsize=9)
+    axes[-1].tick_params(axis="y", length=0)
     _draw_legend(figure, timelines)
     return figure
 
@@ -164,8 +175,8 @@ def _style_rows(axes: Axes, timeline: Timeline, duration: float) -> None:
 
 
 def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
-    ops = {action.op for timeline in timelines for action in timeline.spans}
-    patches = [Patch(facecolor=fill, label=name) for op, (fill, _, _, name) in STYLE.items() if op in ops]
+    ops = [op for op in STYLE if any(action.op == op for timeline in timelines for action in timeline.spans)]
+    entries: list[tuple[Any, str]] = [(Patch(facecolor=STYLE[op][0]), STYLE[op][3]) for op in ops]
     drawn = [
         timeline.schedule
         for timeline in timelines
@@ -173,11 +184,12 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     ]
     if drawn:
         kinds = {"on the way up" if schedule.copies > 1 else "a rank's later stages" for schedule in drawn}
-        patches.append(
-            Patch(facecolor=_lighter("#555555", 1), label=f"lighter: {' or '.join(sorted(kinds))}")
-        )
-    patches.append(Patch(**BUBBLE, label="bubble"))
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=9, frameon=False)
+        lighter = tuple(Patch(facecolor=_lighter(STYLE[op][0], 1)) for op in ops)
+        entries.append((lighter, f"lighter: {' or '.join(sorted(kinds))}"))
+    entries.append((Patch(**BUBBLE), "bubble"))
+    handles, labels = zip(*entries)
+    place: Style = dict(loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False)
+    figure.legend(handles, labels, handler_map={tuple: HandlerTuple(None)}, **place)
 
 
 def _lighter(colour: str, chunk: int) -> tuple[float, float, float]:

@@ -29,15 +29,15 @@ def grid_text(timeline: Timeline) -> str:
     return "\n".join([headline(timeline), *lines])
 
 
-def headline(timeline: Timeline) -> str:
-    """Return the schedule's name, sizes and makespan, and its bubble in both conventions."""
+def headline(timeline: Timeline, unit: str = "") -> str:
+    """Return the schedule's name, sizes and makespan, and its bubble in both conventions. `unit` follows times."""
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
-    own_span = f" (longest own span {timeline.longest_own_span:.4g})" if shorter else ""
+    own_span = f" (longest own span {timeline.longest_own_span:.4g}{unit})" if shorter else ""
     slices = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}; "
-        f"makespan {timeline.makespan:.4g}{own_span}; "
+        f"makespan {timeline.makespan:.4g}{unit}{own_span}; "
         f"bubble {timeline.bubble_over_total:.1%} of total time, {timeline.bubble_over_ideal:.1%} of ideal time"
     )
 

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
 from minipar.extras.tensor_grids import linear_costs
@@ -66,10 +69,10 @@ def draw_layer(tp: int, path: str | Path, sequence_parallel: bool = False) -> Pa
     """Draw what each of tp ranks holds at each point of a layer, and where they communicate; return the path.
 
     Each box is the activation, tokens down and features across; the part that the rank holds is coloured. A hatched box
-    is a partial sum: the whole shape, but only this rank's term.
+    is a partial sum: the whole shape, but only this rank's summand.
     """
     points = layer_points(sequence_parallel)
-    figure = new_figure(1.05 * len(points) + 0.8, 0.72 * tp + 1.5)
+    figure = new_figure(1.05 * len(points) + 0.8, 0.72 * tp + 1.8)
     axes = figure.subplots()
     for column, point in enumerate(points):
         axes.text(column + 0.4, -0.12, point.name, ha="center", va="bottom", fontsize=SMALL)
@@ -85,7 +88,27 @@ def draw_layer(tp: int, path: str | Path, sequence_parallel: bool = False) -> Pa
     axes.spines[:].set_visible(False)
     title = "tensor and sequence parallelism" if sequence_parallel else "tensor parallelism"
     figure.suptitle(f"one layer under {title}: what each rank holds", fontsize=LARGE)
+    _draw_layer_legend(figure)
     return write(figure, path)
+
+
+def _draw_layer_legend(figure: Figure) -> None:
+    outline: Style = dict(edgecolor=GREY, linewidth=0.6)
+    arrow: Style = dict(linestyle="", markersize=11)
+    handles: list[Artist] = [
+        Patch(facecolor=GREY, label="held by this rank"),
+        Patch(
+            facecolor="white",
+            hatch="////",
+            edgecolor=GREY,
+            linewidth=0,
+            label="partial sum: this rank's summand",
+        ),
+        Patch(facecolor="white", label="held by other ranks", **outline),
+        Line2D([], [], color=BLUE, marker="$\\rightarrow$", label="sent in the forward", **arrow),
+        Line2D([], [], color=VERMILION, marker="$\\leftarrow$", label="sent in the backward", **arrow),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=SMALL, frameon=False)
 
 
 def _draw_part(axes: Axes, column: int, rank: int, holds: str, tp: int) -> None:
@@ -172,7 +195,7 @@ def draw_kept(parts: dict[str, dict[str, float]], path: str | Path, title: str =
     for x, total in enumerate(bottom.values()):
         axes.text(x, total, f"{total:.2f}", ha="center", va="bottom", fontsize=SMALL)
     axes.set_title(title, loc="left", fontsize=NORMAL)
-    axes.set_ylabel("MB a rank and layer", fontsize=SMALL)
+    axes.set_ylabel("MB per rank and layer", fontsize=SMALL)
     axes.legend(fontsize=SMALL, frameon=False, loc="upper right")
     quiet(axes, grid="y")
     return write(figure, path)

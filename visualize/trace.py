@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -35,19 +36,33 @@ PIPELINE = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 WIDTH_INCHES, LANE_INCHES, GAP_INCHES = 13.0, 0.3, 0.14
 
 
+class Arrow(NamedTuple):
+    """A message: sent by rank `source` at one time, received by rank `to` at another."""
+
+    source: int
+    sent_s: float
+    to: int
+    received_s: float
+
+
 def draw_trace(
-    spans_by_rank: Mapping[int, Sequence[Span]], path: str | Path, title: str | None = None
+    spans_by_rank: Mapping[int, Sequence[Span]],
+    path: str | Path,
+    title: str | None = None,
+    arrows: Sequence[Arrow] = (),
 ) -> Path:
     """Write `trace_figure` to a .png, .svg or .pdf; return the path."""
-    return write(trace_figure(spans_by_rank, title), path)
+    return write(trace_figure(spans_by_rank, title, arrows), path)
 
 
-def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None = None) -> Figure:
+def trace_figure(
+    spans_by_rank: Mapping[int, Sequence[Span]], title: str | None = None, arrows: Sequence[Arrow] = ()
+) -> Figure:
     """Draw the spans of each rank on one time axis, in milliseconds from the first span.
 
     Each rank is a band: on top the lane of its own thread (compute by name, synchronous communication, waiting), below it
-    one lane per Comm that ran asynchronously. At the right, the fraction of its communication that was hidden behind
-    compute.
+    one lane per Comm that ran asynchronously. If any rank has such a lane, the fraction of each rank's communication that
+    was hidden behind compute is written at the right. Arrows are drawn over the bands, from sender to receiver.
 
     Raises ValueError where there is nothing to draw.
     """
@@ -60,8 +75,10 @@ def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None 
     height = sum(len(names) * LANE_INCHES + GAP_INCHES for names in lanes.values())
     figure = new_figure(WIDTH_INCHES, height + 1.2)
     axes = figure.subplots()
-    top = 0.0
+    asynchronous = any(s.kind == "communicate" and s.lane != "main" for s in everything)
+    top, middle = 0.0, {}
     for rank, spans in spans_by_rank.items():
+        middle[rank] = top + 0.5
         for lane in lanes[rank]:
             _draw_lane(axes, [s for s in spans if s.lane == lane], top, origin_s, length_ms)
             label = f"rank {rank}" if lane == "main" else _short(lane)
@@ -70,13 +87,15 @@ def trace_figure(spans_by_rank: Mapping[int, Sequence[Span]], title: str | None 
                 -0.006 * length_ms, top + 0.5, label, ha="right", va="center", fontsize=size, color=colour
             )
             top += 1
-        _write_overlap(axes, spans, top - len(lanes[rank]), length_ms)
+        if asynchronous:
+            _write_overlap(axes, spans, middle[rank], length_ms)
         top += GAP_INCHES / LANE_INCHES
+    for arrow in arrows:
+        _draw_arrow(axes, arrow, middle, origin_s)
     axes.set(xlim=(0, length_ms), ylim=(top, -0.15), yticks=[], xlabel="milliseconds")
     quiet(axes, grid="x")
     axes.spines["left"].set_visible(False)
     axes.set_title(title or _headline(spans_by_rank, length_ms), loc="left", fontsize=LARGE, pad=10)
-    axes.set_title("communication hidden behind computing", loc="right", fontsize=SMALL, color=GREY)
     figure.legend(
         handles=_legend(everything), loc="outside lower center", ncols=8, fontsize=NORMAL, frameon=False
     )
@@ -127,10 +146,19 @@ def _short(lane: str) -> str:
     return lane.strip("'").rpartition("/")[2].removeprefix("comm '")
 
 
-def _write_overlap(axes: Axes, spans: Sequence[Span], top: float, length_ms: float) -> None:
+def _draw_arrow(axes: Axes, arrow: Arrow, middle: Mapping[int, float], origin_s: float) -> None:
+    start, end = (
+        ((seconds - origin_s) * 1e3, middle[rank])
+        for rank, seconds in ((arrow.source, arrow.sent_s), (arrow.to, arrow.received_s))
+    )
+    style: Style = dict(arrowstyle="-|>", color=INK, linewidth=0.8, shrinkA=0, shrinkB=0)
+    axes.annotate("", xy=end, xytext=start, arrowprops=style)
+
+
+def _write_overlap(axes: Axes, spans: Sequence[Span], middle: float, length_ms: float) -> None:
     if busy_s(spans, "communicate"):
-        text = f"{overlap_fraction(spans):.0%}"
-        axes.text(1.006 * length_ms, top + 0.5, text, va="center", fontsize=NORMAL)
+        text = f"{overlap_fraction(spans):.0%} of its\ncommunication\nis hidden"
+        axes.text(1.006 * length_ms, middle + 0.3, text, va="center", fontsize=SMALL)
 
 
 def _headline(spans_by_rank: Mapping[int, Sequence[Span]], length_ms: float) -> str:
@@ -144,12 +172,14 @@ def _legend(spans: Sequence[Span]) -> list[Patch]:
     names = {_what(s) for s in spans if s.kind == "compute"}
     handles = [Patch(facecolor=colour, label=name) for name, colour in COMPUTE.items() if name in names]
     if names - set(COMPUTE):
-        handles.append(Patch(facecolor=GREY, label="other computing"))
+        handles.append(
+            Patch(facecolor=GREY, label="other computing" if names & set(COMPUTE) else "computing")
+        )
     kinds = {s.kind for s in spans}
     if "communicate" in kinds:
         handles.append(Patch(facecolor=BLUE, label="communication"))
     if "disk" in kinds:
         handles.append(Patch(facecolor=GREEN, label="disk"))
     if "wait" in kinds:
-        handles.append(Patch(**IDLE, label="waiting for it"))
+        handles.append(Patch(**IDLE, label="waiting"))
     return handles

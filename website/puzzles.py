@@ -97,6 +97,7 @@ def _section(number: int, one: Puzzle) -> str:
         f"## {number}. {one.title}",
         f"*About {one.minutes} minutes; lesson {one.lesson}.*",
         one.task.strip(),
+        f"*{one.conditions}*",
         f"```python\n{one.stub}```",
         *([work] if number == 1 else []),
         *(f'??? tip "Hint {i}"\n    {hint}' for i, hint in enumerate(one.hints, 1)),

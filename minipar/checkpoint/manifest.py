@@ -2,10 +2,12 @@
 
     {"format", "step", "extra",
      "files":   {name: {"bytes", "header": checksum}},
-     "tensors": {name: {"shape", "kinds", "blocks": [[start, length]], "parts": [[file, block, flat, {kind: checksum}]]}},
+     "tensors": {name: {"shape", "kinds", "blocks": [[start, length, rows]],
+                        "parts": [[file, block, flat, {kind: checksum}]]}},
      "digest":  the checksum of everything before it}
 
-A part is the range `flat` (None: all) of a block; file and block are given by their indices. One rank stores all kinds of a
+A part is the range `flat` (None: all) of a block; file and block are given by their indices. A block with `rows` has these
+entries of dim 0, which need not be consecutive; most blocks have no third entry. One rank stores all kinds of a
 part. Listed by tensor and with indices instead of names, the parts of 300 tensors over 1,024 ranks take 40 MB, and a reader
 looks only at its own tensors' parts.
 """
@@ -28,7 +30,8 @@ MANIFEST = "manifest.json"
 _DIGEST = ', "digest": '
 
 Ints = tuple[int, ...]
-DescribedPart = tuple[tuple[str, Ints, Ints, Ints, tuple[int, int] | None], dict[str, str]]
+Block = tuple[Ints, ...]  # start and length, and rows where a placement has them
+DescribedPart = tuple[tuple[str, Ints, Block, tuple[int, int] | None], dict[str, str]]
 StoredRange = list[Any]  # an entry of "parts"
 
 
@@ -49,18 +52,23 @@ def key_of(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
+def block_of(place: Placement) -> Block:
+    """Return the placement's block as the manifest has it."""
+    return (place.start, place.length) + (() if place.rows is None else (place.rows,))
+
+
 def by_tensor(parts_of_files: list[list[DescribedPart]]) -> dict[str, dict[str, Any]]:
-    """Return the manifest's \"tensors\", from each file's parts: ((name, shape, start, length, flat), {kind: checksum})."""
+    """Return the manifest's \"tensors\", from each file's parts: ((name, shape, block, flat), {kind: checksum})."""
     tensors: dict[str, dict[str, Any]] = {}
-    numbers: dict[tuple[str, Ints, Ints], int] = {}  # (name, start, length) -> number of the block
+    numbers: dict[tuple[str, Block], int] = {}  # (name, block) -> number of the block
     for file, parts in enumerate(parts_of_files):
-        for (name, shape, start, length, flat), digests in parts:
+        for (name, shape, block, flat), digests in parts:
             tensor = tensors.setdefault(name, {"shape": shape, "kinds": {}, "blocks": [], "parts": []})
-            if (name, start, length) not in numbers:
-                numbers[name, start, length] = len(tensor["blocks"])
-                tensor["blocks"].append((start, length))
+            if (name, block) not in numbers:
+                numbers[name, block] = len(tensor["blocks"])
+                tensor["blocks"].append(block)
             tensor["kinds"].update(dict.fromkeys(digests))
-            tensor["parts"].append((file, numbers[name, start, length], flat, digests))
+            tensor["parts"].append((file, numbers[name, block], flat, digests))
     for tensor in tensors.values():
         tensor["kinds"] = list(tensor["kinds"])
     return tensors
@@ -86,8 +94,9 @@ def read_manifest(path: Path) -> tuple[dict[str, Any], str]:
 class StoredBlock:
     """The stored parts of one block of a tensor, each a range of the block or all of it, in order."""
 
-    def __init__(self, number: int, box: list[list[int]], parts: list[StoredRange]):
-        self.box = Box(tuple(box[0]), tuple(box[1]))
+    def __init__(self, number: int, block: list[list[int]], parts: list[StoredRange]):
+        self.box = Box(tuple(block[0]), tuple(block[1]))
+        self.rows = tuple(block[2]) if len(block) > 2 else None
         whole = [0, prod(self.box.length)]
         self._parts = sorted((p for p in parts if p[1] == number), key=lambda part: part[2] or whole)
         self._starts = [(part[2] or whole)[0] for part in self._parts]
@@ -95,6 +104,8 @@ class StoredBlock:
 
     def parts_near(self, wanted: Placement) -> list[StoredRange]:
         """Return the parts that overlap the range from the first to the last element of `wanted` in this block."""
+        if self.rows is not None:
+            return self._parts
         first, last = self._range_of(wanted)
         return self._parts[bisect_right(self._stops, first) : bisect_left(self._starts, last)]
 

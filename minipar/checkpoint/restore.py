@@ -249,12 +249,11 @@ class Checkpoint:
         tensor, name = self._tensors[wanted.name], wanted.name
         if name not in self._sorted:
             self._sorted[name] = [
-                StoredBlock(i, box, tensor["parts"]) for i, box in enumerate(tensor["blocks"])
+                StoredBlock(i, block, tensor["parts"]) for i, block in enumerate(tensor["blocks"])
             ]
         for block in self._sorted[name]:
             for file, _, flat, digests in block.parts_near(wanted):
                 if kind in digests:
-                    where = Placement(
-                        name, tensor["shape"], *block.box, None if flat is None else tuple(flat)
-                    )
+                    flat = None if flat is None else tuple(flat)
+                    where = Placement(name, tensor["shape"], *block.box, flat, rows=block.rows)
                     yield self._file_names[file], where

@@ -26,6 +26,7 @@ from minipar.checkpoint.manifest import (
     FORMAT,
     MANIFEST,
     DescribedPart,
+    block_of,
     by_tensor,
     checksum,
     checksum_of_part,
@@ -225,7 +226,7 @@ def _write_parts(beside: Path, rank: int, parts: list[StoredPart], numbers: Numb
         digests[part.kind] = checksum_of_part([raw_bytes(part.tensor)])
     entry = {"bytes": file.stat().st_size, "header": checksum(TensorFile(file).header_bytes)}
     names = {place.name for place in described}
-    places = [((p.name, p.global_shape, p.start, p.length, p.flat), kinds) for p, kinds in described.items()]
+    places = [((p.name, p.global_shape, block_of(p), p.flat), kinds) for p, kinds in described.items()]
     return Written(file.name, entry, places, {name: own for name, own in numbers.items() if name in names})
 
 

@@ -12,6 +12,7 @@ native.py            torch's own collectives
 barrier.py           the dissemination barrier
 collectives.py       the algorithms of each collective, and the one that "auto" chooses
 communicator.py      Comm: a group of ranks, with the collectives as methods
+repeated.py          a forward repeated without its messages, for activation checkpointing
 host.py              a Comm of the same ranks for tensors on the CPU
 objects.py           gathers Python values
 autograd.py          collectives with their adjoints as backward

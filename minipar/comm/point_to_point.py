@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from minipar.transport.transport import PendingMessages, PostedLater, Transport
 
 # Each rank's length along dim 0. None means torch.chunk's lengths in reduce_scatter, equal ones in all_gather.
 Sizes = Sequence[int] | None
+
+
+class Kept(Protocol):
+    """The results of collectives, kept to be returned again."""
+
+    def collective(self, run: Callable[[], Any], async_op: bool) -> Any:
+        """Return what `run()` returns, a value or with async_op a handle, or what it returned before."""
 
 
 class PointToPoint:
@@ -53,6 +60,16 @@ class PointToPoint:
     @trace.setter
     def trace(self, trace: Trace | None) -> None:
         self._transport.trace = trace
+
+    @property
+    def kept(self) -> Kept | None:
+        """None, or what keeps the results of these ranks' collectives, to return them again (`comm/repeated.py`)."""
+        kept: Kept | None = self._channel.kept
+        return kept
+
+    @kept.setter
+    def kept(self, kept: Kept | None) -> None:
+        self._channel.kept = kept
 
     @property
     def timeout_s(self) -> float:
@@ -157,7 +174,9 @@ class PointToPoint:
         """Run a collective on the stream, or directly if another collective of this Comm calls it."""
         if self._channel.stream.inside():
             return Handle.finished_with(operation()) if async_op else operation()
-        return self._on_stream(kind, partial(self._run_labelled, kind, signature, shape, operation), async_op)
+        labelled = partial(self._run_labelled, kind, signature, shape, operation)
+        start, kept = partial(self._on_stream, kind, labelled, async_op), self._channel.kept
+        return start() if kept is None else kept.collective(start, async_op)
 
     def _run_labelled(self, kind: str, signature: str, shape: torch.Size | None, operation: Operation) -> Any:
         channel = self._channel

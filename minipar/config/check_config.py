@@ -39,11 +39,12 @@ def blocks_per_unit(recompute: str) -> int | None:
     )
 
 
-def schedule_of(config: TrainConfig) -> Schedule:
-    """Return the schedule of a TrainConfig's pipeline."""
+def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
+    """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may run different numbers of microbatches."""
     options = config.options.get("schedule")
     arguments = () if options is None else tuple(sorted(vars(options).items()))
-    return _schedule(config.schedule, config.pp, config.microbatches, config.chunks, arguments)
+    microbatches = config.dp_microbatches[dp_rank]
+    return _schedule(config.schedule, config.pp, microbatches, config.chunks, arguments)
 
 
 @lru_cache(maxsize=16)  # a search over meshes asks for the same schedule once per mesh
@@ -84,14 +85,38 @@ def check_layout(config: TrainConfig) -> None:
 
 
 def _check_batch(config: TrainConfig) -> None:
-    if why := why_batch_illegal(config.batch_size, config.dp, config.microbatches):
+    """Check that every dp rank gets samples, and the same number in each of its microbatches."""
+    speeds, m = config.dp_speeds, config.microbatches
+    if speeds is not None:
+        _check_speeds(config, speeds)
+    if speeds is not None and config.equal_microbatches:
+        require_divides("microbatches", m, "batch_size", config.batch_size)
+        if config.batch_size // m < config.dp:
+            raise ValueError(
+                f"batch_size={config.batch_size} in {m} microbatches leaves some of dp={config.dp} ranks without a sample; "
+                f"use batch_size={config.dp * m} or more"
+            )
+    elif why := why_batch_illegal(config.batch_size, config.dp, m):
         samples = config.batch_size // config.dp
         fits = divisors(config.batch_size if config.batch_size % config.dp else samples)
         raise ValueError(f"{why}; use {one_of(fits)}")
 
 
+def _check_speeds(config: TrainConfig, speeds: tuple[float, ...]) -> None:
+    if len(speeds) != config.dp or min(speeds) <= 0:
+        raise ValueError(f"dp_speeds={list(speeds)} for dp={config.dp}; give a number above 0 per dp rank")
+    if config.compress != "none":
+        raise ValueError(
+            f"compress={config.compress} averages dp ranks with equal parts of the batch, and dp_speeds gives them unequal "
+            "ones; use one of the two"
+        )
+
+
 def _check_stages(config: TrainConfig) -> Schedule:
-    schedule = schedule_of(config)
+    schedules = [
+        schedule_of(config, rank) for rank in range(config.dp)
+    ]  # raises ValueError where one is impossible
+    schedule = schedules[0]
     if why := why_stages_illegal(schedule.model_stages, config.model.num_layers, config.pp, config.schedule):
         raise ValueError(why)
     return schedule
@@ -120,11 +145,16 @@ def _check_tokens(config: TrainConfig) -> None:
 
 
 def _check_reduction(config: TrainConfig, schedule: Schedule) -> None:
-    """Check the dtype in which gradients are summed, and whether they can be reduced after every microbatch."""
+    """Check the dtype in which gradients are summed, and how often they are reduced and parameters are gathered."""
     if config.reduce_dtype == "float16" and config.dtype != "float16":
         raise ValueError(
             f"reduce_dtype=float16 overflows without a loss scale, and dtype={config.dtype} has none; "
             "use dtype=float16, or reduce_dtype=bfloat16"
+        )
+    if config.gather_every != "microbatch" and config.zero != 3:
+        raise ValueError(
+            f"gather_every={config.gather_every} is for zero=3, which alone gathers parameters, and zero={config.zero}; "
+            "use zero=3, or leave it out"
         )
     if config.reduce_every == "step":
         return
@@ -162,9 +192,15 @@ def _check_replicas(config: TrainConfig, copies: int) -> None:
 
 def _check_activations(config: TrainConfig) -> None:
     every = blocks_per_unit(config.recompute)
+    whole_blocks = config.recompute == "full" or every is not None
+    if config.keep_messages and not whole_blocks:
+        raise ValueError(
+            f"keep_messages spares the messages of recomputed blocks, and recompute={config.recompute} recomputes none; "
+            "use recompute=full or every:N"
+        )
     if not config.partition_activations:
         return
-    if config.recompute != "full" and every is None:
+    if not whole_blocks:
         raise ValueError(
             f"partition_activations cuts the inputs that recompute=full keeps, and recompute={config.recompute}; "
             "use recompute=full or every:N"

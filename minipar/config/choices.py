@@ -99,6 +99,9 @@ class Dispatch(Choice):
     def check_options(self, options: Any, ep: int) -> None:
         """Raise ValueError if the options do not fit each other, or do not fit `ep` ranks."""
 
+    def end_step(self, config: Any, state: Any, step: int) -> None:
+        """Run on every rank after a step's update; `state` is the run's RankState. A dispatch may move experts here."""
+
     def check(self, config: Any) -> None:
         node_size = getattr(config.options.get("dispatch"), "node_size", None)
         given = config.dispatch != "all-to-all" or node_size is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 
 from minipar.support.errors import one_of, require_divides, require_positive, why_not_divisor
@@ -48,6 +49,21 @@ def why_batch_illegal(batch_size: int, dp: int, parts: int, what: str = "microba
     return why_not_divisor("dp", dp, "batch_size", batch_size) or why_not_divisor(
         what, parts, "a rank's samples (batch_size/dp)", batch_size // dp
     )
+
+
+def shares_by_speed(total: int, speeds: Sequence[float]) -> list[int]:
+    """Divide `total` units of work among workers, at least one each, so that the last to finish takes the least time.
+
+    Each further unit goes to the worker that would be done with it first: the largest share / speed is the least possible.
+    Raises ValueError if there are fewer units than workers.
+    """
+    if total < len(speeds):
+        raise ValueError(f"{total} units of work for {len(speeds)} workers, and each needs one")
+    shares = [1] * len(speeds)
+    for _ in range(total - len(speeds)):
+        done_s = [(share + 1) / speed for share, speed in zip(shares, speeds)]
+        shares[done_s.index(min(done_s))] += 1
+    return shares
 
 
 def why_stages_illegal(num_stages: int, num_layers: int, pp: int, schedule: str) -> str | None:

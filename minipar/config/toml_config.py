@@ -98,6 +98,8 @@ def _assignments(values: dict[str, Any]) -> str:
 def _literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, str | Path):
         escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
         return f'"{escaped}"'

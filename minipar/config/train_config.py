@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from minipar.config.check_config import check_data, check_layout
 from minipar.config.choices import CHOSEN, TensorLayout
 from minipar.config.llama_config import sizes_from
+from minipar.config.mesh_rules import shares_by_speed
 from minipar.config.model_config import ModelConfig
 from minipar.support.environment import MAX_RANKS, under_torchrun
 from minipar.support.errors import one_of
@@ -39,6 +40,12 @@ class TrainConfig:
     )
 
     dp: int = option(1, "data-parallel ranks: each works on an equal part of the batch", "mesh", common=True)
+    dp_speeds: tuple[float, ...] | None = option(
+        None,
+        "for unequal machines, the speed of each dp rank, in any unit: samples are dealt out in proportion to it, as more "
+        "microbatches, or as larger ones where ranks communicate in every microbatch; none: equal parts",
+        "mesh",
+    )
     pp: int = option(1, "pipeline ranks: each has an equal part of the layers", "mesh", common=True)
     cp: int = option(
         1, "context-parallel ranks: each has a part of every sample's tokens", "mesh", common=True
@@ -67,9 +74,21 @@ class TrainConfig:
         "after every microbatch sends them all each time, but holds only 1/dp of them",
         "mesh",
     )
+    gather_every: Literal["microbatch", "stage"] = option(
+        "microbatch",
+        "when zero 3 gathers parameters: block by block in every microbatch, which holds least; or a stage's, once for all "
+        "consecutive microbatches of that stage, which sends least, and suits schedule=breadth-first",
+        "mesh",
+    )
     schedule: str = option("1f1b", "order of the pipeline's work", "mesh", common=True)
     chunks: int | None = option(
         None, "number of stages on each pipeline rank, for schedules that allow several numbers", "mesh"
+    )
+    layer_costs: Literal["computed", "measured"] = option(
+        "computed",
+        "how layers are weighed when they are cut into stages: by their matrices and attention, or by the seconds in which "
+        "rank 0 runs each layer forward and backward, before the first step",
+        "mesh",
     )
     sequence_parallel: bool = option(
         False, "tp ranks split tokens where they do not split features", "mesh", common=True
@@ -123,6 +142,12 @@ class TrainConfig:
     partition_activations: bool = option(
         False,
         "with recompute=full or every:N, each tp rank keeps only its part of the kept inputs (ZeRO-R)",
+        "memory",
+    )
+    keep_messages: bool = option(
+        False,
+        "with recompute=full or every:N, keep what collectives over tp, cp and ep returned in the forward, so that the "
+        "recomputation does not send it again",
         "memory",
     )
     offload_activations: bool = option(
@@ -333,6 +358,32 @@ class TrainConfig:
         power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.lr_scale]
         factor: float = (self.batch_size / (self.lr_batch_size or self.batch_size)) ** power
         return self.lr * factor
+
+    @property
+    def equal_microbatches(self) -> bool:
+        """Whether all dp ranks run the same number of microbatches: one each, or they communicate in every microbatch."""
+        if self.microbatches == 1 or self.choice("schedule").copies > 1:
+            return True
+        return self.zero == 3 or self.ep > 1 or self.reduce_every == "microbatch"
+
+    @property
+    def dp_microbatches(self) -> list[int]:
+        """The number of microbatches of each dp rank. With `dp_speeds`: by speed, `microbatches` on average."""
+        if self.dp_speeds is None or self.equal_microbatches:
+            return [self.microbatches] * self.dp
+        return shares_by_speed(self.dp * self.microbatches, self.dp_speeds)
+
+    @property
+    def dp_samples(self) -> list[int]:
+        """The number of samples of each dp rank in a step.
+
+        With `dp_speeds`, faster ranks run more microbatches of the same size or, if all ranks must run the same number of
+        microbatches, larger ones.
+        """
+        if self.dp_speeds is None or not self.equal_microbatches:
+            return [m * (self.batch_size // (self.dp * self.microbatches)) for m in self.dp_microbatches]
+        shares = shares_by_speed(self.batch_size // self.microbatches, self.dp_speeds)
+        return [self.microbatches * share for share in shares]
 
     @property
     def world_size(self) -> int:

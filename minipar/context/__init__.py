@@ -1,7 +1,7 @@
 """Context parallelism: one sequence split over ranks, because its activations do not fit on one. In reading order:
 
 token_layout.py    layouts: the tokens that each rank holds, contiguous, zigzag or striped
-documents.py       several documents in one sample
+documents.py       several documents in one sample, and documents dealt out to ranks by what they cost
 all_gather.py      every rank all-gathers keys and values
 attention_ring.py  keys and values are sent around a ring
 ulysses.py         each rank gets all tokens of some heads, by all-to-all

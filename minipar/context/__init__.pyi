@@ -1,9 +1,11 @@
 # The public names of this package, imported when asked for: read by lazy_loader, and by type checkers.
 from .all_gather import all_gather_attention as all_gather_attention
 from .attention_ring import ring_attention as ring_attention
+from .documents import document_cost as document_cost
 from .documents import document_positions as document_positions
 from .documents import next_tokens as next_tokens
 from .documents import pack_documents as pack_documents
+from .documents import share_documents as share_documents
 from .parallelize_context import context_parallel as context_parallel
 from .token_layout import LocalBatch as LocalBatch
 from .token_layout import causal_work as causal_work

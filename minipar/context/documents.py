@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minipar.cost.models import ModelShape, core_width, layer_matmul_elems
 from minipar.model import IGNORE_INDEX
 
 
@@ -61,3 +62,38 @@ def pack_documents(documents: Sequence[Tensor], seq_len: int) -> Packed:
     if num_padding:
         targets[-1, seq_len - num_padding - 1 :] = IGNORE_INDEX
     return Packed(tokens, targets, positions)
+
+
+def document_cost(shape: ModelShape, length: int) -> float:
+    """Return the multiply-adds of a forward of one document: T (matrix elements) + L D T (T+1) for T tokens and L layers.
+
+    The second term is attention's two products, in which a token looks at itself and the tokens before it.
+    """
+    layers = range(shape.num_layers)
+    matrices = sum(layer_matmul_elems(shape, i) for i in layers) + shape.dim * shape.vocab_size
+    return length * matrices + shape.num_layers * core_width(shape) * length * (length + 1) / 2
+
+
+def share_documents(costs: Sequence[float], speeds: Sequence[float]) -> list[list[int]]:
+    """Deal documents out to ranks so that the last to finish is early; return each rank's, as indices in ascending order.
+
+    costs   of each document, such as `document_cost` of its length: a long document costs more than two of half its length
+    speeds  of each rank, in any unit; all equal for equal machines
+
+    The dearest document goes first, each to the rank that would finish it earliest. For equal speeds the last rank then
+    takes at most 4/3 - 1/(3p) of the least time possible (Graham 1969). Each rank packs its own (`pack_documents`), so
+    ranks may have different numbers of samples: gradients must be sums, divided by the number of targets of all ranks.
+    Raises ValueError for a negative cost or a speed that is not above 0.
+    """
+    if min(costs, default=0) < 0 or min(speeds) <= 0:
+        raise ValueError(
+            f"costs={list(costs)}, speeds={list(speeds)}; use costs of 0 or more, speeds above 0"
+        )
+    shares: list[list[int]] = [[] for _ in speeds]
+    loads = [0.0] * len(speeds)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        done_s = [(load + costs[i]) / speed for load, speed in zip(loads, speeds)]
+        first = done_s.index(min(done_s))
+        loads[first] += costs[i]
+        shares[first].append(i)
+    return [sorted(share) for share in shares]

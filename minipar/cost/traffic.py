@@ -12,7 +12,7 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
            bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
     ep     per layer with experts, 4 k CF N D e (ep-1)/ep for dispatch and combine, forward and backward, CF being the
-           capacity factor; 6 instead of 4 if layers are recomputed. With tp, also divided by t
+           capacity factor; 6 instead of 4 if layers are recomputed. Each of t tp ranks sends all of it
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
            unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see

@@ -393,6 +393,15 @@ class FSDP(nn.Module):
             self._reset_backward_state()
             self._finish()
 
+    def reshard(self) -> None:
+        """Free every unit's unsharded parameters. The next forward or backward of a unit gathers them again.
+
+        Call it to end what `no_sync` began with `reshard_after_forward=False`, but not inside a forward or a backward.
+        """
+        for unit in self.units:
+            unit.reshard()
+        self.order.pending_reshard = None
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)

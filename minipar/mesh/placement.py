@@ -36,6 +36,8 @@ class Placement:
                    of 4 tp ranks, 2 may share a key/value head
     tied_to        None, or the canonical name of the parameter that this one is a copy of
     expert         whether it is a weight of experts, which are sharded over ep
+    rows           None, or the entries of dim 0 held, in the local tensor's order, where they are not consecutive: experts
+                   that were moved. `start` and `length` of dim 0 then only count them: 0 and their number
 
     Raises ValueError, with the name, if a block or range is outside its tensor.
     """
@@ -48,6 +50,7 @@ class Placement:
     replicated: frozenset[str] = frozenset()
     tied_to: str | None = None
     expert: bool = False
+    rows: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in ("global_shape", "start", "length"):
@@ -81,20 +84,32 @@ class Placement:
         return self.name, tuple(piece.box for piece in self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the part as boxes, in the local tensor's order: at most 2 * dims - 1, none if empty."""
-        if self.flat is None:
+        """Yield the part as boxes, in the local tensor's order: at most 2 * dims - 1 (and one per row), none if empty."""
+        if self.flat is None and self.rows is None:
             if self.numel:
                 yield Piece(Box(self.start, self.length), None)
             return
         offset = 0
-        for box in boxes_of_range(self.length, *self.flat):
-            yield Piece(box.shifted(self.start), offset)
-            offset += box.numel
+        for box in boxes_of_range(self.length, *(self.flat or (0, prod(self.length)))):
+            for part in self._in_rows(box):
+                yield Piece(part.shifted(self.start), offset)
+                offset += part.numel
+
+    def _in_rows(self, box: Box) -> Iterator[Box]:
+        """Yield a box of the block as boxes of consecutive entries of dim 0."""
+        if self.rows is None:
+            yield box
+            return
+        (first, *start), (count, *length) = box
+        for row in self.rows[first : first + count]:
+            yield Box((row, *start), (1, *length))
 
     def split(self, dim: int, start: int, length: int) -> Placement:
         """Keep [start, start + length) of dim `dim`, relative to the start of the block."""
         dim = self._require_dim(dim)
         self._require_range(f"dim {dim}", start, start + length, self.length[dim])
+        if self.rows is not None and dim == 0:
+            raise ValueError(f"{self.name}: dim 0 holds rows={self.rows}; split before they are moved")
         return replace(
             self,
             start=_with(self.start, dim, self.start[dim] + start),
@@ -114,6 +129,15 @@ class Placement:
         begin = self.flat[0] if self.flat else 0
         return replace(self, flat=(begin + start, begin + stop))
 
+    def with_rows(self, rows: Iterable[int]) -> Placement:
+        """Hold these entries of dim 0 in place of as many others; they need not be consecutive, nor in order."""
+        rows = tuple(rows)
+        if len(rows) != self.length[0] or len(set(rows)) < len(rows):
+            raise ValueError(f"{self.name}: rows={rows} are not {self.length[0]} different entries of dim 0")
+        for row in rows:
+            self._require_range("dim 0", row, row + 1, self.global_shape[0])
+        return replace(self, rows=rows, start=_with(self.start, 0, 0))
+
     def replicate(self, *axes: str) -> Placement:
         return replace(self, replicated=self.replicated | set(axes))
 
@@ -123,10 +147,11 @@ class Placement:
     def slice_of(self, full: torch.Tensor) -> torch.Tensor:
         """Return the local tensor: a view of the global one, except that a flat range may need a copy."""
         self._require_shape("global", full, self.global_shape)
-        if self.flat is None:
+        if self.flat is None and self.rows is None:
             return Piece(Box(self.start, self.length), None).of_full(full)
         flat = [piece.of_full(full).reshape(-1) for piece in self.pieces()]
-        return flat[0] if len(flat) == 1 else torch.cat([full.new_empty(0), *flat])
+        local = flat[0] if len(flat) == 1 else torch.cat([full.new_empty(0), *flat])
+        return local.view(self.local_shape)
 
     @torch.no_grad()
     def write_into(self, full: torch.Tensor, local: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     def of_local(self, local: torch.Tensor, box: Box | None = None) -> torch.Tensor:
         """Return the piece, or the part of it inside `box`, as a view of the local tensor."""
         if self.offset is not None:
-            local = local[self.offset : self.offset + self.box.numel].view(self.box.length)
+            local = local.view(-1)[self.offset : self.offset + self.box.numel].view(self.box.length)
         return local if box is None else local[box.slices(self.box.start)]
 
 

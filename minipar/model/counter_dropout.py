@@ -56,7 +56,8 @@ def uniform(num_features: int, key: tuple[int, ...], sample_ids: Tensor, indices
 
     key  (seed, step, layer, site)
     """
-    return (_hash(num_features, key, sample_ids, indices) + 0.5) / 2**32
+    # In float32 the largest hashes would round to 1, and the noise made of them would be infinite.
+    return (_hash(num_features, key, sample_ids, indices).double() + 0.5) / 2**32
 
 
 # Each step of the hash uses the previous step's result twice. torch's compilers expand that, and took minutes for a layer.

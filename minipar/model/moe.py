@@ -114,7 +114,7 @@ class MoE(nn.Module):
             return y[0], metrics
         if self.overrides.gather_tokens is not None:
             x = self.overrides.gather_tokens(x)
-        B, T, D = x.shape
+        B, T, _ = x.shape
         indices = torch.arange(T, device=x.device) if indices is None else indices
         sample_ids = torch.arange(B, device=x.device) if sample_ids is None else sample_ids
         logits = self.router(x, indices, sample_ids, step)
@@ -122,7 +122,7 @@ class MoE(nn.Module):
         randomly = self.training and self.options.random_second
         draw = self.router.draw_second(indices, sample_ids, step) if randomly else None
         routing = self.route(logits, groups, draw)
-        y = self._apply_experts(self._copy_input(x).reshape(-1, D), routing, groups).view(B, T, D)
+        y = self._apply_experts(self._copy_input(x).flatten(0, 1), routing, groups).view(B, T, -1)
         if self.overrides.reduce_output is not None:
             y = self.overrides.reduce_output(y)
         return y, self._make_metrics(logits, routing, groups)

@@ -144,7 +144,8 @@ class MoEOverrides:
     gather_tokens    (x) -> all tokens, for the router and the experts
                      tensor_parallel: under sequence parallelism each rank has T/tp tokens of a sample
     copy_input       (x) -> x, on the experts' input and on the weights of their outputs
-                     tensor_parallel: the copy operator, whose backward is an all-reduce, as each rank has F/tp features
+                     tensor_parallel: the copy operator, whose backward is an all-reduce, as each rank has F/tp features;
+                     or the tokens' features that this rank sends
     reduce_output    (y) -> the layer's output
                      tensor_parallel: summed over tp after combining experts, one row per token instead of k
     """
@@ -174,3 +175,11 @@ class GradientSync(Protocol):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now."""
+
+
+@runtime_checkable
+class Resharding(Protocol):
+    """The method that the pipeline calls on FSDP when it turns to another stage."""
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; they are gathered again when they are used."""

@@ -6,7 +6,7 @@ stage.py        one stage: forward, backward, and the backward's two halves
 mailbox.py      messages between stages: activations and gradients
 tied.py         sum the gradient of a weight that the first and the last stage share
 execute.py      Pipeline: one executor for any schedule
-measure.py      the timeline and the costs of a real run, in the same form as a simulated run's
+measure.py      the timeline and the costs of a real run, in the same form as a simulated run's; seconds of single layers
 emulate.py      stages that sleep, to run a schedule on fewer cores than ranks
 stage_state.py  the state that a stage keeps between the slices of a sample, where a schedule has slices
 
@@ -22,7 +22,7 @@ _getattr, _dir, _own = lazy_loader.attach(
     __name__,
     submod_attrs={
         "execute": ["Pipeline"],
-        "measure": ["measured", "measured_costs"],
+        "measure": ["measure_layers", "measured", "measured_costs"],
         "partition": ["balance", "partition"],
     },
 )

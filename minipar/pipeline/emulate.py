@@ -58,8 +58,8 @@ def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dic
     Call it on every rank of `comm`; `measured` turns the returned spans into a timeline. The first step, in which the
     ranks agree on shapes, is a little slower.
     """
-    # A sleeping stage keeps nothing from slice to slice, so it can treat slices as microbatches.
-    schedule = replace(schedule, num_microbatches=schedule.num_units, slices=1)
+    # A sleeping stage keeps nothing, so it can treat slices as microbatches, and has nothing to offload.
+    schedule = replace(schedule, num_microbatches=schedule.num_units, slices=1, offloaded=frozenset())
     table = costs.table(schedule.num_stages)
     own = schedule.stages_of(comm.rank)
     stages = [EmulatedStage(*(table[op][s] for op in HALVES)) for s in own]

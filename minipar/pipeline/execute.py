@@ -41,6 +41,9 @@ class Pipeline:
     checkpoint  activation checkpointing: True for all stages, or the numbers of the stages that save only each
                 microbatch's input and recompute its forward in the backward
     slice_sizes  tokens of each slice of a sample, where the schedule has slices; None: as equal as possible
+    reshard_stages  reshard a stage wrapped in FSDP when this rank turns to another stage. With
+                FSDP(reshard_after_forward=False) a stage is then gathered once per visit (`Schedule.visits`), not twice
+                per microbatch
 
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
     its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
@@ -66,6 +69,7 @@ class Pipeline:
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         checkpoint: bool | Collection[int] = False,
         slice_sizes: Sequence[int] | None = None,
+        reshard_stages: bool = False,
     ):
         validate(schedule)
         numbers = _require_fit(stages, comm, schedule, loss_fn)
@@ -75,8 +79,17 @@ class Pipeline:
         for number, module in zip(numbers, stages):
             recompute = checkpoint if isinstance(checkpoint, bool) else number in checkpoint
             split = {k for op, stage, k in schedule.actions[comm.rank] if op == "W" and stage == number}
-            self.stages[number] = Stage(module, schedule.part(number), split, recompute, schedule.slices)
+            away = {k for stage, k in schedule.offloaded if stage == number}
+            if away and recompute:
+                raise ValueError(
+                    f"checkpoint={checkpoint} of stage {number}, whose units {schedule.name} offloads; checkpoint its "
+                    "blocks instead (minipar.train.recompute)"
+                )
+            self.stages[number] = Stage(
+                module, schedule.part(number), split, recompute, schedule.slices, away
+            )
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
+        self._leaves = {visit[-1] for visit in schedule.visits(comm.rank)} if reshard_stages else set()
         self._program = lower(schedule)[comm.rank]
         self._mailbox = Mailbox(comm, schedule)
         self._tied = TiedGradients(comm, schedule, list(self.stages.values()))
@@ -223,6 +236,8 @@ class _Step:
         self._pipeline.spans[action] = (start_s, time.perf_counter())
         if stage.done:
             stage.synchronize()
+        if action in self._pipeline._leaves:
+            stage.reshard()
 
     def _forward(self, stage: Stage, action: Action) -> None:
         _, number, unit = action

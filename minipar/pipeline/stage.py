@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minipar.model import Transformer, WeightGradients, defer_weight_gradients
 from minipar.model.deferrable_linear import Product
-from minipar.model.overrides import GradientSync
+from minipar.model.overrides import GradientSync, Resharding
 from minipar.pipeline.stage_state import make_stage_state
 
 
@@ -27,17 +27,28 @@ class Stage:
     slices     number of slices of each sample's tokens. A unit is a microbatch or, where there are several slices, a slice
                of a microbatch; the module must then be a Transformer, whose attention sees the earlier slices: see
                `stage_state.py`
+    offloaded  the units whose activations are moved to CPU memory between forward and backward
 
     The output itself is not saved, only its autograd edge. I computes input gradients and queues the
     weight-gradient products of the layers that can defer them (`defer_weight_gradients`); W runs these products.
     All other gradients are complete after I.
     """
 
-    def __init__(self, module: nn.Module, number: int, split: Set[int], recompute: bool, slices: int = 1):
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        split: Set[int],
+        recompute: bool,
+        slices: int = 1,
+        offloaded: Set[int] = frozenset(),
+    ):
         self.module, self.number = module, number
         self.split, self.recompute, self.slices = split, recompute, slices
         self.transformer = unwrapped(module)
-        self._state = make_stage_state(self.transformer, slices, f"{number}, a {type(module).__name__}")
+        self._state = make_stage_state(
+            self.transformer, slices, offloaded, f"{number}, a {type(module).__name__}"
+        )
         self._queue = WeightGradients()
         self._deferring = False
         self._sync = ExitStack()
@@ -113,6 +124,11 @@ class Stage:
         self._sync.close()
         if isinstance(self.module, GradientSync) and not self._reduced:
             self.module.synchronize()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters if the module is wrapped in FSDP."""
+        if isinstance(self.module, Resharding):
+            self.module.reshard()
 
     def end(self) -> None:
         """Restore the module and drop what was saved, also after an error."""

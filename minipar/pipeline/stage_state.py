@@ -1,10 +1,11 @@
-"""The state that a stage keeps from one unit of work to the next: none, unless a schedule cuts samples into slices.
+"""The state that a stage keeps from one unit of work to the next: none, unless a schedule cuts or offloads samples.
 
 A unit is a microbatch, or one slice of it; its number is microbatch * slices + slice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -16,10 +17,12 @@ from minipar.support.registry import Choice, Kind
 
 
 class StageState(Protocol):
-    """The state that a stage keeps between the slices of a sample. Made with (Transformer, slices).
+    """The state that a stage keeps between the slices of a sample, or while a unit's activations are offloaded.
+
+    "slices" is made with (Transformer, slices), "offload" with (Transformer, the units to offload).
 
     visible    a context for a unit's forward and backward, in which attention sees the earlier slices
-    cut        the keyword arguments of whole samples, cut to the unit's tokens
+    cut        the keyword arguments of whole samples, cut to the unit's tokens; called before the unit's forward
     gradients  (autograd edges, gradients) from which a unit's backward starts, in addition to the output's
     release    drop a unit's state after its backward
     clear      drop all state
@@ -58,13 +61,22 @@ class WholeSamples:
 STAGE_STATES: Kind[Choice] = Kind("stage_state", {})
 
 
-def make_stage_state(transformer: Transformer | None, slices: int, stage: str) -> StageState:
-    """Return a new state for a stage. Raises ValueError if slices need a Transformer; `stage` names it in the error."""
-    if slices == 1:
+def make_stage_state(
+    transformer: Transformer | None, slices: int, offloaded: Set[int], stage: str
+) -> StageState:
+    """Return a new state for a stage, which offloads the units `offloaded`.
+
+    Raises ValueError if slices or offloading need a Transformer; `stage` names the stage in the error.
+    """
+    if slices == 1 and not offloaded:
         return WholeSamples()
     if transformer is None:
-        raise ValueError(
-            f"slices={slices} of a sample on stage {stage}; use a Transformer, whose attentions can see earlier slices"
-        )
-    state: StageState = STAGE_STATES["slices"].load()(transformer, slices)
+        what = f"{len(offloaded)} units offloaded" if offloaded else f"slices={slices} of a sample"
+        why = "blocks can offload what they save" if offloaded else "attentions can see earlier slices"
+        raise ValueError(f"{what} on stage {stage}; use a Transformer, whose {why}")
+    state: StageState
+    if offloaded:
+        state = STAGE_STATES["offload"].load()(transformer, offloaded)
+    else:
+        state = STAGE_STATES["slices"].load()(transformer, slices)
     return state

@@ -162,7 +162,8 @@ class Call:
         failure = self._failures[rank]
         if not isinstance(failure, str) and failure.stuck is not None:
             self._name_who_is_behind(rank, failure.stuck)
-        elif not isinstance(failure, str) and failure.timed_out:
+        elif not isinstance(failure, str) and (failure.timed_out or not primary):
+            # Without a timeout of its own, a rank can fail because another one ended its connection after one.
             self._name_who_is_late(rank, failure)
         traceback = failure if isinstance(failure, str) else failure.traceback
         raise RankError(rank, traceback, self._others(rank), results(self._answers))

@@ -115,8 +115,12 @@ def _of_caller(stack: list[Frame]) -> list[Frame]:
 
 
 def place(frame: Frame) -> str:
-    """Format a frame as `script.py:12 in work`."""
+    """Format a frame as `script.py:12 in work`, or as `line 12 of a notebook's cell, in work`."""
     file, line, name = frame
+    if os.path.basename(os.path.dirname(file)).startswith(
+        "ipykernel_"
+    ):  # the file's name is a hash of the cell
+        return f"line {line} of a notebook's cell, in {name}"
     return f"{os.path.basename(file)}:{line} in {name}"
 
 

@@ -56,8 +56,8 @@ def _message(
     cycle: tuple[int, ...],
 ) -> str:
     def where(rank: int) -> str:
-        return "nowhere in the schedule" if waits[rank] is None else f"of rank {waits[rank]}"
+        return "which the schedule does not have" if waits[rank] is None else f"on rank {waits[rank]}"
 
-    stuck = "; ".join(f"rank {r} at {a} needs {missing[r]} {where(r)}" for r, a in blocked.items())
+    stuck = "; ".join(f"rank {r} cannot run {a} before {missing[r]}, {where(r)}" for r, a in blocked.items())
     round_trip = " -> ".join(f"rank {rank}" for rank in (*cycle, *cycle[:1]))
-    return f"schedule {name} deadlocks: {stuck}" + (f"; cycle: {round_trip}" if cycle else "")
+    return f"the schedule {name!r} deadlocks: {stuck}" + (f"; cycle: {round_trip}" if cycle else "")

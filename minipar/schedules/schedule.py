@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W"]
@@ -87,6 +88,7 @@ class Schedule:
     slices             s, the number of slices into which the tokens of every sample are cut; an action works on one slice
     copies             number of copies of the model; stages are numbered copy after copy, and a microbatch passes through
                        one copy. With two copies, ranks r and p-1-r hold the same parts of the model
+    offloaded          (stage, unit) pairs whose activations are in CPU memory between forward and backward
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -95,6 +97,7 @@ class Schedule:
     name: str = "custom"
     slices: int = 1
     copies: int = 1
+    offloaded: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -130,6 +133,15 @@ class Schedule:
     def is_last(self, stage: int) -> bool:
         """Return whether the stage has the head and the loss."""
         return self.part(stage) == self.model_stages - 1
+
+    def visits(self, rank: int) -> tuple[tuple[Action, ...], ...]:
+        """Return the rank's actions that compute with parameters, so without W, as runs of actions on one stage.
+
+        A rank needs a stage's parameters from the beginning to the end of a visit. Breadth-first visits each of its v
+        stages twice, but the last one once, as its first B follows its last F: 2v - 1 visits.
+        """
+        used = (action for action in self.actions[rank] if action.op != "W")
+        return tuple(tuple(run) for _, run in groupby(used, key=lambda action: action.stage))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that `rank` holds, in the order of the model's parts."""

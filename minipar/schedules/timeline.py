@@ -67,14 +67,18 @@ class Timeline:
         )
 
     def live(self, rank: int) -> list[tuple[float, int]]:
-        """Return (time, number live from then on) at each change; a unit is live from F's start to B's or W's end."""
+        """Return (time, number live from then on) at each change; a unit is live from F's start to B's or W's end.
+
+        An offloaded unit is not live, though, from F's end to the start of B or I.
+        """
         changes, count = [], 0
         for action in self.schedule.actions[rank]:
             start, end = self.spans[action]
-            if action.op == "F":
+            away = action[1:] in self.schedule.offloaded
+            if action.op == "F" or (away and action.op in "BI"):
                 count += 1
                 changes.append((start, count))
-            elif action.op in "BW":
+            if action.op in "BW" or (away and action.op == "F"):
                 count -= 1
                 changes.append((end, count))
         return changes

@@ -19,16 +19,32 @@ def validate(schedule: Schedule) -> None:
                same time, so that they can sum gradients and gather weights like data-parallel ranks
     runs       the ranks' orders and `needs` together have no cycle; otherwise Deadlock, a ValueError, is raised, which
                names each blocked rank's next action and the cycle
+    offloaded  offloaded units are whole samples, each on a stage that runs it
     matched    in the lowered programs, both ranks of every pair post their messages in the same order
 
     A rank may consume messages in a different order from that in which they were sent: `lower` posts receives in the order
     of the sends, and each action waits for its own messages.
     """
     require_complete(schedule)
+    require_offloadable(schedule)
     require_copied(schedule)
     programs = lower(schedule)
     require_in_step(schedule)
     require_matched(programs)
+
+
+def require_offloadable(schedule: Schedule) -> None:
+    """Raise ValueError unless every offloaded unit is a whole microbatch on a stage that has it."""
+    have = {action[1:] for actions in schedule.actions for action in actions}
+    for stage, unit in sorted(schedule.offloaded - have):
+        raise ValueError(
+            f"schedule {schedule.name} offloads microbatch {unit} on stage {stage}, which does not run it"
+        )
+    if schedule.offloaded and schedule.slices > 1:
+        raise ValueError(
+            f"schedule {schedule.name} offloads units, of slices={schedule.slices} a sample; later slices need the keys "
+            "and values of earlier ones, so use whole samples"
+        )
 
 
 def require_complete(schedule: Schedule) -> None:

@@ -41,13 +41,15 @@ class Unit:
 
     @torch.no_grad()
     def gather(self):
+        # The parameters are views of `whole`: resizing its storage gives them memory again, and `free` takes it away.
         self.whole.untyped_storage().resize_(self.whole.nbytes)
         self.whole.copy_(self.comm.all_gather(self.shard.data))
 
     def after_forward(self, output):
         if not isinstance(output, torch.Tensor):
             raise ValueError("a unit returns one tensor here; minipar.FSDP knows of tuples and more")
-        if output.requires_grad:  # its gradient is ready just before the unit's backward begins
+        if output.requires_grad:
+            # Autograd calls this when the output's gradient is known, just before the unit's own backward.
             output.register_hook(lambda _: self.gather())
         self.free()
 

@@ -223,7 +223,9 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
             for value in chunk.tolist():
                 if words := explain_sum(value, p):
                     number = c if collective == "all_reduce" else world.rank
-                    return f"rank {world.rank}: chunk {number} on rank {world.rank} of {p}: {words}"
+                    own = value == mine and collective == "reduce_scatter"
+                    hint = "; if another chunk has the whole sum, the order is one step off" if own else ""
+                    return f"rank {world.rank}: chunk {number}: {words}{hint}"
         return None
     call = next(call for call in calls_of(collective, p) if call.root == 1 and call.shape == SHAPES[1])
     xs = [torch.full(x.shape, 10**r, dtype=torch.int64) for r, x in enumerate(call.inputs(p))]
@@ -236,7 +238,7 @@ def whose_part(world: Comm, implementation: Implementation, collective: str) -> 
     for i, (a, b) in enumerate(zip(got.tolist(), want.tolist())):
         if a != b:
             from_ = f"rank {owners[a]}'s" if a in owners else f"{a}"
-            return f"rank {world.rank}: entry {i} on rank {world.rank} of {p} is {from_}; it should be rank {owners[b]}'s"
+            return f"rank {world.rank}: entry {i} of its result is {from_}; it should be rank {owners[b]}'s"
     return None
 
 

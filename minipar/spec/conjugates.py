@@ -68,7 +68,7 @@ def _right_operator(
     if words := kind.mismatch(
         f"rank {r}: the gradient through {name}", x.grad, _forward(ADJOINT[name], dys, r), p
     ):
-        return words
+        return words + _reason(name, x.grad, dys, r)
     if kind.written("x", x, xs[r]):
         return f"rank {r}: {name} wrote to its input"
     if kind.written("dy", dy, dys[r]):
@@ -76,21 +76,36 @@ def _right_operator(
     return None
 
 
+def _reason(name: str, dx: Tensor | None, dys: list[Tensor], rank: int) -> str:
+    """Explain a wrong gradient: parts of other ranks that are missing, or that were added to a complete one."""
+    own = dys[rank].chunk(len(dys), TOKENS)[rank] if name == "gather_tokens" else dys[rank]
+    if name == "all_reduce":
+        summed = torch.stack(dys).sum(0)
+        return (
+            ": it is the sum of all ranks' dy, but each rank's dy is complete" if _equal(dx, summed) else ""
+        )
+    return ": it is this rank's dy alone; the other ranks' parts are missing" if _equal(dx, own) else ""
+
+
+def _equal(got: Tensor | None, want: Tensor) -> bool:
+    return got is not None and got.shape == want.shape and torch.allclose(got.double(), want.double())
+
+
 def _adjoint(world: Comm, implementation: Implementation, seed: int) -> str | None:
-    """Check <y, A x> = <A^T y, x>, summed over ranks, for each operator."""
+    """Check <z, A x> = <A^T z, x>, summed over ranks, for each operator."""
     p, r = world.size, world.rank
     for name in OPERATORS:
         # The input of `copy` and the output of `all_reduce` are equal on all ranks: count such a tensor once, not p times.
         one_x, one_y = name == "copy", name == "all_reduce"
         x = _tensors(p, 2 if name == "gather_tokens" else 2 * p, seed)[0 if one_x else r].requires_grad_()
         out = getattr(implementation, name)(world, x)
-        y = _tensors(p, out.shape[TOKENS], seed + 2)[0 if one_y else r]
-        (dx,) = torch.autograd.grad(out, x, y)
-        left = (y * out.detach()).sum() * (r == 0 or not one_y)
+        z = _tensors(p, out.shape[TOKENS], seed + 2)[0 if one_y else r]
+        (dx,) = torch.autograd.grad(out, x, z)
+        left = (z * out.detach()).sum() * (r == 0 or not one_y)
         right = (dx * x.detach()).sum() * (r == 0 or not one_x)
         sums = world.all_reduce(torch.stack([left, right]))
         if (sums[0] - sums[1]).abs() > 1e-10 * sums.abs().max():
-            return f"rank {r}: {name} and its backward are no adjoints: <y, A x> is {sums[0]:.6g}, <A^T y, x> {sums[1]:.6g}"
+            return f"rank {r}: {name} and its backward are no adjoints: <z, A x> is {sums[0]:.6g}, <A^T z, x> {sums[1]:.6g}"
     return None
 
 

@@ -22,6 +22,9 @@ def _trains(world: Comm, make: Implementation, seed: int, steps: int = STEPS) ->
     """Check every step's gradients and the final parameters against one process that starts with rank 0's parameters."""
     net = Net(seed + world.rank)
     wrapped = make(net, world)
+    for name, p in net.named_parameters():
+        if not torch.equal(p, dict(Net(seed).named_parameters())[name]):
+            return f"rank {world.rank}: {name} does not start with rank 0's values: copy them to all ranks (comm.broadcast)"
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     want, model = one_process(Net(seed), world.size, 4, steps, torch.optim.SGD, lr=0.1)
     for step in range(steps):

@@ -32,7 +32,9 @@ def _trains(world: Comm, make: Implementation, seed: int, steps: int = 3) -> str
         out = fsdp(samples(world.rank, step, WIDTH))
         what = f"rank {world.rank}: the output of step {step}"
         if words := mismatch(what, out, model(samples(world.rank, step, WIDTH)), world.size, rtol=1e-9):
-            return words + ("" if step else ": rank 0's parameters should be everybody's")
+            return words + (
+                "" if step else ": rank 0's parameters should be everybody's; broadcast them in __init__"
+            )
         loss_of(out).backward()
         squares = world.all_reduce(_squares(p.grad for p in fsdp.parameters() if p.grad is not None))
         want = _squares(history[step].values())

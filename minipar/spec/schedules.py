@@ -33,7 +33,8 @@ def _valid(make: Implementation, p: int, m: int) -> str | None:
 def _as_said(make: Implementation, p: int, m: int, span: Span, peak: Peak) -> str | None:
     timeline = simulate(make(p, m), Costs(F=1, I=1, W=1))
     if timeline.longest_own_span > span(p, m) + 1e-9:
-        return f"with p={p}, m={m} and F=I=W=1 a rank takes {timeline.longest_own_span:g}; this order takes {span(p, m):g}"
+        times = "F=I=W=1" if any(action.op == "W" for action in timeline.spans) else "F=1, B=2"
+        return f"with p={p}, m={m} and {times} a rank takes {timeline.longest_own_span:g}; this order takes {span(p, m):g}"
     for rank, live in enumerate(timeline.peak_live):
         if live > peak(p, rank, m):
             return f"with p={p}, m={m} rank {rank} keeps {live} microbatches alive; this order needs {peak(p, rank, m)}"

@@ -123,7 +123,7 @@ def explained(error: RankError) -> str:
     """Describe a rank's error in one line: the last line of the traceback, and the last line run outside minipar."""
     lines = error.remote_traceback.strip().splitlines()
     if lines[0].startswith("deadlock") or "not received" in lines[0] or "not sent" in lines[0]:
-        return " ".join(line.strip() for line in lines)
+        return "; ".join(line.strip() for line in lines)
     if not lines[0].startswith("Traceback"):
         return f"rank {error.rank}: {lines[0]}"
     frames = [(i, m) for i, line in enumerate(lines) if (m := re.match(r'\s*File "(.+)", line (\d+)', line))]

@@ -49,15 +49,17 @@ def _loss(world: Comm, global_loss: Implementation, seed: int, kind: Kind = PLAI
     p, r = world.size, world.rank
     logits, targets = _batch(p, seed, kind)
     mine = kind.given(logits[r], True)
-    term = global_loss(world, mine, kind.given(targets[r]))
-    if not isinstance(term, Tensor) or term.shape or not term.requires_grad:
-        return f"rank {r}: it returned {_kind(term)}; return this rank's term, one element that autograd can follow"
+    summand = global_loss(world, mine, kind.given(targets[r]))
+    if not isinstance(summand, Tensor) or summand.shape or not summand.requires_grad:
+        return f"rank {r}: it returned {_kind(summand)}; return this rank's summand, one element that autograd can follow"
     whole = torch.cat(logits).requires_grad_()
     want = F.cross_entropy(whole, torch.cat(targets))
-    total = world.all_reduce(term.detach())
-    if words := kind.mismatch(f"rank {r}: the sum of the ranks' terms", total, want, p):
+    total = world.all_reduce(summand.detach())
+    if words := kind.mismatch(f"rank {r}: the sum of the ranks' summands", total, want, p):
         return words + _means(total, logits, targets)
-    (2.5 * term).backward()  # the loss need not be the last function, so its incoming gradient need not be 1
+    (
+        2.5 * summand
+    ).backward()  # the loss need not be the last function, so its incoming gradient need not be 1
     if words := kind.written(f"rank {r}: its logits", mine, logits[r]):
         return words
     if kind.nan:
@@ -175,7 +177,7 @@ SPECIFICATIONS = [
     Specification(
         "global_loss",
         "global_loss(comm, logits, targets)",
-        "The terms of all ranks add up to the mean cross-entropy over all counted tokens; -100 does not count.",
+        "The summands of all ranks add up to the mean cross-entropy over all counted tokens; -100 does not count.",
         (
             Stage("runs", lambda f: on_ranks(_loss, f, 0, sizes=(1,))),
             Stage("small", lambda f: on_ranks(_loss, f, 1, sizes=(2,))),

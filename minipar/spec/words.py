@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -64,8 +66,16 @@ def _how(got: Tensor, want: Tensor, wrong: Tensor, largest: float, size: int, rt
         return "is zero"
     ratio = ((got * want).sum() / (want * want).sum()).item()
     if abs(ratio - 1) > 1e-6 and (got - ratio * want).abs().max() <= 1e-9 * largest:
-        return _factor(ratio, size)
-    return somewhere
+        if _is_simple(ratio):
+            return _factor(ratio, size)
+        if got.numel() > 1:
+            return f"is {ratio:.6g} times what it should be, in every entry"
+    return f"is {found}; it should be {expected}" if got.numel() == 1 else somewhere
+
+
+def _is_simple(ratio: float) -> bool:
+    """Return whether the ratio is a whole number or a fraction of small ones, as a sum in place of a mean makes it."""
+    return isfinite(ratio) and abs(ratio - Fraction(ratio).limit_denominator(64)) < 1e-9
 
 
 def _distinct(found: float, expected: float) -> tuple[str, str]:

@@ -17,16 +17,18 @@ OPTIMIZERS = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01, "
 
 def _trains(world: Comm, make: Implementation, seed: int, steps: int = 3) -> str | None:
     for optimizer_cls, options in OPTIMIZERS:  # SGD first, since Adam hides a wrong factor
-        net = Net(seed)
+        net, start = Net(seed), dict(Net(seed).named_parameters())
         optimizer = make(list(net.parameters()), optimizer_cls, world, **options)
         _, model = one_process(Net(seed), world.size, 4, steps, optimizer_cls, **options)
         for step in range(steps):
             optimizer.zero_grad()
             loss_of(net(samples(world.rank, step, 4))).backward()
             optimizer.step()
+        wanted, taken = dict(model.named_parameters()), "1 step" if steps == 1 else f"{steps} steps"
         for name, p in net.named_parameters():
-            what = f"rank {world.rank}: {name} after {steps} steps of {optimizer_cls.__name__}"
-            if words := mismatch(what, p, dict(model.named_parameters())[name], world.size, rtol=1e-9):
+            # Of the change, not of the value: its factor says that a sum stands where a mean is due.
+            what = f"rank {world.rank}: the change of {name} after {taken} of {optimizer_cls.__name__}"
+            if words := mismatch(what, p - start[name], wanted[name] - start[name], world.size, rtol=1e-9):
                 return words
     return None
 
@@ -63,13 +65,12 @@ def _begins_alike(world: Comm, make: Implementation) -> str | None:
     net = Net(world.rank)
     make(list(net.parameters()), torch.optim.SGD, world, lr=0.1)
     wanted = dict(Net(0).named_parameters())
-    found = [
-        mismatch(
-            f"rank {world.rank}: {name} before the first step, which begins with rank 0's,", p, wanted[name]
-        )
-        for name, p in net.named_parameters()
-    ]
-    return first(found)
+    words = first([mismatch(name, p, wanted[name]) for name, p in net.named_parameters()])
+    if words is None:
+        return None
+    return (
+        f"rank {world.rank}: it does not begin with rank 0's parameters: broadcast them in __init__ ({words})"
+    )
 
 
 def _accumulates(world: Comm, make: Implementation, seed: int) -> str | None:

@@ -66,6 +66,8 @@ def check_type(name: str, value: object, hint: Any) -> None:
 def _has_type(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple | list) and all(_has_type(one, get_args(kind)[0]) for one in value)
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
     if kind is int:
@@ -78,6 +80,8 @@ def _has_type(value: Any, kind: Any) -> bool:
 
 
 def _type_name(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list, each {_type_name(get_args(kind)[0])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", Path: "a path"}
     return names.get(kind, getattr(kind, "__name__", str(kind)))
 
@@ -106,7 +110,9 @@ def normalise_types(config: object) -> None:
         plain = value
         if isinstance(value, str) and Path in kinds:
             plain = Path(value)
+        elif isinstance(value, tuple | list):
+            plain = tuple(float(x) if float in get_args(kinds[0]) else x for x in value)
         elif not isinstance(value, bool) and hasattr(value, "__index__"):
             plain = float(value) if float in kinds and int not in kinds else int(value)
-        if type(plain) is not type(value):
+        if type(plain) is not type(value) or isinstance(plain, tuple):
             object.__setattr__(config, name, plain)

@@ -39,6 +39,7 @@ def ring_all_gather_chunks(comm: Comm, chunk: Tensor) -> Iterator[tuple[int, Ten
         arriving = comm.exchange(chunk, right, chunk.shape, chunk.dtype, left, async_op=True)
         yield (comm.rank - step) % comm.size, chunk
         chunk = arriving.wait()
+    # After tp-1 steps to the right, the last chunk to arrive is the right neighbour's.
     yield right, chunk
 
 

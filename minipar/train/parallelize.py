@@ -40,6 +40,7 @@ from minipar.expert import expert_parallel, gradient_comm
 from minipar.mesh import Mesh, place_whole, placement_of
 from minipar.model import Block, Transformer
 from minipar.pipeline import Pipeline, balance
+from minipar.pipeline.measure import seconds_of
 from minipar.pipeline.partition import layer_costs
 from minipar.schedules import Schedule
 from minipar.train.averaging import CommOf, GradientAveraging
@@ -78,13 +79,14 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
 
     The strategies' collectives use `config.algorithm` where they support it.
     """
-    schedule = schedule_of(config)
+    schedule = schedule_of(config, mesh.coordinates.dp)
     mesh = _mesh_for(config, mesh, schedule)
     assert mesh.world is not None
     stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
     modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.model_stages > 1)
     sizes = config.choice("schedule").unit_sizes(config)
-    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes)
+    stagewise = config.gather_every == "stage"
+    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes, reshard_stages=stagewise)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
     holders = [x for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer | FSDP)]
@@ -107,16 +109,43 @@ def _mesh_for(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Mesh:
 
 def own_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Iterator[Transformer]:
     """Yield this rank's stages of the model, on the meta device."""
-    layers = stage_layers(config, schedule.model_stages)
+    assert mesh.world is not None
+    layers = stage_layers(config, mesh.world, schedule.model_stages)
     for number in schedule.stages_of(mesh.coordinates.pp):
         part = schedule.part(number)
         first, last = part == 0, part == schedule.model_stages - 1
         yield Transformer(config.model, config.seed, layers[part], first, last, "meta", config.torch_dtype)
 
 
-def stage_layers(config: TrainConfig, num_stages: int) -> list[range]:
-    """Return the layers of each stage, divided so that the slowest stage is as fast as possible."""
-    return balance(layer_costs(Transformer(config.model, device="meta")), num_stages)
+def stage_layers(config: TrainConfig, world: Comm, num_stages: int) -> list[range]:
+    """Return the layers of each stage, divided so that the slowest stage is as fast as possible.
+
+    With layer_costs="measured", rank 0 times every layer and sends its seconds to all ranks: 8 bytes a layer.
+    """
+    model = Transformer(config.model, device="meta")
+    if config.layer_costs == "computed" or num_stages == 1:
+        return balance(layer_costs(model), num_stages)
+    costs = torch.zeros(config.model.num_layers, dtype=torch.float64, device=world.device)
+    if world.rank == 0:
+        costs += torch.tensor(measured_costs(config, world.device), dtype=costs.dtype)
+    return balance(world.broadcast(costs).tolist(), num_stages)
+
+
+def measured_costs(config: TrainConfig, device: torch.device) -> list[float]:
+    """Return the seconds of each layer on this rank for one microbatch of whole samples, before tp and cp cut it."""
+    values, last = initial_values(config), config.model.num_layers - 1
+
+    def layers() -> Iterator[Transformer]:
+        for i in range(last + 1):
+            layer = Transformer(config.model, config.seed, [i], i == 0, i == last, "meta", config.torch_dtype)
+            fill_buffers(layer, device)
+            place_whole(layer)
+            fill(layer, values, device)
+            recompute(layer, config.recompute)
+            yield layer
+
+    samples = config.dp_samples[0] // config.dp_microbatches[0]
+    return seconds_of(layers(), torch.zeros(samples, config.seq_len, dtype=torch.int64, device=device))
 
 
 # 2. experts to 5. recompute -----------------------------------------------------------------------------------------
@@ -139,7 +168,10 @@ def transformed_stage(
     config.choice("products").load()(stage, config, mesh)
     if config.zero < 3:
         fill(stage, initial_values(config), device)
-    recompute(stage, config.recompute)
+    kept_of = [
+        mesh.comm(axis) for axis in ("tp", "cp", "ep") if config.keep_messages and getattr(config, axis) > 1
+    ]
+    recompute(stage, config.recompute, kept_of)
     partition = mesh.comm("tp") if config.partition_activations else None
     relocate_activations(stage, partition, config.offload_activations)
     if config.compile != "none":
@@ -228,6 +260,7 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
             shards,
             units=Block,
             shard_rest=not tied,
+            reshard_after_forward=config.gather_every == "microbatch",
             reduce="sum",
             replicas=replicas,
             compute_dtype=config.torch_dtype if config.mixed_precision else None,

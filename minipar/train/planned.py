@@ -11,8 +11,12 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 # Options that change time or bytes but are in no formula, with their defaults. Options whose values are choices (such as
 # `schedule`) are not listed: `not_weighed` asks each choice whether a formula includes it.
 UNPRICED = {
+    "dp_speeds": None,
+    "gather_every": "microbatch",
+    "layer_costs": "computed",
     "tp_chunked": False,
     "partition_activations": False,
+    "keep_messages": False,
     "offload_activations": False,
     "compile": "none",
 }
@@ -28,7 +32,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     precision = "mixed" if config.mixed_precision else config.dtype
     shape = ModelShape.of(config.model)
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
-    microbatch = config.batch_size // config.dp // config.microbatches
+    microbatch = max(1, config.batch_size // config.dp // config.microbatches)
     name, dp, pp, chunks = _planned_order(config)
     slices = getattr(config.options.get("schedule"), "slices", 1) if SCHEDULES[name].sliced else 1
     return job, Layout(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from minipar.comm import Comm
+from minipar.comm.repeated import without_messages
 from minipar.config.check_config import blocks_per_unit
 from minipar.model import Block, Transformer
 from minipar.model.block import run_blocks
 from minipar.support.chunks import chunk_sizes
 
 
-def recompute(stage: Transformer, mode: str) -> None:
+def recompute(stage: Transformer, mode: str, kept_of: Sequence[Comm] = ()) -> None:
     """Apply activation checkpointing to every block of a stage, in place: `mode` says what the backward recomputes.
 
     none       nothing: the most memory, no extra work
@@ -35,12 +36,17 @@ def recompute(stage: Transformer, mode: str) -> None:
     full       L x                 L x + a
     every:N    ceil(L/N) x         ceil(L/N) x + N a          least if N is about sqrt(L x / a)
 
+    kept_of  Comms whose collectives' results the forward keeps, so that the recomputation, with "full" or "every:N", does
+             not send them again: `comm/repeated.py`
+
     With every:N, FSDP unshards each block once more for its recomputation, except the last block of each unit.
     Raises ValueError for another mode.
     Source: Chen et al., arXiv:1604.06174, section 4; Megatron-LM's --recompute-method uniform.
     """
     size = blocks_per_unit(mode)
-    again = partial(checkpoint, use_reentrant=False)
+    again: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    if kept_of:
+        again = partial(again, context_fn=partial(without_messages, tuple(kept_of)))
     if size is not None:
         stage.overrides.run_blocks = _Units(size, again)
     for block in _blocks(stage) if mode in ("selective", "full") else ():
@@ -67,7 +73,12 @@ class _Units:
         return x
 
 
-def relocate_activations(stage: Transformer, partition: Comm | None = None, offload: bool = False) -> None:
+def relocate_activations(
+    stage: Transformer,
+    partition: Comm | None = None,
+    offload: bool = False,
+    when: Callable[[], bool] = lambda: True,
+) -> None:
     """Partition or offload, in place, what blocks save for the backward: with recompute="full" or "every:N", their inputs.
 
     Call it after `recompute`, whose wrapper it wraps.
@@ -75,16 +86,17 @@ def relocate_activations(stage: Transformer, partition: Comm | None = None, offl
     partition  a Comm whose ranks all save the same tensors: each keeps 1/p of a tensor, and the backward all-gathers it.
                Sends (p-1)/p of what is saved. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
     offload    move to CPU memory, pinned if the tensor is on a GPU. With `partition`, each rank moves its part: P_a+cpu
+    when       asked before each forward of a block, or of a unit of blocks: whether to do so in this one
     """
     if partition is None and not offload:
         return
     if isinstance(units := stage.overrides.run_blocks, _Units):
         # An activation checkpoint saves only its inputs. The blocks' weights may be freed meanwhile, so they are not moved.
-        units.call = partial(_relocating, tuple, units.call, partition, offload)
+        units.call = partial(_relocating, tuple, units.call, partition, offload, when)
         return
     for block in _blocks(stage):
         block.overrides.call = partial(
-            _relocating, block.parameters, block.overrides.call, partition, offload
+            _relocating, block.parameters, block.overrides.call, partition, offload, when
         )
 
 
@@ -93,9 +105,12 @@ def _relocating(
     inner: Callable[..., Tensor] | None,
     partition: Comm | None,
     offload: bool,
+    when: Callable[[], bool],
     forward: Callable[..., Tensor],
     *args: Any,
 ) -> Tensor:
+    if not when():
+        return forward(*args) if inner is None else inner(forward, *args)
     weights = {p.untyped_storage().data_ptr() for p in parameters()}
     parts: dict[object, tuple[weakref.ref[torch.UntypedStorage], Tensor]] = {}
 
@@ -117,10 +132,7 @@ def _relocating(
         part = x.detach()
         if partition is not None and sizes is not None:
             part = part.reshape(-1).split(sizes)[partition.rank].clone()
-        if offload:
-            away = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
-            part = away.copy_(part, non_blocking=True)
-        return part
+        return to_cpu(part) if offload else part
 
     def bring(kept: _Kept | Tensor) -> Tensor:
         if isinstance(kept, Tensor):
@@ -131,6 +143,12 @@ def _relocating(
 
     with saved_tensors_hooks(keep, bring):
         return forward(*args) if inner is None else inner(forward, *args)
+
+
+def to_cpu(x: Tensor) -> Tensor:
+    """Return a copy of x in CPU memory, pinned if x is on a GPU; the copy may still be under way."""
+    away = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return away.copy_(x, non_blocking=True)
 
 
 class _Kept(NamedTuple):

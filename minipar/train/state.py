@@ -178,7 +178,13 @@ def _settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+    return {name: _as_json(value) for name, value in values.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return list(value) if isinstance(value, tuple) else value
 
 
 def buffers_of(state: RankState) -> Iterator[tuple[Placement, torch.Tensor]]:

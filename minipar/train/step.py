@@ -64,6 +64,7 @@ def train_step(
         if config.model.balance_bias:
             for stage in state.stages:
                 update_balance_bias(stage, comm=state.mesh.sharing("dp", "cp"))
+    config.choice("dispatch").end_step(config, state, step)
     return {
         "step": step,
         "loss": loss,
@@ -83,9 +84,9 @@ def batch_of(config: TrainConfig, text: Text, step: int) -> Batch:
 
 
 class LocalBatch(NamedTuple):
-    """This rank's part of a batch: its samples (cut over dp) and its tokens of each (cut over cp), still on the CPU.
+    """This rank's part of a batch: its samples (divided over dp) and its tokens of each (cut over cp), still on the CPU.
 
-    tokens, targets  [B/dp, T/cp] int64        sample_ids  [B/dp]        positions  [T/cp]
+    tokens, targets  [b, T/cp] int64     sample_ids  [b]     positions  [T/cp]     b = B/dp, or this rank's `dp_samples`
     num_targets      targets that count towards the loss, in the whole batch
     """
 
@@ -99,7 +100,7 @@ class LocalBatch(NamedTuple):
 def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: torch.device) -> LocalBatch:
     """Return this rank's part of a step's batch, in pinned memory if it will be copied to a GPU."""
     batch, at = batch_of(config, text, step), mesh.coordinates
-    ids = torch.arange(config.batch_size).chunk(config.dp)[at.dp]
+    ids = torch.arange(config.batch_size).split(config.dp_samples)[at.dp]
     positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
     return LocalBatch(
         pinned(batch.tokens[ids][:, positions], device),
@@ -134,7 +135,7 @@ def gradients(
             set_num_groups(stage, groups, state.loss_scale)
     # By default ZeroOptimizer reduces gradients in every backward. Here it reduces once per step, when all gradients are
     # complete (all microbatches', deferred and tied ones too), unless reduce_every asks for a reduction in every backward.
-    several = config.pp > 1 or len(state.pipeline.schedule.actions[0]) > 2
+    several = config.pp > 1 or max(config.dp_microbatches) > 1 or len(state.pipeline.schedule.actions[0]) > 2
     accumulates = several and config.reduce_every == "step"
     with state.optimizer.no_sync() if accumulates else nullcontext():
         loss = state.pipeline.step(**inputs, loss_scale=state.loss_scale)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from minipar.transport.messages import Channel, ChannelId, Message
+from minipar.transport.messages import Channel, ChannelId, Message, counted
 from minipar.transport.stream import Waits
 
 # channel, "p2p" or "collective", peer as a world rank
@@ -51,16 +51,13 @@ def unmatched_messages(counts: dict[int, MessageCounts]) -> list[UnmatchedMessag
         for (channel, lane, to), (sent, _, label) in own.sent.items():
             received = _posted(counts, to, "receive", channel, lane, rank)[0]
             if sent > received:
-                count = _count(sent - received)
-                of = f" ({label})" if label else ""
-                what = f"rank {rank} sent rank {to} {count} on {channel} that was not received{of}"
+                what = f"rank {rank} sent {_lost(sent - received, f'to rank {to} on {channel}', 'received', label)}"
                 found.append(UnmatchedMessages(rank, what))
         for (channel, lane, source), (received, _, label) in own.received.items():
             sent = _posted(counts, source, "send", channel, lane, rank)[0]
             if received > sent:
-                count = _count(received - sent)
-                of = f" ({label})" if label else ""
-                what = f"rank {rank} asked rank {source} for {count} on {channel} that was not sent{of}"
+                lost = _lost(received - sent, f"on {channel}", "sent", label)
+                what = f"rank {rank} asked rank {source} for {lost}"
                 found.append(UnmatchedMessages(rank, what))
     return found
 
@@ -104,14 +101,15 @@ def _why_never_completes(
     if not isinstance(message, Message):
         return None
     other = "receive" if message.verb == "send" else "send"
+    does = "expects" if message.verb == "send" else "sends"
     posted, num_bytes, label = _posted(counts, message.peer, other, message.channel, message.lane, rank)
     waits = f"rank {rank} waits to {message}"
     if posted <= message.number:
-        state = "has returned" if message.peer in finished else "is blocked itself"
-        return f"{waits}, which {state}"
+        state = "'s function has returned" if message.peer in finished else " is blocked itself"
+        return f"{waits}, but rank {message.peer}{state}"
     if posted == message.number + 1 and (num_bytes, label) != (message.num_bytes, message.label):
         of = f" of {label}" if label else ""
-        return f"{waits}, but rank {message.peer} posted that {other} with {num_bytes} bytes{of}"
+        return f"{waits}, but rank {message.peer} {does} {counted(num_bytes, 'byte')}{of}"
     return None
 
 
@@ -124,5 +122,7 @@ def _posted(
     return table.get((channel, lane, peer), NOTHING)
 
 
-def _count(n: int) -> str:
-    return f"{n} message{'s' if n > 1 else ''}"
+def _lost(n: int, where: str, missing: str, label: str) -> str:
+    """Return, for example, "1 message to rank 1 on comm 'world' that was not received (float32)"."""
+    of = f" ({label})" if label else ""
+    return f"{counted(n, 'message')} {where} that {'was' if n == 1 else 'were'} not {missing}{of}"

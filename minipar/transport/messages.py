@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,9 +39,14 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         preposition = "to" if self.verb == "send" else "from"
-        what = f"{self.verb} {self.num_bytes} bytes {preposition} rank {self.peer}"
+        what = f"{self.verb} {counted(self.num_bytes, 'byte')} {preposition} rank {self.peer}"
         of = f"{self.label}, " if self.label else ""
         return f"{what} on {self.channel} ({of}message {self.number})"
+
+
+def counted(n: int, what: str) -> str:
+    """Return, for example, "1 byte" or "12 bytes"."""
+    return f"{n} {what}{'' if n == 1 else 's'}"
 
 
 class Channel:
@@ -66,6 +71,7 @@ class Channel:
         self.kind: str | None = None
         self.signature = ""
         self.shape: torch.Size | None = None
+        self.kept: Any = None  # see `PointToPoint.kept`
         self.num_collectives = 0  # number of collectives that have begun
         self.sent: dict[tuple[int, str], tuple[int, int, str]] = {}
         self.received: dict[tuple[int, str], tuple[int, int, str]] = {}

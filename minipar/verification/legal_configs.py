@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, product
@@ -64,19 +65,20 @@ class _Turns:
         self._offload = {
             zero: cycle(_named("offload", base) if zero else [("none", {})]) for zero in range(4)
         }
-        self._num_dispatches = dict.fromkeys(range(4), 0)
+        self._dispatched: dict[int, Counter[str]] = {zero: Counter() for zero in range(4)}
         self._base = base
 
     def applied(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration with the next recomputation mode, memory and dispatch."""
         zero, base = config.zero, self._base
         config = replace(config, recompute=next(self._recompute[zero]))
-        if base.offload == "none":
-            config = config.choosing(offload=next(self._offload[zero]))
         if config.ep > 1 and base.choosing(dispatch="all-to-all") == base:
-            ways = _named("dispatch", config)
-            config = config.choosing(dispatch=ways[self._num_dispatches[zero] % len(ways)])
-            self._num_dispatches[zero] += 1
+            # The one tried least so far: not every dispatch is legal with every mesh.
+            way = min(_named("dispatch", config), key=lambda named: self._dispatched[zero][named[0]])
+            config = config.choosing(dispatch=way)
+            self._dispatched[zero][way[0]] += 1
+        if base.offload == "none":
+            config = _legal(config, offload=next(self._offload[zero])) or config
         return config
 
 

@@ -18,7 +18,7 @@ from minipar.checkpoint.saver import Saver, StoredPart
 from minipar.mesh import Mesh, Placement
 from tests.strategies import mesh_sizes, num_ranks, seeds
 
-SHAPES = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": ()}
+SHAPES = {"a": (6, 5), "b": (7,), "c": (2, 3, 4), "d": (), "e": (6, 5)}
 
 
 def full(seed: int, kind: str) -> dict[str, torch.Tensor]:
@@ -29,13 +29,18 @@ def full(seed: int, kind: str) -> dict[str, torch.Tensor]:
 
 
 def placements(mesh) -> list[Placement]:
-    """Cut over tp along a dim, then over dp as ZeRO does, `d` whole everywhere: what a rank of this mesh holds."""
+    """What a rank of this mesh holds: cut over tp, then over dp as ZeRO does; `d` whole; rows of `e` dealt out over dp."""
     at, sizes = mesh.coordinates, mesh.sizes
     held = []
     for name, shape in SHAPES.items():
         placement = Placement.whole(name, shape)
         if shape:
             placement = placement.shard(len(shape) - 1, at.tp, sizes["tp"])
+        if name == "e":
+            placement = placement.shard(0, at.dp, sizes["dp"])
+            first, count = placement.start[0], placement.length[0]
+            placement = placement.with_rows((5 * i + sizes["dp"]) % 6 for i in range(first, first + count))
+        elif shape:
             edges = [placement.numel * i // sizes["dp"] for i in (at.dp, at.dp + 1)]
             placement = placement.flatten_range(*edges)
         held.append(placement.replicate("pp"))
@@ -86,7 +91,8 @@ def test_every_element_is_written_once(tmp_path):
     written, writers = 0, set()
     for name, tensor in manifest["tensors"].items():
         for file, block, flat, digests in tensor["parts"]:
-            placement = Placement(name, tensor["shape"], *tensor["blocks"][block], flat)
+            start, length, *rows = tensor["blocks"][block]
+            placement = Placement(name, tensor["shape"], start, length, flat, rows=(*rows, None)[0])
             written += placement.numel * len(digests)
             writers.add(file)
     assert written == 2 * sum(torch.Size(shape).numel() for shape in SHAPES.values())

@@ -132,7 +132,7 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
 def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):
     ranks, names, size = 1024, [f"layers.{i}.weight" for i in range(4)], 1 << 20
     cut = lambda r: (r * size // ranks, (r + 1) * size // ranks)  # noqa: E731
-    place = lambda name, r: (name, (1024, 1024), (0, 0), (1024, 1024), cut(r))  # noqa: E731
+    place = lambda name, r: (name, (1024, 1024), ((0, 0), (1024, 1024)), cut(r))  # noqa: E731
     listed = [[(place(name, r), {"parameter": "0" * 16}) for name in names] for r in range(ranks)]
     manifest = {"format": FORMAT, "step": 1, "extra": {}, "files": {f"rank-{r:05}": {} for r in range(ranks)}}
     text = signed({**manifest, "tensors": by_tensor(listed)})

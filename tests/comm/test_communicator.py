@@ -173,7 +173,7 @@ def test_a_message_left_in_one_is_not_made_up_for_by_another_of_its_name():
             every.send(torch.ones(3), 0)
 
     with pytest.raises(
-        RankError, match="rank 0 sent rank 1 1 message on comm 'world/x' that was not received"
+        RankError, match="rank 0 sent 1 message to rank 1 on comm 'world/x' that was not received"
     ):
         minipar.run(leaves_one, world_size=3)
 
@@ -305,16 +305,16 @@ def everybody_sends_first(world):
             2,
             r"send 16 bytes to rank 1.*receive with 20 bytes|receive 20 bytes from rank 0.*16",
         ),
-        (leaves_a_message, 2, r"rank 0 sent rank 1 1 message on comm 'world' that was not received"),
+        (leaves_a_message, 2, r"rank 0 sent 1 message to rank 1 on comm 'world' that was not received"),
         (asks_in_vain, 2, r"rank 0 asked rank 1 for 1 message on comm 'world' that was not sent"),
         (
             receives_another_dtype,
             2,
-            r"float32, message 0\), but rank 1 posted that receive with 8 bytes of int64",
+            r"float32, message 0\), but rank 1 expects 8 bytes of int64",
         ),
         (sums_here_and_takes_the_largest_there, 2, r"all_reduce max float32.* of all_reduce sum float32"),
         (gathers_here_and_sums_there, 2, r"all_gather float32.* with 4 bytes of all_reduce sum float32"),
-        (exchanges_here_and_sums_there, 2, r"\(float32, message 0\), which is blocked itself"),
+        (exchanges_here_and_sums_there, 2, r"\(float32, message 0\), but rank \d is blocked itself"),
         (everybody_sends_first, 3, r"deadlock: rank 0 waits to send 4194304 bytes to rank 1"),
     ],
 )

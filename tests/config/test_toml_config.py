@@ -32,7 +32,7 @@ def every_choice():
 # A value of each option that is no default: the names of all options are here.
 OTHERWISE = {
     "slices": 3, "rank": 2, "warmup": 7, "every": 5, "fraction": 0.25, "node_size": 2, "depth": 3, "chunks": 4,
-    "rows": 1.5, "folder": Path("/tmp"), "feedback": False, "scale": "ceil",
+    "rows": 1.5, "folder": Path("/tmp"), "feedback": False, "scale": "ceil", "of": "gpipe", "limit": 4,
     "sketch": 0.75, "threshold": True, "delay": 2,
 }  # fmt: skip
 

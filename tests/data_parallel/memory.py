@@ -22,10 +22,10 @@ class Peak(TorchDispatchMode):
         for x in tree_leaves((args, kwargs, result)):
             if isinstance(x, torch.Tensor) and not x.is_meta:
                 self._seen[x.untyped_storage()._cdata] = x.untyped_storage()._weak_ref()
-        self.peak = max(self.peak, self._now())
+        self.peak = max(self.peak, self.now())
         return result
 
-    def _now(self) -> int:
+    def now(self) -> int:
         total = 0
         for key, weak in list(self._seen.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(weak)

@@ -279,3 +279,33 @@ def test_a_tied_parameter_has_one_placement_under_the_first_of_its_names():
     module[1].weight = module[0].weight
     place_whole(module)
     assert placement_of(module[1].weight).name == "0.weight"
+
+
+@given(st.permutations(range(6)), st.integers(1, 3), flats, st.booleans())
+def test_rows_that_are_not_consecutive_are_parts_like_others(order, count, flat, cut):
+    """Of a tensor whose entries of dim 0 are dealt out in any order, perhaps after a cut along another dim."""
+    full, parts = numbered((6, 4, 2)), []
+    for rank in range(count):
+        whole = Placement.whole("w", (6, 4, 2)).shard(0, rank, count)
+        rows = order[whole.start[0] : whole.start[0] + whole.length[0]]
+        placement = (whole.split(1, 1, 2) if cut else whole).with_rows(rows)
+        local = full[list(rows), 1:3] if cut else full[list(rows)]
+        assert torch.equal(placement.slice_of(full), local)
+        parts.append((placement, local))
+        for first, last in flat:
+            local = local.reshape(-1)
+            span = (int(first * local.numel()), int(last * local.numel()))
+            placement, local = placement.flatten_range(*span), local[slice(*span)]
+        assert torch.equal(placement.slice_of(full), local)
+        assert sum(piece.box.numel for piece in placement.pieces()) == placement.numel
+    if not cut:
+        assert torch.equal(gather(parts), full)
+
+
+def test_rows_that_a_tensor_does_not_have_are_refused():
+    placement = Placement.whole("w", (4, 2)).shard(0, 1, 2)
+    for rows, why in (((0, 4), "is not inside"), ((1, 1), "different entries"), ((0,), "are not 2")):
+        with pytest.raises(ValueError, match=why):
+            placement.with_rows(rows)
+    with pytest.raises(ValueError, match="split before they are moved"):
+        placement.with_rows((0, 3)).split(0, 0, 1)

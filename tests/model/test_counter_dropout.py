@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.model import Transformer, dropout
-from minipar.model.counter_dropout import keep_mask
+from minipar.model import Transformer, counter_dropout, dropout
+from minipar.model.counter_dropout import keep_mask, uniform
 from tests.strategies import assert_equal_to, seeds
 
 KEY = (7, 3, 1, 0)  # seed, step, layer, site
@@ -135,6 +135,16 @@ def test_documents_of_one_sample_have_masks_and_router_noise_of_their_own():
     for random in (dict(dropout=0.5), dict(jitter=0.5, **experts), dict(router="noisy_top_k", **experts)):
         first, second = halves_that_are_alike(**random)
         assert (first != second).any(-1).all()
+
+
+@pytest.mark.parametrize("largest", [0, 2**32 - 1])
+def test_uniform_numbers_are_never_0_or_1(largest, monkeypatch):
+    """A router's noise would be infinite. In float32 the largest hash would give 1."""
+    monkeypatch.setattr(counter_dropout, "_hash", lambda *args: torch.tensor([largest]))
+    number = uniform(1, KEY, torch.arange(1), torch.arange(1))
+    assert number.dtype == torch.float64
+    assert 0 < number < 1
+    assert torch.special.ndtri(number).float().isfinite()
 
 
 def test_a_model_drops_in_training_only_and_by_seed_step_and_sample():

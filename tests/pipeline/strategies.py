@@ -28,6 +28,8 @@ def schedules(
     if name in TWO_COPIES:
         p, m = 2 * max(1, p // 2), 2 * max(1, m // 2)
     arguments = {"slices": draw(st.integers(1, max_slices))} if name in SLICED else {}
+    if "limit" in CHOICES[name].takes:  # beyond reach: any module can then run it
+        arguments["limit"] = max_microbatches
     return make_schedule(name, p, m, draw(chunks(name)), **arguments)
 
 

@@ -97,7 +97,10 @@ def test_a_schedule_that_cannot_run_is_refused_on_every_rank_before_anything_is_
     stuck = replace(schedule, actions=((b1, *middle, f0), schedule.actions[1]))
     said = refusal(lambda world: Pipeline([identity()], world, stuck), world_size=2, expected=Deadlock)
     assert len(set(said)) == 1
-    assert "rank 0 at B of microbatch 1 on stage 0 needs F of microbatch 1 on stage 0 of rank 0" in said[0]
+    assert (
+        "rank 0 cannot run B of microbatch 1 on stage 0 before F of microbatch 1 on stage 0, on rank 0"
+        in said[0]
+    )
 
 
 def _two_shapes(world, forget):

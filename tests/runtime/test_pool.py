@@ -33,12 +33,12 @@ FAILURES = {
     failures.sends_to_one_that_has_returned: (0, "waits to send 12 bytes to rank 1", "has returned"),
     failures.receives_another_size: (
         0,
-        "but rank 1 posted that receive with 20 bytes",
+        "but rank 1 expects 20 bytes",
         "waiting to receive 20 bytes from rank 0",
     ),
-    failures.leaves_a_message: (0, "sent rank 1 1 message on comm 'world' that was not received", ""),
+    failures.leaves_a_message: (0, "sent 1 message to rank 1 on comm 'world' that was not received", ""),
     failures.leaves_a_receive: (0, "asked rank 1 for 1 message on comm 'world' that was not sent", ""),
-    failures.skips_a_collective: (0, "which has returned", "has returned"),
+    failures.skips_a_collective: (0, "but rank 1's function has returned", "has returned"),
     failures.skips_a_native_collective: (0, 'algorithm="native"', "has returned"),
     failures.returns_what_cannot_travel: (1, "cannot pickle", ""),
 }
@@ -84,6 +84,7 @@ def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
         (failures.spins, "in spins\n"),
         (failures.spins_in_native_code, "sum(itertools.repeat(1))"),
         (failures.is_stopped, "it is stopped by a signal (failures.py:"),
+        (failures.is_stopped_and_lost, "it is stopped by a signal (failures.py:"),
     ],
 )
 def test_the_rank_that_hangs_is_named_not_one_that_waits_for_it(hangs, where):
@@ -100,7 +101,7 @@ def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
     )
 
 
-def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out"):
+def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out|Application timeout"):
     with pytest.raises(minipar.RankError) as caught:
         minipar.run(hangs, world_size=4, timeout_s=1)
     error = caught.value

@@ -40,9 +40,9 @@ def test_a_deadlock_is_refused_with_each_blocked_rank_and_the_cycle():
     with pytest.raises(Deadlock) as refusal:
         validate(stuck)
     assert str(refusal.value) == (
-        "schedule 1f1b deadlocks: "
-        "rank 0 at B of microbatch 0 on stage 0 needs B of microbatch 0 on stage 1 of rank 1; "
-        "rank 1 at F of microbatch 1 on stage 1 needs F of microbatch 1 on stage 0 of rank 0; "
+        "the schedule '1f1b' deadlocks: "
+        "rank 0 cannot run B of microbatch 0 on stage 0 before B of microbatch 0 on stage 1, on rank 1; "
+        "rank 1 cannot run F of microbatch 1 on stage 1 before F of microbatch 1 on stage 0, on rank 0; "
         "cycle: rank 0 -> rank 1 -> rank 0"
     )
     assert refusal.value.blocked == {0: Action("B", 0, 0), 1: Action("F", 1, 1)}
@@ -61,7 +61,9 @@ def test_a_rank_that_waits_for_a_cycle_is_blocked_but_not_on_it():
 
 def test_a_rank_that_waits_for_itself_is_a_cycle_of_one():
     schedule = edited(zb_h1(1, 1), 0, list.reverse)
-    with pytest.raises(Deadlock, match="rank 0 at W .* needs I .* of rank 0; .*cycle: rank 0 -> rank 0"):
+    with pytest.raises(
+        Deadlock, match="rank 0 cannot run W .* before I .*, on rank 0; .*cycle: rank 0 -> rank 0"
+    ):
         validate(schedule)
 
 
@@ -69,7 +71,7 @@ def test_what_is_missing_is_named_where_a_simulation_waits_for_it():
     schedule = edited(one_f_one_b(2, 2), 0, list.pop)
     simulate(schedule)
     with pytest.raises(
-        Deadlock, match="needs F of microbatch 1 on stage 0 nowhere in the schedule"
+        Deadlock, match="before F of microbatch 1 on stage 0, which the schedule does not have"
     ) as refusal:
         simulate(edited(schedule, 0, lambda actions: actions.remove(Action("F", 0, 1))))
     assert refusal.value.cycle == ()

@@ -43,8 +43,8 @@ FAULTS = [
     ),
     (
         faults.makes_groups_of_other_ranks_first,
-        r"(?s)rank 0 waits .* from rank 1 .*make comm 'world/pair' of ranks \(0, 1\).*, which is blocked itself.*"
-        r"rank 1 waits .* from rank 2 .*make comm 'world/pair' of ranks \(1, 2\).*, which is blocked itself",
+        r"(?s)rank 0 waits .* from rank 1 .*make comm 'world/pair' of ranks \(0, 1\).* is blocked itself.*"
+        r"rank 1 waits .* from rank 2 .*make comm 'world/pair' of ranks \(1, 2\).* is blocked itself",
     ),
     (
         faults.forgets_to_make_a_group,
@@ -89,7 +89,7 @@ FAULTS = [
     ),
     (
         faults.skips_a_collective,
-        r"rank 0 waits to .* rank 1 on comm 'world' \(all_reduce sum.*which has returned",
+        r"rank 0 waits to .* rank 1 on comm 'world' \(all_reduce sum.*has returned",
     ),
     (
         faults.calls_a_collective_twice,
@@ -98,11 +98,11 @@ FAULTS = [
             r"rank 1 expects from rank 0 .*collective 2, all_reduce sum.*; rank 0 sends: collective 2, barrier",
         ),
     ),
-    (faults.forgets_the_partner_of_a_send, r"rank 0 waits to send 12 bytes to rank 1 .*which has returned"),
-    (faults.leaves_a_send_behind, r"rank 0 waits to send 12 bytes to rank 1 .*which has returned"),
+    (faults.forgets_the_partner_of_a_send, r"rank 0 waits to send 12 bytes to rank 1 .*has returned"),
+    (faults.leaves_a_send_behind, r"rank 0 waits to send 12 bytes to rank 1 .*has returned"),
     (
         faults.sends_nothing_to_one_that_waits,
-        r"rank 1 waits to receive 12 bytes from rank 0 .*message 0\), which has returned",
+        r"rank 1 waits to receive 12 bytes from rank 0 .*message 0\), .*has returned",
     ),
     (
         faults.posts_an_empty_message,

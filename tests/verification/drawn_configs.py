@@ -190,6 +190,8 @@ def _draw(
     sequence_parallel, partial = sequence_parallel and rows == 1, partial and rows == 1
     lr_scale = pick(["none", "none", "linear", "sqrt"])
     ep = pick(divisors(data)) if experts else 1
+    if ep > 1 and axes["tp"] > 1 and layout == "1d" and chance(0.3):
+        layout = "ted"
     return config_of(
         model=model,
         **data_of,
@@ -199,8 +201,11 @@ def _draw(
         zero=zero,
         replicate=pick(divisors(data)) if zero == 3 else 1,
         reduce_every=pick(["step", "microbatch"]) if zero == 2 else "step",
-        schedule=(schedule, {"slices": pick([1, 2, 2, 3, 4])} if schedule in SLICED else {}),
+        gather_every=pick(["microbatch", "stage"]) if zero == 3 else "microbatch",
+        schedule=(schedule, _draw_schedule(rng, schedule)),
         chunks=pick([None, 1, 2, 3]) if schedule in FREE_CHUNKS else None,
+        dp_speeds=_draw_speeds(rng, axes["dp"]) if compress == "none" else None,
+        layer_costs=pick(["computed", "measured"]),
         sequence_parallel=sequence_parallel,
         tp_chunked=sequence_parallel and chance(0.5),
         tp_layout=(layout, {"depth": depth} if layout == "2.5d" else {}),
@@ -214,6 +219,7 @@ def _draw(
         compress=_draw_compress(rng, compress, steps, data // ep),
         recompute=recompute,
         partition_activations=partial and chance(0.5),
+        keep_messages=recompute not in ("none", "selective") and chance(0.5),
         offload_activations=chance(0.2) and compiled == "none",
         compile=compiled,
         offload=pick(["none", "none", "cpu", "disk", ("disk", {"folder": files.folder})]) if zero else "none",
@@ -237,6 +243,18 @@ def _draw(
         sampling=pick(["random", "epoch"]),
         timeout_s=3600 if compiled == "inductor" else 300,  # each rank compiles, on however busy a machine
     )
+
+
+def _draw_speeds(rng: Random, dp: int) -> list[float] | None:
+    """Draw a speed for each dp rank, or none. A list, because `config_of` takes a tuple for a choice and its options."""
+    return [rng.choice([1, 1.5, 4]) for _ in range(dp)] if rng.random() < 0.2 else None
+
+
+def _draw_schedule(rng: Random, schedule: str) -> dict:
+    """Draw the options of a schedule that has some."""
+    if schedule == "offloaded":
+        return {"of": rng.choice(["1f1b", "gpipe", "interleaved"]), "limit": rng.choice([1, 2])}
+    return {"slices": rng.choice([1, 2, 2, 3, 4])} if schedule in SLICED else {}
 
 
 def _draw_data(rng: Random, files: Files) -> dict[str, Path]:
@@ -282,9 +300,12 @@ def _draw_products(rng: Random, tp: int) -> tuple[str, dict]:
 
 def _draw_dispatch(rng: Random, node_sizes: list[int], ep: int) -> tuple[str, dict]:
     """Draw a way for tokens to reach their experts, with all its options."""
-    name = rng.choice(["all-to-all", "chunks", "once-per-node", "shadow"] if ep > 1 else ["all-to-all"])
+    name = rng.choice(
+        ["all-to-all", "chunks", "once-per-node", "shadow", "balance"] if ep > 1 else ["all-to-all"]
+    )
     own = {"chunks": rng.choice([1, 2, 3])} if name in ("chunks", "once-per-node") else {}
     own |= {"rows": rng.choice([0.0, 2.5])} if name == "shadow" else {}
+    own |= {"every": rng.choice([1, 2])} if name == "balance" else {}
     return name, own | {
         "node_size": rng.choice(node_sizes if name == "once-per-node" else [None, *node_sizes])
     }

@@ -65,5 +65,5 @@ def test_pictures_are_written_and_too_many_ranks_refused(tmp_path):
 
 def test_measured_points_and_model_are_drawn(tmp_path):
     points = {"ring": [(1 << 20, 1e-3), (1 << 24, 1e-2)], "tree": [(1 << 20, 2e-3)]}
-    path = draw_alpha_beta(points, {"ring": lambda n: n * 1e-9}, tmp_path / "curves.png", num_ranks=4)
+    path = draw_alpha_beta(points, {"ring": lambda n: n * 1e-9}, tmp_path / "curves.png", dots="simulated")
     assert imread(path).shape[1] > 1000

@@ -6,7 +6,7 @@ from matplotlib.image import imread
 
 from minipar.support.trace import DATA, Span
 from tests.support.test_trace import spans_on_a_grid
-from visualize.trace import draw_trace, trace_figure
+from visualize.trace import Arrow, draw_trace, trace_figure
 
 
 @given(spans_on_a_grid, spans_on_a_grid)
@@ -33,8 +33,22 @@ def test_the_hidden_part_of_communication_is_written_beside_each_rank():
     hidden = [Span("compute", "backward", 0, 4), Span("communicate", "all_reduce dp", 1, 3, "dp")]
     figure = trace_figure({0: hidden, 1: [Span("communicate", "all_reduce dp", 1, 3)], 2: hidden[:1]})
     texts = [text.get_text() for text in figure.axes[0].texts]
-    assert [text for text in texts if text.endswith("%")] == ["100%", "0%"]
+    assert [text.split()[0] for text in texts if "hidden" in text] == ["100%", "0%"]
     assert texts.count("dp") == 1
+
+
+def test_no_hidden_part_is_written_if_no_rank_communicates_beside_its_own_thread():
+    figure = trace_figure({0: [Span("compute", "forward", 0, 1), Span("communicate", "exchange", 1, 3)]})
+    assert not any("hidden" in text.get_text() for text in figure.axes[0].texts)
+
+
+def test_an_arrow_leads_from_the_senders_band_to_the_receivers():
+    spans = {rank: [Span("communicate", "exchange", 1, 3)] for rank in (4, 7)}
+    figure = trace_figure(spans, arrows=[Arrow(7, 1.0, 4, 3.0)])
+    (arrow,) = [text for text in figure.axes[0].texts if getattr(text, "arrow_patch", None) is not None]
+    (start_ms, sender), (end_ms, receiver) = arrow.xyann, arrow.xy
+    assert (start_ms, end_ms) == (0, 2000)
+    assert sender > receiver  # rank 4's band is drawn above rank 7's
 
 
 def test_a_wait_for_data_has_its_name_and_others_have_none():

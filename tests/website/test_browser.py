@@ -611,6 +611,11 @@ def test_a_phone_has_no_sideways_scroll(browser, site_url, page):
     try:
         loaded(browser, site_url, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 375
+        spilling = (
+            "return [...document.querySelectorAll('.interactive button')]"
+            ".filter((b) => b.scrollHeight > b.clientHeight || b.scrollWidth > b.clientWidth).map((b) => b.textContent)"
+        )
+        assert browser.execute_script(spilling) == []
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
@@ -680,17 +685,19 @@ def test_what_was_visited_and_all_texts_are_there_without_a_network(browser):
         pytest.skip("the site is not built: make site")
     with served(SITE) as url:
         opened(browser, url, "interactive/puzzles.html")
-        held = "return (async () => Boolean(await caches.match(arguments[0])))()"
-        for name in (
-            lesson_page("03"),
-            "assets/minipar.zip",
-            "assets/pyodide/pyodide.asm.wasm",
-            "cards.html",
-        ):
-            begin = time.monotonic()
-            while not browser.execute_script(held, f"{url}/{name}"):
-                assert time.monotonic() - begin < LONG_S, name
-                time.sleep(0.2)
+        worker = (SITE / "offline-worker.js").read_text(encoding="utf-8")
+        texts = json.loads(re.search("^const TEXTS = (.*);$", worker, re.MULTILINE)[1])
+        assert {lesson_page("03"), "cards.html", "assets/explorable.js"} <= set(texts)
+        names = [*texts, "assets/minipar.zip", "assets/pyodide/pyodide.asm.wasm"]
+        missing = """return (async () => {
+          const missing = [];
+          for (const url of arguments[0]) if (!(await caches.match(url))) missing.push(url);
+          return missing;
+        })()"""
+        begin = time.monotonic()
+        while left := browser.execute_script(missing, [f"{url}/{name}" for name in names]):
+            assert time.monotonic() - begin < LONG_S, left
+            time.sleep(0.2)
     opened(browser, url, lesson_page("03"))  # nobody serves it any more
     until(browser, "document.body.dataset.drawn === '8 llama-7b'")
     opened(browser, url, "interactive/puzzles.html")

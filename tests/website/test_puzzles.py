@@ -58,5 +58,6 @@ def test_the_page_has_every_task_stub_hint_and_answer():
     for puzzle in PUZZLES.values():
         assert puzzle.task.strip() in text
         assert puzzle.stub in text
+        assert puzzle.conditions in text
         assert all(hint in text for hint in puzzle.hints)
         assert puzzle.answer.splitlines()[-1].strip() in text

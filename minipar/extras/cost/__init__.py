@@ -9,6 +9,7 @@ links_command.py  the command `minipar links`
 compression.py    the cost of compressed gradients (bytes, passes over memory, time), and whether compression pays
 auto_split.py     pipeline stages with unequal meshes, by dynamic programming
 scaling.py        weak and strong scaling, and the point at which data parallelism is communication bound
+unequal.py        a layout on GPUs of two kinds, with the batch divided by speed
 published_runs.py     published training runs, and the cost model's error on each
 fit.py                fits the cost model's parameters to half of those runs, and writes docs/planner.md
 published_choices.py  compares the planner's layouts with the published ones, and writes docs/planner_choices.md

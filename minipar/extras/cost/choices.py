@@ -1,4 +1,7 @@
-"""Declares "compression", "auto-split" and "scaling" of `minipar plan --view`, and `minipar links`. Imports no torch."""
+"""Declares "compression", "auto-split", "scaling" and "unequal" of `minipar plan --view`, and `minipar links`.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +58,33 @@ class ScalingView(PlanView):
             require_picture("view.picture", options.picture)
 
 
+@dataclass(frozen=True)
+class UnequalOptions:
+    """The options of `minipar plan --view unequal`, about the GPUs of the second kind."""
+
+    gpus: int = option(0, "number of GPUs of the second kind")
+    machine: str = option(
+        "", "their name, or a .toml file; by default they are like the first kind, at `speed`"
+    )
+    speed: float = option(0.5, "without `machine`, the speed of the second kind relative to the first")
+
+
+class UnequalView(PlanView):
+    """The view "unequal": the best layout on GPUs of two kinds."""
+
+    def check_request(self, asked: Asked, options: Any) -> None:
+        from minipar.cost.machines import find_machine
+
+        if not 0 < options.gpus < asked.job.gpus:
+            raise ValueError(
+                f"view.gpus={options.gpus} of gpus={asked.job.gpus} are of the second kind; use 1 or more, but not all"
+            )
+        if options.machine:
+            find_machine(options.machine)
+        elif not options.speed > 0:
+            raise ValueError(f"view.speed={options.speed:g} is out of range; use a number above 0")
+
+
 COMPRESSION = CompressionView(
     "minipar.extras.cost.compression:compression_view",
     "whether compressed gradients would pay on the winner, and what each method costs",
@@ -68,6 +98,11 @@ SCALING = ScalingView(
     "minipar.extras.cost.scaling:scaling_view",
     "the winner's weak and strong scaling, to 16,384 GPUs",
     ScalingOptions,
+)
+UNEQUAL = UnequalView(
+    "minipar.extras.cost.unequal:unequal_view",
+    "the best layout on GPUs of two kinds, with the batch divided by their speed",
+    UnequalOptions,
 )
 LINKS = Choice(
     "minipar.extras.cost.links_command:links_command",

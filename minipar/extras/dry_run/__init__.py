@@ -12,6 +12,7 @@ turns.py           threads of one process as ranks, of which one runs at a time
 matching.py        checks that the recorded programs of all ranks fit each other
 programs.py        runs and records the programs of ranks
 run.py             runs the trainer's program on every rank, and compares it with the planner's figures
+links.py           the time of recorded programs if every rank has a link of its own
 report.py          formats a dry run as text
 choices.py         `minipar train --dry-run` and its flags; imports no torch
 command.py         runs `minipar train --dry-run`

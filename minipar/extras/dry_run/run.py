@@ -133,6 +133,8 @@ def dry_run(config: TrainConfig, memory_gb: float | None = None, by_kind: bool |
     """
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory={memory_gb:g} is out of range; use a device's memory in GB, above 0")
+    if config.layer_costs == "measured":
+        raise ValueError("layer_costs=measured times layers, and a dry run computes nothing; leave it out")
     text, _ = load_data(config)
     program = partial(_rank, config, text)
     kinds = None
@@ -163,7 +165,10 @@ def alike_axes(config: TrainConfig) -> list[str]:
     """
     different = {
         "tp": config.tp_layout != "1d",  # in a grid, some ranks exchange their blocks and others do not
-        "dp": config.optimizer != "adamw" or config.compress != "none" or config.dispatch != "all-to-all",
+        "dp": config.dp_speeds is not None
+        or config.optimizer != "adamw"
+        or config.compress != "none"
+        or config.dispatch != "all-to-all",
     }
     return [axis for axis, differs in different.items() if not differs]
 

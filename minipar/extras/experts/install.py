@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from minipar.comm import Comm
-from minipar.extras.experts.choices import ChunkOptions, OncePerNodeOptions, ShadowOptions
+from minipar.extras.experts.choices import BalanceOptions, ChunkOptions, OncePerNodeOptions, ShadowOptions
 from minipar.extras.experts.chunked_rows import ChunkedAllToAll
+from minipar.extras.experts.moved_experts import PlacedAllToAll
 from minipar.extras.experts.once_per_node import NodeDedupDispatch
 from minipar.extras.experts.shadowed_experts import ShadowedAllToAll
 from minipar.model.moe import MoE
@@ -25,3 +26,8 @@ def once_per_node(moe: MoE, ep: Comm, overlap: bool, options: OncePerNodeOptions
 def shadow(moe: MoE, ep: Comm, overlap: bool, options: ShadowOptions) -> None:
     """Install the dispatch that replicates hot experts."""
     moe.overrides.dispatch = ShadowedAllToAll(ep, options.rows, overlap, options.node_size)
+
+
+def balance(moe: MoE, ep: Comm, overlap: bool, options: BalanceOptions) -> None:
+    """Install the dispatch to experts that are moved by load."""
+    moe.overrides.dispatch = PlacedAllToAll(ep, moe.options.num_experts, overlap, options.node_size)

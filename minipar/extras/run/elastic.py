@@ -91,7 +91,7 @@ def mesh_for(config: TrainConfig, world_size: int, machine: Machine = ASSUMED) -
 
 def legal_meshes(config: TrainConfig, world_size: int) -> Iterator[TrainConfig]:
     """Yield the configuration on every legal mesh of `world_size` ranks."""
-    largest = config.batch_size // config.dp // config.microbatches
+    largest = max(n // m for n, m in zip(config.dp_samples, config.dp_microbatches))
     for pp, dp, cp in product(divisors(world_size), repeat=3):
         if world_size % (pp * dp * cp) or config.batch_size % dp:
             continue

@@ -3,6 +3,8 @@
 two_directions.py   Chimera and DualPipe: two copies of the model, run from both ends
 building_block.py   V-Min and V-Half: less memory than 1F1B, longer bubbles
 waves.py            Hanayo: chunks placed as several Vs
+offloaded.py        a schedule of the core with a limit on live activations; the others wait in CPU memory
+offloaded_units.py  how a stage offloads a unit's activations
 sequence_slices.py  TeraPipe and Seq1F1B: samples cut into slices of tokens, and the best cut
 stage_slices.py     keys and values that a stage keeps between the slices of a sample
 slice_costs.py      the planner's formulas for slices: tokens, bytes, and the number of live slices
@@ -19,6 +21,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "two_directions": ["chimera", "dualpipe", "unfolded"],
         "building_block": ["v_half", "v_min"],
         "waves": ["hanayo"],
+        "offloaded": ["offloaded"],
         "sequence_slices": ["seq1f1b", "slice_tokens", "terapipe"],
         "optimal": ["optimal"],
     },

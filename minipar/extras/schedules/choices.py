@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from minipar.extras.schedules.building_block import v_half, v_min
+from minipar.extras.schedules.offloaded import offloaded
 from minipar.extras.schedules.optimal import optimal
 from minipar.extras.schedules.sequence_slices import seq1f1b, terapipe
 from minipar.extras.schedules.slicing import check_slices, slice_sizes
@@ -77,6 +78,37 @@ class Chimera(TwoCopies):
         return f"schedule={config.schedule} (as dualpipe-v)" if config.pp > 1 else ""
 
 
+@dataclass(frozen=True)
+class OffloadOptions:
+    """The options of a schedule with a limit on live activations."""
+
+    of: Literal["1f1b", "gpipe", "breadth-first", "interleaved"] = option("1f1b", "the order of the work")
+    limit: int = option(
+        2, "activations of a stage for a microbatch that a rank holds at once; more wait in CPU memory"
+    )
+
+
+class OffloadedSchedule(ScheduleChoice):
+    """A schedule that offloads activations beyond a limit; the planner prices the schedule without the limit."""
+
+    def check(self, config: Any) -> None:
+        names = {"offload_activations": False, "compile": "none"}
+        for name, default in names.items():
+            if getattr(config, name) != default:
+                raise ValueError(
+                    f"schedule=offloaded moves what blocks save, and {name}={getattr(config, name)}; leave one out"
+                )
+
+    def priced_as(self, config: Any) -> str:
+        return str(config.options["schedule"].of)
+
+    def not_priced(self, config: Any) -> str:
+        return f"schedule.limit={config.options['schedule'].limit}"
+
+    def variants(self, config: Any) -> list[dict[str, Any]]:
+        return [{"limit": 1}]
+
+
 NO_FORM = "has no closed form, and is not planned; use"
 TERAPIPE = SlicedSchedule(terapipe, "gpipe", "gpipe over slices of tokens")
 SEQ1F1B = SlicedSchedule(seq1f1b, "1f1b", "1f1b over slices of tokens")
@@ -99,7 +131,15 @@ DUALPIPE = TwoCopies(
     instead="holds two copies of the model, and is dualpipe-v with twice the dp on half the pp; use that",
     help="dualpipe-v unfolded, on two copies of the model",
 )
+OFFLOADED = OffloadedSchedule(
+    offloaded,
+    takes=("of", "limit"),
+    options=OffloadOptions,
+    instead=f"{NO_FORM} 1f1b",
+    help="another schedule, whose ranks hold at most some activations; the others wait in CPU memory",
+)
 OPTIMAL = ScheduleChoice(
     _optimal, takes=("costs", "memory_limit"), help="the shortest schedule, by exact search (needs OR-tools)"
 )
+OFFLOAD = Choice("minipar.extras.schedules.offloaded_units:OffloadedUnits")
 STAGE_STATE = Choice("minipar.extras.schedules.stage_slices:SequenceSlices")

@@ -36,10 +36,13 @@ class Grid(TensorLayout):
             )
         check_grid(config.model, config.tp, layout, depth)
         rows, _ = grid_shape(config.tp, layout, depth)
-        samples = config.batch_size // config.dp // config.microbatches
-        require_divides(
-            f"tp_layout={layout}'s rows of ranks", rows, "samples (batch_size/dp/microbatches)", samples
-        )
+        for samples, microbatches in zip(config.dp_samples, config.dp_microbatches):
+            require_divides(
+                f"tp_layout={layout}'s rows of ranks",
+                rows,
+                "samples (batch_size/dp/microbatches)",
+                samples // microbatches,
+            )
         for name in ("sequence_parallel", "partition_activations"):
             if getattr(config, name):
                 raise ValueError(

@@ -66,7 +66,7 @@ class Result:
             return (
                 f"{self.name}: GREEN  {', '.join(STAGES[stage] for stage in self.met)} ({self.seconds:.1f} s)"
             )
-        met = f"; met before: {', '.join(STAGES[stage] for stage in self.met)}" if self.met else ""
+        met = f"; passed: {', '.join(STAGES[stage] for stage in self.met)}" if self.met else ""
         return f"{self.name}: RED  {STAGES[self.stage or 'file']}: {self.words}{met}"
 
 
@@ -91,7 +91,7 @@ def check(name: str, folder: str | Path = "exercises", limit_s: float = LIMIT_S)
             result = Result(name, "red", (), "runs", words)
         finally:
             shutdown()
-    result = _with_line(replace(result, name=exercise.name), path, _entry(exercise))
+    result = with_line(replace(result, name=exercise.name), path, exercise)
     remember(exercise, path, state=result.state)
     return replace(result, seconds=time.perf_counter() - start_s)
 
@@ -106,15 +106,20 @@ def _met_stages(exercise: Exercise, source: FromFile) -> Result:
     return Result(exercise.name, "green", tuple(met))
 
 
-def _with_line(result: Result, path: Path, entry: str) -> Result:
-    """Turn a failure at a hole into "todo"; if the explanation names no line of the file, add the definition's line."""
+def with_line(result: Result, path: Path, exercise: Exercise) -> Result:
+    """Turn a failure at a hole into "todo"; if the explanation names no line of the file, add the definition's line.
+
+    Of several definitions it is the one that the explanation names.
+    """
     words = result.words
     if words is None:
         return result
     if hole := re.search(rf"raised NotImplementedError.*?({re.escape(path.name)}, line \d+)", words):
         return replace(result, state="todo", words=f"{hole[1]}: still to be written")
     if not re.search(rf"{re.escape(path.name)}(, line |:)\d+", words):
-        words = f"{words} ({at_line(path, entry)})"
+        named = [name for name in exercise.solution if re.search(rf"\b{re.escape(name)}\b", words)]
+        words = f"{words} ({at_line(path, named[0] if named else _entry(exercise))})"
+    words = re.sub(r"; (?=rank \d+ waits to )", "\n", words)  # of a deadlock, a line for each rank
     lines = [part for line in words.split("\n") for part in _wrapped(line)]
     return replace(result, words="\n".join(lines[:MOST_LINES]))
 

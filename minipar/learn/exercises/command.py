@@ -75,7 +75,7 @@ def _list(folder: Path, json: bool) -> None:
         return
     print(f"{'':2} {'name':20} {'state':8} {'min':>3}  {'lesson':6}  what, and what it builds on")
     for number, (row, exercise) in enumerate(zip(rows, EXERCISES), 1):
-        needs = f"  (after {', '.join(exercise.needs)})" if exercise.needs else ""
+        needs = f"  (best after {', '.join(exercise.needs)})" if exercise.needs else ""
         columns = f"{exercise.name:20} {row['state']:8} {exercise.minutes:3}  {exercise.lesson:6}"
         print(f"{number:2} {columns}  {exercise.title}{needs}")
     done = sum(row["state"] == "green" for row in rows)

@@ -5,6 +5,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from textwrap import fill
 from typing import Literal
 
 import tyro
@@ -14,6 +15,7 @@ from minipar.learn.puzzles.registry import PUZZLES, find_puzzle
 from minipar.learn.puzzles.verdicts import check
 
 Action = Literal["list", "show", "start", "check", "hints", "answer"]
+WIDTH = 120  # as the tasks are written
 Work = Callable[[], None]
 
 
@@ -26,7 +28,7 @@ def puzzle_command(
 
     Args:
         action: list all; show NAME, its task; start NAME writes its stub; check NAME; hints NAME; answer NAME.
-        name: the puzzle.
+        name: the puzzle, by name or number.
         file: the program; NAME.py if not given.
     """
     if action == "list":
@@ -34,7 +36,7 @@ def puzzle_command(
     puzzle = find_puzzle(name)
     path = file or Path(f"{puzzle.name}.py")
     actions: dict[str, Work] = {
-        "show": partial(print, f"{puzzle.title}\n\n{puzzle.task.strip()}\n\n{puzzle.stub}"),
+        "show": partial(_show, puzzle),
         "start": partial(_start, puzzle, path),
         "check": partial(_check, puzzle, path),
         "hints": partial(print, "\n".join(f"{i}. {hint}" for i, hint in enumerate(puzzle.hints, 1))),
@@ -47,6 +49,10 @@ def _list() -> None:
     for number, puzzle in enumerate(PUZZLES.values(), 1):
         print(f"{number:2} {puzzle.name:15} {puzzle.minutes:3} min  lesson {puzzle.lesson}  {puzzle.title}")
     print("begin with `minipar puzzle start naive`")
+
+
+def _show(puzzle: Puzzle) -> None:
+    print(f"{puzzle.title}\n\n{puzzle.task.strip()}\n\n{fill(puzzle.conditions, WIDTH)}\n\n{puzzle.stub}")
 
 
 def _start(puzzle: Puzzle, path: Path) -> None:
@@ -69,4 +75,7 @@ def _check(puzzle: Puzzle, path: Path) -> None:
     for line in verdict.run.printed if verdict.run else ():
         print(line)
     print(verdict)
+    names = list(PUZZLES)
+    if verdict.is_right and puzzle.name != names[-1]:
+        print(f"next: `minipar puzzle show {names[names.index(puzzle.name) + 1]}`")
     raise SystemExit(0 if verdict.is_right else 1)

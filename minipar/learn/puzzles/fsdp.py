@@ -76,7 +76,11 @@ def job(world: World) -> Job:
     num_shards = 2 * LAYERS if p > 2 else 2 * LAYERS - 1
     held = (num_shards / p + 1) * WEIGHT_BYTES
     most = (2 * LAYERS / p + 3 + 3 / p) * WEIGHT_BYTES
-    limit = Limit(most, held, "shards of weights and gradients, and one layer whole")
+    limit = Limit(
+        most,
+        held,
+        "shards of weights and gradients, and one layer whole, as long as nothing is gathered ahead",
+    )
 
     def inputs(rank: int) -> tuple[Any, ...]:
         shards = [
@@ -120,8 +124,10 @@ each gradient it keeps its shard of the average.
 
 You may hold your shards, and three whole layers, gradients included: not all six. Return the list of averaged
 gradient shards, layer 0 first. For the best time, gather the next layer while this one computes; that is not asked
-for.
+for, and holds more.
 """,
+    given=f"There are {LAYERS} layers. The weights of one have n = {WEIGHT_BYTES // 10**6} MB, as has its gradient. A "
+    f"forward takes {FORWARD_S * 1e3:g} ms, a backward {BACKWARD_S * 1e3:g} ms.",
     stub="""\
 async def program(comm, shards, x, forward, backward):
     # weights = await comm.all_gather(shards[layer])         the layer's whole weights

@@ -60,6 +60,7 @@ as long as it is right: no rank's part may be missing, and none may come twice.
 
 The program below runs on every rank at the same time; `comm.rank` tells them apart. Return the sum.
 """,
+    given=f"A gradient has n = {GRADIENT_BYTES // 10**6} MB.",
     stub="""\
 async def program(comm, gradient):
     # comm.rank, comm.size              which rank this is, of how many

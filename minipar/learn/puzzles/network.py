@@ -38,6 +38,14 @@ class Network(NamedTuple):
         inside = self.node_size is not None and sender // self.node_size == to // self.node_size
         return slow / self.node_speedup if inside else slow
 
+    def described(self) -> str:
+        """Say in a sentence how long a message takes."""
+        if not self.alpha_s and not self.beta_s:
+            return "Messages take no time."
+        price = f"alpha = {self.alpha_s * 1e6:g} us, and beta = {self.beta_s * 1e12:g} ps for each byte"
+        inside = f"; inside a node {self.node_speedup} times less" if self.node_size else ""
+        return f"A message takes {price}{inside}."
+
 
 class Call:
     """The result of a method of `comm`. The method runs when this is awaited; `world` records calls never awaited."""
@@ -83,6 +91,14 @@ class Request:
     seconds: float = 0.0
     label: tuple[str, object] = ("C", "")
     task: Task | None = None
+
+
+class CollectiveTag(NamedTuple):
+    """The tag of a collective's messages: its name, its ranks, and how many the same ranks called before."""
+
+    name: str
+    group: tuple[int, ...]
+    number: int
 
 
 class Span(NamedTuple):
@@ -296,16 +312,11 @@ class Comm:
                 raise Fault(f"comm.{name} is what this puzzle asks you to write, from send and recv")
             self._check_value(value, name)
             group = tuple(range(self.size) if ranks is None else ranks)
-            if (
-                self.rank not in group
-                or len(set(group)) < len(group)
-                or not set(group) <= set(range(self.size))
-            ):
-                raise Fault(f"rank {self.rank} calls {name} with the group {list(group)}")
+            self._check_group(group, name)
             # The k-th calls of a group's ranks belong together. The tag separates their messages from all others.
             number = self._num_collectives[name, group]
             self._num_collectives[name, group] += 1
-            work = getattr(collectives, name)(self, value, group, (name, group, number))
+            work = getattr(collectives, name)(self, value, group, CollectiveTag(name, group, number))
             return (yield from work.__await__())
 
         return Call(self._world, self.rank, name, steps)
@@ -319,6 +330,17 @@ class Comm:
             raise Fault(
                 f"rank {self.rank} gives {what} a value of rank {value.rank}, which no message brought there"
             )
+
+    def _check_group(self, group: tuple[int, ...], what: str) -> None:
+        wrong = None
+        if not set(group) <= set(range(self.size)):
+            wrong = f"there are ranks 0 to {self.size - 1}"
+        elif len(set(group)) < len(group):
+            wrong = "a rank is in it twice"
+        elif self.rank not in group:
+            wrong = f"rank {self.rank} is not in it"
+        if wrong:
+            raise Fault(f"rank {self.rank} calls {what} with the group {list(group)}: {wrong}")
 
     def _check_peer(self, peer: Any, what: str) -> None:
         if isinstance(peer, bool) or not isinstance(peer, int) or not 0 <= peer < self.size:

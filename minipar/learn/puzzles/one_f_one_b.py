@@ -7,7 +7,7 @@ from typing import Any
 
 from minipar.learn.puzzles.network import Call, Network, Steps, World
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
-from minipar.learn.puzzles.values import Fault, Value, parts_of, same_rank
+from minipar.learn.puzzles.values import Fault, Value, name_of, parts_of, same_rank
 
 MICROBATCHES = 8
 SAVED_BYTES = 160_000_000  # activations of one microbatch, kept from its forward to its backward
@@ -27,8 +27,7 @@ def stage_of(world: World, rank: int) -> tuple[Callable[..., Call], Callable[...
         def steps() -> Steps:
             expected = "tokens" if rank == 0 else f"output of stage {rank - 1}"
             if not isinstance(x, Value) or x.of != expected:
-                given = f"the {x.of}" if isinstance(x, Value) else repr(x)
-                raise Fault(f"the forward of stage {rank} needs the {expected}, and is given {given}")
+                raise Fault(f"the forward of stage {rank} needs the {expected}, and is given {name_of(x)}")
             (microbatch,) = x.about
             yield from world.comms[rank].compute(FORWARD_S, ("F", microbatch)).__await__()
             output = value(f"output of stage {rank}", microbatch, MESSAGE_BYTES)
@@ -40,18 +39,19 @@ def stage_of(world: World, rank: int) -> tuple[Callable[..., Call], Callable[...
         def steps() -> Steps:
             if not isinstance(saved, Value) or saved.of != f"saved activations of stage {rank}":
                 raise Fault(
-                    f"the backward of stage {rank} needs what its forward saved, and is given {saved!r}"
+                    f"the backward of stage {rank} needs what its forward saved, and is given {name_of(saved)}"
                 )
             (microbatch,) = saved.about
             if rank == last and dy is not None:
                 raise Fault(
-                    f"the backward of stage {rank} begins with its own loss, so its dy is None, not {dy!r}"
+                    f"the backward of stage {rank} begins with its own loss, so its dy is None, not {name_of(dy)}"
                 )
             if rank < last:
                 expected = f"gradient from stage {rank + 1}"
                 if not isinstance(dy, Value) or dy.of != expected:
-                    given = f"the {dy.of}" if isinstance(dy, Value) else repr(dy)
-                    raise Fault(f"the backward of stage {rank} needs the {expected}, and is given {given}")
+                    raise Fault(
+                        f"the backward of stage {rank} needs the {expected}, and is given {name_of(dy)}"
+                    )
                 same_rank(saved, dy)
                 if dy.about != saved.about:
                     raise Fault(
@@ -86,7 +86,7 @@ def job(world: World) -> Job:
         return Limit(
             activations + 4 * MESSAGE_BYTES + 2 * GRADIENT_BYTES,
             activations + MESSAGE_BYTES + GRADIENT_BYTES,
-            f"the activations of {p - stage} microbatches on stage {stage}, a message and the gradient",
+            f"{p - stage} times the saved activations, on stage {stage}, a message and the gradient",
         )
 
     whole = parts_of(*(f"microbatch {m}" for m in range(MICROBATCHES)))
@@ -109,10 +109,12 @@ Rank s is stage s of a pipeline: it gets a microbatch's activation from stage s 
 on. Backward goes the other way. From the forward of a microbatch until its backward, its `saved` activations occupy
 memory.
 
-All forwards first, then all backwards (GPipe) holds all 8 microbatches. Stage s may hold **p - s** of them, and a few
+All forwards first, then all backwards (GPipe) holds all m microbatches. Stage s may hold **p - s** of them, and a few
 messages. And the pipeline must stay as fast: (m + p - 1) times a forward and a backward, so one microbatch after
-another is too slow. Messages take no time here. Return the sum of this stage's weight gradients.
+another is too slow. Return the sum of this stage's weight gradients.
 """,
+    given=f"There are m = {MICROBATCHES} microbatches. A forward takes {FORWARD_S * 1e3:g} ms, a backward "
+    f"{BACKWARD_S * 1e3:g} ms. `saved` is {SAVED_BYTES // 10**6} MB, an output {MESSAGE_BYTES // 10**6} MB.",
     stub="""\
 async def program(comm, microbatches, forward, backward):
     # microbatches                               a list: the tokens of each, which only stage 0 may use

@@ -72,18 +72,20 @@ OVERLAP = Puzzle(
 Data parallelism: each rank runs the backward on its own samples, layer by layer **from the last to the first**, and
 every gradient must become the average over all ranks. A gradient is ready long before the backward is over, so its
 all-reduce can run while the next layer computes. Only the first layer's, which is ready last, has nothing to hide
-behind.
+behind: the backward and that one all-reduce are all the time you have.
 
 `comm.all_reduce(value)` comes ready-made from here on: it is your ring. Return the list of averaged gradients, layer
 0 first.
 """,
+    given=f"There are {LAYERS} layers. The gradient of one has n = {GRADIENT_BYTES // 10**6} MB, and its backward takes "
+    f"{BACKWARD_S * 1e3:g} ms.",
     stub="""\
 async def program(comm, num_layers, backward):
     # gradient = await backward(layer)               computes; the last layer first
     # total = await comm.all_reduce(value)           the sum over all ranks
     # handle = comm.start(comm.all_reduce(value))    the same, in the background
     # total = await handle                           waits for it
-    # value / 4                                      divides
+    # value / comm.size                              divides
     raise NotImplementedError
 """,
     hints=(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from minipar.learn.puzzles.network import Network, World
-from minipar.learn.puzzles.values import Parts
+from minipar.learn.puzzles.values import Parts, listed
 
 
 class Wanted(NamedTuple):
@@ -44,13 +44,17 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A puzzle. Task and hints are Markdown. The learner's program is tried on each number of ranks in `sizes`."""
+    """A puzzle. Task and hints are Markdown. The learner's program is tried on each number of ranks in `sizes`.
+
+    `given` says how large values are, and how long computing takes.
+    """
 
     name: str
     title: str
     minutes: int
     lesson: str
     task: str
+    given: str
     stub: str
     hints: tuple[str, ...]
     answer: str
@@ -63,3 +67,16 @@ class Puzzle:
     def signature(self) -> str:
         """The line `async def program(...):` of the stub."""
         return next(line for line in self.stub.splitlines() if line.startswith("async def program"))
+
+    @property
+    def conditions(self) -> str:
+        """What is given, the numbers of ranks, the network and what counts as held memory, in sentences."""
+        first, *more = self.sizes
+        sentences = [self.given, f"The program runs on {first} ranks, and then on {listed(map(str, more))}."]
+        network = self.network(first)
+        sentences.append(network.described())
+        if self.job(World(first, network)).memory is not None:
+            sentences.append(
+                "Memory is what your variables refer to whenever the program waits; a message on its way costs none."
+            )
+        return " ".join(sentences)

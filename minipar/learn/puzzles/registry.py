@@ -34,7 +34,9 @@ PUZZLES = {
 
 
 def find_puzzle(name: str) -> Puzzle:
-    """Return the puzzle with this name. Raises ValueError, which suggests the most similar name, if there is none."""
+    """Return the puzzle with this name or number. Raises ValueError, which suggests the most similar name, for others."""
+    if name.isdecimal() and 1 <= int(name) <= len(PUZZLES):
+        return list(PUZZLES.values())[int(name) - 1]
     if name in PUZZLES:
         return PUZZLES[name]
     near = get_close_matches(name, PUZZLES, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.learn.puzzles.naive_all_reduce import best_seconds, best_sent, gradient, summed
+from minipar.learn.puzzles.naive_all_reduce import GRADIENT_BYTES, best_seconds, best_sent, gradient, summed
 from minipar.learn.puzzles.network import Network, World
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle
 
@@ -32,6 +32,7 @@ gradients on costs `p-1` of them.
 Cut the gradient into p chunks. In the first half of the way, let each chunk travel round once and collect every
 rank's part; in the second half, let the finished chunks travel on to everybody.
 """,
+    given=f"A gradient has n = {GRADIENT_BYTES // 10**6} MB.",
     stub="""\
 async def program(comm, gradient):
     # gradient.chunks(n)    a list of n equal chunks

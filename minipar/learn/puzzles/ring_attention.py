@@ -6,7 +6,7 @@ from typing import Any
 
 from minipar.learn.puzzles.network import Call, Steps, World
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
-from minipar.learn.puzzles.values import Fault, Value, parts_of, same_rank
+from minipar.learn.puzzles.values import Fault, Value, name_of, parts_of, same_rank
 
 Q_BYTES, KV_BYTES = 50_000_000, 100_000_000
 ATTEND_S = 3e-3
@@ -20,19 +20,21 @@ def attend_of(world: World, rank: int) -> Any:
             if (
                 not isinstance(q, Value)
                 or not isinstance(kv, Value)
-                or (q.of, kv.of) != (f"queries of rank {rank}", "keys and values")
+                or q.of != f"queries of rank {rank}"
+                or not kv.of.startswith("keys and values")
             ):
                 raise Fault(
-                    f"attend is given {q!r} and {kv!r}; it takes this rank's queries, and keys and values"
+                    f"attend is given {name_of(q)} and {name_of(kv)}; it takes this rank's queries, and keys and values"
                 )
-            if state is not None and (not isinstance(state, Value) or state.of != f"output of rank {rank}"):
+            if state is not None and (not isinstance(state, Value) or state.of != "output"):
                 raise Fault(
-                    f"attend is given the state {state!r}; it is None at first, then what attend returned"
+                    f"attend is given {name_of(state)} as its first argument, which is None at first, and then what "
+                    "attend returned"
                 )
             same_rank(q, kv)
-            block = parts_of(f"the keys and values of rank {kv.about[0]}")
+            block = parts_of(f"the {kv.of}")
             yield from world.comms[rank].compute(ATTEND_S, ("F", kv.about[0])).__await__()
-            one = Value(world.memories[rank], f"output of rank {rank}", [(0, block)], Q_BYTES)
+            one = Value(world.memories[rank], "output", [(0, block)], Q_BYTES, (rank,))
             return one if state is None else state + one
 
         return Call(world, rank, "attend", steps)
@@ -50,12 +52,14 @@ def job(world: World) -> Job:
     def inputs(rank: int) -> tuple[Any, ...]:
         memory = world.memories[rank]
         q = Value(memory, f"queries of rank {rank}", [(0, parts_of(f"rank {rank}"))], Q_BYTES)
-        kv = Value(memory, "keys and values", [(0, parts_of(f"rank {rank}"))], KV_BYTES, (rank,))
+        kv = Value(
+            memory, f"keys and values of rank {rank}", [(0, parts_of(f"rank {rank}"))], KV_BYTES, (rank,)
+        )
         return q, kv, attend_of(world, rank)
 
     return Job(
         inputs=inputs,
-        wanted=lambda rank: Wanted(f"output of rank {rank}", ((0, everything),)),
+        wanted=lambda rank: Wanted("output", ((0, everything),)),
         sent=Limit(sent, sent, "p - 1 blocks of keys and values"),
         seconds=Limit(seconds, seconds, "p times attend: every message hidden behind it"),
         memory=(Limit(held + KV_BYTES, held, "queries, output, and one block of keys and values"),) * p,
@@ -72,9 +76,11 @@ Context parallelism: a long sequence lies in blocks over the ranks, and each blo
 values**. Queries stay; blocks of keys and values travel round a ring, and each rank merges one block after another
 into its output (attention is not causal here, so every block counts).
 
-Two blocks of keys and values may be on a rank at once, not all p of them. And a block travels in 2 ms while attend
-takes 3: if messages and computing overlap, the messages are free.
+A rank may hold two blocks of keys and values at once, not all p of them. And the time is limited to p times attend: a
+block travels faster than attend computes, so messages cost nothing if they travel meanwhile.
 """,
+    given=f"attend takes {ATTEND_S * 1e3:g} ms. Queries and output have {Q_BYTES // 10**6} MB each, a block of keys and "
+    f"values {KV_BYTES // 10**6} MB, which travels in 2 ms.",
     stub="""\
 async def program(comm, q, kv, attend):
     # output = await attend(None, q, kv)      the first block

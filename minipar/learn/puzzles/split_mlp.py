@@ -8,7 +8,16 @@ from typing import Any
 from minipar.learn.puzzles.network import Call, Steps, World
 from minipar.learn.puzzles.overlap import ring_seconds
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
-from minipar.learn.puzzles.values import Fault, Parts, Value, listed, missing_parts, parts_of, same_rank
+from minipar.learn.puzzles.values import (
+    Fault,
+    Parts,
+    Value,
+    listed,
+    missing_parts,
+    name_of,
+    parts_of,
+    same_rank,
+)
 
 X_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = 12_000_000, 48_000_000, 240_000_000
 MATMUL_S = 8e-3  # for the product of x with a whole weight
@@ -53,7 +62,9 @@ def matmul_of(world: World, rank: int) -> Callable[..., Call]:
     def matmul(x: Any, weight: Any) -> Call:
         def steps() -> Steps:
             if not isinstance(x, Value) or not isinstance(weight, Value) or weight.of not in PRODUCTS:
-                raise Fault(f"matmul is given {x!r} and {weight!r}; it takes a value and a block of a weight")
+                raise Fault(
+                    f"matmul is given {name_of(x)} and {name_of(weight)}; it takes a value and a block of a weight"
+                )
             same_rank(x, weight)
             source, result, num_bytes = PRODUCTS[weight.of]
             if x.of != source:
@@ -86,7 +97,7 @@ def matmul_of(world: World, rank: int) -> Callable[..., Call]:
 def gelu(x: Any) -> Value:
     """Return gelu of each element. Raises Fault for a partial sum: the gelu of a sum is not the sum of gelus."""
     if not isinstance(x, Value) or x.of != "hidden":
-        raise Fault(f"gelu comes after the first product, and is given {x!r}")
+        raise Fault(f"gelu comes after the first product, and is given {name_of(x)}")
     num_blocks = HIDDEN_BYTES // x.block_bytes
     _refuse_partial(x, num_blocks, "gelu")
     blocks = [(index, parts_of(f"feature block {index} of hidden")) for index in x.indices]
@@ -137,18 +148,21 @@ SPLIT_MLP = Puzzle(
     lesson="04",
     task="""
 Tensor parallelism. `output = gelu(x @ up) @ down`; x is the same on every rank, `hidden` is four times as wide as x.
-Each rank may hold **1/p of each weight**: some block of its columns, or of its rows. Split columns need no sum, but
-give only some features; split rows take only some features, and give all, as sums that want adding up. gelu of a
-partial sum is not allowed to happen.
+Each rank may hold **1/p of each weight**: some block of its columns, or of its rows. A block of columns takes all
+features of its input, and gives some of the output's. A block of rows takes some features, and gives all, but of each
+only a partial sum, to which the other ranks' are still to be added. gelu of a partial sum is wrong, and is refused.
 
 One all-reduce of an output is enough. Every rank returns the whole output.
 """,
+    given=f"x and the output have {X_BYTES // 10**6} MB, hidden {HIDDEN_BYTES // 10**6} MB, a whole weight "
+    f"{WEIGHT_BYTES // 10**6} MB. A product with a whole weight would take {MATMUL_S * 1e3:g} ms.",
     stub="""\
 async def program(comm, x, up, down, matmul, gelu):
-    # w = up.columns(i), up.rows(i)     load block i of p, of columns or of rows
+    # w = up.columns(i)                 loads block i of p of the columns; up.rows(i) of the rows
     # h = await matmul(x, w)            takes time
     # a = gelu(h)                       only of finished sums
     # x.chunks(comm.size)               features 0.., 1/p to a chunk
+    # y = await comm.all_reduce(h)      the sum over all ranks; comm.all_gather joins chunks
     raise NotImplementedError
 """,
     hints=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minipar.learn.puzzles.naive_all_reduce import best_seconds, best_sent, gradient, summed
+from minipar.learn.puzzles.naive_all_reduce import GRADIENT_BYTES, best_seconds, best_sent, gradient, summed
 from minipar.learn.puzzles.network import World
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle
 
@@ -28,8 +28,11 @@ An all-reduce has two halves that are useful alone. A **reduce-scatter** leaves 
 **all-gather** brings the chunks of all ranks together on every rank. Sharded training uses the one for gradients and
 the other for weights.
 
-Write both. Every rank can reach every other here; each half may send `(p-1)/p` of the gradient.
+Write both. Every rank can reach every other here; each half may send `(p-1)/p` of the gradient, and take no longer than
+a ring. A network card sends one message after another, and receives one after another: all the messages to a rank wait
+in one queue.
 """,
+    given=f"A gradient has n = {GRADIENT_BYTES // 10**6} MB.",
     stub="""\
 async def program(comm, gradient):
     mine = await reduce_scatter(comm, gradient)  # chunk number comm.rank of the sum

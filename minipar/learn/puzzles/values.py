@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 
 Parts = dict[str, Fraction]
@@ -24,10 +24,17 @@ class Memory:
         self.held_bytes = 0
         # (time in seconds, bytes, line of the program)
         self.history: list[tuple[float, int, int | None]] = []
+        self.storages: dict[
+            int, tuple[str, int]
+        ] = {}  # what is held: name and bytes of each storage, by its id
+        self.at_peak: list[tuple[str, int]] = []  # what was held when the rank held most
+        self._most_bytes = -1
 
     def note(self, time_s: float, line: int | None) -> None:
         """Record the bytes held now; `line` is the line in which the program waits."""
         self.history.append((time_s, self.held_bytes, line))
+        if self.held_bytes > self._most_bytes:
+            self._most_bytes, self.at_peak = self.held_bytes, list(self.storages.values())
 
     def peak(self) -> tuple[float, int, int | None]:
         """Return the time, the bytes and the line at which the rank held most."""
@@ -39,12 +46,14 @@ class Storage:
 
     __slots__ = ("_memory", "_num_bytes")
 
-    def __init__(self, memory: Memory, num_bytes: int) -> None:
+    def __init__(self, memory: Memory, num_bytes: int, name: str) -> None:
         self._memory, self._num_bytes = memory, num_bytes
         memory.held_bytes += num_bytes
+        memory.storages[id(self)] = (name, num_bytes)
 
     def __del__(self) -> None:
         self._memory.held_bytes -= self._num_bytes
+        del self._memory.storages[id(self)]
 
 
 class Value:
@@ -66,7 +75,7 @@ class Value:
     ) -> None:
         self.of, self.blocks, self.block_bytes, self.about = of, tuple(blocks), block_bytes, about
         self._memory = memory
-        self._storage = storage or Storage(memory, len(self.blocks) * block_bytes)
+        self._storage = storage or Storage(memory, len(self.blocks) * block_bytes, of)
 
     @property
     def num_bytes(self) -> int:
@@ -102,8 +111,7 @@ class Value:
         if not isinstance(other, Value):
             raise Fault(f"this adds {other!r} to {self}; only values can be added")
         same_rank(self, other)
-        if (self.of, self.about) != (other.of, other.about):
-            raise Fault(f"this adds the {other.of} to the {self.of}")
+        _same_tensor("adds", self, other)
         if self.indices != other.indices:
             raise Fault(f"this adds {other} to {self}, which are different elements")
         blocks = []
@@ -117,6 +125,9 @@ class Value:
         if other == 0:  # `sum` starts with 0
             return self
         return self + other
+
+    def __iter__(self) -> Iterator[Value]:
+        raise Fault(f"this uses {self} as a list; value.chunks(n) returns a list")
 
     def __mul__(self, factor: object) -> Value:
         if not isinstance(factor, int | float | Fraction):
@@ -154,10 +165,22 @@ def join(values: Sequence[Value]) -> Value:
     first = values[0]
     for value in values[1:]:
         same_rank(first, value)
-        if (value.of, value.about) != (first.of, first.about):
-            raise Fault(f"this joins the {value.of} to the {first.of}")
+        _same_tensor("joins", first, value)
     blocks = [block for value in values for block in value.blocks]
     return Value(first._memory, first.of, blocks, first.block_bytes, first.about)
+
+
+def _same_tensor(verb: str, mine: Value, other: Value) -> None:
+    """Raise Fault if two values are of different tensors."""
+    if mine.of != other.of:
+        raise Fault(f"this {verb} the {other.of} to the {mine.of}")
+    if mine.about != other.about:
+        raise Fault(f"this {verb} the {other.of} to the {mine.of} of another microbatch or replica")
+
+
+def name_of(given: object) -> str:
+    """Return the name of a value's tensor, as "the output of stage 1"; of anything else, its representation."""
+    return f"the {given.of}" if isinstance(given, Value) else repr(given)
 
 
 def same_rank(mine: Value, other: Value) -> None:

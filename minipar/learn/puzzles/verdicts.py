@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from minipar.learn.puzzles.network import Request, Task
+from minipar.learn.puzzles.network import CollectiveTag, Request, Task
 from minipar.learn.puzzles.puzzle import Limit, Puzzle, Wanted
 from minipar.learn.puzzles.running import EndlessLoop, Run, compiled, run
-from minipar.learn.puzzles.values import Fault, Parts, Value, listed, missing_parts
+from minipar.learn.puzzles.values import Fault, Memory, Parts, Value, listed, missing_parts
 
 ROUNDING = 1 + 1e-9
 
@@ -22,6 +22,7 @@ class Figure(NamedTuple):
     most: float
     best: float
     formula: str
+    details: str = ""
 
 
 class Verdict(NamedTuple):
@@ -148,7 +149,10 @@ def _waits(rank: int, request: Request, done: Run) -> str:
     goes_on = any(task.rank == request.peer for task in done.world.tasks)
     ended = "" if goes_on else ", which has ended"
     where = f" in line {request.line}" if request.line else ""
-    return f"rank {rank} waits{where} for a message from rank {request.peer}{ended}"
+    inside = ""
+    if isinstance(request.tag, CollectiveTag):
+        inside = f" in {request.tag.name} over ranks {listed(map(str, request.tag.group))}"
+    return f"rank {rank} waits{where}{inside} for a message from rank {request.peer}{ended}"
 
 
 def _unread(done: Run) -> Found:
@@ -168,17 +172,22 @@ def _wrong_result(done: Run) -> Found:
     return None
 
 
-def difference(got: Any, wanted: Any, rank: int, place: str = "") -> str | None:
-    """Describe how a rank's result differs from the expected one; None if it does not."""
+def difference(got: Any, wanted: Any, rank: int, place: str = "", says_place: bool = False) -> str | None:
+    """Describe how a rank's result differs from the expected one; None if it does not.
+
+    `place` is that of the result in a list. With `says_place`, faults of a single chunk or part name it too.
+    """
     whose = f"rank {rank}"
     if isinstance(wanted, list | tuple) and not isinstance(wanted, Wanted):
         what = f"{len(wanted)} values"
+        names = [one.of for one in wanted]
+        says_place = len(set(names)) < len(names)  # else a value's name tells which one it is
         if not isinstance(got, list | tuple):
             return f"{whose} returns {_described(got)}; it should return {what}"
         if len(got) != len(wanted):
             return f"{whose} returns {len(got)} values; it should return {what}"
         for number, (one, other) in enumerate(zip(got, wanted)):
-            found = difference(one, other, rank, f" at place {number}")
+            found = difference(one, other, rank, f" at place {number}", says_place)
             if found:
                 return found
         return None
@@ -188,7 +197,8 @@ def difference(got: Any, wanted: Any, rank: int, place: str = "") -> str | None:
         return f"{whose} returns a value of rank {got.rank}, which no message brought there"
     if got.of != wanted.of:
         return f"{whose} returns the {got.of}{place}; it should be the {wanted.of}"
-    return _wrong_chunks(got, wanted, whose) or _wrong_parts(got, wanted, whose)
+    returns = f"{whose} returns{place if says_place else ''}"
+    return _wrong_chunks(got, wanted, returns) or _wrong_parts(got, wanted, returns)
 
 
 def _described(got: Any) -> str:
@@ -201,25 +211,23 @@ def _described(got: Any) -> str:
     return str(got) if isinstance(got, Value) else repr(got)[:60]
 
 
-def _wrong_chunks(got: Value, wanted: Wanted, whose: str) -> str | None:
+def _wrong_chunks(got: Value, wanted: Wanted, returns: str) -> str | None:
     have, need = got.indices, tuple(index for index, _ in wanted.blocks)
     if have == need:
         return None
     for index in need:
         if index not in have:
             others = f"; it has {_named('chunk', have)}" if len(need) == 1 else ""
-            return f"chunk {index} is missing from what {whose} returns, the {wanted.of}{others}"
+            return f"chunk {index} is missing from the {wanted.of} that {returns}{others}"
+    if len(need) < len(have) and not set(have) <= set(need):
+        return f"{returns} {got}; it should be {_named('chunk', need)} alone"
     for index in have:
-        if index not in need:
-            return f"{whose} returns chunk {index} of the {wanted.of} too, which is not its own"
         if have.count(index) > 1:
-            return (
-                f"chunk {index} is there {_times(have.count(index))} in the {wanted.of} that {whose} returns"
-            )
-    return f"{whose} returns the chunks of the {wanted.of} in the order {list(have)}"
+            return f"chunk {index} is there {_times(have.count(index))} in the {wanted.of} that {returns}"
+    return f"{returns} the chunks of the {wanted.of} in the order {list(have)}"
 
 
-def _wrong_parts(got: Value, wanted: Wanted, whose: str) -> str | None:
+def _wrong_parts(got: Value, wanted: Wanted, returns: str) -> str | None:
     wrong = []
     for (index, parts), (_, need) in zip(got.blocks, wanted.blocks):
         said = wrong_parts(parts, need)
@@ -230,7 +238,7 @@ def _wrong_parts(got: Value, wanted: Wanted, whose: str) -> str | None:
     index, said = wrong[0]
     everywhere = len(wrong) == len(wanted.blocks) and all(other == said for _, other in wrong)
     where = "" if everywhere else f", chunk {index}"
-    return f"in the {wanted.of} that {whose} returns{where}, {said}"
+    return f"in the {wanted.of} that {returns}{where}, {said}"
 
 
 def wrong_parts(got: Parts, wanted: Parts) -> str | None:
@@ -247,17 +255,19 @@ def wrong_parts(got: Parts, wanted: Parts) -> str | None:
         return None
     ratio = ratios[unlike[0]]
     if len(unlike) == len(wanted) and len(set(ratios.values())) == 1:
-        if ratio > 1:
-            return f"everything counts {_times(ratio)}: {_too_large(ratio, wanted)}"
-        return f"everything counts {ratio}: it was divided once too often"
+        return _wrong_factor(ratio, got[unlike[0]], wanted[unlike[0]])
     if wanted[unlike[0]] == 1:
         return f"the part of {unlike[0]} comes {_times(ratio)}"
     return f"the part of {unlike[0]} counts {got[unlike[0]]}, and should count {wanted[unlike[0]]}"
 
 
-def _too_large(ratio: Fraction, wanted: Parts) -> str:
-    is_average = any(count < 1 for count in wanted.values())
-    return f"a sum, where the average is asked for; divide by {ratio}" if is_average else "it was added twice"
+def _wrong_factor(ratio: Fraction, got: Fraction, wanted: Fraction) -> str:
+    if got == 1:
+        return f"everything counts {_times(ratio)}: a sum, where the average is asked for; divide by {ratio}"
+    should = f"everything counts {got}, and should count {wanted}"
+    if ratio < 1:
+        return f"{should}: it was divided twice, or by too large a number"
+    return f"{should}: {'it was added more than once' if wanted == 1 else 'it was divided by too small a number'}"
 
 
 def _times(count: Fraction | int) -> str:
@@ -282,9 +292,31 @@ def _figures(done: Run) -> tuple[Figure, ...]:
     if limits is None:
         figures.append(Figure("held by the fullest rank", max(peaks), float("inf"), float("inf"), ""))
     else:
-        fullest = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank].most)
-        figures.append(Figure(f"held by rank {fullest}", peaks[fullest], *limits[fullest]))
+        too_full = [rank for rank, peak in enumerate(peaks) if peak > limits[rank].most * ROUNDING]
+        # The rank of which the verdict speaks, or else the one that is nearest to its limit.
+        near = max(range(len(peaks)), key=lambda rank: peaks[rank] / limits[rank].most)
+        rank = too_full[0] if too_full else near
+        unlike_best = peaks[rank] > limits[rank].best * (1 + 1e-6)
+        details = held_at_peak(world.memories[rank]) if unlike_best else ""
+        figures.append(Figure(f"held by rank {rank}", peaks[rank], *limits[rank], details))
     return tuple(figures)
+
+
+def held_at_peak(memory: Memory) -> str:
+    """List what a rank held when it held most, as "weights of layers 0 and 1, 120 MB each; output, 8 MB"."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, num_bytes in memory.at_peak:
+        if num_bytes:
+            kind, _, number = name.partition(" of layer ")
+            groups.setdefault((kind, num_bytes), []).append(number)
+    said = []
+    for (kind, num_bytes), numbers in groups.items():
+        layers = sorted({int(number) for number in numbers if number})
+        of = f" of layer{'s' * (len(layers) > 1)} {listed(map(str, layers))}" if layers else ""
+        times = f"{len(numbers)} times " if len(numbers) > max(len(layers), 1) else ""
+        each = " each" if len(numbers) > 1 else ""
+        said.append(f"{times}{kind}{of}, {_mb(num_bytes)}{each}")
+    return "; ".join(said)
 
 
 def _sent(done: Run) -> Found:
@@ -315,7 +347,7 @@ def _seconds(done: Run) -> Found:
 def _enough(limit: Limit, unit: Any) -> str:
     if limit.most == limit.best:
         return f"{unit(limit.best)} is enough: {limit.formula}"
-    return f"the limit is {unit(limit.most)}, and the best known {unit(limit.best)}: {limit.formula}"
+    return f"the limit is {unit(limit.most)}"
 
 
 def _praise(figures: tuple[Figure, ...]) -> str:
@@ -328,7 +360,8 @@ def figure_text(figure: Figure) -> str:
     """Format a figure as a line of text."""
     unit = _ms if figure.name == "time" else _mb
     best = f"; best known {unit(figure.best)} = {figure.formula}" if figure.formula else ""
-    return f"{figure.name}: {unit(figure.value)}{best}"
+    details = f". These {unit(figure.value)} are: {figure.details}" if figure.details else ""
+    return f"{figure.name}: {unit(figure.value)}{best}{details}"
 
 
 def _mb(num_bytes: float) -> str:

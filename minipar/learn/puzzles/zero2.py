@@ -8,7 +8,7 @@ from fractions import Fraction
 from minipar.learn.puzzles.network import World
 from minipar.learn.puzzles.overlap import BACKWARD_S, GRADIENT_BYTES, LAYERS, backward_of, ring_seconds
 from minipar.learn.puzzles.puzzle import Job, Limit, Puzzle, Wanted
-from minipar.learn.puzzles.values import Fault, Value, parts_of, same_rank
+from minipar.learn.puzzles.values import Fault, Value, name_of, parts_of, same_rank
 
 OLD = "the old weights"
 
@@ -23,7 +23,9 @@ def weights(world: World, rank: int, layer: int) -> Value:
 def step(old: Value, gradient: Value) -> Value:
     """Return updated weights. Raises Fault if `gradient` is not the gradient of exactly these weights."""
     if not isinstance(old, Value) or not isinstance(gradient, Value):
-        raise Fault(f"step is given {old!r} and {gradient!r}; it takes weights and their gradient")
+        raise Fault(
+            f"step is given {name_of(old)} and {name_of(gradient)}; it takes weights and their gradient"
+        )
     same_rank(old, gradient)
     if old.of.replace("weights", "gradient") != gradient.of or old.indices != gradient.indices:
         raise Fault(f"step updates {old} by {gradient}, which is not their gradient")
@@ -77,8 +79,10 @@ give each other their new chunks.
 
 Memory counts: what your variables refer to is held, and `del` frees it. A chunk from `chunks()` is a view and keeps
 the whole alive, as in torch. You may hold all weights, two whole layers more, and three chunks: not the gradients of
-all four. Return the new weights, a list with layer 0 first.
+all four. Messages need not be hidden behind the backward. Return the new weights, a list with layer 0 first.
 """,
+    given=f"There are {LAYERS} layers. The weights of one have n = {GRADIENT_BYTES // 10**6} MB, as has its gradient; "
+    f"its backward takes {BACKWARD_S * 1e3:g} ms.",
     stub="""\
 async def program(comm, weights, backward, step):
     # weights                                         a list: each layer's weights, whole
@@ -89,8 +93,8 @@ async def program(comm, weights, backward, step):
     raise NotImplementedError
 """,
     hints=(
-        "In the loop of the backward: a reduce-scatter, and only its result is kept. `del gradient` is not "
-        "even needed, why?",
+        "In the loop of the backward: a reduce-scatter, and only its result is kept. The next layer's gradient, "
+        "in the same variable, frees this one.",
         "An all-reduce would send twice as much for gradients, of which all but one chunk is thrown away.",
         "`weights[layer].chunks(comm.size)[comm.rank]` is what this rank updates, by its shard divided by "
         "the number of ranks.",

@@ -53,7 +53,9 @@ def test_the_last_hint_alone_names_the_solution(capsys, folder):
     outcome(capsys, "start", "shift")
     hints = [outcome(capsys, "hint", "shift")[1] for _ in find_exercise("shift").hints]
     assert len(hints) > 1
-    assert ["minipar exercise solution shift" in hint for hint in hints] == [False] * (len(hints) - 1) + [True]
+    assert ["minipar exercise solution shift" in hint for hint in hints] == [False] * (len(hints) - 1) + [
+        True
+    ]
 
 
 def test_a_schedule_is_drawn_as_text(capsys, folder):
@@ -82,7 +84,10 @@ def test_list_and_check_as_json(capsys, folder):
         (("start", "flight"), "`minipar exercise list` names them all"),
         (("check", ""), "is no exercise"),
         (("check", "shift"), "exercises/shift.py does not exist; `minipar exercise start shift` writes it"),
-        (("check", "shift", "mine"), "mine/shift.py does not exist; `minipar exercise start shift mine` writes it"),
+        (
+            ("check", "shift", "mine"),
+            "mine/shift.py does not exist; `minipar exercise start shift mine` writes it",
+        ),
         (("check", "shift", "no/such.py"), "no/such.py does not exist"),
         (("hint", "shift"), "does not exist"),
         (("solution", "shft"), "did you mean shift?"),

@@ -7,7 +7,7 @@ import pytest
 
 import minipar.learn.exercises
 from minipar.learn.exercises import check
-from minipar.learn.exercises.check import STAGES
+from minipar.learn.exercises.check import STAGES, Result, with_line
 from minipar.learn.exercises.folder import next_hint, start, started, state_of
 from minipar.learn.exercises.registry import EXERCISES, find_exercise
 from minipar.learn.exercises.solution import solution_text
@@ -59,6 +59,25 @@ def test_an_exercise_is_whole(exercise):
     stages = [stage.name for stage in SPECIFICATIONS[exercise.specification].stages]
     assert stages == [name for name in STAGES if name in stages]
     assert stages[:3] == ["runs", "small", "drawn"]
+
+
+def test_a_verdict_names_the_line_of_the_operator_that_is_wrong(tmp_path):
+    exercise = find_exercise("conjugates")
+    file = tmp_path / "conjugates.py"
+    file.write_text("".join(f"def {name}(comm, x): ...\n" for name in exercise.solution))
+    for line, name in enumerate(exercise.solution, 1):
+        words = with_line(Result("", "red", words=f"the gradient through {name}"), file, exercise).words
+        assert words.endswith(f"(conjugates.py, line {line})")
+
+
+def test_a_deadlocks_verdict_has_a_line_for_each_rank(tmp_path):
+    stuck = [
+        "rank 0 waits to send 4 bytes (shift.py:2 in shift)",
+        "rank 1 waits to send 4 bytes (shift.py:2 in shift)",
+    ]
+    red = Result("", "red", words="; ".join(stuck))
+    words = with_line(red, tmp_path / "shift.py", find_exercise("shift")).words
+    assert words.split("\n") == stuck
 
 
 def test_there_are_at_least_24_and_the_index_lists_them():

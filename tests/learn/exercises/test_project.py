@@ -101,7 +101,7 @@ def test_a_step_that_was_green_and_breaks_is_told(folder):
     [
         ("comm", "x, to, async_op=True)", "x, source, async_op=True)", r"specification shift, stage (runs|small)"),
         ("collectives", "combine(chunks[mine], arrived)", "arrived", "the part of rank 0 is missing"),
-        ("zero", 'padded(comm, grad), "mean")', "padded(comm, grad))", "after 1 steps of SGD"),
+        ("zero", 'padded(comm, grad), "mean")', "padded(comm, grad))", "after 1 step of SGD is exactly 2 times too large"),
         ("vocab", "* dloss / len(dz)", "* dloss", "times too large"),
         ("mesh", "def groups", "def group", "mesh.py defines no groups"),
         ("mesh", "def groups(", "def groups((", r"mesh.py, line \d+"),

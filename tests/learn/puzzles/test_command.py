@@ -21,6 +21,7 @@ def test_a_puzzle_is_started_once_and_checked(capsys, tmp_path, monkeypatch):
     for source, code, words in (
         (PUZZLES["ring"].stub, 1, "line 6: this is where your program goes"),
         (f"{PUZZLES['ring'].answer}print('read')\n", 0, "rank 0, line 13: read\n"),
+        (PUZZLES["ring"].answer, 0, "next: `minipar puzzle show halves`"),
     ):
         (tmp_path / "ring.py").write_text(source)
         with pytest.raises(SystemExit) as left:
@@ -30,7 +31,8 @@ def test_a_puzzle_is_started_once_and_checked(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("action", "words"), [("show", "in a **ring**"), ("hints", "3. "), ("answer", "for step in range")]
+    ("action", "words"),
+    [("show", "in a **ring**"), ("show", "alpha = 10 us"), ("hints", "3. "), ("answer", "for step in range")],
 )
 def test_texts_are_shown(capsys, action, words):
     main(["puzzle", action, "ring"])

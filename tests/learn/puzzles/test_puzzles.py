@@ -119,6 +119,17 @@ def test_an_answer_for_one_size_only_is_found_out():
     assert verdict.text.startswith("right on 4 ranks, but on 5: ")
 
 
+@pytest.mark.parametrize(("number", "name"), list(enumerate(PUZZLES, 1)))
+def test_a_puzzle_is_found_by_its_number(number, name):
+    assert find_puzzle(str(number)) is PUZZLES[name]
+
+
+@pytest.mark.parametrize("number", ["0", "11", "-1"])
+def test_a_number_that_no_puzzle_has_is_refused(number):
+    with pytest.raises(ValueError, match="is no puzzle"):
+        find_puzzle(number)
+
+
 def test_an_unknown_puzzle_is_answered_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean zero2"):
         find_puzzle("zero-2")

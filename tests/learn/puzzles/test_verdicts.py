@@ -109,3 +109,108 @@ def test_a_right_program_has_its_figures_beside_the_best_known():
     text = str(check(PUZZLES["naive"], PUZZLES["naive"].answer))
     assert text.splitlines()[0] == "right; the best known sends less and is faster"
     assert "sent by the busiest rank: 360 MB; best known 180 MB" in text
+
+
+HALVES = PUZZLES["halves"].answer
+
+
+@pytest.mark.parametrize(
+    ("puzzle", "source", "words"),
+    [
+        (
+            "halves",
+            HALVES.replace("comm.join(chunks)", "comm.join(chunks[1:])"),
+            "chunk 0 is missing from the gradient that rank 0 returns at place 1",
+        ),
+        (
+            "halves",
+            HALVES.replace("return mine, whole", "return whole, mine"),
+            "rank 0 returns at place 0 the gradient; it should be chunk 0 alone",
+        ),
+        (
+            "overlap",
+            PUZZLES["overlap"].answer.replace("/ comm.size", "/ 4"),
+            "right on 4 ranks, but on 2: in the gradient of layer 0 that rank 0 returns, "
+            "everything counts 1/4, and should count 1/2: it was divided twice, or by too large a number",
+        ),
+        (
+            "overlap",
+            PUZZLES["overlap"].answer.replace("/ comm.size", "/ 2"),
+            "everything counts 1/2, and should count 1/4: it was divided by too small a number",
+        ),
+        (
+            "naive",
+            PUZZLES["naive"].answer.replace("return total", "return total * 2"),
+            "everything counts 2, and should count 1: it was added more than once",
+        ),
+        (
+            "mlp",
+            PUZZLES["mlp"].answer.replace("comm.all_reduce(await", "comm.join(await"),
+            "as a list; value.chunks(n) returns a list",
+        ),
+        (
+            "ring-attention",
+            PUZZLES["ring-attention"].answer.replace("    for", "    kv = await comm.all_gather(kv)\n    for"),
+            "joins the keys and values of rank 1 to the keys and values of rank 0",
+        ),
+        (
+            "mesh",
+            PUZZLES["mesh"].answer.replace("[comm.rank - shard + t for t", "[t for t"),
+            "rank 2 calls all_reduce with the group [0, 1]: rank 2 is not in it",
+        ),
+        (
+            "mesh",
+            PUZZLES["mesh"].answer.replace("[comm.rank - shard + t for t in range(tp)]", "[comm.rank, comm.rank]"),
+            "rank 0 calls all_reduce with the group [0, 0]: a rank is in it twice",
+        ),
+        (
+            "mesh",
+            PUZZLES["mesh"].answer.replace("[comm.rank - shard + t for t in range(tp)]", "[comm.rank, 8]"),
+            "with the group [0, 8]: there are ranks 0 to 7",
+        ),
+    ],
+)  # fmt: skip
+def test_a_wrong_result_or_argument_is_named_without_a_riddle(puzzle, source, words):
+    found = check(PUZZLES[puzzle], source)
+    assert not found.is_right
+    assert words in found.text
+
+
+def test_what_waits_in_a_collective_names_the_collective_and_its_ranks():
+    source = HEAD.replace("gradient", "weights, backward, step")
+    source += "    if comm.rank == 0:\n        await comm.all_reduce(weights[0])\n"
+    found = check(PUZZLES["zero2"], source)
+    assert (
+        "rank 0 waits in line 3 in all_reduce over ranks 0, 1, 2 and 3 for a message from rank 3"
+        in found.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("puzzle", "source", "words"),
+    [
+        (
+            "zero2",
+            PUZZLES["zero2"].answer,
+            "held by rank 0: 720 MB; best known 630 MB = all weights, and one gradient, if each layer is updated at once. "
+            "These 720 MB are: weights of layers 0, 1, 2 and 3, 120 MB each; gradient of layers 0, 1, 2 and 3, 30 MB each; "
+            "gradient of layer 0, 120 MB",
+        ),
+        (
+            "1f1b",
+            PUZZLES["1f1b"].answer.replace("saved.pop(m)", "saved[m]"),
+            "These 1286 MB are: 8 times saved activations of stage 0, 160 MB each; weight gradient of stage 0, 4 MB; "
+            "output of stage 0, 2 MB",
+        ),
+    ],
+)
+def test_what_is_held_is_listed_where_it_is_more_than_the_best_known(puzzle, source, words):
+    assert str(check(PUZZLES[puzzle], source)).splitlines()[3].endswith(words)
+
+
+def test_the_memory_listed_is_that_of_the_rank_in_the_verdict():
+    warmup = PUZZLES["1f1b"].answer.replace("min(last - stage, count)", "min(last - stage + 1, count)")
+    found = check(PUZZLES["1f1b"], warmup)
+    assert "rank 0 holds" in found.text
+    assert found.figures[2].name == "held by rank 0"
+    assert found.figures[2].value == sum(num_bytes for _, num_bytes in found.run.world.memories[0].at_peak)

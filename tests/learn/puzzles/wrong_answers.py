@@ -170,7 +170,7 @@ WRONG_ANSWERS = [
         "overlap",
         "comm.all_reduce(gradient))",
         "comm.all_reduce(gradient / comm.size))",
-        "divided once too often",
+        "everything counts 1/16, and should count 1/4: it was divided twice",
     ),
     Wrong(
         "zero2",

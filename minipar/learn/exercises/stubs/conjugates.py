@@ -6,8 +6,12 @@
     gather_tokens     all ranks' tokens of x                      ?
     scatter_tokens    this rank's tokens of the sum over ranks    ?
 
-In inner products, a tensor that is the same on all ranks counts once. Checked: <y, A x> = <A^T y, x>; neither x nor dy is
-written to, because other operations read them too. Two of these operators are Megatron's f and g.
+A is a linear operation on the tensors of all ranks, and A^T its transpose, or adjoint. Ask of each operator whether dy is
+the same on all ranks. After `copy` and `gather_tokens` it is not: each rank goes on with y in its own way, so its dy is a
+part of the gradient. After `all_reduce` it is the same: all ranks compute the same from y.
+
+Checked: the y and dx of one process; <z, A x> = <A^T z, x> for any z, where a tensor that is the same on all ranks counts
+once; neither x nor dy is written to, because other operations read them too. Two of the operators are Megatron's f and g.
 """
 
 

@@ -3,16 +3,19 @@
     backward    g5 g4 | g3 g2 | g1
     sent           [g5 g4]  [g3 g2]  [g1]        a bucket is sent as soon as its gradients are computed
 
-Checked: the gradients of one process when backward() returns; 2(p-1)/p of their bytes sent by each rank; buckets are
-sent during the backward, in the same order on all ranks, and no rank waits before its last gradient is computed. A weight
-may be used twice in the module.
+Checked: all ranks start with rank 0's parameters; the gradients of one process when backward() returns; 2(p-1)/p of their
+bytes sent by each rank; buckets are sent during the backward, in the same order on all ranks, and no rank waits before its
+last gradient is computed. A weight may be used twice in the module.
 """
 
 from torch import nn
 
 
 class DDP(nn.Module):
-    """Wraps `module`. All ranks start with rank 0's parameters and buffers. A bucket holds up to `bucket_mb` MiB."""
+    """Wraps `module`. A bucket holds up to `bucket_mb` MiB.
+
+    __init__ copies rank 0's parameters, and the module's buffers, to all ranks (comm.broadcast).
+    """
 
     def __init__(self, module, comm, bucket_mb=25.0):
         super().__init__()

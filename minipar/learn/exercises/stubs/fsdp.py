@@ -15,7 +15,8 @@ from torch import nn
 class FSDP(nn.Module):
     """Makes each submodule of class `unit_class` a unit; together the units have all parameters.
 
-    All ranks start with rank 0's parameters. parameters() yields this rank's parts, whose .grad the backward fills.
+    `__init__` copies rank 0's parameters to all ranks (comm.broadcast) before it cuts them. parameters() yields this rank's
+    parts, whose .grad the backward fills.
     """
 
     def __init__(self, module, comm, unit_class):

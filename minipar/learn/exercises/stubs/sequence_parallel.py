@@ -2,8 +2,8 @@
 
     norm(x) = x / sqrt(mean(x^2) + eps) * weight        over the features of a token
 
-Checked: the results and gradients of one process; one gather and one scatter of tokens, forward and backward, which
-together send 4(p-1)/p of x's bytes, and one all-reduce of the norm's gradient.
+Checked: the results and gradients of one process; one gather and one scatter of tokens in the forward and in the backward,
+which together send 4(p-1)/p of the bytes of all tokens [B, T, D], and one all-reduce of the norm's gradient.
 """
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy with a sharded vocabulary: the mean of logsumexp(z) - z[target]; no rank has all columns of z.
 
 Checked: the loss and the gradient of one process, also for logits of 1e4; three numbers per target all-reduced forward,
-none backward. For logits in bfloat16, compute in float32; the gradient is rounded to bfloat16, and the loss may be.
+none backward. For logits in bfloat16, compute in float32; return the gradient in bfloat16, the loss in bfloat16 or float32.
 """
 
 

@@ -4,12 +4,16 @@
             update this rank's part of the parameters
             gather all parts                                           (p-1)/p P elements
 
-Checked: the parameters of one process, with SGD and AdamW; 2(p-1)/p P elements sent; 1/p of the state held.
+Checked: all ranks begin with rank 0's parameters; the parameters of one process, with SGD and AdamW; 2(p-1)/p P elements
+sent; 1/p of the state held.
 """
 
 
 class Zero1:
-    """Runs optimizer_cls(parts, **options). All ranks start with rank 0's parameters, which are not sharded."""
+    """Runs optimizer_cls(parts, **options). `__init__` copies rank 0's parameters to all ranks (comm.broadcast).
+
+    The parameters themselves stay whole on every rank: only the optimizer's state is sharded.
+    """
 
     def __init__(self, params, optimizer_cls, comm, **options):
         raise NotImplementedError

@@ -6,7 +6,10 @@ accumulate gradients.
 
 
 class Zero2:
-    """Runs optimizer_cls(parts, **options). All ranks start with rank 0's parameters, which are not sharded."""
+    """Runs optimizer_cls(parts, **options). `__init__` copies rank 0's parameters to all ranks (comm.broadcast).
+
+    The parameters themselves stay whole on every rank: gradients and the optimizer's state are sharded.
+    """
 
     def __init__(self, params, optimizer_cls, comm, **options):
         raise NotImplementedError

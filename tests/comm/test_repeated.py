@@ -1,0 +1,121 @@
+"""A recomputation that sends nothing: the bytes of a step without recomputation, and the numbers of one process."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import minipar
+from minipar.comm import autograd
+from minipar.comm.repeated import Kept, without_messages
+from minipar.config.train_config import VERIFY_DEFAULTS
+from minipar.mesh import Mesh
+from minipar.support.live_bytes import LiveBytes
+from minipar.train.parallelize import parallelize
+from minipar.verification.verify import table, verify
+from tests.cost.runs import MIXTURE, RUN, sent
+
+MESHES = [
+    dict(tp=2),
+    dict(tp=2, sequence_parallel=True),
+    dict(dp=2, ep=2, tp=2, model=MIXTURE, sequence_parallel=True),
+    dict(cp=2, cp_attention="ulysses"),
+]
+
+
+def named(mesh) -> str:
+    return str({k: v for k, v in mesh.items() if k != "model"})
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mode", ["full", "every:2"])
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_recomputed_blocks_send_no_more_than_blocks_that_are_not(mesh, mode):
+    config = replace(RUN, **mesh)
+    plain, again, kept = (
+        [of_rank[1] for of_rank in minipar.run(sent, replace(config, **how), world_size=config.world_size)]
+        for how in (dict(), dict(recompute=mode), dict(recompute=mode, keep_messages=True))
+    )
+    assert kept == plain
+    assert all(sum(more.values()) > sum(least.values()) for more, least in zip(again, plain))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh", MESHES, ids=named)
+def test_numbers_are_those_of_one_process(mesh):
+    changed = {**mesh, "model": replace(VERIFY_DEFAULTS.model, num_experts=4 if "ep" in mesh else 0)}
+    result = verify(replace(VERIFY_DEFAULTS, recompute="full", keep_messages=True, steps=2, **changed))
+    assert result.equal, table(result)
+
+
+def bytes_after_a_forward(world, config):
+    state = parallelize(config, Mesh(world, **config.mesh_sizes), world.device)
+    tokens = torch.zeros(2, config.seq_len, dtype=torch.int64)
+    with LiveBytes() as memory:
+        loss = state.stages[0].loss(tokens, tokens)
+        held = memory.now
+    assert loss.requires_grad
+    return held
+
+
+def test_a_layer_keeps_two_sums_of_hidden_states_more():
+    """With tp: the all-reduced outputs of attention and MLP, 2 B T D elements a layer."""
+    config = replace(RUN, tp=2, recompute="full")
+    less, more = (
+        minipar.run(bytes_after_a_forward, replace(config, keep_messages=keeps), world_size=2)
+        for keeps in (False, True)
+    )
+    layer = 2 * 2 * config.seq_len * config.model.dim * 8
+    assert [b - a for a, b in zip(less, more)] == [config.model.num_layers * layer] * 2
+
+
+def summed_twice(world, write=False):
+    """The gradient of x through two sums over ranks in a checkpoint, the backward's messages, and what is left kept."""
+    x = torch.full((3,), 1.0 + world.rank, requires_grad=True)
+
+    def forward(x):
+        y = autograd.all_reduce(world, x)
+        if write:
+            y.add_(1)
+        return (y * autograd.all_reduce(world, x * x)).sum()
+
+    loss = checkpoint(forward, x, use_reentrant=False, context_fn=lambda: without_messages([world]))
+    world.traffic.reset()
+    loss.backward()
+    return x.grad.tolist(), world.traffic.messages, world.kept
+
+
+def gradient(x: float) -> list[float]:
+    return [5.0 + 3.0 * 2 * x] * 3
+
+
+def test_results_come_back_in_the_order_of_the_calls():
+    for rank, (grad, messages, kept) in enumerate(minipar.run(summed_twice, world_size=2)):
+        assert (grad, messages, kept) == (gradient(1.0 + rank), 0, None)
+
+
+def last_first(world):
+    collective = Kept.collective
+
+    def fault(self, run, async_op):
+        return self.results.pop().value() if self.repeats else collective(self, run, async_op)
+
+    with patch.object(Kept, "collective", fault):
+        return summed_twice(world)
+
+
+def test_a_planted_fault_changes_the_gradient():
+    for rank, (grad, *_) in enumerate(minipar.run(last_first, world_size=2)):
+        assert grad != gradient(1.0 + rank)
+
+
+def test_a_result_that_was_written_to_is_not_taken_for_what_was_received():
+    with pytest.raises(minipar.RankError, match="a forward wrote to what a collective had returned"):
+        minipar.run(summed_twice, True, world_size=2)
+
+
+def test_without_recomputation_it_is_refused():
+    with pytest.raises(ValueError, match="recompute=none recomputes none"):
+        replace(VERIFY_DEFAULTS, tp=2, keep_messages=True)
