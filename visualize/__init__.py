@@ -14,6 +14,7 @@ pipeline_text.py     a pipeline's timeline as a grid of text
 pipeline.py          a simulated or measured timeline as PNG and SVG
 pipeline_command.py  the work of `minipar timeline`
 verify.py            the sweep of `minipar verify --all`
+routing.py           loss, drops and bytes of mixtures of experts, by routing option
 strategies.py        what a rank holds and sends under each strategy alone
 mesh.py              groups of a mesh, the bytes that its axes send, and what a step waits for
 checkpoint.py        days with failures, a tensor's parts, a resumed run, goodput

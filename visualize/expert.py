@@ -12,8 +12,6 @@ from matplotlib.patches import Rectangle
 
 from minipar.model.aux_loss import MoEMetrics
 from visualize.style import (
-    BLUE,
-    GREEN,
     GREY,
     IDLE,
     INK,
@@ -140,52 +138,3 @@ def _draw_drops(axes: Axes, steps: Sequence[MoEMetrics], aim: float) -> None:
     axes.set_xlim(0, max(1, len(steps) - 1))
     axes.set_xlabel("step", fontsize=NORMAL)
     quiet(axes, grid="y")
-
-
-def draw_routing(runs: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Write `routing_figure` to a .png, .svg or .pdf; return the path."""
-    return write(routing_figure(runs), path)
-
-
-def routing_figure(runs: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw loss, dropped choices and bytes of runs, one column for each option that was changed.
-
-    runs  mappings with panel (the option), label (its value), loss and its lowest and highest, drops (a fraction) and
-          kilobytes
-    """
-    if not runs:
-        raise ValueError("no runs to draw; give at least one")
-    panels: dict[str, list[Mapping[str, Any]]] = {}
-    for run in runs:
-        panels.setdefault(run["panel"], []).append(run)
-    figure = new_figure(max(3.0, 2.4 * len(panels)), 5.4)
-    widths = [len(of_panel) + 0.6 for of_panel in panels.values()]
-    axes = figure.subplots(3, len(panels), squeeze=False, sharey="row", sharex="col", width_ratios=widths)
-    for column, (panel, of_panel) in enumerate(panels.items()):
-        axes[0, column].set_title(panel, loc="left", fontsize=NORMAL)
-        for row, (key, (name, colour, form)) in enumerate(_FIGURES.items()):
-            values = [float(run[key]) for run in of_panel]
-            bars = axes[row, column].bar(range(len(values)), values, color=colour, width=0.7)
-            axes[row, column].bar_label(
-                bars, [form.format(value) for value in values], fontsize=SMALL, padding=1
-            )
-            axes[row, column].set_xticks(range(len(values)), [run["label"] for run in of_panel], rotation=30)
-            quiet(axes[row, column])
-            if column == 0:
-                axes[row, 0].set_ylabel(name, fontsize=NORMAL)
-        low, high = ([float(run[key]) for run in of_panel] for key in ("lowest", "highest"))
-        axes[0, column].vlines(range(len(low)), low, high, color=INK, linewidth=1.2)
-    bottom, top = (pick(float(run[key]) for run in runs) for pick, key in ((min, "lowest"), (max, "highest")))
-    margin = 0.05 + 0.2 * (top - bottom)
-    axes[0, 0].set_ylim(max(0.0, bottom - margin), top + margin)
-    for row, key in ((1, "drops"), (2, "kilobytes")):
-        axes[row, 0].set_ylim(0, 1.2 * max(1e-3, *(float(run[key]) for run in runs)))
-    axes[1, 0].yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    return figure
-
-
-_FIGURES = {
-    "loss": ("held-out loss", BLUE, "{:.2f}"),
-    "drops": ("dropped choices", VERMILION, "{:.1%}"),
-    "kilobytes": ("kB a step over ep", GREEN, "{:,.0f}"),
-}

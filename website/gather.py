@@ -91,6 +91,7 @@ def gather(docs: Path) -> list:
                 {"The strategy map": "strategies.md"},
                 {"Workload, bottleneck, action": "workloads.md"},
                 {"A run, tuned": "tuning.md"},
+                {"A router's options": "routing.md"},
                 {"Claims, computed": "claims.md"},
             ]
         },

@@ -24,6 +24,7 @@ MADE = (
     "docs/strategies.md",
     "docs/workloads.md",
     "docs/tuning.md",
+    "docs/routing.md",
     "lessons/interview/",
     DATA[0],
 )

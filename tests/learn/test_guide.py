@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from minipar.cli.flags import config_of
 from minipar.config.train_config import TrainConfig
 from minipar.cost.layout import Layout
 from minipar.cost.planner import plan
+from minipar.learn.guide import routing, tuning
 from minipar.learn.guide import strategies as map_of
-from minipar.learn.guide import tuning
 from minipar.learn.guide import workloads as jobs
 from minipar.learn.guide.strategies import part_text, strategies
 from minipar.learn.guide.tuning import LAYERS, RANKS, SETTINGS, STEPS, Setting, figures
@@ -208,3 +209,48 @@ def test_the_walkthroughs_runs_send_what_they_say(name, messages):
         assert sum(s.kind == "communicate" and "reduce" in s.name for s in own) == messages
     text = tuning.measured_text("a machine", {name: figures(dict(enumerate(spans)))})
     assert set(tomllib.loads(text)[name]) == set(MEASURED[name])
+
+
+# Routing ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_routing_options_is_what_was_measured():
+    assert (DOCS / "routing.md").read_text(encoding="utf-8") == routing.page(), RENEW
+    assert tomllib.loads(routing.measured_text(routing.stored())) == tomllib.loads(
+        Path(routing.__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    )
+
+
+def sent_as_predicted(runs) -> bool:
+    """Whether each setting with a capacity sent the bytes that rows padded to it have."""
+    settings = [replace(routing.MODEL, **routing.CHANGES[run.panel][run.label]) for run in runs]
+    return all(
+        run.kilobytes == pytest.approx(routing.padded_kilobytes(model))
+        for run, model in zip(runs, settings)
+        if model.capacity_factor is not None
+    )
+
+
+def test_the_sentences_about_routing_options_hold():
+    runs = routing.stored().runs
+    assert sent_as_predicted(runs)
+    for panel in ("experts a token", "capacity factor"):
+        drops = [run.drops for run in runs if run.panel == panel]
+        assert drops == sorted(drops, reverse=True)
+    assert len({run.kilobytes for run in runs if run.panel in ("router's noise", "z-loss's weight")}) == 1
+    (heavy,) = (run for run in runs if (run.panel, run.label) == ("z-loss's weight", "0.1"))
+    others = [run for run in runs if run != heavy]
+    assert heavy.lowest > max(run.highest for run in others)
+    losses = [run.loss for run in others]
+    assert max(losses) - min(losses) <= max(run.highest - run.lowest for run in others)
+
+
+def test_a_measurement_of_two_settings():
+    changes = {"capacity factor": {"1.25": {}}, "experts a token": {"1": {}, "2": {"top_k": 2}}}
+    runs = routing.measure(1, 1, changes, tell=lambda line: None)
+    assert [(run.panel, run.label) for run in runs] == [
+        (panel, label) for panel in changes for label in changes[panel]
+    ]
+    assert sent_as_predicted(runs)
+    assert not sent_as_predicted([run._replace(kilobytes=2 * run.kilobytes) for run in runs])
+    assert runs[0].loss == runs[1].loss  # equal settings are trained once

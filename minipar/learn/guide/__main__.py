@@ -3,9 +3,14 @@
 import sys
 from pathlib import Path
 
-from minipar.learn.guide import strategies, tuning, workloads
+from minipar.learn.guide import routing, strategies, tuning, workloads
 
-PAGES = {"strategies.md": strategies.page, "tuning.md": tuning.page, "workloads.md": workloads.page}
+PAGES = {
+    "strategies.md": strategies.page,
+    "workloads.md": workloads.page,
+    "tuning.md": tuning.page,
+    "routing.md": routing.page,
+}
 
 if __name__ == "__main__":
     for name, page in PAGES.items():

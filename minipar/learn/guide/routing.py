@@ -1,13 +1,18 @@
-"""Small mixtures of experts trained with one routing option changed at a time: loss, drops, and bytes of each.
+"""Write docs/routing.md: small mixtures of experts, trained with one routing option changed at a time.
 
-`minipar routing` runs them, and draws them. docs/routing.md shows one such run, kept in routing.toml.
+    python -m minipar.learn.guide.routing minipar/learn/guide/routing.toml    # measures again: two ranks, ten minutes
+
+The page's figures are in routing.toml. `python -m visualize.routing` draws them.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,9 +30,9 @@ MODEL = ModelConfig(
     moe_every=1,
 )  # fmt: skip
 BASE = TrainConfig(model=MODEL, dp=2, ep=2, seq_len=64, batch_size=16, eval_every=1)
-LAST = 20  # steps at the end over which drops and bytes are averaged
+LAST = 20  # drops and bytes are means over the last steps of a run
 
-# Panel -> label -> what is changed. "" is BASE itself.
+# Option -> value -> the fields of MODEL that are changed.
 CHANGES: dict[str, dict[str, dict[str, object]]] = {
     "experts a token": {"1": {}, "2": {"top_k": 2}, "4": {"top_k": 4}},
     "capacity factor": {
@@ -37,13 +42,13 @@ CHANGES: dict[str, dict[str, dict[str, object]]] = {
         "2": {"capacity_factor": 2.0},
         "none": {"capacity_factor": None},
     },
-    "noise of the router": {
+    "router's noise": {
         "none": {},
         "jitter 0.1": {"jitter": 0.1},
         "jitter 0.5": {"jitter": 0.5},
         "noisy": {"router": "noisy_top_k"},
     },
-    "weight of the z-loss": {
+    "z-loss's weight": {
         "0": {"z_coef": 0.0},
         "0.001": {},
         "0.01": {"z_coef": 0.01},
@@ -53,9 +58,10 @@ CHANGES: dict[str, dict[str, dict[str, object]]] = {
 
 
 class Routed(NamedTuple):
-    """One setting: means over its seeds of held-out loss, dropped choices and kilobytes sent by a rank over ep in a step.
+    """Means over the seeds of a setting: held-out loss, the share of choices dropped, and kB that a rank sends over ep.
 
-    lowest, highest  held-out loss, over the seeds
+    lowest, highest   held-out loss, over the seeds
+    drops, kilobytes  per step, over the last LAST steps
     """
 
     panel: str
@@ -67,14 +73,27 @@ class Routed(NamedTuple):
     kilobytes: float
 
 
-def measure(steps: int, seeds: int = 1, tell: Callable[[str], None] = print) -> list[Routed]:
+class Stored(NamedTuple):
+    """The measurements in routing.toml, and the steps and seeds of each run."""
+
+    steps: int
+    seeds: int
+    runs: list[Routed]
+
+
+def measure(
+    steps: int,
+    seeds: int,
+    changes: Mapping[str, Mapping[str, Mapping[str, object]]] = CHANGES,
+    tell: Callable[[str], None] = print,
+) -> list[Routed]:
     """Train each setting for `steps` steps on two ranks, with each seed. Equal settings are trained once."""
     found: dict[ModelConfig, tuple[float, float, float, float, float]] = {}
     text, held_out = hold_out(load_text(None), BASE.seq_len)
     rows = []
-    for panel, labels in CHANGES.items():
-        for label, changes in labels.items():
-            model = replace(MODEL, **changes)  # type: ignore[arg-type]  # values of ModelConfig's fields
+    for panel, labels in changes.items():
+        for label, changed in labels.items():
+            model = replace(MODEL, **changed)  # type: ignore[arg-type]  # values of ModelConfig's fields
             if model not in found:
                 config = replace(BASE, model=model, steps=steps, warmup=min(20, steps))
                 runs = [replace(config, seed=seed) for seed in range(seeds)]
@@ -99,30 +118,73 @@ def _trained(world: Comm, config: TrainConfig, text: Text, held_out: Text) -> tu
     return evaluate(world, state, config, held_out), sum(drops[-last:]) / last, sent / 1e3
 
 
-def table(rows: Sequence[Routed]) -> str:
-    """Return the figures as a table in Markdown."""
+def padded_kilobytes(model: ModelConfig) -> float:
+    """Return the kB that a rank sends over ep in a step if experts have a capacity, to which their rows are padded.
+
+    Half of R rows of D float32 go to the other rank, 4 times a layer: to the experts and back, forward and backward. Before
+    them goes the number of rows for each expert, int64, to the other rank.
+    """
+    groups = BASE.batch_size // BASE.dp * BASE.seq_len // (model.group_tokens or BASE.seq_len)
+    rows = model.num_experts * groups * model.capacity(model.group_tokens or BASE.seq_len)
+    return model.num_layers * (4 * rows * model.dim * 4 // 2 + 8 * model.num_experts) / 1e3
+
+
+def stored() -> Stored:
+    """Return the measurements that docs/routing.md shows."""
+    found = tomllib.loads((files("minipar.learn.guide") / "routing.toml").read_text(encoding="utf-8"))
+    return Stored(found["steps"], found["seeds"], [Routed(**row) for row in found["run"]])
+
+
+def measured_text(measured: Stored) -> str:
+    """Return the text of routing.toml."""
+    parts = [f"steps = {measured.steps}\nseeds = {measured.seeds}"]
+    for row in measured.runs:
+        parts.append("[[run]]\n" + "\n".join(f"{key} = {json.dumps(v)}" for key, v in row._asdict().items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def page() -> str:
+    """Return the text of docs/routing.md."""
+    steps, seeds, runs = stored()
     lines = [
-        "| changed | to | held-out loss | its range | dropped | kB a step over ep |",
+        "# What a router's options cost",
+        "",
+        f"One option of a mixture of experts is changed at a time. The model has {MODEL.num_layers} layers of width "
+        f"{MODEL.dim} with {MODEL.num_experts} experts each. Where the table does not say otherwise, a token has "
+        f"{MODEL.top_k} expert, the capacity factor is {MODEL.capacity_factor}, the weight of the z-loss is "
+        f"{MODEL.z_coef:g}, and the router has no noise. Two ranks hold half of the experts each, and train each setting "
+        f"with {seeds} seeds, for {steps} steps of {BASE.batch_size * BASE.seq_len:,} tokens.",
+        "",
+        "![Loss, dropped choices and bytes, for each value of four options](routing.png)",
+        "",
+        "(`python -m visualize.routing` draws this picture. Dots are means over the seeds; lines reach from the lowest "
+        "loss to the highest.)",
+        "",
+        "| option | value | held-out loss | over the seeds | dropped choices | kB a rank sends over ep in a step |",
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.panel} | {r.label} | {r.loss:.2f} | {r.lowest:.2f} to {r.highest:.2f} | {r.drops:.1%} "
-        f"| {r.kilobytes:,.0f} |"
-        for r in rows
+        f"| {r.panel} | {r.label} | {r.loss:.3f} | {r.lowest:.3f} to {r.highest:.3f} | {r.drops:.1%} | {r.kilobytes:,.0f} |"
+        for r in runs
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *READING, "", "Written by `python -m minipar.learn.guide docs`."]) + "\n"
 
 
-def kept() -> list[Routed]:
-    """Return the figures of the runs that docs/routing.md shows."""
-    stored = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return [Routed(**row) for row in stored["run"]]
+READING = (
+    "- **Bytes** are proportional to the experts a token and to the capacity factor, because the rows of an expert are "
+    "padded to its capacity. Without a capacity, only rows that exist are sent. Noise and z-loss change no byte.",
+    "- **Dropped choices** are those beyond an expert's capacity. A larger factor drops fewer of them. So do more experts "
+    "a token: its choices are different experts, which evens out the loads.",
+    "- **The loss** of so small a model, after so few steps, differs between seeds as much as between settings. Only a "
+    "z-loss of weight 0.1 is worse with every seed. The picture shows what the options do; it does not rank their values "
+    "for a large model.",
+)
 
 
-def as_toml(rows: Sequence[Routed]) -> str:
-    """Return the text that `kept` reads."""
-    parts = []
-    for row in rows:
-        values = (f"{key} = {value!r}".replace("'", '"') for key, value in row._asdict().items())
-        parts.append("[[run]]\n" + "\n".join(values))
-    return "\n\n".join(parts) + "\n"
+def main(path: Path, steps: int = 300, seeds: int = 3) -> None:
+    """Measure every setting, and write the file that `stored` reads."""
+    path.write_text(measured_text(Stored(steps, seeds, measure(steps, seeds))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
