@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 WORKERS := -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all slow soak test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
+.PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,6 +35,10 @@ help: ## show this list
 	@said=$$($(PIP) --editable '.[site]' 2>&1) || { $(PIP_FAILED); }
 	@touch $@
 
+.venv/mutation-installed: .venv/installed
+	@said=$$($(PIP) --editable '.[mutation]' 2>&1) || { $(PIP_FAILED); }
+	@touch $@
+
 # The mark goes last: what a broken removal leaves is removed by the next try, and not taken for somebody's .venv.
 REMOVE = find .venv -mindepth 1 -maxdepth 1 ! -name installing -exec rm -rf {} + 2>/dev/null; rm -rf .venv
 # Without a network pip warns of the cause, and its error is that versions conflict.
@@ -58,6 +62,9 @@ slow: .venv/installed ## the same properties over more examples and larger world
 
 soak: .venv/installed ## for an hour, or SOAK_MINUTES: drawn runs equal one process, and go on when something ends them
 	SOAK_MINUTES=$${SOAK_MINUTES:-60} $(BIN)/python -m pytest -m slow tests/verification/test_drawn_configs.py tests/train/test_chaos.py
+
+mutate: .venv/mutation-installed ## plant SAMPLE small faults in the room ROOM of minipar, one at a time: which do its tests miss?
+	$(BIN)/python -m tests.mutation "$(ROOM)" --sample "$(or $(SAMPLE),60)" --seed "$(or $(SEED),0)"
 
 test-gpu: .venv/installed ## the tests on GPUs, by NCCL; then a table, and docs/gpu.md. Without a GPU, one line
 	$(BIN)/python -m tests.gpu

@@ -84,7 +84,8 @@ def checkout(tmp_path_factory):
 
 def environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(folder / "installed"), str(folder), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
+    commands = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "PATH": commands, "COLUMNS": "100"}
 
 
 def run(line: str, folder: Path) -> str:

@@ -74,7 +74,7 @@ def test_a_whole_environment_is_marked_and_not_made_again(checkout):
 
 
 @pytest.mark.parametrize(
-    "target", ["demo", "test", "test-all", "site", "bench", "lint", "format", "slow", "soak"]
+    "target", ["demo", "test", "test-all", "site", "bench", "lint", "format", "slow", "soak", "mutate"]
 )
 def test_every_target_says_in_one_line_that_python_is_missing(checkout, target):
     code, lines = make(checkout, target, python="python3.99")

@@ -68,7 +68,7 @@ def ulysses_attention(
 
     length = q.shape[2] * comm.size
     order = None if layout == "contiguous" else order_of_gathered(length, comm.size, layout)
-    return exchange_heads(comm, q, k, v, attend, positions, order, pad)
+    return exchange_heads(comm, q, k, v, attend, positions, order, pad=pad)
 
 
 def exchange_heads(
@@ -79,7 +79,8 @@ def exchange_heads(
     attend: Attend,
     positions: Tensor | None = None,
     order: Tensor | None = None,
-    pad: bool = False,
+    *,
+    pad: bool,
 ) -> Tensor:
     """Call attend(q, k, v, positions) on this rank's heads, for all tokens; return all heads, for this rank's tokens.
 

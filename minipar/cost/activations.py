@@ -14,11 +14,18 @@ Korthikanti's 5 a s/h counts the probabilities, which fused attention does not k
 A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
 3 h + 1 instead of 6 h + 2.
 
-With recomputation, either layer keeps
+Megatron Core and torchtitan keep less: their norms and SwiGLU are fused (`fused_layer_bytes`).
+
+With recomputation, each of these layers keeps
 
     selective   everything except the attention scores (if attention stores no scores, except its log-sum-exps)
     full        only the layer's input
     every:N     only the input of every N-th layer; the backward recomputes N layers at a time
+
+and some programs recompute parts of a layer:
+
+    acts        the outputs of norms and activation functions (Megatron Core, --recompute-modules layernorm moe_act)
+    ops         everything except attention's output and every second product (torchtitan, selective by operation)
 
 Source: arXiv:2205.05198, section 4 and table 2; arXiv:1604.06174, section 4.
 """
@@ -86,6 +93,9 @@ def layer_activation_bytes(
         dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
                    (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
+        latents    3 c + r + 1, latent attention only: kv_norm's input, inverse root mean square and normalized input, and
+                   the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is a copy of d:
+                   `attention` has H (5 d + 4 r + 1)/tp, or with scores H (4 d + 3 r + S)/tp
         mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp
         positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
 
@@ -97,17 +107,67 @@ def layer_activation_bytes(
     attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
     if scores:
         attention = 4 * heads * shape.head_dim + heads * scores
-    mlp: float = 4 * shape.hidden_dim // tp
+    latents = 0
+    if shape.kv_latent_dim:
+        attention += heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
+        latents = 3 * shape.kv_latent_dim + shape.rope_dim + 1
+        # A compressed query, which this library does not have, keeps the same of its latent, without rotary features.
+        latents += (3 * shape.q_latent_dim + 1) * (shape.q_latent_dim > 0)
+    mlp: float = 4 * shape.dense_width // tp
     if experts:
         rows = shape.top_k * shape.capacity_factor
-        mlp = rows * (mlp + 2 * shape.dim) + 4 * shape.shared_dim // tp
+        mlp = rows * (4 * shape.hidden_dim // tp + 2 * shape.dim) + 4 * shape.shared_dim // tp
     return {
         "norms": shape.norms_per_layer * (3 * shape.dim + 1) * outside * e,
         "attention": attention * tokens * e,
+        "latents": latents * tokens * e,
         "mlp": mlp * tokens * e,
         "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
-        "positions": s * shape.head_dim * e + s * scores,
+        "positions": s * (shape.rope_dim or shape.head_dim) * e + s * scores,
     }
+
+
+def fused_layer_bytes(
+    shape: ModelShape,
+    s: int,
+    b: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    e: int = 2,
+    recompute: str = "none",
+    experts: bool = False,
+) -> float:
+    """Return the bytes that a layer with fused norms, fused SwiGLU and flash attention keeps.
+
+        norms      2 (2 D)     input and output: acts keeps the input alone             unsharded, or tokens / tp
+        attention  (2 D + 2 D_kv + H)/tp   q, k, v, the output, log-sum-exps
+        mlp        3 F/tp      gate, up, and their product: acts keeps gate and up
+        ops        2 D, and (D + D + D_kv + F + H)/tp: the layer's input and down's output; q, v, gate, attention's output
+
+    With experts, F counts each routed row, and rows' inputs and outputs, 2 D each, are kept, too (ops: the outputs).
+    """
+    tokens = s * b
+    outside = tokens // tp if sequence_parallel else tokens
+    heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
+    width, core = shape.dense_width / tp, shape.core_head_dim
+    rows = shape.top_k * shape.capacity_factor if experts else 0.0
+    if experts:
+        width = (rows * shape.hidden_dim + shape.shared_dim) / tp
+    latents = 2 * (shape.kv_latent_dim + shape.q_latent_dim) + shape.rope_dim
+    if recompute == "ops":
+        whole = 2 * shape.dim * outside
+        split = (2 * heads + kv_heads) * core + heads + width + rows * shape.dim + latents / 2
+        return e * (whole + split * tokens)
+    acts = recompute == "acts"
+    whole = shape.norms_per_layer * (1 if acts else 2) * shape.dim * outside
+    split = (
+        (2 * heads + 2 * kv_heads) * core
+        + heads
+        + (2 if acts else 3) * width
+        + 2 * rows * shape.dim
+        + latents
+    )
+    return e * (whole + split * tokens)
 
 
 def layer_bytes(
@@ -121,12 +181,15 @@ def layer_bytes(
     dense: bool,
     e: int,
     experts: bool = False,
+    fused: bool = False,
 ) -> float:
-    """Return the bytes that a layer keeps: this library's layer or, if the MLP is not gated, a GPT layer.
+    """Return the bytes that a layer keeps: this library's layer, a fused one or, if the MLP is not gated, a GPT layer.
 
     s, b   tokens per sample and samples on this rank
     dense  attention stores its scores
     """
+    if fused and shape.gated and not dense and recompute in ("none", "acts", "ops"):
+        return fused_layer_bytes(shape, s, b, tp, sequence_parallel, e, recompute, experts)
     stored = recompute if dense or recompute == "full" else "selective"
     if not shape.gated or stored == "full":
         return gpt_layer_bytes(
@@ -135,7 +198,9 @@ def layer_bytes(
         )  # fmt: skip
     scores = keys if stored == "none" else 0
     kept = sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
-    return kept - (recompute == "selective") * shape.num_heads // tp * s * b * e
+    # The core's log-sum-exps and, of latent attention, its output: o has a narrower copy.
+    spared = 1 + (shape.core_head_dim if shape.kv_latent_dim else 0)
+    return kept - (recompute == "selective") * spared * shape.num_heads // tp * s * b * e
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 from minipar.cost.layout import Job, Layout
+from minipar.cost.models import ModelShape
 
 # For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction with the default parameters,
-# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest of these fractions.
-# `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
-SPREADS = {"ZeRO-3": 0.13, "tp or pp": 0.04, "data parallel": 0.13, "cp": 0.13}
-# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs.
-PROGRAM_SPREADS = {"megatron-2021": 0.03, "composer": 0.08}
+# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest fraction of dense
+# models. `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
+SPREADS = {"ZeRO-3": 0.15, "tp or pp": 0.08, "data parallel": 0.15, "cp": 0.15, "mixture": 0.85}
+# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs,
+# dense or of mixtures.
+PROGRAM_SPREADS = {
+    "megatron-2021": 0.04,
+    "composer": 0.06,
+    "megatron-core, mixture": 0.33,
+    "kempnerforge": 0.23,
+}
 
-# The machines of these runs. Other machines are assumed to reach the same fractions of their data-sheet rates.
-COMPARED = ("a100-40gb", "a100-80gb", "h100")
+# The machines of dense runs. Other machines are assumed to reach the same fractions of their data-sheet rates.
+COMPARED = ("a100-40gb", "a100-80gb", "h100", "h200")
+
+MIXTURE = "mixture"
 
 
-def kind_of(layout: Layout) -> str:
-    """Return "cp", "ZeRO-3", "tp or pp" or "data parallel": the first of them that the layout has."""
+def kind_of(shape: ModelShape, layout: Layout) -> str:
+    """Return the kind of a layout, by which errors are summarized.
+
+    It is "mixture" for a model with experts, else the first that holds of "cp", "ZeRO-3", "tp or pp" and "data parallel".
+    """
+    if shape.num_experts:
+        return MIXTURE
     if layout.cp > 1:
         return "cp"
     if layout.zero == 3:
         return "ZeRO-3"
     return "tp or pp" if layout.tp * layout.pp > 1 else "data parallel"
+
+
+def spread_key(program: str, shape: ModelShape) -> str:
+    """Return the key of PROGRAM_SPREADS for a program and a model."""
+    return f"{program}, {MIXTURE}" if shape.num_experts else program
 
 
 def doubt(job: Job, layout: Layout) -> float:
@@ -30,6 +49,8 @@ def doubt(job: Job, layout: Layout) -> float:
     A known program with enough runs has a fraction of its own. A single GPU sends no messages, so only the prediction of
     its arithmetic can be wrong: it uses the fraction for tp or pp.
     """
-    if job.program in PROGRAM_SPREADS:
-        return PROGRAM_SPREADS[job.program]
-    return SPREADS["tp or pp" if job.gpus == 1 else kind_of(layout)]
+    key = spread_key(job.program, job.shape)
+    if key in PROGRAM_SPREADS:
+        return PROGRAM_SPREADS[key]
+    kind = kind_of(job.shape, layout)
+    return SPREADS["tp or pp" if job.gpus == 1 and kind != MIXTURE else kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from math import gcd
 from typing import Any, Literal
 
 from minipar.config.check_experts import why_ep_illegal
@@ -17,6 +18,7 @@ from minipar.schedules.registry import SCHEDULES, chunks_per_rank
 from minipar.support.errors import one_of, require_positive
 
 AXES = ("dp", "pp", "cp", "ep", "tp")
+PARTIAL = ("acts", "ops")  # recomputations of parts of a layer, which some programs have (activations.py)
 
 
 @dataclass(frozen=True)
@@ -47,35 +49,51 @@ class Implementation:
                        computed and stored; "fused": torch's kernels, like flash, but with a stored mask if samples
                        are cut into slices
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
+    overlap_params     ZeRO-1 and -2 gather updated parameters during the first microbatch's forward; otherwise before it
     sequence_parallel  outside the split matrices, tokens are split over tp wherever tp > 1
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
     replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
-    bucket_mb          megabytes (2**20 bytes) of gradients in a bucket
+    bucket_mb          megabytes (2**20 bytes) of gradients in a bucket; None: 40 million elements, or a million for each
+                       data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
+    bucket_layers      each layer's gradients are a bucket with every ZeRO stage, not with 3 alone; `bucket_mb` is ignored
     cp_ulysses         number of ranks in a Ulysses group, with cp_attention="usp"
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
+    fused              norms and SwiGLU are fused, so that a layer keeps less
+    partial            the recomputations of PARTIAL that the program has
+    fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
+                       ep divides dp x cp x tp, and each tp rank dispatches its own tokens
+    once_per_node      a row goes to each node once, however many of its experts are there, and is copied inside the node
+    expert_overlap     fraction of the experts' messages that overlaps with arithmetic, if there is enough of it
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
                        enough arithmetic; the rest is exposed
     gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
     attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
-    The last four are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
+    The last five are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
     ignores it.
     """
 
     attention: Literal["flash", "fused", "dense"] = "flash"
     overlap_gradients: bool = True
+    overlap_params: bool = False
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     replicate: int = 1
-    bucket_mb: float = 1.0
+    bucket_mb: float | None = None
+    bucket_layers: bool = False
     cp_ulysses: int = 1
     group_tokens: int | None = None
-    arithmetic: float = 0.95
-    overlap: float = 0.2
+    fused: bool = False
+    partial: tuple[str, ...] = ()
+    fold_experts: bool = False
+    once_per_node: bool = False
+    expert_overlap: float = 0.0
+    arithmetic: float = 0.96
+    overlap: float = 0.3
     gathers_per_layer: int = 1
     attention_speed: float = 1.0
 
@@ -88,8 +106,7 @@ class Job:
     margin_bytes  memory of each GPU that a plan leaves free: for fragmentation, and for memory that no formula counts
     program       the name of the training program that `implementation` describes (programs.py); "": no known program
 
-    Raises ValueError for a size below 1, an unknown precision, or latent attention, whose activations and messages have no
-    formula here.
+    Raises ValueError for a size below 1 or an unknown precision.
     """
 
     shape: ModelShape
@@ -112,11 +129,6 @@ class Job:
         if self.precision not in PRECISIONS:
             raise ValueError(
                 f"precision={self.precision!r} is unknown; use {one_of(PRECISIONS, near=self.precision)}"
-            )
-        if self.shape.kv_latent_dim:
-            raise ValueError(
-                f"kv_latent_dim={self.shape.kv_latent_dim}: training with latent attention is not planned, its activations "
-                f"and messages have no formula; use a model without it"
             )
 
     @property
@@ -211,7 +223,7 @@ def parse_layout(text: str) -> Layout:
         found = re.fullmatch(r"(dp|pp|cp|ep|tp|zero|mb)(\d+)", word)
         if found:
             values["microbatch" if found[1] == "mb" else found[1]] = int(found[2])
-        elif word in ("none", "selective", "full") or re.fullmatch(r"every:[1-9]\d*", word):
+        elif word in ("none", "selective", "full", *PARTIAL) or re.fullmatch(r"every:[1-9]\d*", word):
             values["recompute"] = word
         elif word in ATTENTIONS:
             values["cp_attention"] = word
@@ -239,8 +251,8 @@ def why_refused(job: Job, layout: Layout) -> str | None:
     why = (
         why_batch_illegal(job.batch, a.dp, a.microbatch, "mb")
         or why_stages_illegal(a.pp * a.chunks, shape.num_layers, a.pp, a.schedule)
-        or why_tp_illegal(a.tp, *heads, shape.hidden_dim, shape.vocab_size, shape.shared_dim)
-        or why_ep_illegal(a.ep, a.dp * a.cp, shape.num_experts)
+        or why_tp_illegal(a.tp, *heads, _split_width(job), shape.vocab_size, shape.shared_dim)
+        or why_ep_illegal(a.ep, expert_ranks(how, a.dp, a.cp, a.tp), shape.num_experts)
     )
     if why is None and a.cp > 1:
         why = _why_cp_refused(job, layout)
@@ -249,6 +261,19 @@ def why_refused(job: Job, layout: Layout) -> str | None:
     if why is None and a.slices > 1 and SCHEDULES[a.schedule].sliced:
         why = sliced_forms_of(a.schedule).why_illegal(job, layout)
     return why
+
+
+def expert_ranks(how: Implementation, dp: int, cp: int, tp: int) -> int:
+    """Return the number of ranks of a pipeline stage over which experts may be spread."""
+    return dp * cp * (tp if how.fold_experts else 1)
+
+
+def _split_width(job: Job) -> int:
+    """Return a width that tp must divide so that it divides the width of every MLP that it splits."""
+    shape = job.shape
+    if not shape.num_experts or not job.implementation.fold_experts:
+        return gcd(shape.hidden_dim, shape.dense_width)
+    return shape.dense_width if shape.dense_layers or shape.moe_every > 1 else shape.shared_dim or shape.dim
 
 
 def _why_cp_refused(job: Job, a: Layout) -> str | None:
@@ -278,6 +303,8 @@ def why_not_priced(job: Job, layout: Layout) -> str | None:
         return f"recompute={a.recompute} is more than the {layers} layers of a stage"
     if a.recompute == "selective" and job.implementation.attention != "dense":
         return "recompute=selective repeats dense attention, and this attention stores no scores"
+    if a.recompute in PARTIAL and a.recompute not in job.implementation.partial:
+        return f"recompute={a.recompute} is what another program has; use none, full or every:N"
     if choice.chunks is not None and a.chunks != choice.chunks:
         return f"schedule={a.schedule} has {choice.chunks} chunks a rank, not {a.chunks}"
     if choice.sliced and a.slices < 2:

@@ -28,6 +28,7 @@ class Machine:
     link_bytes_per_s       bandwidth from a GPU to all other GPUs of its node together, in one direction
     pairs                  whether each pair of GPUs in a node has its own link, and there is no switch: in a group of n, a
                            GPU then uses n - 1 of its gpus_per_node - 1 links
+    switch_speedup         factor by which a node's all-reduces get faster because the switch adds up; 1: it does not
     cards_per_node         network cards, shared by all GPUs of the node
     card_bytes_per_s       speed of each card, in one direction
     link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple
@@ -59,6 +60,7 @@ class Machine:
     context_bytes: float = 2e9
     collectives: dict[str, tuple[float, float]] | None = None
     pairs: bool = False
+    switch_speedup: float = 1.0
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -71,6 +73,8 @@ class Machine:
         for name in ("matmul_fraction", "attention_fraction", "share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}; use a fraction above 0, at most 1")
+        if not self.switch_speedup >= 1:
+            raise ValueError(f"switch_speedup={self.switch_speedup}; use 1 or more")
         for name in ("link_latency_s", "network_latency_s", "start_latency_s", "context_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
@@ -99,14 +103,16 @@ def _check_collectives(table: dict[str, tuple[float, float]]) -> None:
 # From NVIDIA's data sheets of the GPU and its DGX: matrix rate, memory, NVLink (half of the sum of both directions),
 # number and speed of the compute network's cards. matmul_fraction: Stas Bekman, Machine Learning
 # Engineering Open Book, "maximum achievable matmul FLOPS": A100 271.2, H100 794.5, B200 1745 TFLOP/s. Latencies: NCCL,
-# src/graph/tuning.cc. attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691,
-# abstract; the middle is used here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
+# src/graph/tuning.cc. switch_speedup: the Open Book, network, "SHARP", 8 GPUs with and without it.
+# attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691, abstract; the middle is used
+# here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
 _A100_80 = Machine(
     "a100-80gb", 312e12, 271.2 / 312, 80e9, 2.0e12, 8, 300e9, 8, 200 * GIGABIT, attention_fraction=0.615,
     source="A100 and DGX A100 data sheets: NVLink 3, 8 HDR cards",
 )  # fmt: skip
 _H100 = Machine(
     "h100", 989e12, 794.5 / 989, 80e9, 3.35e12, 8, 450e9, 8, 400 * GIGABIT, attention_fraction=0.35,
+    switch_speedup=480.0 / 367.2,
     source="H100 SXM and DGX H100 data sheets: NVLink 4, 8 NDR cards",
 )  # fmt: skip
 _ALL = (
@@ -115,8 +121,13 @@ _ALL = (
     _H100,
     replace(_H100, name="h200", memory_bytes=141e9, hbm_bytes_per_s=4.8e12, source="H200 and DGX H200 data sheets"),
     Machine(
-        "b200", 2250e12, 1745 / 2250, 180e9, 8.0e12, 8, 900e9, 8, 400 * GIGABIT,
+        "b200", 2250e12, 1745 / 2250, 180e9, 8.0e12, 8, 900e9, 8, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
         source="DGX B200 data sheet: NVLink 5, 8 NDR cards",
+    ),
+    Machine(
+        "gb200", 2500e12, 1745 / 2250, 186e9, 8.0e12, 72, 900e9, 72, 400 * GIGABIT, switch_speedup=838.0 / 682.2,
+        source="GB200 NVL72 data sheet: 72 GPUs on one NVLink 5 switch, a card of 400 Gb/s each; the matrix product's "
+        "fraction is a B200's",
     ),
     Machine(
         "v100", 125e12, 0.8, 32e9, 0.9e12, 16, 150e9, 8, 100 * GIGABIT,

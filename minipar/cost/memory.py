@@ -1,14 +1,18 @@
 """Bytes that a rank holds at the worst moment of a step, itemised.
 
     parameters       w P, and with ZeRO-3 w P/N
-    gradients        g P; with ZeRO-2 and -3 g P/N, but g P while they accumulate over several microbatches
+    gradients        g P; with ZeRO-2 and -3 g P/N, but g P while they accumulate over several microbatches, and with ZeRO-2
+                     in a pipeline
     optimizer state  k P, and with ZeRO k P/N
+                     ZeRO-3 does not shard tied embeddings in a pipeline, nor their stages' other parameters outside layers
     gathered units   ZeRO-3: this rank's embedding, last norm and head, the running layer and the next layer
     activations      live chunks x layers per chunk x `layer_bytes`; recompute="every:N" keeps one input per N layers;
                      for samples cut into slices, the schedule's `SlicedForms` give the bytes
     recomputation    all activations of the layers that are recomputed together
-    logits           (e + 4) tokens V/t + 3 e tokens D: the head's output, its float32 copy and the last norm's activations,
-                     for each live microbatch of the last stage
+    logits           for each live microbatch of the last stage, per token: (w + 2 e) D for the last norm, and w V of
+                     log-probabilities, or with tp e V/t of logits; w = max(4, e). During the loss's backward also their
+                     gradients: 2 w V, or with tp e V/t. Logits are freed before layers are recomputed, so
+                     `recomputation` counts only what it needs beyond them
     buffers          two gradient buckets, or all gradients if those are fewer bytes; the messages that a stage receives;
                      for context parallelism, two blocks of keys and values (ring), the whole sequence's keys and values
                      (all_gather), or the q, k, v and o sent (ulysses)
@@ -26,7 +30,16 @@ from functools import cache
 from minipar.cost.activations import bytes_of_units, layer_bytes
 from minipar.cost.layout import PRECISIONS, Job, Layout
 from minipar.cost.models import layer_elems
-from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import (
+    RankContents,
+    bucket_elems,
+    ends_elems,
+    held_by,
+    held_elems,
+    layer_kinds_elems,
+    rank_kinds,
+    unsharded_elems,
+)
 from minipar.cost.stages import LiveActivations, live_chunks, live_heads, sliced_forms_of
 from minipar.support.errors import require_positive
 
@@ -57,7 +70,7 @@ def rank_memory(job: Job, layout: Layout, rank: int) -> dict[str, float]:
 def held_memory(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
     """Return the bytes of each of ITEMS on a rank with contents `held`."""
     return {
-        **_states(job, layout, *held_elems(job, layout, held)),
+        **_states(job, layout, held),
         "gathered units": _gathered(job, layout, held),
         **_activations(job, layout, held),
         "buffers": _buffers(job, layout, sum(held_elems(job, layout, held))),
@@ -93,21 +106,28 @@ def state_floor(
     b = job.bytes_of
     dense, experts = _dense_and_expert_elems(job)
     total = 0.0
-    for elems, sharers, split in ((dense, ranks, tp * pp), (experts, ranks // ep, tp * pp * ep)):
+    fold = tp if job.implementation.fold_experts else 1
+    for elems, sharers, split in (
+        (dense, ranks, tp * pp),
+        (experts, ranks * fold // ep, tp * pp * ep // fold),
+    ):
         cut_gradients = zero >= 2 and not accumulates
         cuts = (sharers if zero >= 3 else 1, sharers if cut_gradients else 1, sharers if zero else 1)
         total += sum(n / cut for n, cut in zip((b.weight, b.gradient, b.state), cuts)) * elems / split
     return total
 
 
-def _states(job: Job, layout: Layout, dense: int, expert: int) -> dict[str, float]:
+def _states(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
     b = job.bytes_of
+    dense, expert = held_elems(job, layout, held)
+    unsharded = unsharded_elems(job, layout, held)
     ranks = layout.dp * layout.cp // (job.implementation.replicate if layout.zero == 3 else 1)
-    whole, shard = dense + expert, -(-dense // ranks) + -(-expert // (ranks // layout.ep))
-    at_once = layout.microbatches(job) == 1 or (
-        layout.zero == 2 and job.implementation.reduce_every == "microbatch"
-    )
-    sharded_gradients = layout.zero >= 2 and at_once
+    expert_sharers = max(1, ranks * (layout.tp if job.implementation.fold_experts else 1) // layout.ep)
+    whole = dense + expert
+    shard = unsharded + -(-(dense - unsharded) // ranks) + -(-expert // expert_sharers)
+    # ZeRO-2's optimizer reduces a pipeline's gradients after the step; FSDP, during the last backward of each stage.
+    at_once = layout.microbatches(job) * layout.slices == 1 and (layout.zero == 3 or layout.pp == 1)
+    sharded_gradients = layout.zero >= 2 and (at_once or job.implementation.reduce_every == "microbatch")
     return {
         "parameters": b.weight * (shard if layout.zero == 3 else whole),
         "gradients": b.gradient * (shard if sharded_gradients else whole),
@@ -120,7 +140,8 @@ def _gathered(job: Job, layout: Layout, held: RankContents) -> float:
         return 0.0
     largest = max(sum(elems) for elems in layer_kinds_elems(job, layout.tp, layout.ep))
     units = min(2, held.num_layers) * largest
-    return job.bytes_of.weight * (units + ends_elems(job, layout.tp, held.first, held.last))
+    roots = ends_elems(job, layout, held) - unsharded_elems(job, layout, held)
+    return job.bytes_of.weight * (units + roots)
 
 
 @cache
@@ -129,22 +150,46 @@ def activation_bytes(job: Job, tp: int, cp: int, microbatch: int, recompute: str
     how = job.implementation
     return layer_bytes(
         job.shape, job.seq_len // cp, microbatch, tp, how.sequence_parallel and tp > 1, recompute, job.seq_len,
-        how.attention == "dense", job.bytes_of.activation, experts,
+        how.attention == "dense", job.bytes_of.activation, experts, how.fused,
     )  # fmt: skip
 
 
 def _activations(job: Job, layout: Layout, held: RankContents) -> dict[str, float]:
-    a, shape, e = layout, job.shape, job.bytes_of.activation
+    a = layout
     found = (
         sliced_forms_of(a.schedule).activations(job, a, held)
         if a.slices > 1
         else _of_whole_samples(job, a, held)
     )
+    kept, of_backward = _logits_bytes_per_token(job, a)
+    logits = held.last * (found.logits_tokens * kept + _tokens_at_once(job, a) * of_backward)
+    freed = held.last * _tokens_at_once(job, a) * (kept + of_backward)
     return {
         "activations": found.kept,
-        "recomputation": max(found.recomputed, 0.0),
-        "logits": held.last * found.logits_tokens * ((e + 4) * shape.vocab_size / a.tp + 3 * e * shape.dim),
+        "recomputation": max(found.recomputed - freed, 0.0),
+        "logits": logits,
     }
+
+
+def _tokens_at_once(job: Job, a: Layout) -> int:
+    """Return the tokens of a microbatch on one rank, or of its longest slice."""
+    if a.slices == 1:
+        return a.tokens(job)
+    return a.microbatch * sliced_forms_of(a.schedule).largest_slice(job, a)
+
+
+def _logits_bytes_per_token(job: Job, a: Layout) -> tuple[float, float]:
+    """Return (kept, more in the backward): bytes per token of the last norm, the head's output and the loss.
+
+    torch's cross-entropy keeps log-probabilities in 32 bits or more, and its backward makes two gradients of that size; the
+    loss over tp keeps the logits as they are, and makes one gradient.
+    """
+    shape, e = job.shape, job.bytes_of.activation
+    wide, split = max(4, e), a.tp if job.implementation.sequence_parallel else 1
+    norm = ((wide + 2 * e) * shape.dim + wide) / split
+    if a.tp == 1:
+        return wide * shape.vocab_size + norm, 2 * wide * shape.vocab_size
+    return e * shape.vocab_size / a.tp + norm, e * shape.vocab_size / a.tp
 
 
 def _of_whole_samples(job: Job, a: Layout, held: RankContents) -> LiveActivations:
@@ -181,11 +226,10 @@ def chunk_bytes(
 
 
 def _buffers(job: Job, layout: Layout, elems: int) -> float:
-    e, tokens = job.bytes_of.activation, layout.tokens(job)
-    if layout.slices > 1:
-        tokens = layout.microbatch * sliced_forms_of(layout.schedule).largest_slice(job, layout)
-    in_flight = min(2 * job.implementation.bucket_mb * 2**20, job.bytes_of.gradient * elems)
-    buckets = in_flight * (layout.dp * layout.cp > 1)
+    e, tokens = job.bytes_of.activation, _tokens_at_once(job, layout)
+    ranks = layout.dp * layout.cp
+    in_flight = job.bytes_of.gradient * min(2 * bucket_elems(job, layout), elems)
+    buckets = in_flight * (ranks > 1)
     split = layout.tp if job.implementation.sequence_parallel else 1
     received = 2 * e * tokens * job.shape.dim / split * (layout.pp > 1)
     return buckets + received + (_context_buffers(job, layout) if layout.cp > 1 else 0.0)
@@ -193,9 +237,9 @@ def _buffers(job: Job, layout: Layout, elems: int) -> float:
 
 def _context_buffers(job: Job, layout: Layout) -> float:
     shape = job.shape
-    # Bytes of two tensors with one element per token: times kv_dim for keys and values, times dim for q and o.
+    # Bytes of two tensors with one element per token: times the heads' width for keys and values, or for q and o.
     both = 2 * job.bytes_of.activation * layout.tokens(job)
-    kv = both * shape.kv_dim / min(layout.tp, shape.num_kv_heads)
+    kv = both * shape.num_kv_heads * shape.core_head_dim / min(layout.tp, shape.num_kv_heads)
     if layout.cp_attention == "ulysses":
-        return both * shape.dim / layout.tp + kv
+        return both * shape.num_heads * shape.core_head_dim / layout.tp + kv
     return kv * (2 if layout.cp_attention == "ring" else layout.cp)

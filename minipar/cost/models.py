@@ -20,8 +20,12 @@ class ModelShape:
     positions       number of learned positions; 0: rotary embeddings
     dropout         each layer has two dropouts (a parallel block has one) and keeps their masks
     parallel_block  attention and MLP share one norm as their input, and their sum goes through one dropout
+    head_size       features of a head; 0: dim / num_heads
     kv_latent_dim   width of the latent of multi-head latent attention, or 0; rope_dim: its rotary features per head
+    q_latent_dim    width of the latent from which latent attention computes queries; 0: it computes them from its input
     num_experts, top_k, capacity_factor, shared_dim   sizes of an MoE layer; each expert is hidden_dim wide
+    dense_layers    number of layers before the first one with experts; dense_hidden_dim: width of the MLP of layers without
+                    experts, or 0 for hidden_dim
     """
 
     name: str
@@ -45,6 +49,10 @@ class ModelShape:
     parallel_block: bool = False
     kv_latent_dim: int = 0
     rope_dim: int = 0
+    head_size: int = 0
+    q_latent_dim: int = 0
+    dense_layers: int = 0
+    dense_hidden_dim: int = 0
 
     def __post_init__(self) -> None:
         if self.num_kv_heads is None:
@@ -60,12 +68,26 @@ class ModelShape:
             "top_k",
         )
         require_positive(**{name: getattr(self, name) for name in (*sizes, "moe_every")})
-        require_divides("num_heads", self.num_heads, "dim", self.dim)
+        if not self.head_size:
+            require_divides("num_heads", self.num_heads, "dim", self.dim)
         require_divides("num_kv_heads", self.num_kv_heads, "num_heads", self.num_heads)
-        if min(self.positions, self.num_experts, self.shared_dim) < 0 or self.capacity_factor <= 0:
+        counts = (
+            "positions",
+            "num_experts",
+            "shared_dim",
+            "head_size",
+            "q_latent_dim",
+            "dense_layers",
+            "dense_hidden_dim",
+        )
+        if min(getattr(self, name) for name in counts) < 0 or self.capacity_factor <= 0:
+            found = ", ".join(f"{name}={getattr(self, name)}" for name in (*counts, "capacity_factor"))
+            raise ValueError(f"{found}; use 0 or more, and a factor above 0")
+        if self.q_latent_dim and not self.kv_latent_dim:
+            raise ValueError(f"q_latent_dim={self.q_latent_dim} is for kv_latent_dim above 0; leave it out")
+        if self.num_experts and self.dense_layers >= self.num_layers:
             raise ValueError(
-                f"positions={self.positions}, num_experts={self.num_experts}, shared_dim={self.shared_dim}, "
-                f"capacity_factor={self.capacity_factor}; use 0 or more, and a factor above 0"
+                f"dense_layers={self.dense_layers} of num_layers={self.num_layers}: no layer has experts; use fewer"
             )
 
         latent = self.kv_latent_dim, self.rope_dim
@@ -92,23 +114,43 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.num_heads
+        return self.head_size or self.dim // self.num_heads
+
+    @property
+    def q_dim(self) -> int:
+        """The width of all heads together: `dim`, unless `head_size` is given."""
+        return self.num_heads * self.head_dim
 
     @property
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def core_head_dim(self) -> int:
+        """The width of a head in the attention core. In latent attention keys and queries have rotary features, too."""
+        return self.head_dim + self.rope_dim
+
     def has_experts(self, layer: int) -> bool:
-        return self.num_experts > 0 and (layer + 1) % self.moe_every == 0
+        return self.num_experts > 0 and layer >= self.dense_layers and (layer + 1) % self.moe_every == 0
+
+    @property
+    def dense_width(self) -> int:
+        """The width of the MLP in a layer without experts."""
+        return self.dense_hidden_dim or self.hidden_dim
 
     @property
     def norms_per_layer(self) -> int:
         """The number of norms in a layer, and also of dropouts: two, or one in a parallel block."""
         return 1 if self.parallel_block else 2
 
-    @property
+    @cached_property
     def num_moe_layers(self) -> int:
-        return self.num_layers // self.moe_every if self.num_experts else 0
+        return sum(self.has_experts(i) for i in range(self.num_layers))
+
+    @cached_property
+    def first_moe_layer(self) -> int:
+        """The first layer with experts; 0 if there is none."""
+        return next((i for i in range(self.num_layers) if self.has_experts(i)), 0)
 
     @cached_property
     def num_params(self) -> int:
@@ -127,68 +169,96 @@ class ModelShape:
         return self.num_params - self.num_moe_layers * unused
 
 
-def latent_attention_elems(dim: int, num_heads: int, kv_latent_dim: int, rope_dim: int) -> int:
+def latent_attention_elems(
+    dim: int, num_heads: int, kv_latent_dim: int, rope_dim: int, head_dim: int = 0, q_latent_dim: int = 0
+) -> int:
     """Return the number of matrix elements of latent attention, with a latent of width c and r rotary features per head.
 
-    q and o have D (2 D + H r) elements, the matrices that compute latents D (c + r), and k and v 2 c D. The H heads
-    together are D wide, as in this library.
+    head_dim  features of a head without the rotary ones; 0: dim / num_heads
+
+    For H heads of d features and a query latent of width z, kv_down and k_rope have D (c + r) elements, k_up and v_up
+    2 c H d, o H d D, and the queries' matrices D H (d + r) or, with z > 0, D z + z H (d + r).
     """
-    heads = dim * (2 * dim + num_heads * rope_dim) + 2 * kv_latent_dim * dim
-    return heads + latent_elems(dim, kv_latent_dim, rope_dim)
+    width = head_dim or dim // num_heads
+    queries = num_heads * (width + rope_dim)
+    heads = (q_latent_dim or dim) * queries + num_heads * width * (2 * kv_latent_dim + dim)
+    return heads + latent_elems(dim, kv_latent_dim, rope_dim, q_latent_dim)
 
 
-def latent_elems(dim: int, kv_latent_dim: int, rope_dim: int) -> int:
-    """Return the number of elements of kv_down and k_rope, which tp does not split."""
-    return dim * (kv_latent_dim + rope_dim)
+def latent_elems(dim: int, kv_latent_dim: int, rope_dim: int, q_latent_dim: int = 0) -> int:
+    """Return the number of elements of the matrices that compute latents and k_rope, which tp does not split."""
+    return dim * (kv_latent_dim + rope_dim + q_latent_dim)
 
 
 def attention_elems(shape: ModelShape) -> int:
     """Return the number of matrix elements of a layer's attention."""
     if shape.kv_latent_dim:
-        return latent_attention_elems(shape.dim, shape.num_heads, shape.kv_latent_dim, shape.rope_dim)
-    return 2 * shape.dim * (shape.dim + shape.kv_dim)
+        return latent_attention_elems(
+            shape.dim,
+            shape.num_heads,
+            shape.kv_latent_dim,
+            shape.rope_dim,
+            shape.head_dim,
+            shape.q_latent_dim,
+        )
+    return 2 * shape.dim * (shape.q_dim + shape.kv_dim)
+
+
+def whole_latent_elems(shape: ModelShape) -> int:
+    """Return the number of matrix elements of a layer's latents, which each tp rank has whole; 0 without latents."""
+    if not shape.kv_latent_dim:
+        return 0
+    return latent_elems(shape.dim, shape.kv_latent_dim, shape.rope_dim, shape.q_latent_dim)
 
 
 def core_width(shape: ModelShape) -> int:
-    """Return the multiplications per query-key pair over all heads: D for scores, D for values, and rotary features."""
-    return 2 * shape.dim + shape.num_heads * shape.rope_dim
+    """Return the multiplications per query-key pair over all heads: one per feature for scores, one for values."""
+    return 2 * shape.q_dim + shape.num_heads * shape.rope_dim
 
 
-def layer_elems(shape: ModelShape, layer: int, tp: int = 1, ep: int = 1) -> tuple[int, int]:
+def layer_elems(
+    shape: ModelShape, layer: int, tp: int = 1, ep: int = 1, fold_experts: bool = False
+) -> tuple[int, int]:
     """Return (dense, expert): the numbers of a layer's parameters on one rank.
 
     q, o and the MLP are split over tp; k and v too, but each rank has at least one head. Not split are norms, the router,
     the biases of o and of the MLP's last matrix, and the matrices that compute latents, with their norm. Experts are split
-    over ep and then over tp.
+    over ep and then, unless `fold_experts`, over tp.
     """
     kv_dim = max(1, shape.num_kv_heads // tp) * shape.head_dim
-    dim, width = shape.dim, shape.hidden_dim // tp
+    dim, width = shape.dim, shape.dense_width // tp
     dense = shape.norms_per_layer * shape.norm_params * dim
     if shape.kv_latent_dim:
-        whole = latent_elems(dim, shape.kv_latent_dim, shape.rope_dim)
-        dense += whole + shape.kv_latent_dim + (attention_elems(shape) - whole) // tp
+        whole = whole_latent_elems(shape)
+        dense += whole + shape.kv_latent_dim + shape.q_latent_dim + (attention_elems(shape) - whole) // tp
     else:
-        dense += 2 * dim * dim // tp + 2 * dim * kv_dim
+        dense += 2 * dim * shape.q_dim // tp + 2 * dim * kv_dim
     if shape.bias:
-        dense += dim // tp + 2 * kv_dim + dim
+        dense += shape.q_dim // tp + 2 * kv_dim + dim
     if not shape.has_experts(layer):
         matrices = 3 if shape.gated else 2
         return dense + matrices * dim * width + (width + dim) * shape.bias, 0
     dense += dim * shape.num_experts + 3 * dim * shape.shared_dim // tp
-    return dense, shape.num_experts // ep * expert_elems(shape) // tp
+    return dense, shape.num_experts // ep * expert_elems(shape) // (1 if fold_experts else tp)
 
 
 def expert_elems(shape: ModelShape) -> int:
     return (3 if shape.gated else 2) * shape.dim * shape.hidden_dim
 
 
+def dense_matmul_elems(shape: ModelShape) -> int:
+    """Return the number of matrix elements of a layer without experts."""
+    return attention_elems(shape) + (3 if shape.gated else 2) * shape.dim * shape.dense_width
+
+
 def layer_matmul_elems(shape: ModelShape, layer: int) -> int:
     """Return the number of weight elements that multiply a token; each costs a multiplication and an addition forward."""
-    attention = attention_elems(shape)
     if not shape.has_experts(layer):
-        return attention + expert_elems(shape)
+        return dense_matmul_elems(shape)
     return (
-        attention + shape.top_k * expert_elems(shape) + shape.dim * (shape.num_experts + 3 * shape.shared_dim)
+        attention_elems(shape)
+        + shape.top_k * expert_elems(shape)
+        + shape.dim * (shape.num_experts + 3 * shape.shared_dim)
     )
 
 
@@ -215,7 +285,8 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> int:
 def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "none") -> int:
     """Return the FLOPs per token, including recomputation.
 
-    "none" recomputes nothing, "selective" recomputes the attention core; every other value, the forward of all layers.
+    "none" recomputes nothing, "selective" the attention core, "ops" half of the layers' products, "acts" no products; every
+    other value recomputes the forward of all layers.
 
     With full recomputation, a GPT takes 96 l h^2 (1 + s/(6 h) + V/(16 l h)), because the head is not recomputed. Selective
     recomputation adds one forward of the core, 4 s h per layer. The paper's equation has s/(3 h) where this gives s/(6 h).
@@ -223,4 +294,5 @@ def hardware_flops_per_token(shape: ModelShape, seq_len: int, recompute: str = "
     """
     core = 2 * shape.num_layers * seq_len * core_width(shape)
     layers = forward_flops_per_token(shape, seq_len) - 2 * shape.dim * shape.vocab_size
-    return model_flops_per_token(shape, seq_len) + {"none": 0, "selective": core}.get(recompute, layers)
+    again = {"none": 0, "acts": 0, "selective": core, "ops": (layers - core) // 2}
+    return model_flops_per_token(shape, seq_len) + again.get(recompute, layers)

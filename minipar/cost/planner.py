@@ -3,7 +3,8 @@
 A family is all layouts with one value of one axis: tp=16, or zero=0. A layout is legal if `why_illegal` gives no reason.
 
 Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So among the
-layouts within NEAR of the fastest, the plan chooses the simplest.
+layouts within NEAR of the fastest, the plan chooses the simplest. For samples of at most LONG_TOKENS tokens it uses cp only
+if that is faster even when both predictions are off by their doubt, since few programs split so short samples.
 
 The search visits layouts in the order of a lower bound on their time. It evaluates a layout only if that layout could be
 near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
@@ -19,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.layout import Job, Layout, why_illegal
+from minipar.cost.doubt import doubt
+from minipar.cost.layout import Job, Layout, expert_ranks, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
 from minipar.cost.stages import (
     chunk_choices,
@@ -86,10 +88,29 @@ class Plan:
     frontier: list[tuple[float, float]] = field(default_factory=list)
 
     @property
+    def without_cp(self) -> Candidate | None:
+        """The fastest layout without cp, if samples are short and cp's saving is within the doubt; else None.
+
+        It is within the doubt if both predictions may be off by theirs, in opposite directions, so that nothing is saved.
+        """
+        found = self.families.get(("cp", 1))
+        if self.job.seq_len > LONG_TOKENS or not isinstance(found, Candidate):
+            return None
+        fastest = self.best[0]
+        most, least = 1 + doubt(self.job, fastest.layout), 1 - doubt(self.job, found.layout)
+        return found if least * found.seconds <= most * fastest.seconds else None
+
+    @property
     def near(self) -> list[Candidate]:
-        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first."""
-        least = self.best[0].seconds
-        found = [c for c in self.fits if c.seconds <= (1 + NEAR) * least]
+        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first.
+
+        Only layouts without cp, and compared with `without_cp`, if there is such a layout.
+        """
+        without = self.without_cp
+        least = (without or self.best[0]).seconds
+        found = [
+            c for c in self.fits if c.seconds <= (1 + NEAR) * least and not (without and c.layout.cp > 1)
+        ]
         return sorted(found, key=lambda c: (simplicity(self.job, c.layout), c))
 
     @property
@@ -123,14 +144,15 @@ def mesh_of(a: Layout) -> tuple[int, ...]:
 def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
     """Return a key that is smaller for a simpler layout.
 
-    First the number of axes in use; then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts
-    spread over ep, the schedules of SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
+    First the number of ways in which the work is split: slices of samples count, dp does not, since it changes no
+    model. Then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts spread over ep, the schedules of
+    SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
     """
-    axes = sum(size > 1 for size in (a.dp, a.pp, a.cp, a.ep, a.tp))
+    ways = sum(size > 1 for size in (a.pp, a.cp, a.ep, a.tp, a.slices))
     order = SIMPLE_SCHEDULES.index(a.schedule) if a.schedule in SIMPLE_SCHEDULES else len(SIMPLE_SCHEDULES)
     return (
-        axes, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
-        job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.slices > 1, a.recompute != "none",
+        ways, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
+        job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.recompute != "none",
         SIMPLE_ZERO.index(a.zero), a.chunks,
     )  # fmt: skip
 
@@ -171,7 +193,8 @@ def mesh_sizes(job: Job) -> Iterator[tuple[int, int, int, int, int]]:
                 dp = rest // cp
                 if job.batch % dp or (cp > 1 and job.seq_len % (2 * cp)):
                     continue
-                for ep in divisors_of(dp * cp, shape.num_experts) if shape.num_experts else (1,):
+                spread = expert_ranks(job.implementation, dp, cp, tp)
+                for ep in divisors_of(spread, shape.num_experts) if shape.num_experts else (1,):
                     if why_illegal(job, Layout(dp, pp, cp, ep, tp)) is None:
                         yield tp, pp, cp, ep, dp
 
@@ -187,10 +210,13 @@ def zero_stages(ranks: int) -> tuple[int, ...]:
 
 
 def recomputations(job: Job) -> tuple[str, ...]:
-    """Return the kinds of recomputation to consider; "selective" only with dense attention, which stores scores."""
+    """Return the kinds of recomputation to consider.
+
+    These are "selective" only with dense attention, which stores scores, and what the program has of PARTIAL.
+    """
     units = (f"every:{n}" for n in (2, 4, 8) if n <= job.shape.num_layers)
     dense = ("selective",) if job.implementation.attention == "dense" else ()
-    return ("none", *dense, "full", *units)
+    return ("none", *dense, *job.implementation.partial, "full", *units)
 
 
 def searched_schedules() -> tuple[str, ...]:
@@ -219,14 +245,14 @@ def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp
     return found
 
 
-def _repeats(zero: int, m: int) -> bool:
-    """Return whether this is ZeRO-2 with several microbatches: like ZeRO-1, it then keeps unsharded gradients."""
-    return zero == 2 and m > 1
+def _accumulates(job: Job, m: int) -> bool:
+    """Return whether unsharded gradients accumulate over m microbatches. ZeRO-2 is then like ZeRO-1."""
+    return m > 1 and job.implementation.reduce_every == "step"
 
 
 def _search(job: Job, cell: Cell, found: Plan) -> None:
     a, m = cell.layout, cell.layout.microbatches(job)
-    zeros = [zero for zero in zero_stages(a.dp * a.cp) if not _repeats(zero, m)]
+    zeros = [zero for zero in zero_stages(a.dp * a.cp) if not (zero == 2 and _accumulates(job, m))]
     possible = orders(job, a.pp, a.unit, found.schedules, a.cp, a.tp)
     ways = [order for order in possible if enough_microbatches(order.schedule, a.pp, m)]
     found.legal += len(zeros) * len(ways)
@@ -261,6 +287,13 @@ def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: flo
     order = _order(seconds)
     if found.best and seconds <= (1 + NEAR) * found.best[0].seconds:
         return True
+    without = found.families.get(("cp", 1)) if ("cp", 1) in families else None
+    if (
+        isinstance(without, Candidate)
+        and found.job.seq_len <= LONG_TOKENS
+        and seconds <= (1 + NEAR) * without.seconds
+    ):
+        return True
     for best in leaders:
         if not isinstance(best, Candidate) or order <= best.order:
             return True
@@ -283,7 +316,7 @@ def _beaten(found: Plan, seconds: float, num_bytes: float) -> bool:
 
 def _memory_floor(job: Job, a: Layout, zero: int, m: int) -> float:
     kept = activation_bytes(job, a.tp, a.cp, a.microbatch, "full" if a.unit else a.recompute, False)
-    states = state_floor(job, a.tp, a.pp, a.dp * a.cp, a.ep, zero, accumulates=m > 1)
+    states = state_floor(job, a.tp, a.pp, a.dp * a.cp, a.ep, zero, accumulates=_accumulates(job, m))
     return job.machine.context_bytes + states + job.shape.num_layers / a.pp / max(1, a.unit) * kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 from minipar.cost.layout import Implementation
@@ -17,22 +18,41 @@ class Program(NamedTuple):
 PROGRAMS = {
     "minipar": Program(Implementation(), "ours, with numbers fitted to all others: it has not run on so many GPUs"),
     "megatron-2021": Program(
-        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, arithmetic=0.93),
+        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, arithmetic=0.92),
         "Megatron-LM in 2021: stored scores, no sequence parallelism, gradients after the backward",
     ),
     "deepspeed-2021": Program(
         Implementation(
-            "dense", sequence_parallel=False, reduce_every="microbatch", arithmetic=1.19, overlap=0.0, gathers_per_layer=24
+            "dense", sequence_parallel=False, reduce_every="microbatch", arithmetic=1.11, overlap=0.0, gathers_per_layer=20
         ),
         "DeepSpeed's ZeRO-3 in 2021, which gathered tensor by tensor and waited for it",
     ),
     "fsdp-2023": Program(
-        Implementation("dense", reduce_every="microbatch"), "PyTorch's first FSDP, without a fused attention"
+        Implementation("dense", reduce_every="microbatch", bucket_layers=True),
+        "PyTorch's first FSDP, without a fused attention",
     ),
     "composer": Program(
-        Implementation(reduce_every="microbatch", arithmetic=0.88, overlap=0.2, attention_speed=0.5),
+        Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.87, overlap=0.3, attention_speed=0.5),
         "MosaicML's Composer on FSDP, with Triton's flash attention",
     ),
-    "torchtitan": Program(Implementation(reduce_every="microbatch"), "torchtitan on FSDP2, compiled"),
-    "llama-3": Program(Implementation(), "Meta's trainer of Llama 3"),
+    "megatron-core": Program(
+        Implementation(
+            overlap_params=True, fused=True, partial=("acts",), fold_experts=True, once_per_node=True, expert_overlap=0.1,
+            arithmetic=1.10, overlap=0.0,
+        ),
+        "Megatron Core from 2023 on, its experts spread over tp, too",
+    ),
+    "torchtitan": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",), arithmetic=0.94),
+        "torchtitan on FSDP2, compiled",
+    ),
+    "torchtitan-eager": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.42),
+        "the same, not compiled",
+    ),
+    "kempnerforge": Program(
+        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.88, overlap=0.6),
+        "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
+    ),
+    "llama-3": Program(Implementation(overlap_params=True, fused=True, arithmetic=0.95), "Meta's trainer of Llama 3"),
 }  # fmt: skip

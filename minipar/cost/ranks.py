@@ -31,7 +31,7 @@ def head_layers(job: Job) -> float:
     """Return the head's cost divided by an average layer's cost, which counts the matrices and attention's products."""
     shape = job.shape
     layer = sum(layer_matmul_elems(shape, i) for i in range(shape.num_layers)) / shape.num_layers
-    return shape.dim * shape.vocab_size / (layer + shape.dim * job.seq_len)
+    return shape.dim * shape.vocab_size / (layer + shape.q_dim * job.seq_len)
 
 
 @cache
@@ -69,26 +69,59 @@ def _all_held(job: Job, schedule: str, pp: int, chunks: int) -> tuple[Contents, 
 @cache
 def layer_kinds_elems(job: Job, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return the numbers of (dense, expert) parameters of a layer without experts, and those of a layer with experts."""
-    shape = job.shape
+    shape, fold = job.shape, job.implementation.fold_experts
     without = layer_elems(shape, 0, tp, ep) if not shape.has_experts(0) else (0, 0)
-    return without, layer_elems(shape, shape.moe_every - 1, tp, ep) if shape.num_experts else (0, 0)
+    return without, layer_elems(shape, shape.first_moe_layer, tp, ep, fold) if shape.num_experts else (0, 0)
 
 
 def held_elems(job: Job, layout: Layout, held: RankContents) -> tuple[int, int]:
     """Return (dense, expert): the numbers of parameters that a rank with these contents holds, before ZeRO."""
     without, with_experts = layer_kinds_elems(job, layout.tp, layout.ep)
     dense = (held.num_layers - held.num_moe) * without[0] + held.num_moe * with_experts[0]
-    return dense + ends_elems(job, layout.tp, held.first, held.last), held.num_moe * with_experts[1]
+    return dense + ends_elems(job, layout, held), held.num_moe * with_experts[1]
 
 
-def ends_elems(job: Job, tp: int, first: bool, last: bool) -> int:
-    """Return the number of parameters outside the layers.
+def ends_elems(job: Job, layout: Layout, held: RankContents) -> int:
+    """Return the number of parameters outside the layers on a rank with these contents: those of the two end stages."""
+    first, last = end_stages_elems(job, layout)
+    return held.first * first + held.last * last
 
-    The first stage has the embedding and positions; the last stage has the last norm and the head. On one rank, a head
-    tied to the embedding is counted once.
+
+def end_stages_elems(job: Job, layout: Layout) -> tuple[int, int]:
+    """Return the numbers of parameters outside the layers on the (first, last) stage.
+
+    The first stage has the embedding and positions; the last stage has the last norm and the head. Without a pipeline, a
+    head tied to the embedding is the embedding; with a pipeline it is a copy, also where one rank has both stages.
     """
     shape = job.shape
-    table = shape.vocab_size * shape.dim // tp
-    shared = shape.tie_embeddings and first and last
-    ends = first * (table + shape.positions * shape.dim)
-    return ends + last * (shape.norm_params * shape.dim + table * (not shared))
+    table = table_elems(job, layout)
+    shared = shape.tie_embeddings and layout.pp == 1
+    return table + shape.positions * shape.dim, shape.norm_params * shape.dim + table * (not shared)
+
+
+def table_elems(job: Job, layout: Layout) -> int:
+    """Return the number of elements of the embedding's weight on a rank, which are as many as the head's."""
+    return job.shape.vocab_size * job.shape.dim // layout.tp
+
+
+def unsharded_elems(job: Job, layout: Layout, held: RankContents) -> int:
+    """Return the number of dense parameters on a rank that ZeRO-3 does not shard.
+
+    In a pipeline with tied embeddings it shards none outside the layers, since embedding and head exchange gradients.
+    """
+    if layout.zero < 3 or layout.pp == 1 or not job.shape.tie_embeddings:
+        return 0
+    return ends_elems(job, layout, held)
+
+
+def bucket_elems(job: Job, layout: Layout) -> float:
+    """Return the number of gradients that are sent at once over the data-parallel ranks; with ZeRO-3, those of a layer.
+
+    Source of the default: Megatron Core, megatron/core/distributed/distributed_data_parallel.py.
+    """
+    how = job.implementation
+    if how.bucket_layers or layout.zero == 3:
+        return max(map(sum, layer_kinds_elems(job, layout.tp, layout.ep)))
+    if how.bucket_mb is not None:
+        return how.bucket_mb * 2**20 / job.bytes_of.gradient
+    return max(40e6, 1e6 * layout.dp * layout.cp)

@@ -11,6 +11,7 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
 from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan
+from minipar.cost.ranks import bucket_elems
 from minipar.cost.reasons import Reason, why_nots
 from minipar.cost.timing import step_time
 from minipar.cost.traffic import step_traffic
@@ -32,13 +33,13 @@ def headline(job: Job) -> str:
 
 def plan_text(plan: Plan) -> str:
     """Return the table of the layouts found, with the uncertainty of each time, and up to five lines on why others lost."""
-    job, near, choice = plan.job, len(plan.near), plan.choice
+    job, choice = plan.job, plan.choice
     margin = f", which leaves {job.margin_bytes / GB:g} GB free" if job.margin_bytes else ""
     lines = [
         headline(job),
         f"{plan.legal:,} legal layouts; {plan.seen:,} weighed, the others cannot win; {len(plan.fits):,} of these fit "
         f"{job.room_bytes / GB:.0f} GB{margin}",
-        _near_words(near),
+        _near_words(plan),
         "",
         f"{'s/step':>8} {'+-':>4} {'GB':>6} {'MFU':>5} {'HFU':>5}  layout, and where time goes",
     ]
@@ -62,11 +63,15 @@ def plan_text(plan: Plan) -> str:
     return "\n".join([*lines, *(f"  {r.axis}={r.value}".ljust(20) + r.text for r in why_nots(plan))])
 
 
-def _near_words(near: int) -> str:
+def _near_words(plan: Plan) -> str:
+    near, fastest, words = len(plan.near), plan.best[0], "the fastest"
+    if plan.without_cp is not None and fastest.layout.cp > 1:
+        saved = 1 - fastest.seconds / plan.without_cp.seconds
+        words += f" without cp ({fastest.name} would save {saved:.1%}, less than its doubt; few programs cut short samples)"
     if near == 1:
-        return f"no other layout is within {NEAR:.0%} of the fastest"
+        return f"no other layout is within {NEAR:.0%} of {words}"
     return (
-        f"{near:,} layouts are within {NEAR:.0%} of the fastest, nearer than this model can tell: the simplest of each "
+        f"{near:,} layouts are within {NEAR:.0%} of {words}, nearer than this model can tell: the simplest of each "
         "mesh is shown, the simplest of all first"
     )
 
@@ -193,6 +198,8 @@ def _flags(job: Job, layout: Layout) -> list[str]:
         values["chunks"] = layout.chunks
     if layout.slices > 1:
         values |= {"schedule.slices": layout.slices, "model.attention": "flash"}
+    if layout.dp * layout.cp > 1 and layout.zero < 3:
+        values["bucket-mb"] = f"{job.bytes_of.gradient * bucket_elems(job, layout) / 2**20:g}"
     values |= {"batch-size": job.batch, "seq-len": job.seq_len, "dtype": dtype}
     flags = [f"--{name} {value}" for name, value in values.items()]
     return (

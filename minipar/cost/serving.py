@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from minipar.cost.machines import Machine
-from minipar.cost.models import ModelShape, latent_elems
+from minipar.cost.models import ModelShape, core_width, whole_latent_elems
 from minipar.support.errors import one_of, require_divides, require_positive
 
 ALL_REDUCES = ("ring", "direct")
@@ -148,7 +148,7 @@ def rank_weight_bytes(shape: ModelShape, tp: int = 1, bits: int = 16) -> float:
     """Return the bytes of weights on a tp rank: 1/tp of all but the matrices that compute latents, which are not split."""
     whole = 0
     if shape.kv_latent_dim:
-        whole = shape.num_layers * latent_elems(shape.dim, shape.kv_latent_dim, shape.rope_dim)
+        whole = shape.num_layers * whole_latent_elems(shape)
     return ((shape.num_params - whole) / tp + whole) * stored_bytes(bits)
 
 
@@ -206,7 +206,7 @@ def prefill_time(
     require_positive(num_tokens=num_tokens, tp=tp)
     require_divides("tp", tp, "num_heads", shape.num_heads)
     _require_in_node(machine, tp)
-    attention_flops = 2 * num_tokens**2 * shape.dim * shape.num_layers / tp
+    attention_flops = num_tokens**2 * core_width(shape) * shape.num_layers / tp
     return StepTime(
         weights_s=rank_weight_bytes(shape, tp, bits.weights) / machine.hbm_bytes_per_s,
         cache_s=0.0,

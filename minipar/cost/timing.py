@@ -19,12 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from math import ceil
 from typing import NamedTuple, Protocol
 
-from minipar.cost.layout import Job, Layout
-from minipar.cost.links import axis_links, collective_s, send_s
+from minipar.cost.layout import PARTIAL, Job, Layout
+from minipar.cost.links import Links, axis_links, collective_s, latency_and_bytes_s, message_s, send_s
 from minipar.cost.models import hardware_flops_per_token, model_flops_per_token
-from minipar.cost.ranks import RankContents, held_elems, layer_kinds_elems, rank_kinds
+from minipar.cost.ranks import (
+    RankContents,
+    bucket_elems,
+    held_elems,
+    layer_kinds_elems,
+    rank_kinds,
+    unsharded_elems,
+)
 from minipar.cost.stages import idle_s, message_hops, sliced_forms_of
 from minipar.cost.traffic import (
     cp_layer_bytes,
@@ -34,6 +42,7 @@ from minipar.cost.traffic import (
     message_bytes,
     root_gathers,
     sharding_links,
+    tied_bytes,
     tp_sums,
 )
 from minipar.cost.work import (
@@ -43,6 +52,7 @@ from minipar.cost.work import (
     head_seconds,
     layer_seconds,
     optimizer_seconds,
+    partly_again_seconds,
     ring_extra_seconds,
 )
 
@@ -136,8 +146,12 @@ def _after_backward(
     job: Job, a: Layout, held: RankContents, work: RankWork, term: GradientTerm | None = None
 ) -> tuple[float, float]:
     """Return (messages, update): the exposed time to reduce gradients and gather updated parameters; the update's time."""
-    elems = held_elems(job, a, held)
-    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, elems)
+    elems, unsharded = held_elems(job, a, held), unsharded_elems(job, a, held)
+    sharded = elems[0] - unsharded, elems[1]
+    reduce_s, gather_s, updated = _gradients(job, a.dp, a.cp, a.ep, a.tp, a.zero, sharded)
+    if unsharded:
+        whole_s, _, whole = _gradients(job, a.dp, a.cp, a.ep, a.tp, 0, (unsharded, 0))
+        reduce_s, updated = reduce_s + whole_s, updated + whole
     codec_s, hides = 0.0, job.implementation.overlap_gradients
     if a.zero == 3 and job.implementation.reduce_every == "microbatch":
         reduce_s = 0.0  # these reductions are counted in the layers' time
@@ -150,6 +164,10 @@ def _after_backward(
         backward = work.seconds.input_gradient + work.seconds.weight_gradient
         hidden = min(backward * (1 - last), job.implementation.overlap * reduce_s)
         exposed = max(reduce_s - hidden, reduce_s * last)
+    if job.implementation.overlap_params:
+        gather_s = _exposed(gather_s, work.seconds.forward, job.implementation.overlap)
+    if num_bytes := tied_bytes(job, a):  # exchanged at the end of the step, by whichever rank ends last
+        exposed += send_s(job.machine, a, num_bytes)
     return exposed + codec_s + gather_s, optimizer_seconds(job, updated)
 
 
@@ -238,30 +256,61 @@ class LayerParts(NamedTuple):
 
 @cache
 def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
-    machine, tokens, s = job.machine, a.tokens(job) / a.slices, a.slices
-    work = layer_seconds(job, tokens, a.tp, experts)
+    tokens, s = a.tokens(job) / a.slices, a.slices
+    work = layer_seconds(job, tokens, a.tp, experts, a.ep)
     again = work.forward if a.unit else 0.0
     if a.recompute == "selective":
         again = core_again_seconds(job, tokens, a.tp)
+    if a.recompute in PARTIAL:
+        again = partly_again_seconds(job, a.recompute, tokens, a.tp, experts, a.ep)
     times = tp_sums(job, a, experts)
-    all_reduce = collective_s(machine, axis_links(machine, a, "tp"), "all_reduce", hidden_bytes(job, a) / s)
-    forward, backward = {"tp": times[0] * all_reduce}, {"tp": times[1] * all_reduce}
+    one_sum = tp_sum_s(job, a, hidden_bytes(job, a) / s)
+    forward, backward = {"tp": times[0] * one_sum}, {"tp": times[1] * one_sum}
     if experts:
-        each = collective_s(machine, axis_links(machine, a, "ep"), "all_to_all", dispatch_bytes(job, a) / s)
-        forward["ep"], backward["ep"] = 2 * each, 2 * each * (2 if a.unit else 1)
+        each, part = 2 * dispatch_s(job, a), job.implementation.expert_overlap
+        forward["ep"] = _exposed(each, work.forward, part)
+        backward["ep"] = _exposed(
+            each * (2 if a.unit else 1), work.input_gradient + work.weight_gradient, part
+        )
     if a.cp > 1:
         forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
     if a.zero == 3:
         gather, reduce = _unit_messages(job, a, experts)
-        forward["zero3"] = _exposed(job, gather, work.forward)
+        forward["zero3"] = _exposed(gather, work.forward, job.implementation.overlap)
         behind = again + work.input_gradient + work.weight_gradient
-        backward["zero3"] = _exposed(job, (gathers(a) - 1) * gather + reduce, behind)
+        backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, job.implementation.overlap)
     return LayerParts(work, again, forward, backward)
 
 
-def _exposed(job: Job, messages_s: float, arithmetic_s: float) -> float:
-    """Return the time of the messages that does not overlap with the arithmetic."""
-    return messages_s - min(arithmetic_s, job.implementation.overlap * messages_s)
+def dispatch_s(job: Job, a: Layout) -> float:
+    """Return the time of one all-to-all of a layer with experts.
+
+    With `once_per_node`, N nodes and k experts per token, a token goes to (N-1) (1 - (1 - 1/N)^k) other nodes on average,
+    instead of sending k (N-1)/N copies. DeepEP does so.
+    """
+    links, machine = axis_links(job.machine, a, "ep", job.implementation.fold_experts), job.machine
+    num_bytes, nodes, k = dispatch_bytes(job, a) / a.slices, links.nodes, job.shape.top_k
+    if nodes == 1 or not job.implementation.once_per_node or machine.collectives is not None:
+        return collective_s(machine, links, "all_to_all", num_bytes)
+    latency_s, _ = latency_and_bytes_s(machine, links, "all_to_all", num_bytes)
+    away = num_bytes / k * (nodes - 1) * (1 - (1 - 1 / nodes) ** k)
+    inside = num_bytes * (links.per_node - 1) / links.per_node
+    return message_s(latency_s, max(inside / links.inside, away / (links.between / links.per_node)))
+
+
+def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
+    """Return the time of one sum of hidden states over tp.
+
+    It is an all-reduce or, with sequence parallelism, its two halves: a reduce-scatter and an all-gather.
+    """
+    links = axis_links(job.machine, a, "tp")
+    kinds = ("reduce_scatter", "all_gather") if job.implementation.sequence_parallel else ("all_reduce",)
+    return sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
+
+
+def _exposed(messages_s: float, arithmetic_s: float, overlap: float) -> float:
+    """Return the time of the messages that does not overlap with the arithmetic; at most the fraction `overlap` does."""
+    return messages_s - min(arithmetic_s, overlap * messages_s)
 
 
 def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
@@ -316,15 +365,21 @@ def _gradients(
     job: Job, dp: int, cp: int, ep: int, tp: int, zero: int, elems: tuple[int, int]
 ) -> tuple[float, float, float]:
     """Return (time to reduce gradients, time to gather updated parameters, number of elements that a rank updates)."""
-    machine, b, a = job.machine, job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
+    b, a = job.bytes_of, Layout(dp, 1, cp, ep, tp, zero)
     kind = "reduce_scatter" if zero else "all_reduce"
     reduce_s = gather_s = updated = 0.0
     for axis, number in zip(("dp", "edp"), elems):
         links, copies = sharding_links(job, a, axis)
         if number:
-            reduce_s += collective_s(machine, links, kind, number * b.gradient)
-            reduce_s += collective_s(machine, copies, "all_reduce", number * b.gradient / links.size)
+            reduce_s += in_buckets_s(job, a, links, kind, number, b.gradient)
+            reduce_s += in_buckets_s(job, a, copies, "all_reduce", number / links.size, b.gradient)
         if zero in (1, 2) and number:
-            gather_s += collective_s(machine, links, "all_gather", number * b.weight)
+            gather_s += in_buckets_s(job, a, links, "all_gather", number, b.weight)
         updated += number / (links.size if zero else 1)
     return reduce_s, gather_s, updated
+
+
+def in_buckets_s(job: Job, a: Layout, links: Links, kind: str, elems: float, elem_bytes: int) -> float:
+    """Return the time of collectives over all buckets of `elems` elements, one bucket after another."""
+    buckets = max(1, ceil(elems / bucket_elems(job, a)))
+    return buckets * collective_s(job.machine, links, kind, elems * elem_bytes / buckets)

@@ -7,16 +7,20 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
            head. recompute="full" adds 2 per layer (3 with sequence parallelism, 4 with dropout); "every:N" adds 4 per
            layer, but less for the last of N layers. The loss adds 3 elements per token. A parallel block without experts
            has half as many all-reduces: 4 per layer in place of 8, and 1 in place of 2 with sequence parallelism;
-           recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N"
-    pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism
+           recomputation adds 0 (1 with sequence parallelism, 2 with dropout) with "full", and 2 with "every:N". Latent
+           attention adds 2 (t-1)/t N (c + r) e per layer, for the gradients of its latents
+    pp     per chunk, N D e to the next stage and as much back; divided by t with sequence parallelism. With tied embeddings
+           the first and the last rank exchange V D/t gradients per step
     cp     per layer, 2 N D_kv/t (c-1) e forward; backward the same again, plus as many gradient elements of at least 4
            bytes. ulysses: (c-1)/c N (2 D + 2 D_kv)/t e forward and as much backward
     ep     per layer with experts, 4 k CF N D e (ep-1)/ep for dispatch and combine, forward and backward, CF being the
-           capacity factor; 6 instead of 4 if layers are recomputed. Each of t tp ranks sends all of it
+           capacity factor; 6 instead of 4 if layers are recomputed. Each of t tp ranks sends all of it, or 1/t of it with
+           `fold_experts`
     dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
            unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see
-           `root_gathers`. With replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
+           `root_gathers`; tied ones in a pipeline are not gathered, and 2 (P-1)/P of their gradients are sent. With
+           replicate=R, P/R replaces P, and 2 (R-1)/R of a shard's gradients are added
 
 If samples are cut into slices, the gradients of norms (with sequence parallelism) and ZeRO-3's weights are sent once per
 slice, not once per microbatch. Nothing else changes.
@@ -27,9 +31,18 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from minipar.config.context_limits import ulysses_ranks
-from minipar.cost.layout import Job, Layout
+from minipar.cost.layout import Job, Layout, expert_ranks
 from minipar.cost.links import Links, axis_links, links_of
-from minipar.cost.ranks import RankContents, ends_elems, held_by, held_elems
+from minipar.cost.models import ModelShape, whole_latent_elems
+from minipar.cost.ranks import (
+    RankContents,
+    end_stages_elems,
+    ends_elems,
+    held_by,
+    held_elems,
+    table_elems,
+    unsharded_elems,
+)
 from minipar.cost.stages import live_heads
 from minipar.schedules.registry import SCHEDULES
 
@@ -63,14 +76,15 @@ def sharding_links(job: Job, layout: Layout, axis: str) -> tuple[Links, Links]:
     Without hybrid sharding the first group is the whole axis, and the second has one rank.
     """
     copies = job.implementation.replicate if layout.zero == 3 else 1
-    whole = axis_links(job.machine, layout, axis)
-    stride = layout.tp * (layout.ep if axis == "edp" else 1)
+    fold = job.implementation.fold_experts
+    whole = axis_links(job.machine, layout, axis, fold)
+    stride = layout.tp * (layout.ep if axis == "edp" else 1) // (layout.tp if fold and axis == "edp" else 1)
     shards = whole.size // copies
     return links_of(job.machine, shards, stride), links_of(job.machine, copies, stride * shards)
 
 
 def _sent(job: Job, layout: Layout, axis: str, num_bytes: float) -> Sent:
-    links = axis_links(job.machine, layout, axis)
+    links = axis_links(job.machine, layout, axis, job.implementation.fold_experts)
     return Sent(num_bytes, num_bytes * links.leaving_share)
 
 
@@ -86,7 +100,8 @@ def tp_sums(job: Job, layout: Layout, experts: bool) -> tuple[float, float]:
     The backward includes those of recomputation.
     """
     split, dropout = job.implementation.sequence_parallel, job.shape.dropout
-    sums = 1 if job.shape.parallel_block and not experts else 2
+    folded = experts and job.implementation.fold_experts and not job.shape.shared_dim
+    sums = 1 if (job.shape.parallel_block and not experts) or folded else 2
     # Recomputation omits a unit's last all-reduce, whose result is used only by a dropout. With `split` it omits only the
     # second half, the all-gather.
     spared = 0 if dropout else 0.5 if split else 1
@@ -102,9 +117,19 @@ def _tp(job: Job, layout: Layout, rank: int) -> float:
     sums = sum(number * sum(tp_sums(job, layout, experts)) for number, experts in layers)
     sums += held.first + held.last * (1 + 0.5 * split)
     routed = shape.top_k * held.num_moe
-    norms = split * (shape.norms_per_layer * held.num_layers + held.last) * m * layout.slices * shape.dim
-    elems = sums * tokens * shape.dim + routed * tokens + norms
+    latents = held.num_layers * latent_width(shape) * (1 + 0.5 * split * (layout.unit > 0))
+    whole = (shape.norms_per_layer * held.num_layers + held.last) * shape.dim
+    if shape.kv_latent_dim:
+        whole += held.num_layers * (whole_latent_elems(shape) + shape.kv_latent_dim + shape.q_latent_dim)
+    elems = (sums * shape.dim + routed + latents) * tokens + split * m * layout.slices * whole
     return 2 * (t - 1) / t * (elems * e + held.last * 3 * tokens * max(4, e))
+
+
+def latent_width(shape: ModelShape) -> int:
+    """Return the elements per token of a layer's latents, whose gradients tp sums; 0 without latent attention."""
+    if not shape.kv_latent_dim:
+        return 0
+    return shape.kv_latent_dim + shape.rope_dim + shape.q_latent_dim
 
 
 def message_bytes(job: Job, layout: Layout) -> float:
@@ -121,7 +146,18 @@ def _pp(job: Job, layout: Layout, rank: int) -> float:
     if SCHEDULES[layout.schedule].v_shaped:
         # The last rank holds both stages at the turn of the V: nothing is sent between them.
         hops -= 2 * (rank == layout.pp - 1)
-    return hops * layout.microbatches(job) * message_bytes(job, layout)
+    tied = tied_bytes(job, layout) * (held.first or held.last)
+    return hops * layout.microbatches(job) * message_bytes(job, layout) + tied
+
+
+def tied_bytes(job: Job, layout: Layout) -> float:
+    """Return the bytes of gradients that the ranks with the first and the last stage exchange: those of tied embeddings.
+
+    In a V-shaped schedule one rank has both stages, and sends nothing.
+    """
+    if not job.shape.tie_embeddings or layout.pp == 1 or SCHEDULES[layout.schedule].v_shaped:
+        return 0.0
+    return job.bytes_of.gradient * table_elems(job, layout)
 
 
 def _cp(job: Job, layout: Layout, rank: int) -> float:
@@ -139,9 +175,9 @@ def cp_layer_bytes(job: Job, layout: Layout) -> tuple[float, float]:
     group = ulysses_ranks(layout.cp, layout.cp_attention, job.implementation.cp_ulysses)
     # In a group with fewer key/value heads than ranks, each head goes to every rank that uses it.
     read = max(kv_heads, group) if group > 1 else kv_heads
-    width = shape.dim // layout.tp + read * shape.head_dim
+    width = (shape.num_heads // layout.tp + read) * shape.core_head_dim
     both = 2 * layout.tokens(job) * width * (group - 1) / group * e
-    kv = 2 * layout.tokens(job) * read * shape.head_dim * (layout.cp // group - 1)
+    kv = 2 * layout.tokens(job) * read * shape.core_head_dim * (layout.cp // group - 1)
     return both + kv * e, both + kv * (e + max(4, e))
 
 
@@ -154,8 +190,12 @@ def _ep(job: Job, layout: Layout, rank: int) -> float:
 
 
 def dispatch_bytes(job: Job, layout: Layout) -> float:
-    """Return the bytes of the rows in one all-to-all of one layer, including rows that stay on their rank."""
-    return job.shape.top_k * job.shape.capacity_factor * hidden_bytes(job, layout)
+    """Return the bytes of the rows in one all-to-all of one layer, including rows that stay on their rank.
+
+    Each tp rank dispatches all tokens, or with `fold_experts` its own part of them.
+    """
+    rows = job.shape.top_k * job.shape.capacity_factor * hidden_bytes(job, layout)
+    return rows / (layout.tp if job.implementation.fold_experts else 1)
 
 
 def gradients_bytes(job: Job, layout: Layout, rank: int) -> tuple[float, float]:
@@ -169,9 +209,13 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
     b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
-    sent, ends = [], root_gathers(job, layout, held)
+    sent, ends, unsharded = [], root_gathers(job, layout, held), unsharded_elems(job, layout, held)
     sharers = layout.dp * layout.cp
-    for elems, ranks, roots in ((dense, sharers, ends), (expert, sharers // layout.ep, [])):
+    of_experts = expert_ranks(how, layout.dp, layout.cp, layout.tp) // layout.ep
+    for elems, whole, ranks, roots in (
+        (dense - unsharded, unsharded, sharers, ends),
+        (expert, 0, of_experts, []),
+    ):
         copies = how.replicate if layout.zero == 3 else 1
         shards = ranks // copies
         # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
@@ -182,8 +226,8 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
         if layout.zero == 3:
             of_layers = elems - sum(root for root, _ in roots)
             gathered = m * layout.slices * gathers(layout) * of_layers + sum(root * n for root, n in roots)
-            num_bytes = once * elems + b.weight * gathered
-        between = 2 * (copies - 1) / copies * b.gradient * elems / shards
+            num_bytes = once * elems + b.weight * gathered + 2 * b.gradient * whole
+        between = 2 * (copies - 1) / copies * b.gradient * (elems / shards + whole)
         sent.append((num_bytes * (shards - 1) / shards, between))
     return sent
 
@@ -210,9 +254,11 @@ def root_gathers(job: Job, layout: Layout, held: RankContents) -> list[tuple[int
     """
     units = layout.microbatches(job) * layout.slices
     if layout.pp == 1:
-        return [(ends_elems(job, layout.tp, held.first, held.last), units)]
+        return [(ends_elems(job, layout, held), units)]
+    if unsharded_elems(job, layout, held):
+        return []
     again = live_heads(layout.schedule, layout.microbatches(job), layout.slices) - 1
-    first, last = ends_elems(job, layout.tp, True, False), ends_elems(job, layout.tp, False, True)
+    first, last = end_stages_elems(job, layout)
     return [(first, 2 * units)] * held.first + [(last, units + again)] * held.last
 
 

@@ -23,8 +23,12 @@ to nothing. These are the elements (of e bytes) that a forward moves per token; 
     GPT     two norms 4 h, two residual sums with bias and dropout 6 h, their masks 2 h/e; divided by t: q, k, v and their
             transposes 8 h, GELU 2 ffn, stored scores a keys (5 + 1/e)
     Llama   two norms 4 h, two residual sums 6 h; divided by t: rotary 2 (h + h_kv), SwiGLU 3 F
+    MLA     besides: norms of the latents 3 (c + z), and divided by t the joining of keys with rotary keys 2 a (d + r)
+    experts per routed row SwiGLU 3 F, and 8 h to sort rows before each all-to-all and after it (4 h in each direction)
 
 A parallel block has one norm and one mask, but still two sums: attention + MLP, and the residual sum.
+
+A rank reads the weights of all its experts, however few tokens they get.
 """
 
 from __future__ import annotations
@@ -33,10 +37,13 @@ from functools import cache
 from typing import NamedTuple
 
 from minipar.cost.layout import Job
-from minipar.cost.models import ModelShape, layer_matmul_elems
+from minipar.cost.models import core_width, dense_matmul_elems, expert_elems, layer_matmul_elems
 
 # The number of tokens in a block at which a flash attention kernel reaches half of its rate.
 SLOW_TOKENS = 440
+
+# Elements read and written per routed row and feature to sort rows by expert: before and after dispatch, and for combine.
+SORTED = 8
 
 
 class Seconds(NamedTuple):
@@ -51,17 +58,16 @@ class Seconds(NamedTuple):
         return sum(self)
 
 
-def layer_seconds(job: Job, tokens: float, tp: int, experts: bool) -> Seconds:
+def layer_seconds(job: Job, tokens: float, tp: int, experts: bool, ep: int = 1) -> Seconds:
     """Return the time of one layer's arithmetic for `tokens` tokens, without recomputation and communication."""
     shape = job.shape
     # A flash backward takes 2.5 times its forward, not 2, because it recomputes the scores.
     flash = job.implementation.attention != "dense"
-    layer = shape.moe_every - 1 if experts else 0
-    elems = layer_matmul_elems(shape, layer) if experts or not shape.num_experts else _dense_elems(shape)
-    operands = _operand_bytes(job, elems, tokens, tp) / _hbm_rate(job)
+    elems = layer_matmul_elems(shape, shape.first_moe_layer) if experts else dense_matmul_elems(shape)
+    operands = _operand_bytes(job, elems, tokens, tp, ep if experts else 0) / _hbm_rate(job)
     matrices = 2 * elems * tokens / tp / _matmul_rate(job) + operands
     core = core_seconds(job, tokens, tp)
-    memory = _memory_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
+    memory = _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return Seconds(matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices)
 
 
@@ -70,7 +76,7 @@ def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -
 
     block  number of tokens on which a flash kernel runs at once; None: all of a sample
     """
-    flops = 4 * job.seq_len * job.shape.dim * tokens / tp
+    flops = 2 * job.seq_len * core_width(job.shape) * tokens / tp
     if job.implementation.attention == "dense":
         return flops / _matmul_rate(job)
     fraction = job.machine.attention_fraction * job.implementation.attention_speed
@@ -86,7 +92,7 @@ def ring_extra_seconds(job: Job, tokens: float, tp: int, cp: int) -> float:
     The extra time of a backward is 2.5 times as long: it recomputes each block, and sums three gradients.
     """
     whole = core_seconds(job, tokens, tp)
-    merges = (cp - 1) * 3 * 4 * job.shape.dim * tokens / tp / _hbm_rate(job)
+    merges = (cp - 1) * 3 * 4 * job.shape.q_dim * tokens / tp / _hbm_rate(job)
     return core_seconds(job, tokens, tp, job.seq_len / cp) - whole + merges
 
 
@@ -94,6 +100,13 @@ def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
     """Return the time of selective recomputation: the attention core, and reading and writing its stored scores."""
     passes = _score_elems(job, tp) * job.bytes_of.activation * tokens / _hbm_rate(job)
     return core_seconds(job, tokens, tp) + passes
+
+
+def partly_again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int) -> float:
+    """Return the time to recompute norms and activation functions and, with "ops", half of a layer's products."""
+    work = layer_seconds(job, tokens, tp, experts, ep)
+    passes = work.forward - work.weight_gradient - core_seconds(job, tokens, tp)
+    return passes + (work.weight_gradient / 2 if recompute == "ops" else 0.0)
 
 
 def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
@@ -127,34 +140,47 @@ def _hbm_rate(job: Job) -> float:
     return job.machine.hbm_bytes_per_s * job.machine.share / job.implementation.arithmetic
 
 
-def _operand_bytes(job: Job, elems: int, tokens: float, tp: int) -> float:
+def _operand_bytes(job: Job, elems: int, tokens: float, tp: int, ep: int) -> float:
     """Return the bytes that a layer's products read and write. With few tokens per rank, reading weights takes longest.
+
+    ep  ranks over which the experts are spread; 0: a layer without experts
 
     Each rank has the full inputs of q, k, v and of the MLP, and the full outputs of o and of the MLP; all other inputs and
     outputs are split over tp.
     """
-    shape = job.shape
-    width = (3 if shape.gated else 2) * shape.hidden_dim * (shape.top_k if shape.num_experts else 1)
-    moved = 4 * shape.dim + (2 * (shape.dim + shape.kv_dim) + width) / tp
-    return job.bytes_of.activation * (elems / tp + tokens * moved)
-
-
-def _dense_elems(shape: ModelShape) -> int:
-    """Return the number of matrix elements in a layer without experts, for a model that has experts in other layers."""
-    return (
-        2 * shape.dim * (shape.dim + shape.kv_dim) + (3 if shape.gated else 2) * shape.dim * shape.hidden_dim
-    )
+    shape, fold = job.shape, job.implementation.fold_experts
+    matrices, rows, weights = 3 if shape.gated else 2, 1.0, elems / tp
+    width: float = matrices * shape.dense_width
+    if ep:
+        rows = shape.top_k * shape.capacity_factor
+        width = matrices * (shape.hidden_dim * rows + shape.shared_dim)
+        held = shape.num_experts // ep * expert_elems(shape) / (1 if fold else tp)
+        weights = (elems - shape.top_k * expert_elems(shape)) / tp + held
+    split = 2 * (shape.q_dim + shape.kv_dim) + width
+    whole = (2 + 2 * rows / (tp if fold and ep else 1)) * shape.dim
+    if shape.kv_latent_dim:
+        whole += 2 * (shape.kv_latent_dim + shape.rope_dim + shape.q_latent_dim)
+        split += shape.num_heads * shape.rope_dim
+    return job.bytes_of.activation * (weights + tokens * (whole + split / tp))
 
 
 @cache
-def _memory_elems(job: Job, tp: int) -> float:
-    shape, e = job.shape, job.bytes_of.activation
-    split = tp if job.implementation.sequence_parallel else 1
+def _memory_elems(job: Job, tp: int, experts: bool = False) -> float:
+    shape, e, how = job.shape, job.bytes_of.activation, job.implementation
+    split = tp if how.sequence_parallel else 1
     norms = shape.norms_per_layer
     outside = (6 + 2 * norms) * shape.dim + norms * shape.dim / e * shape.dropout
-    inside = 2 * (shape.dim + shape.kv_dim) + 3 * shape.hidden_dim
+    inside: float = 2 * (shape.q_dim + shape.kv_dim) + 3 * shape.dense_width
     if not shape.gated:
-        inside = 8 * shape.dim + 2 * shape.hidden_dim
+        inside = 8 * shape.dim + 2 * shape.dense_width
+    if experts:
+        rows = shape.top_k * shape.capacity_factor
+        inside += 3 * (rows * shape.hidden_dim + shape.shared_dim - shape.dense_width)
+        # Unless experts are folded, each tp rank sorts the rows of all tokens.
+        outside += SORTED * rows * shape.dim * split / (tp if how.fold_experts else 1)
+    if shape.kv_latent_dim:
+        outside += 3 * (shape.kv_latent_dim + shape.q_latent_dim)
+        inside += 2 * shape.num_heads * shape.core_head_dim
     return outside / split + inside / tp + _score_elems(job, tp)
 
 

@@ -122,8 +122,7 @@ class MoE(nn.Module):
         randomly = self.training and self.options.random_second
         draw = self.router.draw_second(indices, sample_ids, step) if randomly else None
         routing = self.route(logits, groups, draw)
-        y = self._apply_experts(self._copy_input(x).flatten(0, 1), routing, groups)
-        y = y.view(B, T, y.shape[-1])  # a rank without tokens has no element from which -1 could be told
+        y = self._apply_experts(self._copy_input(x).flatten(0, 1), routing, groups).unflatten(0, (B, T))
         if self.overrides.reduce_output is not None:
             y = self.overrides.reduce_output(y)
         return y, self._make_metrics(logits, routing, groups)

@@ -94,6 +94,13 @@ def left(folder) -> list[int]:
     return [int(path.name[5:]) for path in checkpoints(folder)]
 
 
+def test_what_a_killed_save_has_left_is_removed(tmp_path):
+    (tmp_path / ".step-00000003.part").mkdir()
+    (tmp_path / ".step-00000003.part" / "rank-00000.safetensors").touch()
+    minipar.run(lambda world: Saver(world, tmp_path) and None, world_size=2)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_damaged_checkpoint_is_not_counted_as_kept_and_the_resumed_one_stays(tmp_path):
     minipar.run(save_each, tmp_path, (10, 20), 2, world_size=2)
     newest, resumed = checkpoints(tmp_path)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.comm import halving_doubling, hierarchical, reduction, ring, tree
+from minipar.comm import halving_doubling, hierarchical, reduction, ring, ring_with_root, tree
 from tests.comm.cases import NAMES, case, cases, failures, implementation
 from tests.examples import examples
 from tests.strategies import seeds
@@ -30,6 +30,17 @@ def test_every_algorithm_gives_the_result_computed_in_one_process(data):
 def test_no_collective_and_algorithm_is_left_out(size):
     rows = [0, 1, size, 5 * size + 1]
     run_cases(size, [case(*name, (n, 2), torch.float64, root=size - 1) for name in NAMES for n in rows])
+
+
+def test_the_root_is_rank_0_unless_told():
+    def results(world):
+        x = torch.tensor([world.rank + 1])
+        places = (world, tree, ring_with_root)
+        broadcasts = [of.broadcast(x) if of is world else of.broadcast(world, x) for of in places]
+        reduces = [of.reduce(x) if of is world else of.reduce(world, x) for of in places]
+        return [y if y is None else y.item() for y in (*broadcasts, *reduces)]
+
+    assert minipar.run(results, world_size=3) == [[1] * 3 + [6] * 3] + [[1] * 3 + [None] * 3] * 2
 
 
 def test_chunks_longer_than_a_segment_arrive_whole():

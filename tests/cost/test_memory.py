@@ -1,6 +1,7 @@
 """Memory is what papers print, what the library's own formulas say, and what ranks were counted to hold."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,17 +20,20 @@ from minipar.cost.memory import (
 )
 from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.models import ModelShape
-from minipar.cost.ranks import held_by, held_elems
+from minipar.cost.planner import plan
+from minipar.cost.ranks import ends_elems, held_by, held_elems, layer_kinds_elems, unsharded_elems
 from minipar.data.text import load_text
+from minipar.data_parallel.flat_gradients import UnitReducer
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.model.block import run_blocks
 from minipar.support.live_bytes import LiveBytes
+from minipar.tensor_parallel import tensor_parallel
 from minipar.train.parallelize import parallelize
 from minipar.train.recompute import recompute
 from minipar.train.step import train_step
 from tests.cost.published import ZERO_TABLE1
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, job_of
+from tests.cost.runs import LATENT, MIXTURE, PARALLEL, RUN, SMALL, job_of
 
 
 @pytest.mark.parametrize("num_params", ZERO_TABLE1)
@@ -98,7 +102,14 @@ def counted_bytes(config: ModelConfig, recomputed: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize(
-    "options", [{}, dict(num_kv_heads=2, dropout=0.1), dict(dropout=0.1, parallel_block=True)], ids=str
+    "options",
+    [
+        {},
+        dict(num_kv_heads=2, dropout=0.1),
+        dict(dropout=0.1, parallel_block=True),
+        dict(kv_latent_dim=24, rope_dim=8),
+    ],
+    ids=str,
 )
 def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, **options)
@@ -106,17 +117,19 @@ def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options):
     assert kept == 4 * layer_bytes(ModelShape.of(config), 128, 4, 1, False, recomputed, 128, False, 4)
 
 
+@pytest.mark.parametrize("latent", [{}, dict(kv_latent_dim=24, rope_dim=8)], ids=["heads", "latents"])
 @pytest.mark.parametrize("attention", ["plain", "fused"])
-def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention):
+def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention, latent):
     """Of attention that stores no scores it saves four bytes a token and head, and repeats all of its work."""
-    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, attention=attention)
+    config = ModelConfig(dim=64, num_layers=4, num_heads=4, max_seq_len=128, attention=attention, **latent)
     shape, dense = ModelShape.of(config), attention == "plain"
     selective, whole = (
         layer_bytes(shape, 128, 4, 1, False, how, 128, dense, 4) for how in ("selective", "none")
     )
     assert counted_bytes(config, "selective")[0] == 4 * selective
     assert counted_bytes(config, "none")[0] == 4 * whole
-    assert dense or whole - selective == 4 * 4 * 128 * 4
+    of_latents = 16 + 8 if latent else 0  # the core's output, of which o's input is a narrower copy
+    assert dense or whole - selective == 4 * 4 * 128 * 4 * (1 + of_latents)
 
 
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
@@ -186,14 +199,42 @@ def test_the_worst_rank_is_the_worst_of_all():
         assert min(items.values()) >= 0
 
 
-def test_the_last_stage_keeps_logits_twice_and_gpipe_those_of_all_microbatches():
-    """In 16 bits as the head computes them, and in float32 for the loss: 6 s b V/t, beside the head's inputs."""
-    job = gpt_job(batch=16)
-    tokens, shape = 2048, job.shape
-    one = tokens * (6 * shape.vocab_size / 8 + 6 * shape.dim)
-    for schedule, live in (("1f1b", 1), ("gpipe", 4)):
-        logits = [rank_memory(job, Layout(dp=4, pp=2, tp=8, schedule=schedule), r)["logits"] for r in (0, 1)]
-        assert logits == [0, live * one]
+def loss_bytes(world, dtype, split, live, vocab_size=1024):
+    """Most bytes per token of a last stage without layers, from the forwards of `live` microbatches to their backwards."""
+
+    def peak(samples):
+        config = ModelConfig(vocab_size=vocab_size, dim=32, num_heads=4, max_seq_len=64)
+        stage = Transformer(config, 0, [], False, True, None, dtype)
+        if world.size > 1:
+            tensor_parallel(stage, world, sequence_parallel=split)
+        for parameter in stage.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        x = torch.randn(samples, 64 // (world.size if split else 1), 32, dtype=dtype, requires_grad=True)
+        targets = torch.zeros(samples, 64, dtype=torch.int64)
+        with LiveBytes() as memory:
+            losses = [stage(x.clone(), targets=targets) for _ in range(live)]
+            for loss in losses:
+                loss.backward()
+        return memory.peak
+
+    return (peak(8) - peak(4)) / (4 * 64)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("tp", "split"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("precision", ["mixed", "float32", "float64"])
+def test_logits_take_the_bytes_that_are_counted_alive(precision, tp, split):
+    """But for the few numbers per token of the loss, and the float32 block of it that tp's loss has at a time."""
+    how = Implementation(sequence_parallel=split)
+    job = Job(ModelShape("x", 2, 32, 4, 128, 1024), MACHINES["h100"], 2 * tp, 64, 4, precision, how)
+    for schedule, live in (("1f1b", 1), ("gpipe", 2)):
+        layout = Layout(pp=2, tp=tp, schedule=schedule, microbatch=4 // live)
+        predicted = rank_memory(job, layout, 1)["logits"]
+        dtype = torch.bfloat16 if precision == "mixed" else getattr(torch, precision)
+        (counted, *_) = minipar.run(loss_bytes, dtype, split, live, world_size=tp)
+        wide = max(4, job.bytes_of.activation)
+        block = 1024 / tp * wide * (tp > 1)
+        assert 0 <= counted - block - predicted / (256 / live) <= 11 * wide * live
 
 
 def test_fsdp_gathers_the_ends_the_layer_that_runs_and_the_next_one():
@@ -223,6 +264,14 @@ def test_two_gradient_buckets_are_those_of_the_run_and_never_more_than_its_gradi
     assert buffers(tp=2, bucket_mb=25) == 0
 
 
+def test_zero_3_reduces_a_layer_at_a_time_whatever_the_bucket():
+    found = [
+        rank_memory(*job_of(replace(RUN, dp=2, zero=3, bucket_mb=mb)), 0)["buffers"] for mb in (0.01, 1, 100)
+    ]
+    job, _ = job_of(replace(RUN, dp=2, zero=3))
+    assert found == [2 * 8 * layer_kinds_elems(job, 1, 1)[0][0]] * 3
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
     for shape in (MODELS["llama-70b"], MODELS["mixtral-8x7b"]):
@@ -230,11 +279,13 @@ def test_an_even_share_is_no_more_than_the_fullest_rank(zero):
         layout = Layout(dp=4, pp=2, tp=8, zero=zero, microbatch=16, ep=4 if shape.num_experts else 1)
         _, items = worst_rank_memory(job, layout)
         states = sum(items[name] for name in ("parameters", "gradients", "optimizer state"))
-        floor = state_floor(job, 8, 2, 4, layout.ep, zero)
+        floor = state_floor(job, 8, 2, 4, layout.ep, zero, accumulates=zero == 2)  # ZeRO-2's do in a pipeline
         assert 0.8 * states < floor <= states
 
 
 # Real ranks -----------------------------------------------------------------------------------------------------------
+
+TIED = replace(SMALL, tie_embeddings=True)
 
 
 def held(world, config):
@@ -259,13 +310,17 @@ MESHES = [
     dict(pp=2, tp=2, microbatches=2, sequence_parallel=True),
     dict(pp=2, microbatches=4, schedule="zb-v"),
     dict(dp=2, tp=2, model=PARALLEL),
+    dict(dp=2, tp=2, model=LATENT),
     dict(dp=2, ep=2, model=MIXTURE),
     dict(dp=2, pp=2, ep=2, model=MIXTURE, microbatches=2),
-    dict(dp=2, pp=2, model=replace(SMALL, tie_embeddings=True), microbatches=2),
+    dict(dp=2, pp=2, model=TIED, microbatches=2),
+    dict(pp=2, model=TIED, microbatches=4, schedule="zb-v"),
     dict(dp=2, zero=1),
     dict(dp=4, zero=2),
     dict(dp=2, cp=2, zero=3),
     dict(pp=2, dp=2, zero=1, microbatches=2),
+    dict(pp=2, dp=2, zero=3, microbatches=2, model=TIED),
+    dict(pp=2, dp=2, zero=3, microbatches=4, schedule="zb-v", model=TIED),
 ]
 
 
@@ -283,6 +338,7 @@ def test_ranks_hold_the_parameters_and_states_that_were_predicted(mesh):
         at = grid.coordinates_of(rank)
         items = rank_memory(job, layout, at.pp)
         elems = sum(held_elems(job, layout, held_by(job, layout, at.pp)))
+        unsharded = unsharded_elems(job, layout, held_by(job, layout, at.pp))
         if not config.zero:
             assert (parameters, shards, moments) == (8 * elems, 8 * elems, 16 * elems)
             assert parameters == items["parameters"]
@@ -290,9 +346,62 @@ def test_ranks_hold_the_parameters_and_states_that_were_predicted(mesh):
             assert shards == items["gradients"]
             continue
         group = [found[other] for other in grid.group(rank, "dp", "cp")]
-        assert sum(moments for *_, moments in group) == 16 * elems
+        on_all = elems + (len(group) - 1) * unsharded
+        assert sum(moments for *_, moments in group) == 16 * on_all
         assert moments == pytest.approx(items["optimizer state"], rel=0.02)
         if config.zero == 3:
-            assert sum(parameters for parameters, *_ in group) == 8 * elems
+            assert sum(parameters for parameters, *_ in group) == 8 * on_all
         else:
             assert parameters == items["parameters"] == 8 * elems
+
+
+def unreduced(world, config):
+    """(pp coordinate, most bytes of gradients that FSDP holds unsharded at a time)."""
+    found = []
+    collect = UnitReducer.collect_grad
+
+    def counted(reducer, param, gradient):
+        collect(reducer, param, gradient)
+        found.append(sum(x.nbytes for gradients in reducer.gradients for x in gradients.pending.values()))
+
+    mesh = Mesh(world, **config.mesh_sizes)
+    state = parallelize(config, mesh, world.device)
+    with patch.object(UnitReducer, "collect_grad", counted):
+        train_step(world, state, config, load_text(None), 0)
+    return mesh.coordinates.pp, max(found)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [dict(dp=2, microbatches=1), dict(dp=2, microbatches=2), dict(dp=2, pp=2, microbatches=1),
+     dict(dp=2, pp=2, microbatches=2, model=TIED)],
+    ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}),
+)  # fmt: skip
+def test_gradients_are_whole_where_zero_3_reduces_once_a_step(mesh):
+    """Over several microbatches, to the byte. With one microbatch only a layer's and the root's gradients are whole."""
+    config = replace(RUN, **mesh, zero=3)
+    job, layout = job_of(config)
+    for pp, whole in minipar.run(unreduced, config, world_size=config.world_size):
+        held = held_by(job, layout, pp)
+        elems, items = sum(held_elems(job, layout, held)), rank_memory(job, layout, pp)
+        if config.microbatches > 1:
+            assert whole == items["gradients"] == 8 * elems
+        else:
+            layer = sum(layer_kinds_elems(job, 1, 1)[0])
+            assert whole <= 8 * (layer + ends_elems(job, layout, held))
+            assert items["gradients"] == 4 * elems
+
+
+def test_gradients_reduced_after_every_microbatch_are_sharded():
+    """By programs such as torchtitan; ours has it for ZeRO-2 alone. The planner's bound says the same."""
+    how = Implementation(reduce_every="microbatch")
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 512, 64, implementation=how)
+    for zero in (2, 3):
+        layout = Layout(dp=8, zero=zero, microbatch=2)
+        assert rank_memory(job, layout, 0)["gradients"] == 2 * 6738415616 / 8
+        floor = sum(
+            rank_memory(job, layout, 0)[name] for name in ("parameters", "gradients", "optimizer state")
+        )
+        assert state_floor(job, 1, 1, 8, 1, zero) <= floor
+    found = plan(job)
+    assert all(found.families["zero", zero] is not None for zero in (2, 3))

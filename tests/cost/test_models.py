@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.cost.layout import Job
 from minipar.cost.machines import ALIASES, GIGABIT, MACHINES, find_machine
 from minipar.cost.model_table import MODELS, find_model, gpt
 from minipar.cost.models import ModelShape, hardware_flops_per_token, layer_elems, model_flops_per_token
@@ -60,16 +59,20 @@ def test_latent_attention_has_as_many_parameters_and_operations(latent_dim, rope
     assert layer_elems(shape, 0, tp) == (whole + (every - whole) // tp, 0)
 
 
-def test_training_with_latent_attention_is_not_planned():
-    shape = ModelShape.of(ModelConfig(dim=16, num_heads=4, kv_latent_dim=8))
-    with pytest.raises(ValueError, match="kv_latent_dim=8: training with latent attention is not planned"):
-        Job(shape, find_machine("h100"), 8, 32, 8)
+def test_sizes_that_no_model_can_have_are_refused():
     with pytest.raises(ValueError, match="kv_latent_dim=8, rope_dim=0; use two numbers above 0, or none"):
         ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8)
     with pytest.raises(
         ValueError, match="kv_latent_dim=8 with bias=True and num_kv_heads=4: latent attention has no"
     ):
         ModelShape("x", 2, 16, 4, 32, 256, kv_latent_dim=8, rope_dim=2, bias=True)
+    with pytest.raises(ValueError, match="q_latent_dim=8 is for kv_latent_dim above 0"):
+        ModelShape("x", 2, 16, 4, 32, 256, q_latent_dim=8)
+    with pytest.raises(ValueError, match="dense_layers=2 of num_layers=2: no layer has experts"):
+        ModelShape("x", 2, 16, 4, 32, 256, num_experts=4, dense_layers=2)
+    with pytest.raises(ValueError, match="num_heads=3 does not divide dim=16"):
+        ModelShape("x", 2, 16, 3, 32, 256)
+    assert ModelShape("x", 2, 16, 3, 32, 256, head_size=8).q_dim == 24
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,8 @@ def test_training_with_latent_attention_is_not_planned():
     [
         ("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-70b", 68.98), ("llama3-8b", 8.03), ("llama3-70b", 70.55),
         ("llama3-405b", 405.85), ("gpt3-175b", 174.6), ("mixtral-8x7b", 46.70), ("mixtral-8x22b", 140.6),
-        ("deepseek-like-16b", 16.9),
+        ("deepseek-like-16b", 16.9), ("deepseek-v3", 671.0), ("qwen3-32b", 32.8), ("qwen3-30b", 30.5),
+        ("qwen3-235b", 235.1), ("gpt-oss-120b", 116.8),
     ],
 )  # fmt: skip
 def test_known_models_are_as_large_as_their_names_say(name, billions):
@@ -86,6 +90,9 @@ def test_known_models_are_as_large_as_their_names_say(name, billions):
 
 def test_a_mixture_uses_a_part_of_its_parameters():
     assert MODELS["mixtral-8x7b"].num_active_params / 1e9 == pytest.approx(12.9, rel=5e-3)
+    assert MODELS["deepseek-v3"].num_active_params / 1e9 == pytest.approx(37, rel=0.02)
+    assert MODELS["qwen3-235b"].num_active_params / 1e9 == pytest.approx(22, rel=0.01)
+    assert MODELS["qwen3-30b"].num_active_params / 1e9 == pytest.approx(3.3, rel=0.02)
     assert MODELS["llama-7b"].num_active_params == MODELS["llama-7b"].num_params
 
 
@@ -186,6 +193,7 @@ def test_links_are_bytes_in_one_direction():
         "h100": 450e9,
         "h200": 450e9,
         "b200": 900e9,
+        "gb200": 900e9,
         "v100": 150e9,
         "mi300x": 448e9,
         "tpu-v5p": 200e9,

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from minipar.cost.doubt import PROGRAM_SPREADS
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import MACHINES, find_machine
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.planner import Candidate, Plan, plan
+from minipar.cost.ranks import bucket_elems
 from minipar.cost.report import plan_text, run_lines
 from minipar.cost.stages import unplanned
 from tests.cli.test_cli import outcome
@@ -61,7 +63,7 @@ def test_a_known_program_is_predicted_by_its_own_numbers(capsys):
     assert seconds["deepspeed-2021"] > 1.5 * seconds["minipar"]
     _, out, _ = outcome(capsys, "plan", *layout, "--program", "composer")
     assert "as composer would run it" in out
-    assert "+- 8%" in out
+    assert f"+- {PROGRAM_SPREADS['composer']:.0%}" in out
 
 
 @pytest.mark.sampled(3)
@@ -197,6 +199,8 @@ def test_the_printed_command_is_the_layout(model, layout):
     )
     assert config.microbatches == layout.microbatches(job)
     assert config.cp_attention == layout.cp_attention
+    if layout.dp * layout.cp > 1 and layout.zero < 3:
+        assert config.bucket_mb * 2**20 == pytest.approx(2 * bucket_elems(job, layout), rel=1e-5)
     assert (config.batch_size, config.seq_len, config.dtype) == (32, 4096, "bfloat16")
     assert config.model.num_layers == job.shape.num_layers
     assert config.model.num_experts == job.shape.num_experts

@@ -10,14 +10,23 @@ from hypothesis import strategies as st
 import minipar
 from minipar.cost.collectives import collective_s, hierarchical_all_reduce_s, sent_share
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
-from minipar.cost.links import LINK_FRACTION, axis_links, links_of, send_s
+from minipar.cost.links import LINK_FRACTION, axis_links, latency_and_bytes_s, links_of, send_s
 from minipar.cost.links import collective_s as collective_on
 from minipar.cost.machines import MACHINES
-from minipar.cost.model_table import MODELS
+from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.timing import step_parts
 from minipar.cost.traffic import critical_tokens_per_gpu, gradients_bytes, step_traffic
 from minipar.mesh import Mesh, axes_across_nodes
-from tests.cost.runs import MIXTURE, PARALLEL, RUN, SMALL, assert_sends_what_was_predicted, job_of, sent
+from tests.cost.runs import (
+    LATENT,
+    MIXTURE,
+    PARALLEL,
+    RUN,
+    SMALL,
+    assert_sends_what_was_predicted,
+    job_of,
+    sent,
+)
 
 H100 = MACHINES["h100"]
 
@@ -58,9 +67,16 @@ H100 = MACHINES["h100"]
         dict(tp=2, model=PARALLEL, recompute="full"),
         dict(tp=2, model=replace(PARALLEL, dropout=0.1), recompute="every:2", sequence_parallel=True),
         dict(tp=2, model=replace(MIXTURE, parallel_block=True, moe_every=2), sequence_parallel=True),
+        dict(tp=2, model=LATENT),
+        dict(tp=2, model=LATENT, recompute="full", sequence_parallel=True),
+        dict(cp=2, model=LATENT),
+        dict(cp=2, model=LATENT, cp_attention="ulysses"),
+        dict(dp=2, model=LATENT, zero=3, microbatches=2),
+        dict(dp=2, ep=2, tp=2, model=MIXTURE, sequence_parallel=True),
     ],
     ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"}) + (
         " in parallel blocks" if "model" in mesh and mesh["model"].parallel_block else ""
+    ) + (" with latents" if "model" in mesh and mesh["model"].kv_latent_dim else ""
     ),
 )  # fmt: skip
 def test_ranks_send_what_was_predicted(mesh):
@@ -70,15 +86,47 @@ def test_ranks_send_what_was_predicted(mesh):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("order", "microbatches"), [("gpipe", 4), ("zb-v", 4), ("1f1b", 2), ("interleaved", 4)]
-)
-def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches):
-    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once."""
-    model = replace(SMALL, dim=128)
+    ("order", "microbatches", "tied"),
+    [
+        ("gpipe", 4, False), ("zb-v", 4, False), ("1f1b", 2, False), ("interleaved", 4, False), ("1f1b", 2, True),
+        ("gpipe", 4, True), ("zb-v", 4, True),
+    ],
+)  # fmt: skip
+def test_zero_3_gathers_its_roots_under_pipelines_to_the_byte(order, microbatches, tied):
+    """A width of 128 needs no padding; flags of used parameters, an even number of bytes a stage, are all-reduced once.
+
+    Tied embeddings are whole on both end stages, which exchange their gradients over pp.
+    """
+    model = replace(SMALL, dim=128, tie_embeddings=tied)
     config = replace(RUN, model=model, pp=2, dp=2, zero=3, schedule=order, microbatches=microbatches)
     job, layout = job_of(config)
     for pp, counted, num_tensors in minipar.run(sent, config, world_size=4):
-        assert 0 <= counted["dp"] - step_traffic(job, layout, pp)["dp"].total - num_tensors <= layout.chunks
+        predicted = step_traffic(job, layout, pp)
+        assert counted["pp"] == predicted["pp"].total
+        assert 0 <= counted["dp"] - predicted["dp"].total - num_tensors <= layout.chunks
+
+
+def test_hybrid_sharding_sums_tied_gradients_over_shards_and_over_copies():
+    """Of V D elements each rank sends 2 (s-1)/s over its s shards, and then 2 (r-1)/r over its r copies."""
+    model = replace(SMALL, tie_embeddings=True)
+    job, layout = job_of(replace(RUN, model=model, pp=2, dp=4, zero=3, replicate=2, microbatches=2))
+    untied = replace(job, shape=replace(job.shape, tie_embeddings=False))
+    table, roots = 256 * 64, 2 * 2  # gathers of a root in a step: twice a microbatch
+    more = [step_traffic(j, layout, 0)["dp"].total for j in (job, untied)]
+    assert more[0] - more[1] == 8 * table * (2 * 1 / 2 + 2 * 1 / 2 - (1 + roots) / 2 - 2 * 1 / 2 / 2)
+
+
+@pytest.mark.parametrize(("schedule", "both_ends"), [("1f1b", False), ("zb-v", True)])
+def test_the_exchange_of_tied_gradients_takes_time(schedule, both_ends):
+    slow = replace(H100, card_bytes_per_s=1e6)
+    tied = gpt("x", 16, 512, 8)
+    layout = Layout(pp=8, tp=8, schedule=schedule, chunks=2 if both_ends else 1)
+    found = [
+        step_parts(Job(shape, slow, 64, 512, 64), layout)["gradients"]
+        for shape in (tied, replace(tied, tie_embeddings=False))
+    ]
+    table = 2 * 51200 * 512 / 8
+    assert found[0] - found[1] == pytest.approx(0 if both_ends else table / (LINK_FRACTION * 1e6), rel=0.01)
 
 
 # Nodes ----------------------------------------------------------------------------------------------------------------
@@ -119,10 +167,11 @@ def test_eight_members_on_a_node_leave_it_through_all_its_cards_not_through_one(
     assert whole_node.between == LINK_FRACTION * 8 * 50e9
     assert one_a_node.between == LINK_FRACTION * 50e9
     gigabytes = 16e9
-    seconds = collective_on(H100, whole_node, "all_reduce", gigabytes)
-    assert seconds == pytest.approx(2 * 63 / 64 * gigabytes / (0.8 * 400e9), rel=0.01)
+    _, seconds = latency_and_bytes_s(H100, whole_node, "all_reduce", gigabytes)
+    assert seconds == pytest.approx(2 * 63 / 64 * gigabytes / (0.8 * 400e9), rel=1e-12)
     # Eight groups with a member on each node share the cards: as many bytes leave the node in as much time.
-    assert collective_on(H100, one_a_node, "all_reduce", gigabytes / 8) == pytest.approx(seconds, rel=0.12)
+    _, of_one = latency_and_bytes_s(H100, one_a_node, "all_reduce", gigabytes / 8)
+    assert of_one == pytest.approx(seconds * (7 / 8) / (63 / 64), rel=1e-12)
 
 
 def test_without_a_switch_a_group_has_only_the_links_between_its_members():
@@ -130,8 +179,7 @@ def test_without_a_switch_a_group_has_only_the_links_between_its_members():
     inside = [links_of(mi300x, size, 1).inside for size in (2, 4, 8)]
     assert inside == pytest.approx([LINK_FRACTION * n * 64e9 for n in (1, 3, 7)])
     assert links_of(H100, 2, 1).inside == links_of(H100, 8, 1).inside
-    own_link = send_s(mi300x, Layout(pp=8), 64e9) - send_s(mi300x, Layout(pp=8), 0)
-    assert own_link == pytest.approx(1 / LINK_FRACTION)
+    assert send_s(mi300x, Layout(pp=8), 64e18) == pytest.approx(1e9 / LINK_FRACTION)
 
 
 def test_a_measured_all_reduce_of_four_nodes():

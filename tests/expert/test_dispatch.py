@@ -180,6 +180,10 @@ def test_experts_reached_by_two_levels_are_the_same():
         assert all(torch.equal(s, t) for s, t in zip(a, b))
 
 
+def test_a_switch_layer_has_room_for_a_quarter_more_tokens_unless_told():
+    assert SwitchMoE(D, HIDDEN, 2).options.capacity_factor == 1.25
+
+
 def test_each_rank_holds_its_share_of_the_experts_and_no_more():
     def body(world):
         moe = SwitchMoE(D, HIDDEN, 8, comm=world)

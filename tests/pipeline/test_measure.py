@@ -17,6 +17,8 @@ from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.pipeline import balance, measure_layers, measured_costs, partition
+from minipar.pipeline.emulate import emulate
+from minipar.schedules.costs import Costs
 from minipar.schedules.simulate import simulate
 from minipar.schedules.v_shaped import dualpipe_v
 from minipar.schedules.zero_bubble import zb_h1
@@ -41,6 +43,14 @@ def test_the_costs_of_a_timeline_are_those_it_was_simulated_with(data, schedule)
 @pytest.mark.parametrize("schedule", [zb_h1(3, 3), dualpipe_v(2, 4)], ids=lambda s: s.name)
 def test_an_emulated_action_takes_at_least_what_it_costs(schedule):
     check_emulated(schedule)
+
+
+def test_the_ranks_of_an_emulation_begin_each_step_together():
+    def barriers(world):
+        emulate(world, zb_h1(2, 2), Costs(0, 0, 0), steps=3)
+        return world.traffic.by_kind["barrier"]
+
+    assert minipar.run(barriers, world_size=2) == [3, 3]
 
 
 class Ticking(nn.Module):

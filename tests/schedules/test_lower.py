@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipar.schedules.gpipe import gpipe
 from minipar.schedules.lower import Compute, Receive, Send, Wait, lower
 from minipar.schedules.one_f_one_b import one_f_one_b
-from minipar.schedules.schedule import needs, output_key
+from minipar.schedules.schedule import Action, needs, output_key
 from minipar.schedules.validate import validate
 from tests.pipeline.rendezvous import Hang, Machine
 from tests.pipeline.strategies import mutants, schedules
@@ -97,3 +98,5 @@ def test_a_receive_is_up_before_the_action_during_which_it_arrives():
     first_of_last = lower(one_f_one_b(3, 4))[2]
     kinds = [type(instruction).__name__ for instruction in first_of_last[:4]]
     assert kinds == ["Receive", "Receive", "Wait", "Compute"]
+    program = lower(gpipe(2, 4))[1]  # microbatch 2 arrives when it has run 0 and 1
+    assert program.index(Receive(Action("F", 0, 2), 0)) < program.index(Compute(Action("F", 1, 0)))

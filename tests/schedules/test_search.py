@@ -65,6 +65,12 @@ def test_more_memory_never_costs_time():
     assert spans[0] > 2 * spans[-1]
 
 
+def test_a_rank_waits_where_another_has_the_longest_own_span_anyway():
+    """Weight gradients in every gap, or only in gaps of a given length, would take 44."""
+    cost = Costs(F=1, I=(1.5, 3, 4), W=(3, 2, 3), comm=1)
+    assert simulate(zb_auto(3, 5, cost, 3, 0.5), cost).longest_own_span == 42.5
+
+
 def test_a_limit_that_holds_nothing_is_refused():
     with pytest.raises(ValueError, match="memory_limit=0.5 holds no activation; use at least 1, 4 for"):
         zb_auto(4, 8, Costs(), 0.5)

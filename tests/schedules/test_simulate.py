@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from minipar.schedules.costs import Costs
 from minipar.schedules.gpipe import breadth_first, gpipe
 from minipar.schedules.one_f_one_b import interleaved, one_f_one_b
-from minipar.schedules.schedule import needs, output_key
+from minipar.schedules.schedule import Schedule, needs, output_key
 from minipar.schedules.simulate import simulate
+from minipar.schedules.timeline import Timeline
 from minipar.schedules.v_shaped import dualpipe_v, zb_v
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
 from tests.pipeline.strategies import costs, schedules, seconds
@@ -182,6 +183,17 @@ def test_an_action_is_looked_at_once_and_once_more_a_wait(schedule):
         simulate(schedule)
     for action, times in asked.items():
         assert times <= 1 + len(needs(action, schedule.model_stages, schedule.slices))
+
+
+def test_unless_told_a_backward_takes_two_forwards_and_a_message_no_time():
+    assert Costs().table(2) == {"F": (1, 1), "B": (2, 2), "I": (1, 1), "W": (1, 1)}
+    assert Costs().hops(range(2)) == [0, 0]
+
+
+def test_a_timeline_without_actions_takes_no_time():
+    empty = Timeline(Schedule(((),), (0,), 1, "empty"), {})
+    assert (empty.makespan, empty.longest_own_span, empty.busy, empty.peak_live) == (0, 0, (0,), (0,))
+    assert empty.bubble_over_total == empty.bubble_over_ideal == 0
 
 
 def test_costs_that_do_not_fit_are_refused():

@@ -136,3 +136,7 @@ def test_no_gradient_is_missing():
     model = case(False).model()
     model.loss(*case(False).tokens()).backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_a_matrix_of_the_sequences_own_tokens_is_shown_like_any_other():
+    assert "bias=False" in repr(sequence.SequenceParallelLinear(torch.nn.Linear(2, 3, bias=False), comm=None))

@@ -241,6 +241,14 @@ def refuse(world) -> list[str]:
     return lines
 
 
+def test_unless_told_a_column_parallel_layer_leaves_its_output_split():
+    def output(world):
+        weight = nn.Parameter(torch.full((1, 2), world.rank + 1.0))
+        return ColumnParallelLinear(weight, None, world)(torch.ones(1, 2)).tolist()
+
+    assert minipar.run(output, world_size=2) == [[[2.0]], [[4.0]]]
+
+
 def test_features_that_cannot_be_cut_are_refused_with_what_can():
     assert minipar.run(refuse, world_size=2)[0] == [
         "tp=2 does not divide out_features=9; use 1, 3 or 9",

@@ -40,6 +40,13 @@ def choose(world, folder, blind):
             return plain[1](path)
 
         restore.read_manifest = read_manifest
+    if world.rank == 1 and blind == "has another of this name":
+
+        def read_another(path):
+            manifest, digest = plain[1](path)
+            return manifest, "another" if path.name == "step-00000002" else digest
+
+        restore.read_manifest = read_another
     TensorFile.blocks = lambda self, key: (read.append(len(block)) or block for block in blocks(self, key))
     try:
         return agree_on_newest(world, folder), sum(read)
@@ -48,7 +55,8 @@ def choose(world, folder, blind):
 
 
 @pytest.mark.parametrize(
-    ("blind", "step"), [("", 2), ("lists an older one", 2), ("cannot open the newest", 1)]
+    ("blind", "step"),
+    [("", 2), ("lists an older one", 2), ("cannot open the newest", 1), ("has another of this name", 1)],
 )
 def test_every_rank_goes_on_from_the_checkpoint_that_all_can_read(tmp_path, blind, step):
     minipar.run(save_each, tmp_path, (1, 2), 0, world_size=4)

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from minipar.comm.collectives import ALGORITHMS
 from minipar.support.errors import RankError
 from minipar.transport import linking, shared_memory
+from minipar.transport.errors import PeerLate, PeerLost
+from minipar.transport.linking import Described
+from minipar.transport.messages import ChannelId, Message
 from minipar.transport.transports import choose_transport
 from tests.comm.cases import cases
 from tests.examples import examples
@@ -188,3 +191,19 @@ def test_a_segment_of_another_message_is_no_message(header):
     with pytest.raises(TimeoutError):
         link.receive(5, 0, segment)
     assert not segment.any()
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (TimeoutError(), PeerLate, "rank 0 waited 7 s to receive 8 bytes from rank 1"),
+        (ConnectionResetError("its process has ended"), PeerLost, r"rank 0 could not receive 8 .*has ended"),
+    ],
+)
+def test_a_late_peer_and_a_lost_one_are_told_apart(raised, error, words):
+    transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
+    message = Message("receive", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
+    fails = mock.Mock(side_effect=raised)
+    with pytest.raises(error, match=words):
+        shared_memory.Exchange(transport, [(Described(torch.zeros(2), 1, message, 5), fails)]).run()
+    assert transport.waits == {}

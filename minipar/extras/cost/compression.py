@@ -114,7 +114,7 @@ def compressed_gradients(job: Job, layout: Layout, elems: tuple[int, int], name:
     phases, plain = (codec.phases[:1], "reduce_scatter") if scatters else (codec.phases, "all_reduce")
     messages = codec_s = sent = 0.0
     for axis, number in zip(("dp", "edp"), elems):
-        links = axis_links(machine, layout, axis)
+        links = axis_links(machine, layout, axis, job.implementation.fold_experts)
         if not number or links.size == 1:
             continue
         few, whole = _elements(job, name, number)

@@ -5,6 +5,9 @@
 Each job is planned as `minipar plan` does, for minipar's own implementation. The authors' layout is predicted for the same
 implementation, so that only the layouts differ. A layout that does not fit by our formulas may have fit in the authors'
 program, which keeps other activations.
+
+DeepSeek-V3 was trained with products of 8-bit numbers and its all-to-alls behind other microbatches' work, so its time is
+not compared with ours, as those of other jobs are in docs/planner.md; only its layout stands here.
 """
 
 from __future__ import annotations
@@ -13,50 +16,75 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from minipar.cost.layout import Implementation, Job
+from minipar.cost.layout import Implementation, Job, Layout, parse_layout
+from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
+from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import NEAR, Plan, plan
 from minipar.cost.timing import step_time
-from minipar.extras.cost.published_runs import Run, published_runs
+from minipar.extras.cost.published_runs import published_runs
 
 TABLES = ("megatron-table-1", "megatron-readme", "llama-3", "torchtitan")
 
 
-def jobs() -> list[Run]:
-    """Return the published runs whose authors chose the layout for the job, smallest first."""
-    found = [run for run in published_runs() if run.table in TABLES]
-    return sorted(found, key=lambda run: (run.job().shape.num_params, run.gpus, run.seq_len))
+class Published(NamedTuple):
+    """A job for minipar's own implementation, and the layout that its authors chose for it."""
+
+    job: Job
+    layout: Layout
 
 
-def job_of(run: Run) -> Job:
-    """Return a run's job for minipar's own implementation, with the memory margin that `minipar plan` leaves."""
-    job = run.job(Implementation())
-    return replace(job, margin_bytes=MARGIN * job.machine.memory_bytes)
+# arXiv:2412.19437, sections 3.1, 3.2 and 4.2: nodes of 8 H800, whose NVLink has 400 GB/s in both directions, and 8 cards;
+# pp 16, ep 64 over 8 nodes, ZeRO-1 and no tp. A rank of DualPipe over 16 ranks has two of 16 stages, one of each direction:
+# as many as a rank of DualPipe-V over 8, which has one direction and twice the data parallelism.
+_H800 = replace(MACHINES["h100"], name="h800", link_bytes_per_s=200e9)
+DEEPSEEK_V3 = Published(
+    Job(MODELS["deepseek-v3"], _H800, 2048, 4096, 15360), parse_layout("dp256-pp8-ep64-zero1-mb1-dualpipe-v")
+)
 
 
-def row(run: Run) -> str:
-    """Return a job's row of the table: the two layouts, their times and memory, and a sentence on the difference."""
-    job = job_of(run)
-    found = plan(job)
-    theirs = step_time(job, run.layout).total
-    num_bytes = sum(worst_rank_memory(job, run.layout)[1].values())
-    choice = found.choice
-    return (
-        f"| {job.shape.num_params / 1e9:,.1f} B | {run.gpus:,} {job.machine.name} | {run.seq_len:,} | {run.batch:,} | "
-        f"`{run.layout.name}` | {theirs:.3g} s, {num_bytes / 1e9:.0f} GB | `{choice.name}` | "
-        f"{choice.seconds:.3g} s, {choice.num_bytes / 1e9:.0f} GB | {difference(job, run, found, theirs, num_bytes)} |"
+def jobs() -> list[Published]:
+    """Return published jobs whose authors chose the layout, smallest first, with the margin that `minipar plan` leaves."""
+    found = [
+        Published(run.job(Implementation()), run.layout) for run in published_runs() if run.table in TABLES
+    ]
+    found = [_with_margin(theirs) for theirs in (*found, DEEPSEEK_V3)]
+    return sorted(
+        found, key=lambda theirs: (theirs.job.shape.num_params, theirs.job.gpus, theirs.job.seq_len)
     )
 
 
-def difference(job: Job, run: Run, found: Plan, theirs: float, num_bytes: float) -> str:
+def _with_margin(theirs: Published) -> Published:
+    margin = MARGIN * theirs.job.machine.memory_bytes
+    return theirs._replace(job=replace(theirs.job, margin_bytes=margin))
+
+
+def row(published: Published) -> str:
+    """Return a job's row of the table: the two layouts, their times and memory, and a sentence on the difference."""
+    job, layout = published
+    found = plan(job)
+    theirs = step_time(job, layout).total
+    num_bytes = sum(worst_rank_memory(job, layout)[1].values())
+    choice = found.choice
+    return (
+        f"| {job.shape.num_params / 1e9:,.1f} B | {job.gpus:,} {job.machine.name} | {job.seq_len:,} | {job.batch:,} | "
+        f"`{layout.name}` | {theirs:.3g} s, {num_bytes / 1e9:.0f} GB | `{choice.name}` | "
+        f"{choice.seconds:.3g} s, {choice.num_bytes / 1e9:.0f} GB | {difference(job, layout, found, theirs, num_bytes)} |"
+    )
+
+
+def difference(job: Job, a: Layout, found: Plan, theirs: float, num_bytes: float) -> str:
     """Return a sentence on how our choice differs from the authors'."""
-    ours, a, b = found.choice.seconds, run.layout, found.choice.layout
-    axes = [name for name in ("tp", "pp", "cp", "dp") if getattr(a, name) != getattr(b, name)]
+    ours, b = found.choice.seconds, found.choice.layout
+    axes = [name for name in ("tp", "pp", "cp", "ep", "dp") if getattr(a, name) != getattr(b, name)]
     words = "the same mesh" if not axes else "other " + ", ".join(axes)
     if a.recompute == "full" and b.recompute != "full":
         words += "; no full recomputation, since flash attention stores no scores"
+    if found.without_cp is not None and found.best[0].layout.cp > 1:
+        words += "; cp would save less than its doubt"
     if num_bytes > job.room_bytes:
         words += "; theirs does not fit our program"
     gain = theirs / ours - 1
@@ -72,7 +100,10 @@ def page() -> str:
         "",
         "Jobs whose authors published their layout, and what `minipar plan` chooses for the same model, GPUs and batch. "
         "Both layouts are predicted for our own program, with flash attention and sequence parallelism, which those on "
-        "A100 did not have; [planner.md](planner.md) says how far predictions are from measured runs. "
+        "A100 did not have. DeepSeek-V3 (671 B) was trained with 8-bit products and DualPipe over 16 ranks, which is "
+        "written here as DualPipe-V over 8, with as many layers a rank; its all-to-alls ran behind other microbatches' "
+        "work, and norms, SwiGLU and MLA's up-projections were recomputed, neither of which our program does. "
+        "[planner.md](planner.md) says how far predictions are from measured runs. "
         "`python -m minipar.extras.cost.published_choices docs/planner_choices.md` writes this page.",
         "",
         "| model | GPUs | tokens | samples | theirs | | ours | | difference |",

@@ -46,6 +46,9 @@ class Table(NamedTuple):
 
 
 _A100, _H100 = MACHINES["a100-80gb"], MACHINES["h100"]
+_H100_HBM2 = replace(_H100, hbm_bytes_per_s=2.4e12, memory_bytes=96e9)
+_H200_OF_4 = replace(MACHINES["h200"], gpus_per_node=4, cards_per_node=4)
+_BRIDGE = "Megatron-Bridge 067f987, docs/performance-summary-archive.md,"
 _FOUNDRY = "llm-foundry 8c8dd48, scripts/train/benchmarking/README.md"
 TABLES = {
     "megatron-table-1": Table(
@@ -59,8 +62,51 @@ TABLES = {
     ),
     "llama-3": Table("llama-3", _H100, "model", "arXiv:2407.21783, table 4", "mixed-fp32-grads"),
     "torchtitan": Table(
-        "torchtitan", replace(_H100, hbm_bytes_per_s=2.4e12), "tokens",
+        "torchtitan", _H100_HBM2, "tokens",
         "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06: bfloat16, without async TP", "mixed-fp32-grads",
+    ),
+    "moe-zoo": Table(
+        "megatron-core", _H100, "tokens",
+        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, without overlapped all-to-alls; a third chunk there "
+        "holds embedding and loss", "mixed-fp32-grads",
+    ),
+    "bridge-h100": Table("megatron-core", _H100, "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", "mixed-fp32-grads"),
+    "bridge-b200": Table(
+        "megatron-core", MACHINES["b200"], "tokens", f"{_BRIDGE} 25.11, 26.02 and 26.04.01, BF16", "mixed-fp32-grads"
+    ),
+    "bridge-gb200": Table(
+        "megatron-core", MACHINES["gb200"], "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", "mixed-fp32-grads"
+    ),
+    "bridge-gb300": Table(
+        "megatron-core", replace(MACHINES["gb200"], memory_bytes=279e9), "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16",
+        "mixed-fp32-grads",
+    ),
+    "torchtitan-2024": Table(
+        "torchtitan", _H100_HBM2, "tokens", "torchtitan b5bcd76, benchmarks/llama3_h100_202412, tables 1 and 3, compiled",
+        "mixed-fp32-grads",
+    ),
+    "torchtitan-qwen3": Table(
+        "torchtitan", _H100_HBM2, "tokens", "github.com/pytorch/torchtitan/pull/1690, compiled", "mixed-fp32-grads"
+    ),
+    "torchtitan-b200": Table(
+        "torchtitan", MACHINES["b200"], "tokens", "github.com/mlc-ai/pith-train/issues/79, TorchTitan", "mixed-fp32-grads"
+    ),
+    "titan-eager-2024": Table(
+        "torchtitan-eager", _H100_HBM2, "tokens", "torchtitan b5bcd76, benchmarks/llama3_h100_202412, not compiled",
+        "mixed-fp32-grads",
+    ),
+    "titan-eager-qwen3": Table(
+        "torchtitan-eager", _H100_HBM2, "tokens", "github.com/pytorch/torchtitan/pull/1690, not compiled",
+        "mixed-fp32-grads",
+    ),
+    "kempner": Table(
+        "kempnerforge", _H200_OF_4, "tokens",
+        "KempnerForge 5666d0d, benchmarks/mfu_scaling and config_validation, compiled; a card of 400 Gb/s for each GPU is "
+        "assumed", "mixed-fp32-grads",
+    ),
+    "kempner-mixture": Table(
+        "kempnerforge", _H200_OF_4, "tokens", "KempnerForge 5666d0d, benchmarks/moe_packed, packed experts",
+        "mixed-fp32-grads",
     ),
     "mpt-h100": Table("composer", _H100, "tokens", f"{_FOUNDRY}, H100 80GB BF16", "mixed-fp32-grads"),
     "mpt-a100-80gb": Table("composer", _A100, "tokens", f"{_FOUNDRY}, A100 80GB"),
@@ -87,7 +133,7 @@ class Run(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of layout, by which errors are summarized."""
-        return kind_of(self.layout)
+        return kind_of(self.job().shape, self.layout)
 
     @property
     def mfu(self) -> float:
@@ -134,17 +180,34 @@ def _rate(job: Job, step: StepTime, unit: str) -> float:
 
 @cache
 def _shape(model: str, seq_len: int) -> ModelShape:
-    """Return the shape of a model, given as "gpt LAYERS DIM HEADS [VOCABULARY]", "mpt LAYERS DIM HEADS" or a known name."""
-    kind, *sizes = model.split()
-    if kind == "gpt":
-        layers, dim, heads, *vocab = map(int, sizes)
-        return gpt("gpt", layers, dim, heads, *vocab)
-    if kind == "mpt":  # GPT-2's layer without dropout
-        layers, dim, heads = map(int, sizes)
+    """Return the shape of a model: a known name or, with its sizes, "gpt", "mpt", "llama" or "moe"."""
+    kind, *words = model.split()
+    sizes = tuple(map(int, words))
+    if kind == "gpt":  # layers, width, heads, vocabulary unless it is GPT-2's
+        return gpt("gpt", *sizes)
+    if kind == "mpt":  # layers, width, heads: GPT-2's layer without dropout
+        layers, dim, heads = sizes
         return ModelShape(
             "mpt", layers, dim, heads, 4 * dim, 50368, gated=False, bias=True, norm_params=2, positions=seq_len,
             tie_embeddings=True,
         )  # fmt: skip
+    if kind in (
+        "llama",
+        "moe",
+    ):  # layers, width, heads, key/value heads, the MLP's width, vocabulary, experts, top-k
+        layers, dim, heads, kv_heads, width, vocab, num_experts, top_k = (*sizes, 0, 1)[:8]
+        return ModelShape(
+            kind,
+            layers,
+            dim,
+            heads,
+            width,
+            vocab,
+            kv_heads,
+            num_experts=num_experts,
+            top_k=top_k,
+            capacity_factor=1.0,
+        )
     return find_model(model)
 
 

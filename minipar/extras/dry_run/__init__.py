@@ -6,6 +6,7 @@ those that run the same program by symmetry, such as all ranks of a stage along 
 tensors.py         tensors without values
 shapes.py          a cache of the shapes that operations return
 assumed.py         the values that are assumed where the library reads a tensor (`.item()`, `.tolist()`)
+reads.py           the methods of torch that answer otherwise in a dry run, such as `.item()`
 record.py          a rank's program, recorded as steps
 transport.py       a transport that records what a rank would send, and sends nothing
 turns.py           threads of one process as ranks, of which one runs at a time

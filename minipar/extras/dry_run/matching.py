@@ -113,6 +113,8 @@ def _different_channels(programs: Sequence[Program]) -> list[str]:
 
 # Identifies a message: channel, lane ("" in the grouped transport), sender, receiver, number.
 Key = tuple[ChannelId, str, int, int, int]
+# A message's posted halves, by verb: "send" and "receive". It is delivered once there are both.
+Halves = dict[str, Message]
 
 
 @dataclass
@@ -130,13 +132,13 @@ class RankState:
     """How far a rank has come.
 
     queues  channel -> the operations given to its stream that have not ended, the running one first
-    posts   number of a post -> its messages, each with its key
+    posts   number of a post -> the keys and halves of its messages
     """
 
     program: Program
     queues: dict[ChannelId, deque[int]] = field(default_factory=lambda: defaultdict(deque))
     finished: set[int] = field(default_factory=set)
-    posts: dict[int, list[tuple[Key, Message]]] = field(default_factory=dict)
+    posts: dict[int, list[tuple[Key, Halves]]] = field(default_factory=dict)
     numbers: Counter[tuple[ChannelId, str, str, int]] = field(default_factory=Counter)
     sent: dict[Line, Posted] = field(default_factory=dict)
     received: dict[Line, Posted] = field(default_factory=dict)
@@ -151,7 +153,7 @@ class Execution:
     def __init__(self, programs: Iterable[Program], in_order: bool):
         self.in_order = in_order
         self.ranks = {program.rank: RankState(program) for program in programs}
-        self.halves: dict[Key, dict[str, Message]] = defaultdict(dict)
+        self.halves: dict[Key, Halves] = defaultdict(dict)
         # Message key, or (rank, operation) -> the threads that wait for it.
         self.waiting: dict[object, list[Thread]] = defaultdict(list)
         self.blocked: dict[int, list[Message]] = {}
@@ -211,10 +213,13 @@ class Execution:
         return Thread(rank, self.ranks[rank].program.operations[operation].steps, operation)
 
     def _not_delivered(self, state: RankState, post: int) -> Key | None:
-        return next((key for key, _ in state.posts[post] if len(self.halves[key]) < 2), None)
+        for key, halves in state.posts[post]:
+            if len(halves) < 2:
+                return key
+        return None
 
     def _post(self, rank: int, state: RankState, post: Post) -> None:
-        keys = []
+        posted = []
         for message in (post.send, post.receive):
             if message is None:
                 continue
@@ -227,16 +232,15 @@ class Execution:
             table = state.sent if sends else state.received
             line = message.channel, message.lane, message.peer
             table[line] = (message.number + 1, message.num_bytes, message.label)
-            keys.append((key, message))
-            self._meet(rank, key, message)
-        state.posts[post.number] = keys
+            halves = self.halves[key]
+            halves[message.verb] = message
+            posted.append((key, halves))
+            if len(halves) == 2:
+                self._meet(key, halves)
+        state.posts[post.number] = posted
 
-    def _meet(self, rank: int, key: Key, message: Message) -> None:
-        """Match a send with its receive, or a receive with its send, if that has been posted."""
-        halves = self.halves[key]
-        halves[message.verb] = message
-        if len(halves) < 2:
-            return
+    def _meet(self, key: Key, halves: Halves) -> None:
+        """Compare a send with its receive, and let the threads that wait for the message go on."""
         send, receive = halves["send"], halves["receive"]
         if (send.num_bytes, send.label) != (receive.num_bytes, receive.label):
             self.mismatched.append(
@@ -256,9 +260,9 @@ class Execution:
         waits: dict[int, list[Message]] = defaultdict(list)
         for key, threads in self.waiting.items():
             for thread in threads:
-                for _, message in self._messages_of(thread):
-                    if _key_matches(key, message, thread.rank):
-                        waits[thread.rank].append(message)
+                for posted, halves in self._messages_of(thread):
+                    if posted == key:
+                        waits[thread.rank] += halves.values()
         counts = {
             rank: MessageCounts(list(waits[rank]), state.sent, state.received)
             for rank, state in self.ranks.items()
@@ -274,13 +278,8 @@ class Execution:
         left = unmatched_messages(counts)
         return found or [unmatched.sentence for unmatched in left]
 
-    def _messages_of(self, thread: Thread) -> list[tuple[Key, Message]]:
+    def _messages_of(self, thread: Thread) -> list[tuple[Key, Halves]]:
         step = thread.steps[thread.at]
         if isinstance(step, Completed):
             return self.ranks[thread.rank].posts[step.post]
         return self.ranks[thread.rank].posts[step.number] if isinstance(step, Post) else []
-
-
-def _key_matches(key: object, message: Message, rank: int) -> bool:
-    pair = (rank, message.peer) if message.verb == "send" else (message.peer, rank)
-    return isinstance(key, tuple) and len(key) == 5 and key[0] == message.channel and key[2:4] == pair

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from minipar.comm import Comm
 from minipar.extras.dry_run.matching import disagreements
+from minipar.extras.dry_run.reads import AllRanks
 from minipar.extras.dry_run.record import Program, Refused
-from minipar.extras.dry_run.tensors import AllRanks, DryTensors, tensors_without_contents
+from minipar.extras.dry_run.tensors import DryTensors
 from minipar.extras.dry_run.transport import Contents, RecordedTransport
 from minipar.extras.dry_run.turns import Stuck, Turns
 
@@ -59,7 +62,7 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
     assumed: set[str] = set()
 
     def run(rank: int) -> None:
-        with tensors_without_contents(shared) as tensors:
+        with shared.without_contents() as tensors:
             world = make_world(rank, contents, tensors)
             transport = world._transport
             assert isinstance(transport, RecordedTransport)
@@ -74,7 +77,7 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
             transport.recording = False
             assumed.update(tensors.assumed)
 
-    with AllRanks() as shared:
+    with _no_garbage_collection(), AllRanks() as shared:
         turns.run([partial(run, rank) for rank in ranks])
     for error in errors.values():
         if isinstance(error, Refused):
@@ -82,6 +85,20 @@ def record(ranks: Sequence[int], make_world: MakeWorld, program: RankProgram[T])
     faults = [f"rank {rank} raises {_one_line(error)}" for rank, error in sorted(errors.items())]
     results = dict(sorted(results.items()))
     return DryPrograms([programs[rank] for rank in ranks], results, faults, sorted(assumed))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Free memory by reference counts alone, so that a peak does not depend on when Python collects garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # so that an explicit collection is fast: it does not look at all that torch has loaded
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
 
 
 def _one_line(error: Exception) -> str:

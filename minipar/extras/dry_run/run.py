@@ -11,6 +11,7 @@ Not run: reading and writing checkpoints, measuring held-out loss, and the text 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -197,6 +198,7 @@ def _rank(config: TrainConfig, text: Text, world: Comm, tensors: DryTensors) -> 
     torch.manual_seed(config.seed)
     mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
     state = parallelize(config, mesh, world.device)
+    gc.collect()  # the whole model that told the costs of its layers: on the meta device, it takes no memory in a run
     comms = {axis: mesh.comm(*axes) for axis, axes in COMMS.items()}
     for step in range(STEPS):
         for comm in (world, *comms.values()):

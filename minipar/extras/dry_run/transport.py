@@ -93,9 +93,11 @@ class RecordedTransport(Transport):
         if to is not None and x is not None and x.numel():
             send = self.note(channel, "send", x.nbytes, to, channel.label(x.dtype)[0])
             traffic.book(channel.kind or kind, x.nbytes)
-            # Copy it, since x may change before the receiver runs. Without modes, so as not to count the copy as memory.
-            with _disable_current_modes():
-                value = x.detach().clone() if self.has_contents(x) else None
+            value = None
+            if self.has_contents(x):
+                # Copy it, since x may change before the receiver runs. Without modes, so as not to count it as memory.
+                with _disable_current_modes():
+                    value = x.detach().clone()
             self.contents.sent[send.channel, send.lane, self.program.rank, send.peer, send.number] = value
         if source is not None and out is not None and out.numel():
             receive = self.note(channel, "receive", out.nbytes, source, channel.label(out.dtype)[0])
@@ -153,9 +155,10 @@ class RecordedStream:
 
     def __init__(self, transport: RecordedTransport, key: ChannelId):
         self._transport, self._key = transport, key
+        self._depth = 0  # number of this stream's operations that run
 
     def inside(self) -> bool:
-        return any(operation.channel == self._key for operation in self._transport.running)
+        return self._depth > 0
 
     def idle(self) -> bool:
         return False  # so a message posted ahead is recorded as an operation for which the rank does not wait yet
@@ -175,9 +178,11 @@ class RecordedStream:
     @contextmanager
     def _running(self, operation: Recorded) -> Iterator[None]:
         self._transport.running.append(operation)
+        self._depth += 1
         try:
             yield
         finally:
+            self._depth -= 1
             self._transport.running.pop()
 
     def lane(self) -> str:

@@ -84,8 +84,9 @@ class Strategy(NamedTuple):
     def formula_bytes(self) -> float:
         """Return the value of `sends`."""
         job, shape, a = self.job(), MODELS[self.model], self.split
+        ends = ends_elems(job, Layout(), held_by(job, Layout(), 0))
         letters = dict(
-            n=RANKS, P=shape.num_params, E=ends_elems(job, 1, True, True), X=shape.num_moe_layers * shape.num_experts
+            n=RANKS, P=shape.num_params, E=ends, X=shape.num_moe_layers * shape.num_experts
             * expert_elems(shape), L=shape.num_layers, D=shape.dim, K=shape.kv_dim, N=SAMPLES * TOKENS, k=shape.top_k,
             s=a.dp // self.replicate, r=self.replicate,
         )  # fmt: skip

@@ -126,19 +126,12 @@ def naive(job: Job) -> Priced | None:
                 mesh = Layout(dp, cp=rest // tp, tp=tp, zero=3 if rest // tp * dp > 1 else 0)
                 layout = replace(mesh, microbatch=microbatch, recompute=recompute)
                 if why_illegal(job, layout) is None:
-                    found.append(_sharded(fsdp_job(job), layout))
+                    found.append(priced(fsdp_job(job), layout))
         fits = [each for each in found if each.num_bytes <= job.room_bytes]
         if fits:
             # Rounded, so that among nearly equal layouts the first wins: the one without recomputation.
             return min(fits, key=lambda each: float(f"{each.seconds:.2g}"))
     return None
-
-
-def _sharded(job: Job, layout: Layout) -> Priced:
-    """Predict a ZeRO-3 layout that keeps gradients sharded over several microbatches, which minipar itself does not."""
-    found = priced(job, layout)
-    whole = worst_rank_memory(job, layout)[1]["gradients"] if layout.microbatches(job) > 1 else 0.0
-    return found._replace(num_bytes=found.num_bytes - whole * (1 - 1 / (layout.dp * layout.cp)))
 
 
 def memory_limit(job: Job) -> str:
@@ -202,9 +195,9 @@ def page() -> str:
         "fastest that fits of all microbatches, with and without recomputation; after it stands what it waits for "
         "longest. After +- stands the fraction that four of five published runs stay within "
         "([planner.md](planner.md)), after a gain its range if both predictions are off by so much in opposite "
-        "directions. A *copy* is what a rank of plain data parallelism would hold. No run of a mixture, behind a slow "
-        "network, or on other GPUs than A100 and H100 was among those: there the doubt is larger than it says. All of "
-        "this is predicted: we ran none of these jobs.",
+        "directions. A *copy* is what a rank of plain data parallelism would hold. The doubt of a mixture is that of "
+        "held-out runs of mixtures, and wide. No run behind a slow network or on GPUs of 24 GB was among those: there the "
+        "doubt is larger than it says. All of this is predicted: we ran none of these jobs.",
         "",
         "| workload | what limits it | naive | recommended | gain |",
         "|---|---|---|---|---|",

@@ -65,7 +65,7 @@ def test_a_layout_that_compression_makes_faster_than_the_winner_is_named(tmp_pat
     slow.write_text(SLOW)
     job = Job(find_model("llama-7b"), find_machine(str(slow)), 8, 1024, 64)
     whole, mixed, pipeline = (
-        parse_layout(name) for name in ("dp8-zero0-mb1-full", "dp2-pp4-mb4-full", "pp8-mb8-full")
+        parse_layout(name) for name in ("dp8-zero0-mb1-full", "dp2-pp4-mb4-full", "pp8-mb4-full")
     )
     seconds = {
         (layout, method): s

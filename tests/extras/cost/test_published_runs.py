@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from minipar.cost.doubt import PROGRAM_SPREADS, SPREADS, doubt, kind_of
+from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, doubt, kind_of
 from minipar.cost.layout import Implementation, Job, parse_layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS
@@ -19,11 +19,13 @@ from minipar.extras.cost.fit import (
     FITTED,
     fitted_default,
     fitted_program,
+    fitted_runs,
     held_out_spreads,
     page,
     program_spreads,
     runs_of,
     spearman,
+    weighted_median,
 )
 from minipar.extras.cost.published_choices import jobs, row
 from minipar.extras.cost.published_runs import TABLES, published_runs, spread
@@ -49,7 +51,7 @@ def test_megatrons_table_is_the_one_of_the_other_tests():
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if len(runs_of(name, held_out=False)) >= FEW])
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if len(fitted_runs(name)) >= FEW])
 def test_the_numbers_in_use_are_the_fitted_ones(program):
     fitted, used = fitted_program(program), PROGRAMS[program].implementation
     assert used.arithmetic == pytest.approx(fitted.arithmetic, abs=0.006)
@@ -64,13 +66,13 @@ def test_an_unknown_program_has_the_numbers_fitted_to_all():
 
 
 def test_fsdp_with_flash_attention_by_an_unknown_program():
-    """17 rows on A100, held out or not: mean absolute error 7.0 %, largest 16 %, to both sides."""
+    """17 rows on A100, held out or not: mean absolute error 7.6 %, largest 15 %, to both sides."""
     runs = [run for run in RUNS if run.table == "mpt-a100-80gb" and run.seq_len <= 4096]
     found = [math.expm1(-run.error(Implementation())) for run in runs]
     (thirteen,) = [run for run in runs if (run.model, run.seq_len) == ("mpt 40 5120 40", 2048)]
     assert thirteen.job().shape.num_params == 12853954560  # as printed
     assert len(runs) == 17
-    assert fmean(map(abs, found)) < 0.075
+    assert fmean(map(abs, found)) < 0.08
     assert -0.17 < min(found) < 0 < max(found) < 0.07
 
 
@@ -78,8 +80,8 @@ def test_fsdp_with_flash_attention_by_an_unknown_program():
     "run", [run for run in RUNS if run.table == "llama-3"], ids=lambda run: run.layout.name
 )
 def test_llama_3_405b(run):
-    """Within 3 %. How many chunks a rank has is not printed; 7 is as many as 126 layers allow."""
-    assert abs(run.error()) < 0.03
+    """Within 5 %. How many chunks a rank has is not printed; 7 is as many as 126 layers allow."""
+    assert abs(run.error()) < 0.05
     # Attention at the rate of a matrix product, as before 2023's kernels were measured: 131,072 tokens tell.
     speed = run.job().machine.matmul_fraction / run.job().machine.attention_fraction
     quick = run.error(Implementation(attention_speed=speed))
@@ -89,7 +91,7 @@ def test_llama_3_405b(run):
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run.table == "fsdp"], ids=lambda run: run.layout.name)
 def test_fsdp_of_gpt3_on_128_gpus(run):
-    """7 and 13 % too slow: a fifth of its messages hides, by the numbers of an unknown program."""
+    """7 and 13 % too slow: three tenths of its messages hide, by the numbers of an unknown program."""
     assert -0.15 < math.expm1(-run.error()) < 0
 
 
@@ -103,11 +105,12 @@ def test_texts_count_the_runs_and_quote_the_doubt():
     assert f"with ZeRO-3 within {100 * SPREADS['ZeRO-3']:.0f} %" in text
     assert f"layouts within {NEAR:.0%}".replace("%", " %") in text
     assert f"arithmetic takes {Implementation().arithmetic} of what" in text
-    assert Implementation().overlap == 1 / 5  # "a fifth of the messages"
+    assert "three tenths of the messages" in text
+    assert Implementation().overlap == 3 / 10
 
 
 def test_a_known_program_is_predicted_within_a_tenth():
-    """Of held-out runs: Megatron 1.8 %, Composer's FSDP 4.2 %."""
+    """Of held-out runs: Megatron 2.2 %, Composer's FSDP 3.9 %."""
     for program, mean in (("megatron-2021", 0.03), ("composer", 0.05)):
         errors = [abs(run.error()) for run in runs_of(program, held_out=True)]
         assert len(errors) >= 5
@@ -117,8 +120,8 @@ def test_a_known_program_is_predicted_within_a_tenth():
 def test_the_doubt_is_the_spread_of_held_out_runs():
     """Four of five held-out runs lie within what `minipar plan` prints; rounded up to a whole per cent."""
     found = held_out_spreads()
-    assert set(found) == {"ZeRO-3", "tp or pp"}
-    most = max(found.values())
+    assert set(found) == {"ZeRO-3", "tp or pp", MIXTURE}
+    most = max(value for kind, value in found.items() if kind != MIXTURE)
     assert {kind: math.ceil(100 * found.get(kind, most)) / 100 for kind in SPREADS} == SPREADS
 
 
@@ -150,6 +153,25 @@ def test_spearman(values, others, correlation):
     assert spearman(values, others) == pytest.approx(correlation)
 
 
+def test_within_a_table_of_one_program_runs_are_ranked_as_measured():
+    """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike."""
+    found = {}
+    for table in TABLES:
+        runs = [run for run in RUNS if run.table == table]
+        if len(runs) >= 5:
+            found[table] = spearman(
+                [run.mfu for run in runs], [run.mfu * math.exp(-run.error()) for run in runs]
+            )
+    assert len(found) == 7
+    assert min(found.values()) > 0.895
+
+
+def test_a_weighted_median_is_where_half_of_the_weight_lies():
+    assert weighted_median([(3.0, 1), (1.0, 1), (2.0, 1)]) == 2
+    assert weighted_median([(3.0, 5), (1.0, 1), (2.0, 1)]) == 3
+    assert weighted_median([(-1.0, 1)]) == -1
+
+
 def test_spread_holds_four_of_five():
     assert spread([0.1, -0.2, 0.3, -0.4, 0.5]) == 0.4
     assert spread([0.1]) == 0.1
@@ -165,9 +187,14 @@ def test_the_page_is_written_anew_from_the_table():
      ("dp4-cp2-zero3", "cp")],
 )  # fmt: skip
 def test_kinds_of_layouts(name, kind):
-    assert kind_of(parse_layout(name)) == kind
+    assert kind_of(MODELS["llama-7b"], parse_layout(name)) == kind
     job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, 4096, 64)
     assert doubt(job, parse_layout(name)) == SPREADS[kind]
+    mixture = Job(MODELS["mixtral-8x7b"], MACHINES["h100"], 8, 4096, 64)
+    assert doubt(mixture, parse_layout(name)) == SPREADS[MIXTURE] > max(SPREADS[kind], 0.2)
+    known = replace(mixture, program="megatron-core")
+    assert doubt(known, parse_layout(name)) == PROGRAM_SPREADS["megatron-core, mixture"] < SPREADS[MIXTURE]
+    assert doubt(replace(job, program="megatron-core"), parse_layout(name)) == SPREADS[kind]
 
 
 @pytest.mark.thorough
@@ -176,7 +203,7 @@ def test_the_page_of_choices_is_what_the_planner_chooses():
     text = (ROOT / "docs" / "planner_choices.md").read_text(encoding="utf-8")
     assert len(jobs()) >= 12
     assert text.count("\n| ") == len(jobs()) + 1
-    assert all(f"| `{run.layout.name}` |" in text for run in jobs())
+    assert all(f"| `{theirs.layout.name}` |" in text for theirs in jobs())
     for run in jobs()[:2]:
         assert row(run) in text
 
@@ -186,8 +213,9 @@ def test_the_page_of_choices_is_what_the_planner_chooses():
 
 def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_chosen():
     found = plan(Job(MODELS["llama-7b"], MACHINES["a100-80gb"], 8, 4096, 64))
+    without_cp = [c for c in found.fits if c.layout.cp == 1]  # samples are short, and cp would save nothing
     least = min(c.seconds for c in found.fits)
-    near = [c for c in found.fits if c.seconds <= (1 + NEAR) * least]
+    near = [c for c in without_cp if c.seconds <= (1 + NEAR) * least]
     assert sorted(found.near) == sorted(near)
     key = {c.name: simplicity(found.job, c.layout) for c in near}
     assert key[found.choice.name] == min(key.values())
@@ -202,6 +230,8 @@ def test_of_layouts_that_cannot_be_told_apart_the_simplest_is_chosen():
     [
         ("dp8-zero1", "dp4-cp2-zero3"),
         ("dp8-zero1", "dp8-zero3"),
+        ("dp2-pp2-tp2-zero1-1f1b", "pp4-tp2-interleaved:2"),
+        ("dp2-pp2-tp2-zero1-1f1b", "dp2-pp4-zero1-seq1f1b:2"),
         ("dp8-zero1", "dp8-zero1-full"),
         ("dp2-pp2-tp2-zero1", "dp2-pp2-cp2-zero1"),
         ("dp4-pp2-zero1-1f1b", "dp4-pp2-zero1-zb-v"),

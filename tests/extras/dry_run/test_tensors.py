@@ -1,5 +1,7 @@
 """Tensors without contents count as the memory that they would take in a run."""
 
+import gc
+
 import torch
 
 from minipar.extras.dry_run.programs import run_ranks
@@ -22,6 +24,20 @@ def test_memory_that_a_storage_gives_back_is_not_held():
     before = torch.UntypedStorage.resize_
     assert run_ranks(1, resizes).results == {0: ([0, 4000, 0, 4000, 0], 4000)}
     assert torch.UntypedStorage.resize_ is before
+
+
+def test_memory_that_only_the_collector_would_free_is_held():
+    """Otherwise a peak would depend on when Python collects garbage."""
+
+    def makes_cycles(world, memory):
+        for _ in range(2000):
+            cycle = [torch.zeros(10)]
+            cycle.append(cycle)
+        return memory.now
+
+    assert run_ranks(1, makes_cycles).results == {0: 2000 * 40}
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_view_of_unknown_numbers_is_no_memory_of_its_own():

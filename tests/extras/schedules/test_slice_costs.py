@@ -130,8 +130,12 @@ def test_ranks_keep_the_bytes_of_slices_that_were_predicted(schedule, attention,
 
 
 def test_more_slices_keep_less_and_wait_less_until_attention_keeps_more():
-    """(p + s - 1)/s microbatches for p, and idle ranks an s-th: what a long context on deep pipelines is cut for."""
-    job = Job(MODELS["llama-70b"], H100, 64, 65536, 8)
+    """(p + s - 1)/s microbatches for p, and idle ranks an s-th: what a long context on deep pipelines is cut for.
+
+    Without latencies, which each slice's messages have anew.
+    """
+    quick = replace(H100, link_latency_s=0.0, network_latency_s=0.0, start_latency_s=0.0)
+    job = Job(MODELS["llama-70b"], quick, 64, 65536, 8)
     layouts = [Layout(pp=8, tp=8, schedule="seq1f1b", slices=s, recompute="full") for s in (2, 4, 8)]
     whole = Layout(pp=8, tp=8, recompute="full")
     kept = [rank_memory(job, a, 0)["activations"] for a in (whole, *layouts)]

@@ -278,8 +278,9 @@ def activations_of_80_layers(tokens, t, p):
 
 @another_way
 def units_of_blocks(layers, every, block, block_input):
-    kept = sum(block_input for layer in range(layers) if layer % every == 0)
-    return (kept + sum(block for _ in range(every))) / 1e3
+    running = range(layers - every, layers)  # the last unit, whose backward comes first
+    kept = sum(block_input for layer in range(layers) if layer % every == 0 and layer not in running)
+    return (kept + sum(block for _ in running)) / 1e3
 
 
 @another_way

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from minipar.cli.report import draw_exercise
 from minipar.learn.exercises import command as command_module
 from minipar.learn.exercises.command import exercise_command
-from minipar.learn.exercises.registry import EXERCISES
+from minipar.learn.exercises.registry import EXERCISES, find_exercise
 from tests.learn.exercises.test_containment import RIGHT
 
 run_command = exercise_command(draw_exercise)
@@ -32,7 +33,13 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "exercises"
 
 
-def test_from_the_first_line_to_green_with_a_picture(capsys, folder):
+def test_from_the_first_line_to_green_with_a_picture(capsys, folder, monkeypatch):
+    seconds = iter((10.0, 10.0, 10.0, 12.5))  # each check reads the clock when it begins and when it ends
+    monkeypatch.setattr(
+        sys.modules["minipar.learn.exercises.check"],
+        "time",
+        SimpleNamespace(perf_counter=lambda: next(seconds)),
+    )
     assert "0 of" in outcome(capsys, "list")[1]
     code, out = outcome(capsys, "start", "shift")
     assert "exercises/shift.py: Pass to the right" in out
@@ -44,8 +51,18 @@ def test_from_the_first_line_to_green_with_a_picture(capsys, folder):
     assert code == 0
     assert out.splitlines() == [out.splitlines()[0], "your run: exercises/shift.png"]
     assert "shift: GREEN  it runs, right on one small case, right on drawn cases, the bytes sent" in out
+    assert "(2.5 s)" in out
     assert (folder / "shift.png").stat().st_size > 10_000
     assert "1 of" in outcome(capsys, "list")[1]
+
+
+def test_the_last_hint_alone_names_the_solution(capsys, folder):
+    outcome(capsys, "start", "shift")
+    hints = [outcome(capsys, "hint", "shift")[1] for _ in find_exercise("shift").hints]
+    assert len(hints) > 1
+    assert ["minipar exercise solution shift" in hint for hint in hints] == [False] * (len(hints) - 1) + [
+        True
+    ]
 
 
 def test_a_schedule_is_drawn_as_text(capsys, folder):
@@ -74,6 +91,10 @@ def test_list_and_check_as_json(capsys, folder):
         (("start", "flight"), "`minipar exercise list` names them all"),
         (("check", ""), "is no exercise"),
         (("check", "shift"), "exercises/shift.py does not exist; `minipar exercise start shift` writes it"),
+        (
+            ("check", "shift", "mine"),
+            "mine/shift.py does not exist; `minipar exercise start shift mine` writes it",
+        ),
         (("check", "shift", "no/such.py"), "no/such.py does not exist"),
         (("hint", "shift"), "does not exist"),
         (("solution", "shft"), "did you mean shift?"),

@@ -35,6 +35,8 @@ def test_states_of_70b_with_tp8_pp2_dp4_and_15_gb_of_activations():
     plain, zero1 = (worst_rank_memory(job, parse_layout(f"dp4-pp2-tp8-zero{zero}"))[1] for zero in (0, 1))
     assert round(plain["activations"] / 1e9) == round(zero1["activations"] / 1e9) == 15
     assert sum(plain.values()) > 80e9 > 50e9 > sum(zero1.values())
+    recomputed = worst_rank_memory(job, parse_layout("dp4-pp2-tp8-zero0-full"))[1]
+    assert round(sum(recomputed.values()) / 1e9) == 72
 
 
 def test_a_sampler_gives_rank_r_every_nth_entry_of_one_permutation():

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.config.model_config import ModelConfig
@@ -134,10 +135,29 @@ def test_on_a_ring_an_all_to_all_takes_a_quarter_of_an_all_gather():
     assert all_to_all / all_gather == pytest.approx(0.25, rel=0.05)
 
 
+class _Passes(TorchDispatchMode):
+    """Counts the tensors that operations read and write."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += sum(isinstance(x, torch.Tensor) for x in (*args, out))
+        return out
+
+
 def test_a_pass_over_memory_each_or_one_for_all():
-    unfused = 3 * 2  # three elementwise operations, each reads and writes
-    fused = 2
-    assert unfused / fused == 3
+    x = torch.linspace(-5, 5, 11, dtype=torch.float64)
+
+    def passes(function):
+        with _Passes() as counter:
+            out = function(x)
+        return out, counter.count
+
+    separate, unfused = passes(lambda x: (x + 3).clamp(0, 6) / 6)
+    one_kernel, fused = passes(torch.nn.functional.hardsigmoid)
+    torch.testing.assert_close(one_kernel, separate)
+    assert (unfused, fused) == (6, 2)
 
 
 def test_a_serial_percent_limits_strong_scaling():

@@ -137,7 +137,7 @@ def ranks_at_which_top_k_loses(percent: float, value_bytes: int) -> Card:
     return Card(
         f"Top-k keeps {percent:g} % of a gradient's values, {value_bytes} bytes and an index of 4 bytes each, "
         "and all-gathers them: indices differ, so nothing is summed on the way. From how many ranks on does a "
-        f"rank send more than in a ring all-reduce of all values, {value_bytes} bytes each?",
+        f"rank send at least as much as in a ring all-reduce of all values, {value_bytes} bytes each?",
         2 * value_bytes / ((value_bytes + 4) * kept),
         "ranks",
         (

@@ -143,11 +143,11 @@ def units_of_blocks(layers: int, every: int, block: int, block_input: int) -> Ca
         f"{layers} blocks keep {block} MB each, of which {block_input} MB are the input. They are recomputed "
         f"in units of {every}: only a unit's input is kept. How many GB are alive at most, when a unit has "
         "been computed again?",
-        bytes_of_units(layers, every, block, block_input)[1] / 1e3,
+        (bytes_of_units(layers, every, block, block_input)[1] - block_input) / 1e3,
         "GB",
         (
-            "L/N inputs stay, and the N blocks of one unit are there: L/N x + N a",
-            f"({layers}/{every} * {block_input} + {every} * {block}) / 1e3",
+            "L/N inputs stay, and the N blocks of one unit, with one of these inputs: (L/N - 1) x + N a",
+            f"(({layers}/{every} - 1) * {block_input} + {every} * {block}) / 1e3",
         ),
     )
 

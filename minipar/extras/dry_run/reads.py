@@ -1,0 +1,144 @@
+"""Methods of torch that answer otherwise in a dry run: those that read a tensor without values, and a few about its memory.
+
+They are replaced for as long as a dry run lasts, and act as always on a thread that runs no rank. A function mode of torch
+could see the same calls, but it would be called for every function and attribute, which takes a third of a dry run's time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minipar.extras.dry_run.assumed import ASSUMED
+from minipar.extras.dry_run.record import Refused
+from minipar.extras.dry_run.shapes import KnownShapes
+from minipar.extras.dry_run.tensors import DryTensors
+
+aten = torch.ops.aten
+# Modules that check or dispatch on `tensor.device`: there, a meta tensor says that it is on the CPU, as in a run.
+ASKS_FOR_DEVICE = ("minipar.transport.errors", "minipar.model.fused")
+READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy")
+
+
+class AllRanks:
+    """State shared by all ranks of a dry run. As a context, it replaces the methods of torch that this module is about."""
+
+    def __init__(self) -> None:
+        self.watchers: list[DryTensors] = []
+        self.shapes = KnownShapes()
+        self._running = threading.local()  # .tensors: the mode of the rank that runs in this thread
+
+    @contextmanager
+    def without_contents(self) -> Iterator[DryTensors]:
+        """Return a context in which this thread runs a rank's program on tensors without values."""
+        tensors = self._running.tensors = DryTensors(self.shapes)
+        self.watchers.append(tensors)
+        with tensors:
+            try:
+                yield tensors
+            finally:
+                del self._running.tensors
+
+    def __enter__(self) -> AllRanks:
+        replaced: dict[str, Any] = {name: self._read(getattr(Tensor, name)) for name in READS}
+        replaced |= {
+            "device": property(self._device(Tensor.device)),
+            "pin_memory": self._pin_memory(Tensor.pin_memory),
+            "data_ptr": _data_ptr(Tensor.data_ptr),
+        }
+        self._replaced = ExitStack()
+        for name, method in replaced.items():
+            self._replaced.enter_context(mock.patch.object(Tensor, name, method))
+        resize = self._resize(torch.UntypedStorage.resize_)
+        self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        attention = _attention(F.scaled_dot_product_attention)
+        self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._replaced.close()
+
+    def _tensors(self) -> DryTensors | None:
+        """Return the mode of the rank that runs in this thread, or None."""
+        return getattr(self._running, "tensors", None)
+
+    def _read(self, method: Any) -> Callable[..., Any]:
+        def read(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            tensors = self._tensors()
+            if tensors is None or tensors.has_contents(x):
+                return method(x, *args, **kwargs)
+            return _assume(tensors, x, sys._getframe(1))
+
+        return read
+
+    def _device(self, attribute: Any) -> Callable[[Tensor], torch.device]:
+        def device(x: Tensor) -> torch.device:
+            if self._tensors() is not None and sys._getframe(1).f_globals["__name__"] in ASKS_FOR_DEVICE:
+                return torch.device("cpu")  # where the tensor would be in a run
+            of: torch.device = attribute.__get__(x)
+            return of
+
+        return device
+
+    def _pin_memory(self, method: Any) -> Callable[..., Tensor]:
+        def pin_memory(x: Tensor, *args: Any) -> Tensor:
+            pinned: Tensor = x if self._tensors() is not None else method(x, *args)
+            return pinned
+
+        return pin_memory
+
+    def _resize(self, method: Any) -> Callable[[torch.UntypedStorage, int], Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = method(storage, size)
+            for watcher in self.watchers:
+                watcher.resized(storage._cdata, storage.nbytes())
+            return resized
+
+        return resize
+
+
+def _data_ptr(method: Any) -> Callable[[Tensor], int]:
+    def data_ptr(x: Tensor) -> int:
+        # Torch returns 0 for every meta tensor, but callers compare pointers.
+        at: int = x.untyped_storage()._cdata + x.storage_offset() * x.itemsize if x.is_meta else method(x)
+        return at
+
+    return data_ptr
+
+
+def _attention(function: Any) -> Callable[..., Tensor]:
+    def attention(q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if q.is_meta and kwargs.get("attn_mask") is None:
+            # On the meta device torch would choose the implementation that stores all scores; in a run it uses a kernel.
+            kernel = aten._scaled_dot_product_flash_attention_for_cpu
+            attended: Tensor = kernel(q, *args, 0.0, kwargs["is_causal"])[0]
+            return attended
+        attended = function(q, *args, **kwargs)
+        return attended
+
+    return attention
+
+
+def _assume(tensors: DryTensors, x: Tensor, frame: FrameType | None) -> Any:
+    """Return the value that is assumed for a read in this frame, or in its caller. Raises Refused if there is none."""
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("minipar."):
+        frame = frame.f_back
+    assert frame is not None
+    module, function = frame.f_globals["__name__"], frame.f_code.co_name
+    for assumption in ASSUMED:
+        if assumption.module == module and assumption.function == function:
+            tensors.assumed.add(assumption.words)
+            return assumption.value(x, frame)
+    raise Refused(
+        f"{module}.{function} (line {frame.f_lineno}) decides by numbers that only a real run has, and a dry run "
+        "assumes nothing about them; leave out the option that needs it"
+    )

@@ -1,0 +1,92 @@
+"""When FSDP's units are unsharded, which one comes next, and what is reduced when a backward ends."""
+
+import pytest
+import torch
+from torch import nn
+
+import minipar
+from minipar.data_parallel import FSDP
+from minipar.data_parallel.flat_parameters import State
+from tests.strategies import assert_equal_to
+
+
+def chain(num: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(num))).double()
+
+
+def unsharded_units(world):
+    """For each of two forwards without gradients: the units that are unsharded when a layer begins."""
+    model, seen = chain(4), []
+    fsdp = FSDP(model, world, nn.Linear, prefetch=False)
+    names = lambda: [unit.name for unit in fsdp.units for flat in unit.flats if flat.state is State.UNSHARDED]  # noqa: E731
+    for layer in model:
+        layer.register_forward_hook(lambda *_: seen.append(names()))
+    with torch.no_grad():
+        for _ in range(2):
+            fsdp(torch.ones(1, 4).double())
+    return seen
+
+
+def test_a_forward_without_gradients_frees_each_unit_from_the_first_step_on():
+    for seen in minipar.run(unsharded_units, world_size=2):
+        assert seen == [["0"], ["1"], ["2"], ["3"]] * 2
+
+
+def test_a_backward_runs_the_units_in_the_reverse_order_of_their_ends():
+    def orders(world):
+        fsdp = FSDP(chain(3), world, nn.Linear)
+        fsdp(torch.ones(1, 4).double())
+        return [[unit.name for unit in o] for o in (fsdp.order.forward_order, fsdp.order.backward_order)]
+
+    assert minipar.run(orders, world_size=1) == [[["root", "0", "1", "2"], ["root", "2", "1", "0"]]]
+
+
+class ReadsAnothersWeightInTheBackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.b(self.a(x))
+        h.register_hook(lambda grad: grad * self.a.weight.sum())
+        return h.sum()
+
+
+def test_a_parameter_read_in_the_backward_of_another_unit_is_named():
+    def read(world):
+        loss = FSDP(ReadsAnothersWeightInTheBackward(), world, nn.Linear)(torch.ones(1, 4))
+        with pytest.raises(RuntimeError, match=r"a\.weight was used while unit 'a'.*is freed"):
+            loss.backward()
+
+    minipar.run(read, world_size=2)
+
+
+class Twice(nn.Module):
+    """A unit called twice, the first time on data, and a parameter of the root that only some ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.unit = chain(1)[0]
+        self.scale = nn.Parameter(torch.arange(4.0).double())
+
+    def forward(self, x, scaled: bool):
+        y = self.unit(self.unit(x))
+        return (y * self.scale if scaled else y).sum()
+
+
+def after_a_step(world):
+    fsdp = FSDP(Twice(), world, nn.Linear)
+    fsdp(torch.full((1, 4), world.rank + 1.0).double(), world.rank == 1).backward()
+    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+    return fsdp.full_state_dict()
+
+
+def test_gradients_that_come_late_or_on_some_ranks_alone_are_reduced():
+    model = Twice()
+    for rank in range(2):
+        (model(torch.full((1, 4), rank + 1.0).double(), rank == 1) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    got, _ = minipar.run(after_a_step, world_size=2)
+    for name, value in model.state_dict().items():
+        assert_equal_to(got[name], value, what=name)
