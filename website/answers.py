@@ -96,7 +96,9 @@ def timeline_of(request: dict) -> Timeline:
     limit = request.get("memory_limit") or None
     most = None if limit is None else float(seconds(request, "memory_limit"))
     arguments = {"costs": costs, "memory_limit": most, "slices": slices}
-    made = make_schedule(name, p, m, v, **{taken: arguments[taken] for taken in choice.takes})
+    made = make_schedule(
+        name, p, m, v, **{taken: arguments[taken] for taken in choice.takes if taken in arguments}
+    )
     if orders := request.get("orders"):
         actions = tuple(tuple(Action(*a) for a in own) for own in orders)
         made = replace(made, actions=actions, name="yours")

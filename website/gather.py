@@ -37,6 +37,7 @@ PLACES = {
             "strategies",
             "workloads",
             "tuning",
+            "routing",
             "checklist",
             "design",
             "names",

@@ -83,7 +83,7 @@ def test_slices_in_the_other_order_are_refused(op):
         return tuple(actions[order.get(i, i)] for i in range(len(actions)))
 
     wrong = replace(schedule, actions=tuple(map(swapped, schedule.actions)))
-    with pytest.raises(Deadlock, match=rf"rank 1 at {op} .* needs {op} .*; cycle: rank"):
+    with pytest.raises(Deadlock, match=rf"rank 1 cannot run {op} .* before {op} .*; cycle: rank"):
         validate(wrong)
     validate(replace(wrong, slices=1, num_microbatches=3))  # as microbatches they would be
 
