@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Row, Times, race, row
 from minipar import run
+from minipar.checkpoint.export import llama_config
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
@@ -195,18 +196,7 @@ def _imported(path: str, config: TrainConfig, world: Comm) -> SimpleNamespace:
 
 
 def _llama(model: ModelConfig) -> SimpleNamespace:
-    """The fields of a Llama's configuration that picotron reads."""
-    return SimpleNamespace(
-        vocab_size=model.vocab_size,
-        hidden_size=model.dim,
-        intermediate_size=model.hidden_dim,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_heads,
-        num_key_value_heads=model.num_kv_heads,
-        max_position_embeddings=model.max_seq_len,
-        rms_norm_eps=model.norm_eps,
-        rope_theta=model.rope_theta,
-    )
+    return SimpleNamespace(**llama_config(model))
 
 
 def _load(model: nn.Module, config: TrainConfig, manager: Any, names: Any) -> None:

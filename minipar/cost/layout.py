@@ -164,7 +164,7 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """How many layers are recomputed together: 1 with "full", N with "every:N", 0 if no whole layer is recomputed."""
+        """The number of layers that are recomputed together: 1 with "full", N with "every:N", otherwise 0."""
         return 1 if self.recompute == "full" else int(self.recompute.partition(":")[2] or 0)
 
     @property

@@ -1,4 +1,4 @@
-"""Where shards and optimizer states are kept between two updates: on the device, or in a memory that an extra provides."""
+"""The place of shards and optimizer states between two updates: the device, or a memory that an extra provides."""
 
 from __future__ import annotations
 

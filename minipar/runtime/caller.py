@@ -1,4 +1,4 @@
-"""What a rank takes over from the caller: import path, folder, environment, argv, and the latest source of its modules."""
+"""State that a rank takes over from its caller: import path, folder, environment, argv, latest source of its modules."""
 
 from __future__ import annotations
 

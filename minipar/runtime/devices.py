@@ -20,7 +20,7 @@ SHARING_NCCL = (2, 30)  # the first NCCL that can put several ranks of one commu
 
 
 class Machine(NamedTuple):
-    """What decides backend and device: number of GPUs, NCCL's version (or None), and whether ranks may share a GPU."""
+    """The facts that decide backend and device: number of GPUs, NCCL's version or None, and if ranks may share a GPU."""
 
     num_gpus: int
     nccl: tuple[int, ...] | None

@@ -45,7 +45,7 @@ class Status(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """How a rank failed in a call."""
+    """A rank's failure in a call."""
 
     traceback: str
     secondary: bool  # whether another rank's failure caused this one

@@ -1,4 +1,4 @@
-"""Which elements of a vector are kept: a fraction of them exactly, or all above a threshold."""
+"""The choice of the elements that are kept: an exact fraction of a vector, or all above a threshold."""
 
 from __future__ import annotations
 

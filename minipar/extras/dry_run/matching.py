@@ -129,7 +129,7 @@ class Thread:
 
 @dataclass
 class RankState:
-    """How far a rank has come.
+    """A rank's progress through its operations.
 
     queues  channel -> the operations given to its stream that have not ended, the running one first
     posts   number of a post -> the keys and halves of its messages

@@ -56,7 +56,7 @@ class Holding(NamedTuple):
 
 
 class DryRank(NamedTuple):
-    """What one rank holds and sends.
+    """The bytes that one rank holds, and those that it sends.
 
     sent        bytes sent in the second step, by axis of the mesh
     by_kind     bytes sent in the second step, by kind of operation

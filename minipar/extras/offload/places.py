@@ -1,4 +1,4 @@
-"""Where a run keeps its optimizer states: in host memory for `--offload cpu`, in a file for `--offload disk`."""
+"""The place of a run's optimizer states: host memory for `--offload cpu`, a file for `--offload disk`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage does with the units that a schedule offloads; `offloaded.py` chooses them."""
+"""Moves the units that a schedule offloads, out of a stage and back; `offloaded.py` chooses them."""
 
 from __future__ import annotations
 

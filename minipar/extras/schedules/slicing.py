@@ -1,4 +1,4 @@
-"""Where a run's samples are cut into slices, and which samples can be cut. Imports no torch."""
+"""The places where a run's samples are cut into slices, and a check that they can be cut. Imports no torch."""
 
 from __future__ import annotations
 

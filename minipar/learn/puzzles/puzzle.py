@@ -70,7 +70,7 @@ class Puzzle:
 
     @property
     def conditions(self) -> str:
-        """What is given, the numbers of ranks, the network and what counts as held memory, in sentences."""
+        """The conditions in sentences: sizes, numbers of ranks, the network, and which memory counts as held."""
         first, *more = self.sizes
         sentences = [self.given, f"The program runs on {first} ranks, and then on {listed(map(str, more))}."]
         network = self.network(first)

@@ -17,7 +17,7 @@ def default_path() -> Path:
 
 
 class Progress:
-    """How often each question was asked, and how often in a row it was missed. Every answer is saved at once.
+    """Counts of how often each question was asked, and how often in a row it was missed. Every answer is saved at once.
 
     A file that cannot be read is not touched: `problem` then says so in a sentence, and answers go to a file next to it.
     """
