@@ -313,7 +313,7 @@ def everybody_sends_first(world):
             r"float32, message 0\), but rank 1 expects 8 bytes of int64",
         ),
         (sums_here_and_takes_the_largest_there, 2, r"all_reduce max float32.* of all_reduce sum float32"),
-        (gathers_here_and_sums_there, 2, r"all_gather float32.* with 4 bytes of all_reduce sum float32"),
+        (gathers_here_and_sums_there, 2, r"all_gather float32.* expects 4 bytes of all_reduce sum float32"),
         (exchanges_here_and_sums_there, 2, r"\(float32, message 0\), but rank \d is blocked itself"),
         (everybody_sends_first, 3, r"deadlock: rank 0 waits to send 4194304 bytes to rank 1"),
     ],

@@ -31,6 +31,8 @@ function refresh(quietly = false) {
   }
 }
 
+let drawings = 0; // a request repeated shows as another drawing
+
 function show(index, answer, request) {
   const picture = pictures[index];
   if (answer.error) {
@@ -43,7 +45,7 @@ function show(index, answer, request) {
   const ends = pictures.filter((p) => p.answer).map((p) => span(p.answer));
   for (const other of pictures) if (other.answer) draw(other, Math.max(...ends));
   say(request.orders ? "your order is valid" : "");
-  document.body.dataset.drawn = `${answer.name} ${request.p} ${request.m} ${Number(document.body.dataset.drawn?.split(" ")[3] ?? 0) + 1}`;
+  document.body.dataset.drawn = `${answer.name} ${request.p} ${request.m} ${++drawings}`;
 }
 
 function mark(index, ranks) {
