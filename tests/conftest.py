@@ -6,6 +6,7 @@ cases of a test marked `sampled(n)` one in n is run, and what is marked `thoroug
 With MINIPAR_TRANSPORT=grouped, every test on ranks but those marked `tagged` runs by NCCL's rules.
 """
 
+import gc
 import os
 from collections import Counter
 
@@ -45,6 +46,10 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
     skip_what_cannot_run(items)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # so that no later collection searches torch's modules and thousands of tests
 
 
 def sampled(items):

@@ -1,5 +1,6 @@
 """Ranks and their children end with their caller, whatever either is doing; and a caller may have threads and forks."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,14 @@ PLACES = ["importing", "imported", "asked"]
 def read_until(program, line):
     while (said := program.read_line()) != f"{line}\n":
         assert said, program.finish()
+
+
+def test_a_ranks_collector_does_not_search_what_all_ranks_share():
+    for frozen, searched in minipar.run(
+        lambda world: (gc.get_freeze_count(), len(gc.get_objects())), world_size=2
+    ):
+        assert frozen > 100_000  # the objects of torch's modules
+        assert searched < frozen
 
 
 @pytest.mark.thorough
