@@ -27,6 +27,9 @@ settings.register_profile("quick", derandomize=True, max_examples=ALL // 5, **_S
 settings.register_profile("all", derandomize=True, max_examples=ALL, **_SHARED)
 settings.register_profile("slow", max_examples=8 * ALL, **_SHARED)
 
+# Files that take minutes, and notebooks, are begun first: else one worker would run the last of them alone.
+LONG = (".ipynb", "test_chaos.py", "test_drawn_configs.py")
+
 torch.set_num_threads(1)
 
 
@@ -45,6 +48,7 @@ def pytest_collection_modifyitems(config, items):
         chosen = sampled(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    items.sort(key=lambda item: not item.path.name.endswith(LONG))
     skip_what_cannot_run(items)
 
 

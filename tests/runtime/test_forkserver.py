@@ -227,6 +227,7 @@ def test_of_runs_that_threads_begin_at_once_one_runs_and_the_script_stays_the_ma
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_run_on_another_thread_than_the_first_works():
     """Also where the thread that started the fork server has ended."""
     from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,7 @@ def test_the_path_of_the_folder_for_temporary_files_may_be_long(tmp_path):
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_pool_whose_fork_server_is_killed_says_so_and_the_next_run_works():
     def kill_server(rank, value):
         os.kill(launch._servers[0]._process.pid, signal.SIGKILL)
