@@ -129,6 +129,24 @@ def test_units_that_are_never_resharded_are_seen_in_the_peak():
         assert wrong > right + 5 * 4 * UNIT
 
 
+def peaks_of_a_forward(world):
+    """The peak without and with prefetch, once the order of units is known, and the bytes of a whole unit."""
+    peaks = []
+    for prefetch in (False, True):
+        fsdp = FSDP(layers(10, 64), world, nn.Linear, prefetch=prefetch, algorithm="ring")
+        for _ in range(2):
+            with Peak() as memory:
+                fsdp(torch.ones(1, 64))
+        peaks.append(memory.peak)
+    return *peaks, 4 * padded([64 * 64, 64], world.size)
+
+
+def test_prefetch_costs_the_memory_of_one_more_unit():
+    for one_by_one, prefetched, unit_bytes in minipar.run(peaks_of_a_forward, world_size=4):
+        an_output = 64 * 4  # alive at one of the two peaks
+        assert 0 <= unit_bytes - (prefetched - one_by_one) <= an_output
+
+
 # Unusual calls --------------------------------------------------------------------------------------------------
 
 
