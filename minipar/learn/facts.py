@@ -28,7 +28,8 @@ from minipar.support.errors import one_of
 
 # Numbers that others have published: no formula gives them.
 LLAMA3_INTERRUPTIONS = 419  # unexpected ones in 54 days on 16,384 GPUs: arXiv:2407.21783, section 3.3.4
-NCCL_LL_START, NCCL_LL_HOP = 6.6e-6, 0.6e-6  # s, of LL, its protocol for short messages, over NVLink: src/graph/tuning.cc
+# Seconds of NCCL's LL, its protocol for short messages, over NVLink: src/graph/tuning.cc
+NCCL_LL_START, NCCL_LL_HOP = 6.6e-6, 0.6e-6
 PCIE_5 = 63e9  # bytes a second each way, 16 lanes
 
 # Functions of facts -------------------------------------------------------------------------------------------------

@@ -140,9 +140,11 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
         weights_gb=2 * shape.num_params / 1e9, tp8_pp2_gb=state / 16e9,
         tp8_pp2_zero1_gb=(4 + 12 / 4) * shape.num_params / 16e9,
         flops=per_gpu / 1e15, peak_s=per_gpu / machine.peak_flops, attention=1 - model_flops_per_token(shape, 0) / flops,
-        gradients_ms=1e3 * sent_share("all_reduce", 8) * 2 * shape.num_params / machine.link_bytes_per_s, gpus_a_sample=job.gpus // job.batch,
+        gradients_ms=1e3 * sent_share("all_reduce", 8) * 2 * shape.num_params / machine.link_bytes_per_s,
+        gpus_a_sample=job.gpus // job.batch,
         seq_16=job.seq_len // 16, seconds=choice.seconds, doubt=doubt(job, choice.layout), mfu=step.mfu,
-        gb=choice.num_bytes / 1e9, near=len(found.near), activations_gb=items["activations"] / 1e9, activations_32k_gb=items["activations"] / job.seq_len * 32_768 / 1e9, cp=choice.layout.cp,
+        gb=choice.num_bytes / 1e9, near=len(found.near), activations_gb=items["activations"] / 1e9,
+        activations_32k_gb=items["activations"] / job.seq_len * 32_768 / 1e9, cp=choice.layout.cp,
         dp=choice.layout.dp,
     )  # fmt: skip
     for name in layouts:
