@@ -288,7 +288,7 @@ def _on_a_mesh(world, name, wrapper):
     return losses
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "wrapper", ["ddp", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("zero", "fsdp"))]
 )
