@@ -24,7 +24,7 @@ from minipar.support.live_bytes import LiveBytes
 
 aten = torch.ops.aten
 # Factory operations. Their results go to the meta device if they are floating point; integers keep their values.
-MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn}
+MAKES = {aten.empty, aten.zeros, aten.ones, aten.full, aten.rand, aten.randn, aten.arange}
 
 
 def _tensors_in(*values: Any) -> list[Tensor]:
@@ -113,10 +113,14 @@ class DryTensors(LiveBytes):
         if getattr(function, "overloadpacket", None) not in MAKES:
             return function(*args, **kwargs)
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        if function.overloadpacket is aten.full and kwargs.get("dtype") is None:
+        if kwargs.get("dtype") is None and function.overloadpacket is aten.full:
             dtype = torch.tensor(args[1]).dtype
+        if kwargs.get("dtype") is None and function.overloadpacket is aten.arange:
+            dtype = torch.tensor(args).dtype
         if not dtype.is_floating_point:
             return function(*args, **{**kwargs, "device": torch.device("cpu")})
+        if function.overloadpacket is aten.arange:
+            return function(*args, **{**kwargs, "device": META})
         return torch.empty(args[0], dtype=dtype, device=META)
 
     def _compute(self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:

@@ -75,3 +75,21 @@ def test_a_write_that_resizes_is_never_remembered():
         return held
 
     assert run_ranks(1, resizes).results == {0: [8, 100, 400, 8, 100, 400]}
+
+
+def test_a_range_of_floats_has_no_numbers_and_one_of_integers_has():
+    """Angles of a position would otherwise be computed for every layer and microbatch."""
+
+    def ranges(world, memory):
+        made = [
+            torch.arange(4),
+            torch.arange(0, 4, 2),
+            torch.arange(4.0),
+            torch.arange(4, dtype=torch.float64),
+        ]
+        kept = [(x.dtype, x.nbytes, memory.has_contents(x)) for x in made]
+        return kept, memory.now, made[1].tolist()
+
+    integers = [(torch.int64, 32, True), (torch.int64, 16, True)]
+    floats = [(torch.float32, 16, False), (torch.float64, 32, False)]
+    assert run_ranks(1, ranges).results == {0: ([*integers, *floats], 96, [0, 2])}
