@@ -24,19 +24,9 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
     """Return the command; which options it has depends on the view that `argv` chooses, and on --serve."""
     if "--serve" in (argv or ()):
         return Parsed(plan_serve_command, [word for word in argv or () if word != "--serve"])
-    from minipar.cost.plan_command import VIEWS
     from minipar.cost.stages import unplanned
 
-    kinds = {"view": VIEWS}
-    topic = asked_topic(argv or ())
-    below_help = topics_text("plan", (), kinds)
-    if topic == "all":
-        below_help = kind_text("view", VIEWS, VIEW_HELP)
-    elif topic:
-        show_kind(topic, kinds, {"view": VIEW_HELP})
-        refuse_topic(topic, kinds)
-    chosen = chosen_names(argv or (), {"view": ""})
-    options = every_option(kinds) if argv is None else options_flags(argv, kinds, chosen, {})
+    options, below_help, words = _of_view(argv)
 
     def plan_command(
         model: str = "llama-70b",
@@ -95,8 +85,24 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         )
 
     plan_command.__doc__ = (plan_command.__doc__ or "").replace("UNPLANNED", ", ".join(unplanned()))
-    words = argv or () if topic is None else ["--help"]
     return Parsed(plan_command, words, below_help)
+
+
+def _of_view(argv: Sequence[str] | None) -> tuple[Any, str, Sequence[str]]:
+    """Return the options of the view that `argv` chooses, the text below the help, and the words that are left to parse."""
+    from minipar.cost.plan_command import VIEWS
+
+    kinds = {"view": VIEWS}
+    topic = asked_topic(argv or ())
+    below_help = topics_text("plan", (), kinds)
+    if topic == "all":
+        below_help = kind_text("view", VIEWS, VIEW_HELP)
+    elif topic:
+        show_kind(topic, kinds, {"view": VIEW_HELP})
+        refuse_topic(topic, kinds)
+    chosen = chosen_names(argv or (), {"view": ""})
+    options = every_option(kinds) if argv is None else options_flags(argv, kinds, chosen, {})
+    return options, below_help, argv or () if topic is None else ["--help"]
 
 
 def _plan(

@@ -106,40 +106,57 @@ def serve_file(
     if draft is not None:
         draft.check(Path(run_folder), config)
     lines = read_requests(requests, codec.encode)
-    results = [Result(error=line if isinstance(line, str) else None) for line in lines]
-    served = {number: line for number, line in enumerate(lines) if isinstance(line, Request)}
-    numbers, done = list(served), 0
     prepare_folder(out)
-
     with ResultsFile(out / "results.jsonl") as file:
-
-        def write(number: int) -> None:
-            tokens, error = results[number].tokens, results[number].error
-            file.append(result_line(number, tokens, codec.decode(tokens), error))
-
-        def note(rank: int, finished: tuple[int, Result]) -> None:
-            nonlocal done
-            number = numbers[finished[0]]
-            results[number] = finished[1]
-            write(number)
-            done += 1
-            on_done(done, len(served))
-
-        for number, line in enumerate(lines):
-            if isinstance(line, str):
-                write(number)
+        answers = _Answers(lines, file, codec, on_done)
         answered: list[tuple[list[Event], list[StepCounts]]] = [([], [])]
-        if served:
+        if answers.served:
             serve_rank = _serve_rank_apart if prefill_tp else _serve_rank
             answered = run(
-                serve_rank, checkpoint.chosen, sizes, list(served.values()), options, draft,
-                world_size=sizes.num_ranks, backend="auto", timeout_s=timeout_s, on_report=note,
+                serve_rank, checkpoint.chosen, sizes, list(answers.served.values()), options, draft,
+                world_size=sizes.num_ranks, backend="auto", timeout_s=timeout_s, on_report=answers.note,
             )  # fmt: skip
     events, steps = answered[0]
-    events = [event._replace(number=numbers[event.number]) for event in events]
-    service = Service(results, events, steps, metrics_of(events, *targets_s))
+    events = [event._replace(number=answers.numbers[event.number]) for event in events]
+    service = Service(answers.results, events, steps, metrics_of(events, *targets_s))
     _write(out / "metrics.json", json.dumps(dataclasses.asdict(service.metrics), indent=2) + "\n")
     return service
+
+
+class _Answers:
+    """The results of a file's lines, each appended to results.jsonl as soon as it is known.
+
+    served   number of a line -> its request, without the lines that are none
+    numbers  for each served request, the number of its line
+    """
+
+    def __init__(
+        self,
+        lines: list[Request | str],
+        file: ResultsFile,
+        codec: Codec,
+        on_done: Callable[[int, int], None],
+    ):
+        self._file, self._codec, self._on_done = file, codec, on_done
+        self._num_done = 0
+        self.results = [Result(error=line if isinstance(line, str) else None) for line in lines]
+        self.served = {number: line for number, line in enumerate(lines) if isinstance(line, Request)}
+        self.numbers = list(self.served)
+        for number, line in enumerate(lines):
+            if isinstance(line, str):
+                self._write(number)
+
+    def note(self, rank: int, finished: tuple[int, Result]) -> None:
+        """Keep and write the result of a served request, given with the request's place among those served."""
+        number = self.numbers[finished[0]]
+        self.results[number] = finished[1]
+        self._write(number)
+        self._num_done += 1
+        self._on_done(self._num_done, len(self.served))
+
+    def _write(self, number: int) -> None:
+        tokens, error = self.results[number].tokens, self.results[number].error
+        self._file.append(result_line(number, tokens, self._codec.decode(tokens), error))
 
 
 def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Checkpoint, ModelConfig, Codec]:

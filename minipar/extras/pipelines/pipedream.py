@@ -95,14 +95,7 @@ def train_asynchronously(
     betas.
     """
     p = len(stages)
-    if method not in METHODS:
-        raise ValueError(f"method={method!r} is unknown; use {one_of(METHODS, near=method)}")
-    if period is not None and (method != "2bw" or period < p):
-        raise ValueError(f"period={period} with method={method!r} on {p} stages; use 2bw, and {p} or more")
-    if betas is not None and momentum:
-        raise ValueError(
-            f"betas={betas} are Adam's, which has momentum={momentum} in the first; use momentum=0"
-        )
+    _check_method(method, period, p, momentum, betas)
     schedule = one_f_one_b(p, len(microbatches))
     every = (period or p) if method == "2bw" else 1
     stale = weight_versions(schedule)
@@ -140,6 +133,19 @@ def train_asynchronously(
     for stage in pipeline:
         stage.write_back()
     return losses
+
+
+def _check_method(
+    method: Method, period: int | None, p: int, momentum: float, betas: tuple[float, float] | None
+) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method={method!r} is unknown; use {one_of(METHODS, near=method)}")
+    if period is not None and (method != "2bw" or period < p):
+        raise ValueError(f"period={period} with method={method!r} on {p} stages; use 2bw, and {p} or more")
+    if betas is not None and momentum:
+        raise ValueError(
+            f"betas={betas} are Adam's, which has momentum={momentum} in the first; use momentum=0"
+        )
 
 
 class _Direction(Protocol):
