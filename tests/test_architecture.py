@@ -30,8 +30,8 @@ train
 verification
 inference
 extras
-visualize
 learn
+visualize
 cli
 __main__
 """

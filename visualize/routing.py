@@ -10,25 +10,12 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from minipar.config.check_paths import require_picture
+from minipar.learn.guide.routing import Routed
 from visualize.style import BLUE, GREEN, INK, NORMAL, SMALL, VERMILION, new_figure, quiet, write
-
-
-class Routed(NamedTuple):
-    """A run, or the mean of several: the option that was changed and its value, and the figures of `routing.toml`."""
-
-    panel: str
-    label: str
-    loss: float
-    lowest: float
-    highest: float
-    drops: float
-    kilobytes: float
-
 
 BARS = {
     "drops": ("dropped choices", VERMILION, "{:.1%}"),
