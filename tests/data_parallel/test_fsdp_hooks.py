@@ -13,7 +13,7 @@ from minipar.model import Transformer
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradients
 from minipar.model.init import initial_weight
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from tests.data_parallel.memory import Peak
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
 from tests.strategies import assert_equal_to
@@ -90,9 +90,8 @@ def held_and_peak(world, compute_dtype, fsdp_cls=FSDP):
 
 def all_held(world):
     # Twice: the first optimizer of a process makes torch import, and keep, a thing or two.
-    with newer_objects_only():
-        held_and_peak(world, None)
-        return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
+    held_and_peak(world, None)
+    return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
 
 
 UNIT = 64 * 64 + 64

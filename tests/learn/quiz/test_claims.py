@@ -3,7 +3,9 @@
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
+from torch.utils.flop_counter import FlopCounterMode
 
+from minipar import SwitchMoE
 from minipar.config.train_config import TrainConfig
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import sent_share
@@ -136,6 +138,22 @@ def test_outer_copies_of_diloco_make_16_bytes_24():
         4 + 4,
     )  # the weights of the last agreement, and the momentum of the outer step
     assert inner + outer == 24
+
+
+def test_eight_experts_have_8_times_the_parameters_at_the_flops_of_one():
+    x, positions, sample_ids = torch.randn(1, 64, 16), torch.arange(64), torch.arange(1)
+
+    def size_and_flops(num_experts):
+        moe = SwitchMoE(16, 32, num_experts, capacity_factor=None)
+        counts = []
+        for part in (lambda: moe(x), lambda: moe.router(x, positions, sample_ids)):
+            with FlopCounterMode(display=False) as counter:
+                part()
+            counts.append(counter.get_total_flops())
+        return sum(p.numel() for p in moe.experts.parameters()), counts[0] - counts[1]
+
+    (one, flops_of_one), (eight, flops_of_eight) = size_and_flops(1), size_and_flops(8)
+    assert (eight / one, flops_of_eight / flops_of_one) == (8, 1)
 
 
 def test_70b_on_2_trillion_tokens_take_512_h100_48_days():
