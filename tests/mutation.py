@@ -77,7 +77,10 @@ ALSO = {
     "pipeline": ["tests/train/test_tied_weights.py"],
     "schedules": ["tests/pipeline/test_execute.py"],
     "checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
-    "spec": ["tests/learn/exercises/test_wrong_answers.py"],
+    "spec": [
+        f"tests/learn/exercises/test_{name}.py"
+        for name in ("wrong_answers", "project", "containment", "command")
+    ],
 }
 
 

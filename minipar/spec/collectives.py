@@ -111,7 +111,7 @@ class Call:
         match self.collective:
             case "all_reduce":  # chunks of the flattened vector, in two phases
                 flat = chunk_sizes(elems, size)
-                sent = 2 * elems - flat[rank] - flat[right] if size > 1 else 0
+                sent = 2 * elems - flat[rank] - flat[right]
             case "reduce_scatter":
                 sent = elems - chunks[rank] * row
             case "all_gather":

@@ -14,6 +14,7 @@ from minipar.schedules import gpipe
 from minipar.simple import autograd, collectives, fsdp, mesh, pipeline, vocab, zero
 from minipar.simple import ring_attention as ring
 from minipar.spec import SPECIFICATIONS
+from minipar.spec.specification import on_ranks
 from tests.spec.library import LIBRARY, SPECS, collective
 
 
@@ -41,6 +42,12 @@ def test_every_algorithm_meets_the_specification_but_for_the_bytes(name, algorit
     stages = [stage.name for stage in SPECIFICATIONS[name].stages if stage.name != "bytes"]
     report = SPECIFICATIONS[name].check(collective(name, algorithm), stages)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_stage_runs_on_one_to_four_ranks_unless_told(size):
+    said = on_ranks(lambda world, f: f"of {world.size}" if world.size == size else None, raises)
+    assert said.endswith(f": of {size}")
 
 
 # Wrong answers ------------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def is_written(step: Step, folder: Path) -> bool:
         tree = ast.parse((folder / f"{step.file}.py").read_text())
     except OSError:
         return False
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError):
         return True
     return not any(isinstance(n, ast.Name) and n.id == "NotImplementedError" for n in ast.walk(tree))
 
@@ -87,7 +87,7 @@ def fault(step: Step, folder: Path, usable: dict[str, Step]) -> str | None:
     path = folder / f"{step.file}.py"
     try:
         tree = ast.parse(path.read_text())
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError) as error:
         return f"{path.name}, line {getattr(error, 'lineno', None) or 1}: {error}"
     names = {getattr(n, "name", None) for n in tree.body}
     names |= {t.id for n in tree.body for t in getattr(n, "targets", []) if isinstance(t, ast.Name)}

@@ -16,6 +16,11 @@ def test_ten_cards_with_fresh_numbers_each_time_and_the_same_for_a_seed():
     assert draw_cards() != draw_cards()
 
 
+def test_a_question_has_lines_of_at_most_100_characters():
+    questions = [question_text(10, card) for seed in range(20) for card in draw_cards(seed)]
+    assert max(len(line) for text in questions for line in text.splitlines()) == 100
+
+
 def test_a_lesson_has_its_own_three():
     for lesson in LESSONS:
         assert len(draw_cards(0, lesson)) == 3

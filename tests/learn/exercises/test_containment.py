@@ -7,7 +7,7 @@ from textwrap import dedent
 import pytest
 
 from minipar.learn.exercises import check
-from minipar.learn.exercises.check import MOST_CHARACTERS, MOST_LINES
+from minipar.learn.exercises.check import MOST_CHARACTERS, MOST_LINES, printing_little
 
 RIGHT = """
 def shift(comm, x):
@@ -93,6 +93,11 @@ BAD = {
         "runs",
         r"not received|deadlock",
     ),
+    "a deep expression": (
+        f"x = {'not ' * 5000} 1",
+        "file",
+        r"shift.py cannot be read: maximum recursion depth exceeded",
+    ),
 }
 
 
@@ -151,6 +156,15 @@ def test_a_file_that_refuses_to_be_stopped_is_ended_with_its_processes(tmp_path)
     result = checked(tmp_path, source, limit_s=8.0)
     assert "it did not come to an end within 8 s, and was ended (shift.py, line 2)" in str(result)
     assert checked(tmp_path, RIGHT).state == "green"
+
+
+def test_the_first_lines_are_shown_and_the_others_counted(capsys):
+    with printing_little():
+        print("short\n" + "x" * 1000)
+        for number in range(MOST_LINES):
+            print(number)
+    shown = ["short", "x" * MOST_CHARACTERS, *map(str, range(MOST_LINES - 2)), "... and 2 more lines"]
+    assert capsys.readouterr().out.splitlines() == shown
 
 
 @pytest.mark.thorough

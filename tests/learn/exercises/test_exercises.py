@@ -8,7 +8,7 @@ import pytest
 import minipar.learn.exercises
 from minipar.learn.exercises import check
 from minipar.learn.exercises.check import STAGES, Result, with_line
-from minipar.learn.exercises.folder import next_hint, start, started, state_of
+from minipar.learn.exercises.folder import PYTEST_FILE, TESTS, next_hint, start, started, state_of
 from minipar.learn.exercises.registry import EXERCISES, find_exercise
 from minipar.learn.exercises.solution import solution_text
 from minipar.spec import SPECIFICATIONS
@@ -113,6 +113,14 @@ def test_start_never_overwrites_what_was_written(tmp_path):
     assert file.read_text() == "mine"
     start(find_exercise("mesh"), tmp_path / "mine")
     assert started(tmp_path / "mine") == ["shift", "mesh"]
+
+
+def test_a_file_for_pytest_is_written_once(tmp_path):
+    start(find_exercise("shift"), tmp_path)
+    assert (tmp_path / TESTS).read_text() == PYTEST_FILE
+    (tmp_path / TESTS).write_text("mine")
+    start(find_exercise("mesh"), tmp_path)
+    assert (tmp_path / TESTS).read_text() == "mine"
 
 
 def test_a_damaged_progress_file_is_no_progress(tmp_path):

@@ -66,6 +66,22 @@ def test_a_stub_asks_for_what_the_floor_has(folder):
                 )
 
 
+@pytest.mark.parametrize(
+    "source",
+    ["import minipar.simple.mesh as floor\ngroups = floor.groups", "from minipar.simple.mesh import groups"],
+)
+def test_a_piece_may_be_assigned_or_imported(source, folder):
+    (folder / "mesh.py").write_text(source)
+    assert fault(BY_FILE["mesh"], folder, {}) is None
+
+
+@pytest.mark.parametrize("source", ["def groups((", "\0", "not " * 5000 + "1"], ids=["open", "zero", "deep"])
+def test_a_file_that_cannot_be_parsed_counts_as_written(source, folder):
+    (folder / "mesh.py").write_text(source)
+    assert is_written(BY_FILE["mesh"], folder)
+    assert fault(BY_FILE["mesh"], folder, {}).startswith("mesh.py, line 1: ")
+
+
 @pytest.mark.thorough
 def test_the_floors_files_solve_the_project_and_train_on_its_comm(folder):
     solve(folder, *BY_FILE)
@@ -106,6 +122,7 @@ def test_a_step_that_was_green_and_breaks_is_told(folder):
         ("mesh", "def groups", "def group", "mesh.py defines no groups"),
         ("mesh", "def groups(", "def groups((", r"mesh.py, line \d+"),
         ("train", "p.grad /= num_ep", "pass", r"on --pp 1 --dp 2 .*: after 2 steps a weight is .* from one process's"),
+        ("train", "p.grad /= num_ep", "{}['ep']", r"on --pp 1 --dp 2 .*: rank \d .* KeyError: 'ep' \(train.py, line \d+\)"),
     ],
 )  # fmt: skip
 def test_a_wrong_step_is_refused_in_words(file, old, new, says, folder):
@@ -137,6 +154,15 @@ def test_training_with_a_wrong_piece_says_that_it_is_not_equal(folder):
     assert done.returncode == 1
     assert "yours: vocab; the rest is of minipar.simple" in done.stdout, done.stderr
     assert "NOT one process's weights" in done.stdout
+
+
+def test_the_command_writes_a_project_and_says_what_is_next(tmp_path, capsys):
+    folder = tmp_path / "my" / "framework"
+    with pytest.raises(SystemExit) as ended:
+        exercise_command(None)("project", str(folder))()
+    assert ended.value.code == 0
+    assert {path.stem for path in folder.glob("*.py")} == set(BY_FILE)
+    assert "0 of 10 are green; next: " in capsys.readouterr().out
 
 
 def test_a_project_needs_a_folder():

@@ -20,4 +20,4 @@ from tests.spec.wrong import (
 MODULES = (collectives, data_parallel, tensor_parallel, pipeline, expert, context, layout, inference)
 WRONG = {name: wrong for module in MODULES for name, wrong in module.WRONG.items()}
 RIGHT = {name: right for module in MODULES for name, right in module.RIGHT.items()}
-WORDS = inference.WORDS
+WORDS = {**inference.WORDS, **data_parallel.WORDS}

@@ -235,6 +235,24 @@ class InOwnOrderDDP(ddp.DDP):
                 bucket.start(self.comm)
 
 
+class SwapsTwoBucketsDDP(ddp.DDP):
+    """Odd ranks start the third bucket before the second, both in the backward."""
+
+    def __init__(self, module, comm, bucket_mb=25.0):
+        super().__init__(module, comm, bucket_mb)
+        if comm.rank % 2 and len(self.groups) > 2:
+            self.groups[1:3] = reversed(self.groups[1:3])
+
+
+class FirstBucketAloneDDP(ddp.DDP):
+    """The buckets after the first are reduced, and their sums forgotten."""
+
+    def _finish(self):
+        self.buckets[0].finish()
+        for bucket in self.buckets[1:]:
+            bucket.handle.wait()
+
+
 class WritesToTheInputDDP(ddp.DDP):
     def forward(self, x):
         y = super().forward(x.clone())
@@ -715,6 +733,8 @@ WRONG = {
         "ignores the gradient from above": IgnoresTheLossScaleDDP,
         "one bucket": OneBucketDDP,
         "buckets in their own order": InOwnOrderDDP,
+        "swaps two buckets": SwapsTwoBucketsDDP,
+        "first bucket alone": FirstBucketAloneDDP,
         "writes to the input": WritesToTheInputDDP,
     },
     "average_gradients": {
@@ -799,4 +819,11 @@ RIGHT = {
     "fsdp": {"divides first": PiecewiseFSDP},
     "global_loss": {"by hand": loss_by_hand},
     "grad_norm": {"one vector": norm_by_vectors},
+}
+WORDS = {
+    "ddp": {
+        "one bucket": "nothing is sent before the last gradient",
+        "swaps two buckets": r"with a bucket for each layer, .*is wrong.*started in the same order",
+        "first bucket alone": "with a bucket for each layer, .*is every bucket reduced",
+    },
 }
