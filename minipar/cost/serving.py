@@ -17,6 +17,9 @@ other ranks, as engines do for the few rows of a decode step.
 `decode_time` uses the machine's data sheet, so it is a lower bound; `in_a_run` gives the machine with the rates that runs
 reach.
 
+The hops take what NCCL's protocol for long messages takes; with its protocol for short ones, rings of a few kilobytes wait
+about a third of it.
+
 Left out: kernel launches, sampling, dequantization, and the arithmetic of a decode step's attention. Latent attention has
 the most of this arithmetic: each element of its cache takes about 4 h operations, an element of keys or values 2 h / h_kv.
 Source: Pope et al., arXiv:2211.05102, section 2; the latencies are NCCL's, see machines.py.

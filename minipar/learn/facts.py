@@ -28,6 +28,8 @@ from minipar.support.errors import one_of
 
 # Numbers that others have published: no formula gives them.
 LLAMA3_INTERRUPTIONS = 419  # unexpected ones in 54 days on 16,384 GPUs: arXiv:2407.21783, section 3.3.4
+# Seconds of NCCL's LL, its protocol for short messages, over NVLink: src/graph/tuning.cc
+NCCL_LL_START, NCCL_LL_HOP = 6.6e-6, 0.6e-6
 PCIE_5 = 63e9  # bytes a second each way, 16 lanes
 
 # Functions of facts -------------------------------------------------------------------------------------------------
@@ -123,9 +125,9 @@ def products(num_layers: int, walks: int) -> int:
     return 2 * num_layers + (walks - 1) * (num_layers - 1)
 
 
-def one_hop_s(shape: ModelShape, machine: Machine) -> float:
-    """Return the seconds for which a decode step waits for all layers' all-reduces, if each is one hop."""
-    return 2 * shape.num_layers * (machine.start_latency_s + machine.link_latency_s)
+def short_all_reduces_s(shape: ModelShape, hops: int) -> float:
+    """Return the seconds for which a decode step over tp waits for its all-reduces, two per layer of this many hops."""
+    return 2 * shape.num_layers * (NCCL_LL_START + hops * NCCL_LL_HOP)
 
 
 def tokens_a_pass(acceptance: float, num_drafts: int) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
+from minipar.cost.collectives import sent_share
 from minipar.cost.doubt import doubt
 from minipar.cost.layout import Job, parse_layout
 from minipar.cost.machines import find_machine
@@ -106,9 +107,10 @@ def _design(design: Entry) -> list[str]:
         margin_bytes=MARGIN * machine.memory_bytes,
     )  # fmt: skip
     found = plan(job)
+    values = design_values(job, found, design["layouts"])
     return [
-        *_spoken(design, design_values(job, found, design["layouts"])),
-        *_asked_next(design),
+        *_spoken(design, values),
+        *_asked_next(design, values),
         "By `minipar plan`:",
         "",
         "```",
@@ -138,21 +140,26 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
         weights_gb=2 * shape.num_params / 1e9, tp8_pp2_gb=state / 16e9,
         tp8_pp2_zero1_gb=(4 + 12 / 4) * shape.num_params / 16e9,
         flops=per_gpu / 1e15, peak_s=per_gpu / machine.peak_flops, attention=1 - model_flops_per_token(shape, 0) / flops,
-        gradients_ms=1e3 * 2 * 2 * shape.num_params / machine.link_bytes_per_s, gpus_a_sample=job.gpus // job.batch,
+        gradients_ms=1e3 * sent_share("all_reduce", 8) * 2 * shape.num_params / machine.link_bytes_per_s,
+        gpus_a_sample=job.gpus // job.batch,
         seq_16=job.seq_len // 16, seconds=choice.seconds, doubt=doubt(job, choice.layout), mfu=step.mfu,
-        gb=choice.num_bytes / 1e9, near=len(found.near), activations_gb=items["activations"] / 1e9, cp=choice.layout.cp,
+        gb=choice.num_bytes / 1e9, near=len(found.near), activations_gb=items["activations"] / 1e9,
+        activations_32k_gb=items["activations"] / job.seq_len * 32_768 / 1e9, cp=choice.layout.cp,
         dp=choice.layout.dp,
     )  # fmt: skip
     for name in layouts:
         layout = parse_layout(name)
         key = name.replace("-", "_").replace(":", "_")
         values[f"{key}_s"] = values["published_s"] = step_time(job, layout).total
+        if layout.zero == 3:
+            values["zero3_more"] = step_time(job, layout).total / choice.seconds - 1
         values[f"{key}_gb"] = sum(worst_rank_memory(job, layout)[1].values()) / 1e9
     return values
 
 
-def _asked_next(design: Entry) -> list[str]:
-    pairs = zip(design["asks"], design["answers"], strict=True)
+def _asked_next(design: Entry, values: dict[str, float]) -> list[str]:
+    answers = (answer.format(**values) for answer in design["answers"])
+    pairs = zip(design["asks"], answers, strict=True)
     return ["What is asked next:", "", *(f"- {question} {answer}" for question, answer in pairs), ""]
 
 
@@ -165,9 +172,10 @@ def _service(service: Entry) -> list[str]:
             for name in ("prompt_tokens", "new_tokens", "requests_per_s", "first_token_s", "token_s")
         ),
     )
+    values = service_values(job)
     return [
-        *_spoken(service, service_values(job)),
-        *_asked_next(service),
+        *_spoken(service, values),
+        *_asked_next(service, values),
         "By `minipar plan --serve`:",
         "",
         "```",

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.config.model_config import ModelConfig
+from minipar.cost.collectives import sent_share
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
+from minipar.learn.facts import tp_layer_bytes
 from minipar.model import Transformer
 
 H100 = find_machine("h100")
@@ -31,11 +33,6 @@ def test_sixteen_multiprocessors_fewer_make_264_tiles_half_as_slow_again():
         return math.ceil(264 / multiprocessors)
 
     assert (waves(132), waves(132 - 16)) == (2, 3)
-
-
-def test_small_messages_protocols_spend_half_and_a_sixteenth_on_flags():
-    low_latency, low_latency_128 = 4 / 8, 120 / 128  # data in a line of data and flags
-    assert (low_latency, low_latency_128) == (0.5, 0.9375)
 
 
 def test_four_ordinary_losses_make_thirty_percent():
@@ -62,7 +59,7 @@ def test_a_backward_takes_twice_the_operations_of_a_forward():
 
 
 def test_the_best_split_between_fsdp_and_tensor_parallelism():
-    """Elements a layer over 512 GPUs: FSDP of x gathers D F / y weights, tensor parallelism of y sums B D / x rows."""
+    """Bytes of an MLP's forward in 16 bits, over 512 GPUs: two matrices gathered over x, an activation summed over y."""
     B, D, F, N = 4_000_000, 8192, 28_672, 512
 
     def sent(x):
@@ -177,7 +174,8 @@ def test_one_in_ten_thousand_late_makes_most_steps_late():
 
 
 def test_one_domain_of_72_gpus_has_18_times_a_network_cards_rate():
-    assert 900e9 / 50e9 == 18
+    rack = find_machine("gb200")
+    assert (rack.gpus_per_node, rack.link_bytes_per_s / rack.card_bytes_per_s) == (72, 18)
     assert round(72 * 1.8) == 130  # terabytes a second, both directions
 
 
@@ -186,3 +184,13 @@ def test_a_step_in_memory_of_a_neighbour_is_saved_in_a_second():
     per_rank = 12 * find_model("llama-70b").num_params / 512
     assert round(per_rank / 1e9, 1) == 1.6
     assert round(per_rank / 50e9 * 1e3) == 32
+
+
+def test_zero_3_and_tensor_parallelism_send_alike_at_4_and_a_half_widths_of_tokens():
+    """Bytes of a rank for a layer of 12 h^2 parameters in 16 bits, over many ranks."""
+    width, ranks = 8192, 10**6
+    parameters = 2 * 12 * width**2
+    zero_3 = (2 * sent_share("all_gather", ranks) + sent_share("reduce_scatter", ranks)) * parameters
+    tokens = zero_3 / tp_layer_bytes(width, ranks)
+    assert tokens == pytest.approx(4.5 * width)
+    assert round(tokens, -3) == 37_000
