@@ -26,8 +26,6 @@ BOX = "In torch"  # anywhere between "By hand" and "Your turn"
 ALL_TORCH = "15"  # the lesson that is nothing but such boxes; the others are its by-hand versions
 WORDS_A_MINUTE, CODE_LINES_A_MINUTE, PRINTED_LINES_A_MINUTE, PICTURES_A_MINUTE = 180, 12, 15, 1
 MOST_MINUTES = 40
-# Lessons that took 40 minutes before pictures and shown sources were counted. No lesson may be added, and none may grow.
-LONGER = {"16": 41, "17": 43, "18": 45, "19": 48}
 FENCED = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -98,9 +96,10 @@ def faults(number: str, cells: list[dict], folder: Path = FOLDER) -> list[str]:
     minutes = minutes_to_read(cells)
     if abs(int(head["minutes"]) - minutes) > 3:
         found.append(f"{head['minutes']} minutes; reading takes {minutes:.0f}")
-    most = LONGER.get(number, MOST_MINUTES)
-    if minutes > most:
-        found.append(f"reading takes {minutes:.1f} minutes, more than {most}: cut it, or split it in two")
+    if minutes > MOST_MINUTES:
+        found.append(
+            f"reading takes {minutes:.1f} minutes, more than {MOST_MINUTES}: cut it, or split it in two"
+        )
     if not LINK.search(head["next"]) or not (LINK.search(head["needs"]) or head["needs"] == "nothing"):
         found.append("what it needs or what comes next is no link")
     wanted = [name for name in SECTIONS if number != ALL_TORCH or name != "By hand"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -13,9 +13,11 @@ from unittest import mock
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import Text, load_text
+from minipar.mesh import Mesh
 from minipar.runtime.launch import run
 from minipar.spec import SPECIFICATIONS
 from minipar.support.errors import RankError
+from minipar.train.reference import train_in_one_process
 
 verification = import_module("minipar.verification.verify")  # the package also has a function `verify`
 
@@ -100,35 +102,49 @@ class MeshExhibit(Exhibit):
             return verification.verify(self.config)
 
     def _curves(self) -> dict[str, list[float]] | None:
-        """Return the losses of a longer training run, with and without the fault; None if the run with the fault fails."""
+        """Return the losses of a longer run, in one process and on the mesh with the fault; None if that run fails."""
         config = replace(self.config, steps=CURVE_STEPS, warmup=3)
         text = load_text(config.text)
-        curves = {}
-        for name, fault in (("as it should be", None), ("with the fault", self.fault)):
-            try:
-                curves[name] = run(
-                    partial(_losses, fault),
-                    config,
-                    text,
-                    world_size=config.world_size,
-                    timeout_s=config.timeout_s,
-                )[0]
-            except RankError:
-                return None
-        return curves
+        try:
+            wrong = run(
+                partial(_losses, self.fault),
+                config,
+                text,
+                world_size=config.world_size,
+                timeout_s=config.timeout_s,
+            )[0]
+        except RankError:
+            return None
+        right = run(_right_losses, config, text, world_size=1)[0]
+        return {"as it should be": right, "with the fault": wrong}
 
 
-def _observe(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) -> Any:
-    """Plant the fault, if there is one, in this rank's modules, and run the steps of `verify` on this rank."""
+@contextmanager
+def _planted(fault: Fault | None, world: Comm) -> Iterator[None]:
+    """Plant the fault, if there is one, in this rank's modules, for as long as the block lasts."""
     with ExitStack() as stack:
         if fault is not None:
             fault(world, lambda *args: stack.enter_context(mock.patch.object(*args)))
+        yield
+
+
+def _observe(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) -> Any:
+    """Run the steps of `verify` on this rank."""
+    with _planted(fault, world):
         return verification._observe_rank(world, config, text)
 
 
 def _losses(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) -> list[float]:
-    losses: list[float] = _observe(fault, world, config, text).losses
-    return losses
+    """Train by the functions that `verify` calls, since a fault may replace one of them; keep the losses alone."""
+    with _planted(fault, world):
+        mesh = Mesh(world, config.pp, config.dp, config.cp, config.tp, config.ep)
+        state = verification.parallelize(config, mesh, world.device)
+        steps = range(config.steps)
+        return [verification.train_step(world, state, config, text, step)["loss"] for step in steps]
+
+
+def _right_losses(world: Comm, config: TrainConfig, text: Text) -> list[float]:
+    return train_in_one_process(config, text, config.steps).losses
 
 
 def _described(losses: dict[str, list[float]]) -> str:
