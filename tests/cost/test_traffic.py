@@ -86,6 +86,23 @@ def test_ranks_send_what_was_predicted(mesh):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
+    ("options", "num_bytes"),
+    [
+        (dict(zero=0), 4), (dict(zero=1), 4), (dict(zero=2), 4), (dict(zero=3), 4),
+        (dict(zero=1, reduce_dtype="bfloat16"), 2), (dict(zero=1, dtype="float32"), 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_are_sent_in_the_bytes_in_which_they_are_summed(options, num_bytes):
+    """bfloat16 gradients are summed in float32 unless the run says otherwise; weights are gathered in bfloat16."""
+    config = replace(RUN, dtype="bfloat16", dp=2, bucket_mb=25)
+    config = replace(config, **options)
+    assert job_of(config)[0].reduced_bytes == num_bytes
+    assert_sends_what_was_predicted(config)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
     ("order", "microbatches", "tied"),
     [
         ("gpipe", 4, False), ("zb-v", 4, False), ("1f1b", 2, False), ("interleaved", 4, False), ("1f1b", 2, True),
