@@ -100,7 +100,7 @@ def counted_bytes(
     run = model.overrides.run_blocks or run_blocks
     with LiveBytes() as memory:
         y = run(list(model.layers.values()), x, positions, samples, 0)
-        # The first layer's input, but not the last one's output. A norm of 16 bits keeps a float32 copy of its input instead.
+        # The first layer's input, but not the last one's output. A norm of 16 bits keeps a float32 copy of its input.
         copied = dtype.itemsize < 4 and recomputed == "none"
         kept = memory.now - y.nbytes + (0 if copied else x.nbytes)
         memory.peak = memory.now
