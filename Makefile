@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# Three files of tests at a time, on two cores too: tests wait for ranks, and ranks for each other.
-WORKERS := -n 3 --dist loadfile
+# Two files of tests at a time: a test has several ranks, and a third file only makes the other two slower on two cores.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# The tests start hundreds of processes, and each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser

@@ -6,6 +6,7 @@ cases of a test marked `sampled(n)` one in n is run, and what is marked `thoroug
 With MINIPAR_TRANSPORT=grouped, every test on ranks but those marked `tagged` runs by NCCL's rules.
 """
 
+import gc
 import os
 from collections import Counter
 
@@ -26,6 +27,9 @@ settings.register_profile("quick", derandomize=True, max_examples=ALL // 5, **_S
 settings.register_profile("all", derandomize=True, max_examples=ALL, **_SHARED)
 settings.register_profile("slow", max_examples=8 * ALL, **_SHARED)
 
+# Files that take minutes, and notebooks, are begun first: else one worker would run the last of them alone.
+LONG = (".ipynb", "test_chaos.py", "test_drawn_configs.py")
+
 torch.set_num_threads(1)
 
 
@@ -44,7 +48,12 @@ def pytest_collection_modifyitems(config, items):
         chosen = sampled(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
+    items.sort(key=lambda item: not item.path.name.endswith(LONG))
     skip_what_cannot_run(items)
+
+
+def pytest_collection_finish():
+    gc.freeze()  # so that no later collection searches torch's modules and thousands of tests
 
 
 def sampled(items):

@@ -27,7 +27,7 @@ ALL_TORCH = "15"  # the lesson that is nothing but such boxes; the others are it
 WORDS_A_MINUTE, CODE_LINES_A_MINUTE, PRINTED_LINES_A_MINUTE, PICTURES_A_MINUTE = 180, 12, 15, 1
 MOST_MINUTES = 40
 # Lessons that took 40 minutes before pictures and shown sources were counted. No lesson may be added, and none may grow.
-LONGER = {"08": 50, "09": 48, "10": 45, "16": 41, "17": 43, "18": 45, "19": 48}
+LONGER = {"16": 41, "17": 43, "18": 45, "19": 48}
 FENCED = re.compile(r"^```.*?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

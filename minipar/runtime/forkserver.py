@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -192,6 +193,7 @@ class _Server:
         size, backend, temporary, imported = json.loads(request)
         if self._begin == self._fork:
             _import(imported)
+            gc.freeze()  # else the collector of each rank would write to the shared pages of these modules, and copy them
         keeper = Connection(fds.pop(0))
         try:
             folder = tempfile.mkdtemp(prefix="minipar-", dir=temporary)

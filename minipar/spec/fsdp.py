@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.spec.from_file import Implementation
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from minipar.spec.specification import Specification, Stage, on_ranks
 from minipar.spec.training import chain, loss_of, one_process, samples
 from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, RANKS
@@ -112,7 +112,6 @@ def _bytes(world: Comm, make: Implementation) -> str | None:
     return None
 
 
-@newer_objects_only()
 def _memory(world: Comm, make: Implementation) -> str | None:
     before = storages()
     fsdp = make(chain(0, width=64, depth=8).float(), world, nn.Linear)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minipar.model.attention import plain_attention
 from minipar.spec.from_file import Implementation
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from minipar.spec.specification import Specification, Stage, on_one_rank
 from minipar.spec.varied import KINDS, PLAIN, Kind
 from minipar.spec.words import first, generator, mismatch, normal
@@ -145,7 +145,7 @@ def _two_at_once(make: Implementation) -> str | None:
 
 def _memory(make: Implementation) -> str | None:
     shape, num_tokens = (1, 8, 1, 64), 48
-    with newer_objects_only(), torch.no_grad():
+    with torch.no_grad():
         before = storages()
         cache = make()
         for _ in range(num_tokens):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Return address -> storage, for every tensor and every gradient in this process."""
+    """Return address -> storage, for every tensor and every gradient that this process has made since it was forked."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     # A gradient may be held by C++ alone, where gc does not see it.
@@ -18,17 +16,6 @@ def storages() -> dict[int, torch.UntypedStorage]:
     # A sparse tensor has no storage of its own: its indices and values are tensors, too.
     tensors = [x for x in tensors if x.layout == torch.strided and not x.is_meta]
     return {(s := x.untyped_storage())._cdata: s for x in tensors}
-
-
-@contextmanager
-def newer_objects_only() -> Iterator[None]:
-    """Make a context in which `storages` finds only newer objects, in milliseconds instead of tenths of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def held_bytes(before: dict[int, torch.UntypedStorage]) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from minipar.comm import Comm
 from minipar.spec.from_file import Implementation
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from minipar.spec.specification import Specification, Stage, on_ranks
 from minipar.spec.training import Mixed, Net, chain, loss_of, one_process, samples
 from minipar.spec.varied import BFLOAT16, FLOAT32, LARGE, NAN, RANKS
@@ -108,7 +108,6 @@ def _bytes(world: Comm, make: Implementation) -> str | None:
     return None
 
 
-@newer_objects_only()
 def _memory(world: Comm, make: Implementation, stage: int) -> str | None:
     """Check the bytes held before a step: all parameters, 1/p of the state, all gradients (stage 1) or 1/p (stage 2)."""
     before = storages()

@@ -29,7 +29,7 @@ def named(mesh) -> str:
     return str({k: v for k, v in mesh.items() if k != "model"})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["full", "every:2"])
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_recomputed_blocks_send_no_more_than_blocks_that_are_not(mesh, mode):

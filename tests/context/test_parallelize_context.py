@@ -141,6 +141,24 @@ def test_a_model_that_is_not_told_positions_takes_those_of_its_layout():
     minipar.run(without_positions, world_size=4)
 
 
+def error_of_local_positions(world) -> float:
+    """How far the logits of this rank's first token are from one process's, if every rank counts from zero."""
+    config = ModelConfig(**CONFIG)
+    model = context_parallel(Transformer(config).double(), world, layout="contiguous")
+    tokens, targets, _ = batch(0)
+    local = local_batch(tokens, targets, world.rank, world.size, "contiguous")
+    right = Transformer(config).double()(tokens)[:, local.positions]
+    assert_equal_to(model(local.tokens).detach(), right.detach())
+    wrong = model(local.tokens, local.positions - local.positions[0])
+    return ((wrong - right)[:, 0].abs().max() / right.abs().max()).item()
+
+
+def test_local_positions_spoil_all_ranks_but_the_first():
+    errors = minipar.run(error_of_local_positions, world_size=4)
+    assert errors[0] < 1e-14
+    assert min(errors[1:]) > 1e-4
+
+
 def heads_left_after_tp(world) -> None:
     """Of 4 key/value heads, 2 are left on a rank."""
     mesh = minipar.Mesh(world, cp=2, tp=2)

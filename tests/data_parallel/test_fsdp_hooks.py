@@ -13,7 +13,7 @@ from minipar.model import Transformer
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import WeightGradients, defer_weight_gradients
 from minipar.model.init import initial_weight
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from tests.data_parallel.memory import Peak
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
 from tests.strategies import assert_equal_to
@@ -90,9 +90,8 @@ def held_and_peak(world, compute_dtype, fsdp_cls=FSDP):
 
 def all_held(world):
     # Twice: the first optimizer of a process makes torch import, and keep, a thing or two.
-    with newer_objects_only():
-        held_and_peak(world, None)
-        return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
+    held_and_peak(world, None)
+    return {dtype: held_and_peak(world, dtype) for dtype in (None, torch.bfloat16)}
 
 
 UNIT = 64 * 64 + 64
@@ -128,6 +127,24 @@ def test_units_that_are_never_resharded_are_seen_in_the_peak():
     )
     for (_, right, _), (_, wrong, _) in results:
         assert wrong > right + 5 * 4 * UNIT
+
+
+def peaks_of_a_forward(world):
+    """The peak without and with prefetch, once the order of units is known, and the bytes of a whole unit."""
+    peaks = []
+    for prefetch in (False, True):
+        fsdp = FSDP(layers(10, 64), world, nn.Linear, prefetch=prefetch, algorithm="ring")
+        for _ in range(2):
+            with Peak() as memory:
+                fsdp(torch.ones(1, 64))
+        peaks.append(memory.peak)
+    return *peaks, 4 * padded([64 * 64, 64], world.size)
+
+
+def test_prefetch_costs_the_memory_of_one_more_unit():
+    for one_by_one, prefetched, unit_bytes in minipar.run(peaks_of_a_forward, world_size=4):
+        an_output = 64 * 4  # alive at one of the two peaks
+        assert 0 <= unit_bytes - (prefetched - one_by_one) <= an_output
 
 
 # Unusual calls --------------------------------------------------------------------------------------------------

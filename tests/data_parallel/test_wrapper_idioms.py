@@ -104,6 +104,32 @@ def test_a_rank_that_adds_to_its_gradient_meets_ranks_that_do_not():
         assert_equal_to(on_rank_0["b.weight"], want.expand(3, 6), what=f"rank {rank}")
 
 
+# Replicas ------------------------------------------------------------------------------------------------------------
+
+
+def replica(world):
+    torch.manual_seed(world.rank)
+    model = nn.Linear(6, 3).double()
+    drawn = model.weight.detach().clone()
+    ddp = DDP(model, world)
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.Adam(ddp.parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(ddp, world.rank, step).backward()
+        optimizer.step()
+    return drawn, start, model.weight.detach()
+
+
+def test_replicas_that_differ_start_as_rank_0s_and_stay_equal():
+    (drawn, _, trained), *others = minipar.run(replica, world_size=3)
+    for own, start, end in others:
+        assert not torch.equal(own, drawn)
+        assert torch.equal(start, drawn)
+        assert torch.equal(end, trained)
+    assert not torch.equal(trained, drawn)
+
+
 # Buffers -------------------------------------------------------------------------------------------------------------
 
 

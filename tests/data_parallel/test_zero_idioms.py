@@ -9,7 +9,7 @@ from torch import nn
 
 import minipar
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
-from minipar.spec.memory import held_bytes, newer_objects_only, storages
+from minipar.spec.memory import held_bytes, storages
 from tests.strategies import assert_equal_to
 
 
@@ -396,8 +396,7 @@ def peak_of_a_backward(world, optimizer_cls):
 
 
 def peaks(world):
-    with newer_objects_only():
-        return [peak_of_a_backward(world, cls) for cls in (ZeroOptimizer, KeepsFullGradients)]
+    return [peak_of_a_backward(world, cls) for cls in (ZeroOptimizer, KeepsFullGradients)]
 
 
 def test_stage_2_holds_the_full_gradients_of_three_buckets_at_a_time():

@@ -75,7 +75,7 @@ def test_every_extra_is_hidden_in_turn():
 @pytest.mark.parametrize("hidden", EXTRAS)
 def test_without_an_extra_everything_else_works(hidden, tmp_path):
     copy = tmp_path / "minipar"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy)  # with its bytecode
     shutil.rmtree(copy / "extras" / hidden)
     shutil.copytree(PACKAGE.parent / "visualize", tmp_path / "visualize")
     done = subprocess.run(

@@ -143,7 +143,7 @@ def meshes(draw):
 
 
 @given(drawn=meshes(), several=st.lists(requests(LONGEST), min_size=1, max_size=5))
-@examples(30)
+@examples(20)
 def test_drawn_requests_get_their_texts_on_any_ranks(drawn, several):
     sizes, config, options = drawn
     if options.draft is not None and options.draft.vocab_size not in (None, config.vocab_size):

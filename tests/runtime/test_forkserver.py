@@ -1,5 +1,6 @@
 """Ranks and their children end with their caller, whatever either is doing; and a caller may have threads and forks."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -37,6 +38,14 @@ PLACES = ["importing", "imported", "asked"]
 def read_until(program, line):
     while (said := program.read_line()) != f"{line}\n":
         assert said, program.finish()
+
+
+def test_a_ranks_collector_does_not_search_what_all_ranks_share():
+    for frozen, searched in minipar.run(
+        lambda world: (gc.get_freeze_count(), len(gc.get_objects())), world_size=2
+    ):
+        assert frozen > 100_000  # the objects of torch's modules
+        assert searched < frozen
 
 
 @pytest.mark.thorough
@@ -218,6 +227,7 @@ def test_of_runs_that_threads_begin_at_once_one_runs_and_the_script_stays_the_ma
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_run_on_another_thread_than_the_first_works():
     """Also where the thread that started the fork server has ended."""
     from concurrent.futures import ThreadPoolExecutor
@@ -238,6 +248,7 @@ def test_the_path_of_the_folder_for_temporary_files_may_be_long(tmp_path):
     assert program.leftovers() == []
 
 
+@pytest.mark.thorough
 def test_a_pool_whose_fork_server_is_killed_says_so_and_the_next_run_works():
     def kill_server(rank, value):
         os.kill(launch._servers[0]._process.pid, signal.SIGKILL)

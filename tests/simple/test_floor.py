@@ -302,12 +302,12 @@ def test_a_copy_trains_with_torch_alone(folder, empty_environment):
     assert losses[-1] < losses[0] - 2  # of its own source, so that the losses move with every edit
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "words",
     [
-        "--pp 1 --dp 1 --cp 2 --tp 2 --sequence --zero",
         "--pp 2 --dp 2 --tp 1 --ep 2 --zero",
+        "--pp 1 --dp 1 --cp 2 --tp 2 --sequence --zero",
         "--pp 1 --dp 2 --tp 2 --ep 2",
         "--pp 2 --dp 1 --cp 2 --tp 1",
         "--pp 4 --dp 1 --tp 1 --microbatches 8",

@@ -288,11 +288,8 @@ def _on_a_mesh(world, name, wrapper):
     return losses
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "wrapper", ["ddp", *(pytest.param(w, marks=pytest.mark.thorough) for w in ("zero", "fsdp"))]
-)
-@pytest.mark.parametrize("name", by_plan.PLANS)
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "wrapper"), [("llama", "ddp"), ("gpt2", "zero"), ("llama", "fsdp")])
 def test_hugging_faces_models_train_on_dp_tp_and_pp_as_in_one_process(name, wrapper):
     model, _ = hugging_face(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -95,12 +95,13 @@ class Case(NamedTuple):
     rank: int
 
 
-def drawn_case(draw: random.Random) -> Case:
+def drawn_case(draw: random.Random, fault: str) -> Case:
     there, here = (replace(BASE, **draw.choice(MESHES)) for _ in range(2))
     if draw.random() < 0.4:
         here = there
-    faults = [name for name in FAULTS if name != "rank stopped" or there.world_size > 1]
-    return Case(there, here, draw.choice(faults), draw.randrange(STEPS - 2), draw.randrange(there.world_size))
+    if fault == "rank stopped" and there.world_size == 1:  # nobody would wait for it
+        return drawn_case(draw, fault)
+    return Case(there, here, fault, draw.randrange(STEPS - 2), draw.randrange(there.world_size))
 
 
 # What must be so ------------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def chaos(folder: Path, seed: int, count: int, minutes: float = 0.0) -> tuple[in
     draw, never_stopped, wrong, number = random.Random(seed), {}, [], 0
     begin_s = time.monotonic()
     while number < count and not (minutes and time.monotonic() - begin_s > 60 * minutes):
-        case = drawn_case(draw)
+        case = drawn_case(draw, list(FAULTS)[number % len(FAULTS)])
         if (why := why_wrong(case, folder / str(number), never_stopped)) is not None:
             wrong.append(
                 f"CHAOS_SEED={seed}, number {number}, {case.fault} at step {case.step}: {why}\n{case}"
@@ -183,7 +184,7 @@ def chaos(folder: Path, seed: int, count: int, minutes: float = 0.0) -> tuple[in
 
 @pytest.mark.thorough
 def test_a_run_that_something_ends_goes_on_to_the_losses_of_one_never_ended(tmp_path):
-    _, wrong = chaos(tmp_path, seed=0, count=14)
+    _, wrong = chaos(tmp_path, seed=0, count=8)
     assert not wrong
 
 

@@ -70,6 +70,7 @@ def bytes_of(config, rank, whole, flags):
 ORDERS = [*(dict(schedule=name) for name in ("breadth-first", "interleaved", "zb-v", "1f1b")), dict(pp=1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_a_stage_is_gathered_once_per_visit_and_held_alone(order):
     config = replace(RUN, **order)
@@ -99,7 +100,7 @@ def test_a_planted_fault_is_seen_in_memory_or_bytes(fault):
             assert sent > max(bytes_of(config, rank // 2, whole, flags)) + min(whole.values())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -50,7 +50,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_unequal_parts_give_the_numbers_of_one_process(mesh):
     result = verify(replace(VERIFY_DEFAULTS, **mesh))

@@ -102,7 +102,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_whose_experts_move_gives_the_numbers_of_one_process(mesh):
     result = verify(RUN.choosing(**mesh))
@@ -148,6 +148,7 @@ def saved(world, config, folder):
     return [part._replace(tensor=part.tensor.detach().clone()) for part in parts], experts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", [dict(), dict(dp=2, ep=2, zero=3)], ids=str)
 def test_a_checkpoint_of_moved_experts_is_read_on_any_mesh(mesh, tmp_path):
     config = RUN.choosing(**mesh)

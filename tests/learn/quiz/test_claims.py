@@ -2,8 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
+from torch.utils.flop_counter import FlopCounterMode
 
+import minipar
+from minipar import SwitchMoE
 from minipar.config.train_config import TrainConfig
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import sent_share
@@ -128,6 +135,9 @@ def test_of_two_records_the_first_entry_that_differs_names_the_rank_that_is_behi
     records = {0: agreed, 1: agreed[:2], 2: agreed}
     last = {rank: entries[-1][0] for rank, entries in records.items()}
     assert min(last, key=last.get) == 1
+    records = {0: agreed, 1: agreed, 2: [agreed[0], (1, "all_gather", 6), agreed[2]]}
+    entry = next(i for i, entries in enumerate(zip(*records.values())) if len(set(entries)) > 1)
+    assert entry == 1
 
 
 def test_outer_copies_of_diloco_make_16_bytes_24():
@@ -136,6 +146,22 @@ def test_outer_copies_of_diloco_make_16_bytes_24():
         4 + 4,
     )  # the weights of the last agreement, and the momentum of the outer step
     assert inner + outer == 24
+
+
+def test_eight_experts_have_8_times_the_parameters_at_the_flops_of_one():
+    x, positions, sample_ids = torch.randn(1, 64, 16), torch.arange(64), torch.arange(1)
+
+    def size_and_flops(num_experts):
+        moe = SwitchMoE(16, 32, num_experts, capacity_factor=None)
+        counts = []
+        for part in (lambda: moe(x), lambda: moe.router(x, positions, sample_ids)):
+            with FlopCounterMode(display=False) as counter:
+                part()
+            counts.append(counter.get_total_flops())
+        return sum(p.numel() for p in moe.experts.parameters()), counts[0] - counts[1]
+
+    (one, flops_of_one), (eight, flops_of_eight) = size_and_flops(1), size_and_flops(8)
+    assert (eight / one, flops_of_eight / flops_of_one) == (8, 1)
 
 
 def test_70b_on_2_trillion_tokens_take_512_h100_48_days():
@@ -151,3 +177,54 @@ def test_bf16_loses_an_addend_of_a_256th_of_the_sum_and_float32_does_not():
 def test_offloaded_states_of_7b_cross_pcie_in_about_a_second_a_step():
     gradients_down_and_weights_up = 2 + 2  # bytes a parameter
     assert round(gradients_down_and_weights_up * 7e9 / 25e9, 1) == 1.1
+
+
+def test_torch_names_a_group_by_how_many_a_process_has_made():
+    first, second = (distributed_c10d._process_group_name([0, 1], use_hashed_name=False) for _ in range(2))
+    assert int(second) == int(first) + 1
+    by_members = {distributed_c10d._process_group_name([0, 1], use_hashed_name=True) for _ in range(2)}
+    assert len(by_members) == 1
+
+
+def test_an_all_to_all_sends_a_pth_of_what_an_all_gather_sends():
+    def sent(world, collective):
+        getattr(world, collective)(torch.ones(64))
+        return world.traffic.sent_bytes, world.traffic.messages
+
+    p, n = 4, 64 * 4
+    assert minipar.run(sent, "all_to_all", world_size=p) == [((p - 1) * n // p, p - 1)] * p
+    assert [num_bytes for num_bytes, _ in minipar.run(sent, "all_gather", world_size=p)] == [(p - 1) * n] * p
+
+
+def test_no_sync_has_to_enclose_the_forward_too():
+    """How often torch's DDP reduces in four microbatches: without no_sync, with it around backwards, around both."""
+
+    def reductions(world, around):
+        torch.manual_seed(0)
+        group = world.process_group()
+        ddp = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+        reduced = []
+
+        def hook(state, bucket):
+            reduced.append(bucket.index())
+            return allreduce_hook(group, bucket)
+
+        ddp.register_comm_hook(None, hook)
+        for microbatch in range(4):
+            x = torch.full((1, 3), float(world.rank + microbatch))
+            inside = around if microbatch < 3 else None
+            if inside == "both":
+                with ddp.no_sync():
+                    ddp(x).sum().backward()
+            elif inside == "backward":
+                loss = ddp(x).sum()
+                with ddp.no_sync():
+                    loss.backward()
+            else:
+                ddp(x).sum().backward()
+        return len(reduced), ddp.module.weight.grad.tolist()
+
+    results = [minipar.run(reductions, how, world_size=2) for how in (None, "backward", "both")]
+    assert tuple(counted for counted, _ in (on_ranks[0] for on_ranks in results)) == (4, 4, 1)
+    mean_of_sums = (0 + 1 + 2 + 3 + 1 + 2 + 3 + 4) / 2
+    assert all(grad == [[mean_of_sums] * 3] for on_ranks in results for _, grad in on_ranks)

@@ -9,8 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.config.model_config import ModelConfig
+from minipar.cost.collectives import sent_share
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
+from minipar.learn.facts import tp_layer_bytes
 from minipar.model import Transformer
 
 H100 = find_machine("h100")
@@ -186,3 +188,13 @@ def test_a_step_in_memory_of_a_neighbour_is_saved_in_a_second():
     per_rank = 12 * find_model("llama-70b").num_params / 512
     assert round(per_rank / 1e9, 1) == 1.6
     assert round(per_rank / 50e9 * 1e3) == 32
+
+
+def test_zero_3_and_tensor_parallelism_send_alike_at_4_and_a_half_widths_of_tokens():
+    """Bytes of a rank for a layer of 12 h^2 parameters in 16 bits, over many ranks."""
+    width, ranks = 8192, 10**6
+    parameters = 2 * 12 * width**2
+    zero_3 = (2 * sent_share("all_gather", ranks) + sent_share("reduce_scatter", ranks)) * parameters
+    tokens = zero_3 / tp_layer_bytes(width, ranks)
+    assert tokens == pytest.approx(4.5 * width)
+    assert round(tokens, -3) == 37_000
