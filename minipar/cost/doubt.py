@@ -5,16 +5,17 @@ from __future__ import annotations
 from minipar.cost.layout import Job, Layout
 from minipar.cost.models import ModelShape
 
-# For each kind of layout: 80 % of the held-out runs lie within this fraction of a prediction with the default parameters,
-# which are not fitted to the run's training program. A kind with fewer than five runs gets the largest fraction of dense
-# models. `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
-SPREADS = {"ZeRO-3": 0.15, "tp or pp": 0.08, "data parallel": 0.15, "cp": 0.15, "mixture": 0.85}
-# The same for predictions with parameters fitted to the run's program, for each program with five or more held-out runs,
+# For each kind of layout: the fraction of a prediction, with default parameters, that the next run stays within with a
+# probability of 80 %. With n held-out runs that is the ceil(0.8 (n + 1))-th smallest error (split conformal prediction,
+# arXiv:2107.07511, section 1): the fewer runs, the wider. It takes four runs; a kind with fewer gets the largest fraction
+# of dense models. `python -m minipar.extras.cost.fit` computes SPREADS and PROGRAM_SPREADS.
+SPREADS = {"ZeRO-3": 0.16, "tp or pp": 0.08, "data parallel": 0.29, "cp": 0.29, "mixture": 0.85}
+# The same for predictions with parameters fitted to the run's program, for each program with four or more held-out runs,
 # dense or of mixtures.
 PROGRAM_SPREADS = {
     "megatron-2021": 0.04,
     "composer": 0.06,
-    "megatron-core, mixture": 0.33,
+    "megatron-core, mixture": 1.25,
     "kempnerforge": 0.23,
 }
 
@@ -24,13 +25,20 @@ COMPARED = ("a100-40gb", "a100-80gb", "h100", "h200")
 MIXTURE = "mixture"
 
 
+# The largest doubt with which two layouts of one job are compared.
+WIDEST = max(spread for key, spread in {**SPREADS, **PROGRAM_SPREADS}.items() if MIXTURE not in key)
+
+
 def kind_of(shape: ModelShape, layout: Layout) -> str:
     """Return the kind of a layout, by which errors are summarized.
 
-    It is "mixture" for a model with experts, else the first that holds of "cp", "ZeRO-3", "tp or pp" and "data parallel".
+    It is "mixture" for a model with experts, else `dense_kind`.
     """
-    if shape.num_experts:
-        return MIXTURE
+    return MIXTURE if shape.num_experts else dense_kind(layout)
+
+
+def dense_kind(layout: Layout) -> str:
+    """Return the first that holds of "cp", "ZeRO-3", "tp or pp" and "data parallel"."""
     if layout.cp > 1:
         return "cp"
     if layout.zero == 3:
@@ -54,3 +62,13 @@ def doubt(job: Job, layout: Layout) -> float:
         return PROGRAM_SPREADS[key]
     kind = kind_of(job.shape, layout)
     return SPREADS["tp or pp" if job.gpus == 1 and kind != MIXTURE else kind]
+
+
+def comparison_doubt(job: Job, layout: Layout) -> float:
+    """Return the doubt of a layout's time beside that of another layout of the same job.
+
+    How well a program runs its experts changes both times, so a mixture has the doubt of a dense model.
+    """
+    if job.shape.num_experts:
+        return PROGRAM_SPREADS.get(job.program, SPREADS[dense_kind(layout)])
+    return doubt(job, layout)

@@ -54,6 +54,8 @@ class Implementation:
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
+    reduce_bytes       bytes of a gradient while it is summed over ranks; None: 4, or those in which it is stored if these
+                       are more, as in minipar; 0: those in which it is stored
     replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
     bucket_mb          megabytes (2**20 bytes) of gradients in a bucket; None: 40 million elements, or a million for each
                        data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
@@ -82,6 +84,7 @@ class Implementation:
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
+    reduce_bytes: int | None = None
     replicate: int = 1
     bucket_mb: float | None = None
     bucket_layers: bool = False
@@ -139,6 +142,12 @@ class Job:
     @property
     def bytes_of(self) -> Precision:
         return PRECISIONS[self.precision]
+
+    @property
+    def reduced_bytes(self) -> int:
+        """The bytes of a gradient while it is summed over ranks."""
+        stored, chosen = self.bytes_of.gradient, self.implementation.reduce_bytes
+        return max(4, stored) if chosen is None else chosen or stored
 
 
 @dataclass(frozen=True, order=True)

@@ -3,8 +3,9 @@
 A family is all layouts with one value of one axis: tp=16, or zero=0. A layout is legal if `why_illegal` gives no reason.
 
 Predictions that differ by less than NEAR cannot be told apart: the model is wrong by more (doubt.py). So among the
-layouts within NEAR of the fastest, the plan chooses the simplest. For samples of at most LONG_TOKENS tokens it uses cp only
-if that is faster even when both predictions are off by their doubt, since few programs split so short samples.
+layouts within NEAR of the fastest, the plan chooses the simplest. What is `unusual`, and therefore in no published run
+that the model was compared with, is used only if it is faster even when both predictions are off by their doubt: cp for
+samples of at most LONG_TOKENS tokens, schedules other than USUAL_SCHEDULES, and tp beyond a node.
 
 The search visits layouts in the order of a lower bound on their time. It evaluates a layout only if that layout could be
 near the best, enter the table, lead a family, or lie on the Pareto front of time and memory. So the result is the same as
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
-from minipar.cost.doubt import doubt
+from minipar.cost.doubt import SPREADS, WIDEST, comparison_doubt
 from minipar.cost.layout import Job, Layout, expert_ranks, why_illegal
 from minipar.cost.memory import activation_bytes, state_floor, worst_rank_memory
 from minipar.cost.stages import (
@@ -37,11 +38,33 @@ from minipar.support.errors import divisors
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, without overlap, and holds more
 LONG_TOKENS = 8192  # for samples of at most this length, few training programs use cp
-NEAR = 0.05  # times that exceed the best by up to this fraction count as equal to it
+NEAR = min(SPREADS.values())  # times that exceed the best by less than the least doubt count as equal to it
 FRONT_REACH = 2  # the Pareto front goes up to this many times the best time
 FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule", "slices")
 OF_CELL = FAMILIES[:7]
 Family = tuple[str, object]  # axis, value
+USUAL_SCHEDULES = ("1f1b", "gpipe", "interleaved")  # simplest first; all others come after them
+
+
+class Unusual(NamedTuple):
+    """What few training programs do, and no published run of docs/planner.md did; the least unusual comes last.
+
+    tp        tensor parallelism beyond a node
+    schedule  a schedule other than USUAL_SCHEDULES
+    cp        context parallelism for samples of at most LONG_TOKENS tokens
+    """
+
+    tp: bool
+    schedule: bool
+    cp: bool
+
+
+def unusual(job: Job, a: Layout) -> Unusual:
+    return Unusual(
+        a.tp > job.machine.gpus_per_node,
+        a.pp > 1 and a.schedule not in USUAL_SCHEDULES,
+        a.cp > 1 and job.seq_len <= LONG_TOKENS,
+    )
 
 
 class Candidate(NamedTuple):
@@ -64,6 +87,13 @@ class Infeasible(NamedTuple):
     layout: Layout
 
 
+def unusual_words(job: Job, a: Layout, other: Layout) -> str:
+    """Say what is unusual in layout a and not in the other; "" if nothing is."""
+    names = (f"tp={a.tp}, more than a node", a.schedule, f"cp={a.cp}")
+    spared = zip(names, unusual(job, a), unusual(job, other))
+    return " and ".join(name for name, mine, others in spared if mine and not others)
+
+
 @dataclass
 class Plan:
     """The result of a search.
@@ -71,6 +101,7 @@ class Plan:
     schedules the schedules searched
     best      the fastest layouts that fit, fastest first; `choice` may be a slightly slower one
     families  (axis, value) -> the family's fastest layout that fits; if none fits, the one that exceeds memory least
+    leaders   the fastest layout that fits of each combination of unusual features
     fits      the layouts that were evaluated and fit
     seen      number of layouts whose memory was computed
     legal     number of legal layouts
@@ -82,35 +113,32 @@ class Plan:
     schedules: tuple[str, ...]
     best: list[Candidate] = field(default_factory=list)
     families: dict[Family, Candidate | Infeasible] = field(default_factory=dict)
+    leaders: dict[Unusual, Candidate] = field(default_factory=dict)
     fits: list[Candidate] = field(default_factory=list)
     seen: int = 0
     legal: int = 0
     frontier: list[tuple[float, float]] = field(default_factory=list)
 
     @property
-    def without_cp(self) -> Candidate | None:
-        """The fastest layout without cp, if samples are short and cp's saving is within the doubt; else None.
+    def leader(self) -> Candidate:
+        """The fastest layout with the fewest unusual features whose time cannot be told from that of `best[0]`.
 
-        It is within the doubt if both predictions may be off by theirs, in opposite directions, so that nothing is saved.
+        Two times cannot be told apart if both predictions may be off by their doubt, in opposite directions, so that
+        nothing is saved.
         """
-        found = self.families.get(("cp", 1))
-        if self.job.seq_len > LONG_TOKENS or not isinstance(found, Candidate):
-            return None
         fastest = self.best[0]
-        most, least = 1 + doubt(self.job, fastest.layout), 1 - doubt(self.job, found.layout)
-        return found if least * found.seconds <= most * fastest.seconds else None
+        most = (1 + comparison_doubt(self.job, fastest.layout)) * fastest.seconds
+        usual_first = sorted(self.leaders.items(), key=lambda item: (sum(item[0]), item[0]))
+        return next(
+            c for _, c in usual_first if (1 - comparison_doubt(self.job, c.layout)) * c.seconds <= most
+        )
 
     @property
     def near(self) -> list[Candidate]:
-        """The layouts that fit and whose time the model cannot tell from the fastest one's, simplest first.
-
-        Only layouts without cp, and compared with `without_cp`, if there is such a layout.
-        """
-        without = self.without_cp
-        least = (without or self.best[0]).seconds
-        found = [
-            c for c in self.fits if c.seconds <= (1 + NEAR) * least and not (without and c.layout.cp > 1)
-        ]
+        """The layouts as unusual as `leader` whose time the model cannot tell from the leader's, simplest first."""
+        leader = self.leader
+        as_usual, most = unusual(self.job, leader.layout), (1 + NEAR) * leader.seconds
+        found = [c for c in self.fits if c.seconds <= most and unusual(self.job, c.layout) == as_usual]
         return sorted(found, key=lambda c: (simplicity(self.job, c.layout), c))
 
     @property
@@ -133,7 +161,6 @@ class Plan:
         return min(misfits, default=None)
 
 
-SIMPLE_SCHEDULES = ("1f1b", "gpipe", "interleaved")  # simplest first; all others come after them
 SIMPLE_ZERO = (1, 3, 0, 2)  # ZeRO-1 costs nothing; ZeRO-2 is rarely used
 
 
@@ -146,14 +173,15 @@ def simplicity(job: Job, a: Layout) -> tuple[float, ...]:
 
     First the number of ways in which the work is split: slices of samples count, dp does not, since it changes no
     model. Then common practice: no cp up to LONG_TOKENS tokens, tp inside a node, experts spread over ep, the schedules of
-    SIMPLE_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, one chunk.
+    USUAL_SCHEDULES, no recomputation, ZeRO stages in the order of SIMPLE_ZERO, short samples in few parts, one chunk.
     """
     ways = sum(size > 1 for size in (a.pp, a.cp, a.ep, a.tp, a.slices))
-    order = SIMPLE_SCHEDULES.index(a.schedule) if a.schedule in SIMPLE_SCHEDULES else len(SIMPLE_SCHEDULES)
+    order = USUAL_SCHEDULES.index(a.schedule) if a.schedule in USUAL_SCHEDULES else len(USUAL_SCHEDULES)
+    short = job.seq_len <= LONG_TOKENS
     return (
-        ways, a.cp > 1 and job.seq_len <= LONG_TOKENS, a.tp > job.machine.gpus_per_node,
+        ways, a.cp > 1 and short, a.tp > job.machine.gpus_per_node,
         job.shape.num_experts > 0 and a.ep == 1, a.pp > 1 and order, a.recompute != "none",
-        SIMPLE_ZERO.index(a.zero), a.chunks,
+        SIMPLE_ZERO.index(a.zero), short and a.cp, a.chunks,
     )  # fmt: skip
 
 
@@ -260,7 +288,8 @@ def _search(job: Job, cell: Cell, found: Plan) -> None:
     keys = [(axis, getattr(a, axis)) for axis in OF_CELL]
     keys += [("zero", zero) for zero in zeros] + [("schedule", schedule) for schedule, *_ in ways]
     keys += {("slices", slices) for *_, slices in ways}
-    if not _matters(found, keys, cell.seconds, min(floors.values())):
+    habits = {unusual(job, a.with_order(0, *order)) for order in ways}
+    if not _matters(found, keys, habits, cell.seconds, min(floors.values())):
         return
     for zero, floor in floors.items():
         # ZeRO-3 has a higher bound, because it gathers weights.
@@ -268,7 +297,7 @@ def _search(job: Job, cell: Cell, found: Plan) -> None:
         for schedule, chunks, slices in ways:
             layout = a.with_order(zero, schedule, chunks, slices)
             least_s = least * (1 + least_idle(schedule, a.pp, m, chunks, slices))
-            if _matters(found, _families_of(layout), least_s, floor):
+            if _matters(found, _families_of(layout), {unusual(job, layout)}, least_s, floor):
                 evaluate(layout, least_s, found)
 
 
@@ -276,8 +305,13 @@ def _families_of(layout: Layout) -> list[Family]:
     return [(axis, getattr(layout, axis)) for axis in FAMILIES]
 
 
-def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: float) -> bool:
-    """Return whether a layout of these families, which needs at least `seconds` and `num_bytes`, could change `found`."""
+def _matters(
+    found: Plan, families: list[Family], habits: set[Unusual], seconds: float, num_bytes: float
+) -> bool:
+    """Return whether a layout that needs at least `seconds` and `num_bytes` could change `found`.
+
+    The layout is of these families, and has one of these combinations of unusual features.
+    """
     leaders = [found.families.get(key) for key in families]
     excess = num_bytes - found.job.room_bytes
     if excess > 0:
@@ -285,19 +319,22 @@ def _matters(found: Plan, families: list[Family], seconds: float, num_bytes: flo
             best is None or (isinstance(best, Infeasible) and excess < best.excess) for best in leaders
         )
     order = _order(seconds)
-    if found.best and seconds <= (1 + NEAR) * found.best[0].seconds:
-        return True
-    without = found.families.get(("cp", 1)) if ("cp", 1) in families else None
-    if (
-        isinstance(without, Candidate)
-        and found.job.seq_len <= LONG_TOKENS
-        and seconds <= (1 + NEAR) * without.seconds
-    ):
+    if any(_may_be_near(found, habit, seconds) for habit in habits):
         return True
     for best in leaders:
         if not isinstance(best, Candidate) or order <= best.order:
             return True
     return not _beaten(found, seconds, num_bytes)
+
+
+def _may_be_near(found: Plan, habit: Unusual, seconds: float) -> bool:
+    """Return whether a layout that needs at least `seconds` could enter `found.near`, by its unusual features."""
+    if not found.best:
+        return True
+    if (1 - WIDEST) * seconds > (1 + NEAR) * (1 + WIDEST) * found.best[0].seconds:
+        return False  # slower than the fastest by more than any doubt
+    leader = found.leaders.get(habit)
+    return leader is None or seconds <= (1 + NEAR) * leader.seconds
 
 
 def _order(seconds: float) -> float:
@@ -333,7 +370,8 @@ def evaluate(layout: Layout, least_s: float, found: Plan) -> None:
             if best is None or (isinstance(best, Infeasible) and excess < best.excess):
                 found.families[key] = Infeasible(excess, layout)
         return
-    if not _matters(found, keys, least_s, num_bytes):
+    habit = unusual(job, layout)
+    if not _matters(found, keys, {habit}, least_s, num_bytes):
         return
     seconds = sum(step_parts(job, layout).values())
     candidate = Candidate(_order(seconds), num_bytes, layout, seconds)
@@ -342,6 +380,8 @@ def evaluate(layout: Layout, least_s: float, found: Plan) -> None:
         best = found.families.get(key)
         if not isinstance(best, Candidate) or candidate < best:
             found.families[key] = candidate
+    if habit not in found.leaders or candidate < found.leaders[habit]:
+        found.leaders[habit] = candidate
     insort(found.best, candidate)
     del found.best[found.top :]
     _extend_front(found.frontier, seconds, num_bytes)

@@ -79,8 +79,13 @@ def _reason(job: Job, winner: Candidate, axis: str, value: object, found: Candid
     part = max(theirs, key=lambda name: theirs[name] - mine[name])
     more = theirs[part] - mine[part]
     text = f"+{lost:.3g} s with {found.name}, most of it {PART_NAMES[part]}: +{more:.3g} s"
-    if lost <= NEAR * winner.seconds:
-        text = f"{lost / winner.seconds:+.1%}, less than the model can tell: {found.name}"
+    if lost < 0:
+        text = (
+            f"{found.name} is predicted {-lost / winner.seconds:.1%} faster, which is less than the error of such a "
+            "comparison, so the more usual is taken"
+        )
+    elif lost <= NEAR * winner.seconds:
+        text = f"{found.name} is predicted {lost / winner.seconds:.1%} slower, which is less than the model can tell"
     if axis == "tp" and axis_links(job.machine, found.layout, "tp").nodes > 1:
         text = "leaves the node: " + text
     return Reason(axis, value, found.layout, lost, None, part, text)

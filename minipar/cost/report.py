@@ -10,7 +10,7 @@ from minipar.cost.layout import Job, Layout
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.models import ModelShape
-from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan
+from minipar.cost.planner import LONG_TOKENS, NEAR, Candidate, Plan, unusual_words
 from minipar.cost.ranks import bucket_elems
 from minipar.cost.reasons import Reason, why_nots
 from minipar.cost.timing import step_time
@@ -51,7 +51,8 @@ def plan_text(plan: Plan) -> str:
         )
     lines += [
         "",
-        "+-: 80 % of published runs of such a kind, held out from fitting, lie within; see docs/planner.md",
+        "+-: four of five further runs of such a kind lie within, by published runs held out from fitting; see "
+        "docs/planner.md",
     ]
     if job.machine.name in MACHINES and job.machine.name not in COMPARED:
         lines.append(
@@ -64,10 +65,13 @@ def plan_text(plan: Plan) -> str:
 
 
 def _near_words(plan: Plan) -> str:
-    near, fastest, words = len(plan.near), plan.best[0], "the fastest"
-    if plan.without_cp is not None and fastest.layout.cp > 1:
-        saved = 1 - fastest.seconds / plan.without_cp.seconds
-        words += f" without cp ({fastest.name} would save {saved:.1%}, less than its doubt; few programs cut short samples)"
+    near, fastest, leader, words = len(plan.near), plan.best[0], plan.leader, "the fastest"
+    if spared := unusual_words(plan.job, fastest.layout, leader.layout):
+        saved = 1 - fastest.seconds / leader.seconds
+        words += (
+            f" without {spared} ({fastest.name} is predicted to save {saved:.1%}, less than the doubt of such a "
+            "comparison, and few programs do so)"
+        )
     if near == 1:
         return f"no other layout is within {NEAR:.0%} of {words}"
     return (

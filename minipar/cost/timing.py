@@ -325,7 +325,9 @@ def _unit_messages(job: Job, a: Layout, experts: bool) -> tuple[float, float]:
         if elems:
             links, part = sharding_links(job, a, axis)[0], elems / times
             gather += times * collective_s(machine, links, "all_gather", part * b.weight)
-            reduce += reduces * times * collective_s(machine, links, "reduce_scatter", part * b.gradient)
+            reduce += (
+                reduces * times * collective_s(machine, links, "reduce_scatter", part * job.reduced_bytes)
+            )
     return gather, reduce
 
 
@@ -371,8 +373,8 @@ def _gradients(
     for axis, number in zip(("dp", "edp"), elems):
         links, copies = sharding_links(job, a, axis)
         if number:
-            reduce_s += in_buckets_s(job, a, links, kind, number, b.gradient)
-            reduce_s += in_buckets_s(job, a, copies, "all_reduce", number / links.size, b.gradient)
+            reduce_s += in_buckets_s(job, a, links, kind, number, job.reduced_bytes)
+            reduce_s += in_buckets_s(job, a, copies, "all_reduce", number / links.size, job.reduced_bytes)
         if zero in (1, 2) and number:
             gather_s += in_buckets_s(job, a, links, "all_gather", number, b.weight)
         updated += number / (links.size if zero else 1)

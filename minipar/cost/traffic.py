@@ -16,7 +16,8 @@ N tokens of a rank in a step, over all its microbatches; width D, e bytes per ac
     ep     per layer with experts, 4 k CF N D e (ep-1)/ep for dispatch and combine, forward and backward, CF being the
            capacity factor; 6 instead of 4 if layers are recomputed. Each of t tp ranks sends all of it, or 1/t of it with
            `fold_experts`
-    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2); with ZeRO-2 and reduce_every="microbatch", (m+1) (P-1)/P.
+    dp     2 (P-1)/P of the rank's gradients (zero 0, 1, 2), in the bytes in which they are summed; with ZeRO-2 and
+           reduce_every="microbatch", (m+1) (P-1)/P. ZeRO-1 and -2 gather weights in place of half of it.
            ZeRO-3 gathers weights twice per microbatch, or three times if they are recomputed (except in the last layer of a
            unit), and sends gradients once, or m times with reduce_every="microbatch". For embedding and head see
            `root_gathers`; tied ones in a pipeline are not gathered, and 2 (P-1)/P of their gradients are sent. With
@@ -208,7 +209,7 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
     """Return, for dp and edp, the bytes that a rank sends to ranks with other shards, and to ranks with the same shard."""
     held = held_by(job, layout, rank)
     dense, expert = held_elems(job, layout, held)
-    b, how, m = job.bytes_of, job.implementation, layout.microbatches(job)
+    b, reduced, how, m = job.bytes_of, job.reduced_bytes, job.implementation, layout.microbatches(job)
     sent, ends, unsharded = [], root_gathers(job, layout, held), unsharded_elems(job, layout, held)
     sharers = layout.dp * layout.cp
     of_experts = expert_ranks(how, layout.dp, layout.cp, layout.tp) // layout.ep
@@ -219,15 +220,15 @@ def _gradient_parts(job: Job, layout: Layout, rank: int) -> list[tuple[float, fl
         copies = how.replicate if layout.zero == 3 else 1
         shards = ranks // copies
         # Bytes per parameter of the two halves of an all-reduce: the reduce-scatter, then the all-gather.
-        once, again = b.gradient, b.gradient if layout.zero == 0 else b.weight
+        once, again = reduced, reduced if layout.zero == 0 else b.weight
         if layout.zero > 1 and how.reduce_every == "microbatch":
             once *= m * layout.slices
         num_bytes: float = (once + again) * elems
         if layout.zero == 3:
             of_layers = elems - sum(root for root, _ in roots)
             gathered = m * layout.slices * gathers(layout) * of_layers + sum(root * n for root, n in roots)
-            num_bytes = once * elems + b.weight * gathered + 2 * b.gradient * whole
-        between = 2 * (copies - 1) / copies * b.gradient * (elems / shards + whole)
+            num_bytes = once * elems + b.weight * gathered + 2 * reduced * whole
+        between = 2 * (copies - 1) / copies * reduced * (elems / shards + whole)
         sent.append((num_bytes * (shards - 1) / shards, between))
     return sent
 

@@ -27,6 +27,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     how = Implementation(
         attention="dense" if config.model.attention == "plain" else config.model.attention,
         sequence_parallel=config.sequence_parallel, reduce_every=config.reduce_every, replicate=config.replicate,
+        reduce_bytes=_reduce_bytes(config),
         bucket_mb=config.bucket_mb, cp_ulysses=config.cp_ulysses, group_tokens=config.model.group_tokens,
     )  # fmt: skip
     precision = "mixed" if config.mixed_precision else config.dtype
@@ -39,6 +40,11 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
         dp, pp, config.cp, config.ep, config.tp, config.zero, name, chunks, microbatch, config.recompute,
         config.cp_attention, slices,
     )  # fmt: skip
+
+
+def _reduce_bytes(config: TrainConfig) -> int:
+    name = config.reduce_dtype or ("float32" if config.mixed_precision else config.dtype)
+    return {"float64": 8, "float32": 4}.get(name, 2)
 
 
 def _planned_order(config: TrainConfig) -> tuple[str, int, int, int]:

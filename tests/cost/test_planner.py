@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from minipar.cost.doubt import doubt
+from minipar.cost.doubt import comparison_doubt
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout, why_illegal
 from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
@@ -14,7 +14,6 @@ from minipar.cost.models import ModelShape
 from minipar.cost.planner import (
     FAMILIES,
     FRONT_REACH,
-    LONG_TOKENS,
     NEAR,
     SEARCHED_CP,
     Candidate,
@@ -23,11 +22,13 @@ from minipar.cost.planner import (
     _accumulates,
     plan,
     searched_schedules,
+    unusual,
 )
 from minipar.cost.reasons import no_fit, reasons
 from minipar.cost.report import _near_words
 from minipar.cost.stages import forms_of, planned, unplanned
 from minipar.cost.timing import step_time
+from minipar.extras.cost.published_runs import published_runs
 from minipar.schedules.registry import SCHEDULES
 
 TINY = ModelShape("tiny", 8, 1024, 8, 2816, 32000, 4)
@@ -107,37 +108,52 @@ def test_the_plan_is_that_of_brute_force(job):
 
 
 def near_of(job: Job, fits: list[Candidate]) -> list[Candidate]:
-    """The layouts within NEAR of the fastest; only those without cp if samples are short and cp saves less than doubt."""
+    """The layouts within NEAR of the fastest of those with the fewest unusual features that doubt cannot tell from it."""
     if not fits:
         return []
-    without = [fit for fit in fits if fit.layout.cp == 1]
-    if job.seq_len <= LONG_TOKENS and without:
-        least = (1 - doubt(job, without[0].layout)) * without[0].seconds
-        if least <= (1 + doubt(job, fits[0].layout)) * fits[0].seconds:
-            fits = without
-    return [fit for fit in fits if fit.seconds <= (1 + NEAR) * min(f.seconds for f in fits)]
+    most = (1 + comparison_doubt(job, fits[0].layout)) * fits[0].seconds
+    for habit in sorted({unusual(job, fit.layout) for fit in fits}, key=lambda habit: (sum(habit), habit)):
+        alike = [fit for fit in fits if unusual(job, fit.layout) == habit]
+        if (1 - comparison_doubt(job, alike[0].layout)) * alike[0].seconds <= most:
+            return [fit for fit in alike if fit.seconds <= (1 + NEAR) * alike[0].seconds]
+    raise AssertionError("the fastest cannot be told from itself")
 
 
 @pytest.mark.parametrize(
-    ("saved", "seq_len", "cp"), [(0.24, 8192, 1), (0.26, 8192, 4), (0.24, 16384, 4), (0.5, 16384, 4)]
-)
-def test_cp_for_short_samples_must_save_more_than_its_doubt(saved, seq_len, cp):
-    """The doubt of cp is 15 %, that of tp 8 %: 1.15 / 0.92 = 1.25. Without cp, layouts near their own fastest are near."""
-    job = Job(MODELS["llama-7b"], MACHINES["h100"], 8, seq_len, 8)
-    ring, whole, split, slow = (
-        Candidate(seconds, 1.0, parse_layout(name), seconds)
-        for name, seconds in (
-            ("dp2-cp4", 1.0), ("dp4-tp2", 1 + saved), ("dp8", 1.04 * (1 + saved)), ("dp8-zero3", 1.06 * (1 + saved)),
+    ("name", "usual", "saved", "seq_len", "taken"),
+    [
+        ("dp8-cp4", "dp16-tp2", 0.39, 8192, False), ("dp8-cp4", "dp16-tp2", 0.41, 8192, True),
+        ("dp8-cp4", "dp16-tp2", 0.39, 16384, True),
+        ("dp16-pp2-zb-v", "dp16-pp2-1f1b", 0.17, 4096, False), ("dp16-pp2-zb-v", "dp16-pp2-1f1b", 0.18, 4096, True),
+        ("dp16-pp2-seq1f1b:4", "dp16-pp2-interleaved:2", 0.17, 4096, False),
+        ("dp2-tp16", "dp16-pp2-1f1b", 0.17, 4096, False), ("dp2-tp16", "dp16-pp2-1f1b", 0.18, 4096, True),
+    ],
+)  # fmt: skip
+def test_what_is_unusual_must_save_more_than_its_doubt(name, usual, saved, seq_len, taken):
+    """The doubt of cp is 29 %, that of tp and pp 8 %: 1.29 / 0.92 = 1.40 and 1.08 / 0.92 = 1.17.
+
+    Where the usual is taken, layouts near the fastest usual one are near.
+    """
+    job = Job(MODELS["llama-7b"], MACHINES["h100"], 32, seq_len, 32)
+    fast, whole, split, slow = (
+        Candidate(seconds, 1.0, parse_layout(layout), seconds)
+        for layout, seconds in (
+            (name, 1.0), (usual, 1 + saved), ("dp32", 1.04 * (1 + saved)), ("dp32-zero3", 1.1 * (1 + saved)),
         )
     )  # fmt: skip
-    found = Plan(job, 10, (), [ring], {("cp", 1): whole, ("cp", 4): ring}, [slow, split, whole, ring])
-    assert found.choice.layout.cp == cp
-    if cp == 1:
+    leaders = {unusual(job, whole.layout): whole}
+    leaders[unusual(job, fast.layout)] = fast  # the same key where cp is usual
+    found = Plan(job, 10, (), [fast], leaders=leaders, fits=[slow, split, whole, fast])
+    assert (found.choice == fast) == taken
+    words = f"{fast.name} is predicted to save {1 - 1 / (1 + saved):.1%}, less than the doubt"
+    assert (words in _near_words(found)) != taken
+    if not taken:
         assert found.near == [split, whole]
-        assert f"{ring.name} would save {1 - 1 / (1 + saved):.1%}, less than its doubt" in _near_words(found)
-    else:
-        assert found.near[0] == ring
-        assert "would save" not in _near_words(found)
+
+
+def test_no_published_run_does_what_is_called_unusual():
+    for run in published_runs():
+        assert not any(unusual(run.job(), run.layout)), run
 
 
 def test_every_reason_is_recomputed():
@@ -162,6 +178,7 @@ def test_every_reason_is_recomputed():
         step = step_time(job, reason.layout)
         assert excess <= 0
         assert reason.lost_s == pytest.approx(step.total - best.total)
+        assert ("faster" in reason.text) == (reason.lost_s < 0)
         more = {name: step.parts[name] - best.parts[name] for name in step.parts}
         assert more[reason.part] == max(more.values())
         if reason.axis == "tp":

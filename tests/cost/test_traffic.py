@@ -86,6 +86,23 @@ def test_ranks_send_what_was_predicted(mesh):
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
+    ("options", "num_bytes"),
+    [
+        (dict(zero=0), 4), (dict(zero=1), 4), (dict(zero=2), 4), (dict(zero=3), 4),
+        (dict(zero=1, reduce_dtype="bfloat16"), 2), (dict(zero=1, dtype="float32"), 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gradients_are_sent_in_the_bytes_in_which_they_are_summed(options, num_bytes):
+    """bfloat16 gradients are summed in float32 unless the run says otherwise; weights are gathered in bfloat16."""
+    config = replace(RUN, dtype="bfloat16", dp=2, bucket_mb=25)
+    config = replace(config, **options)
+    assert job_of(config)[0].reduced_bytes == num_bytes
+    assert_sends_what_was_predicted(config)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
     ("order", "microbatches", "tied"),
     [
         ("gpipe", 4, False), ("zb-v", 4, False), ("1f1b", 2, False), ("interleaved", 4, False), ("1f1b", 2, True),
@@ -208,8 +225,11 @@ def test_textbook_costs():
 
 
 def test_megatrons_and_zeros_volumes():
-    """Megatron: 8 b s h (t-1)/t elements per layer and microbatch; ZeRO: 2, 2, 2 and 3 times the parameters."""
-    job = Job(MODELS["llama-7b"], H100, 8, 4096, 8)
+    """Megatron: 8 b s h (t-1)/t elements per layer and microbatch; ZeRO: 2, 2, 2 and 3 times the parameters.
+
+    Both count gradients in the bytes in which they are stored.
+    """
+    job = Job(MODELS["llama-7b"], H100, 8, 4096, 8, implementation=Implementation(reduce_bytes=0))
     for zero, times in ((0, 2), (1, 2), (2, 2), (3, 3)):
         dp, _ = gradients_bytes(job, Layout(dp=8, zero=zero), 0)
         share = times if zero < 3 else times - 2 * 4096 * 32000 / 6.738e9 / 1  # the root is gathered once
@@ -237,21 +257,23 @@ def test_data_parallelism_waits_below_a_number_of_tokens_that_does_not_depend_on
 
 def test_of_hybrid_sharding_only_a_shards_gradients_leave_a_node():
     """Of P elements over 8 shards in a node and R nodes: 2 (R-1)/R of a shard, 1.75 P/8 for 8 nodes."""
-    job = Job(MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8))
+    job = Job(
+        MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8, reduce_bytes=0)
+    )
     layout = Layout(dp=64, zero=3)
     sent = step_traffic(job, layout, 0)["dp"]
     assert sent.leaving == pytest.approx(1.75 * 2 * job.shape.num_params / 8)
     assert sent.total == pytest.approx(gradients_bytes(job, layout, 0)[0])
-    everywhere = step_traffic(replace(job, implementation=Implementation()), layout, 0)["dp"]
+    everywhere = step_traffic(replace(job, implementation=Implementation(reduce_bytes=0)), layout, 0)["dp"]
     assert everywhere.leaving > 1.6 * sent.leaving
 
 
 def test_hybrid_sharding_is_faster_where_nodes_are_slowly_connected():
-    """With a copy a node, weights are gathered inside it; gradients cross the network twice, as an all-reduce, not once."""
+    """With a copy a node, weights are gathered inside it; 16-bit gradients cross the network twice, not once."""
     slow = replace(H100, card_bytes_per_s=1e9)
     seconds = []
     for replicas in (1, 8):
-        how = Implementation(replicate=replicas)
+        how = Implementation(replicate=replicas, reduce_bytes=0)
         job = Job(MODELS["llama-7b"], slow, 64, 4096, 64, implementation=how)
         seconds.append(sum(step_parts(job, Layout(dp=64, zero=3)).values()))
     assert seconds[0] > 1.4 * seconds[1]

@@ -23,7 +23,7 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import MARGIN
-from minipar.cost.planner import NEAR, Plan, plan
+from minipar.cost.planner import NEAR, Plan, plan, unusual_words
 from minipar.cost.timing import step_time
 from minipar.extras.cost.published_runs import published_runs
 
@@ -83,8 +83,8 @@ def difference(job: Job, a: Layout, found: Plan, theirs: float, num_bytes: float
     words = "the same mesh" if not axes else "other " + ", ".join(axes)
     if a.recompute == "full" and b.recompute != "full":
         words += "; no full recomputation, since flash attention stores no scores"
-    if found.without_cp is not None and found.best[0].layout.cp > 1:
-        words += "; cp would save less than its doubt"
+    if spared := unusual_words(job, found.best[0].layout, found.leader.layout):
+        words += f"; {spared} would save less than the doubt"
     if num_bytes > job.room_bytes:
         words += "; theirs does not fit our program"
     gain = theirs / ours - 1

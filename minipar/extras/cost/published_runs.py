@@ -212,6 +212,16 @@ def _shape(model: str, seq_len: int) -> ModelShape:
 
 
 def spread(errors: Iterable[float], share: float = 0.8) -> float:
-    """Return the smallest w such that at least `share` of the errors lie within [-w, w]."""
+    """Return the smallest w such that one more error like these lies within [-w, w] with a probability of `share`.
+
+    Each of n + 1 errors is equally likely to be the k-th smallest, so w is the ceil(share (n + 1))-th smallest of n.
+    Raises ValueError if there are too few errors: for a share of 0.8, fewer than four.
+    Source: split conformal prediction, arXiv:2107.07511, section 1 and appendix D.
+    """
     sizes = sorted(map(abs, errors))
-    return sizes[math.ceil(share * len(sizes)) - 1]
+    at = math.ceil(round(share * (len(sizes) + 1), 9))
+    if at > len(sizes):
+        raise ValueError(
+            f"{len(sizes)} errors do not tell where {share:.0%} of all lie; use {math.ceil(round(share / (1 - share), 9))}"
+        )
+    return sizes[at - 1]
