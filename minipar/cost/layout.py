@@ -54,8 +54,8 @@ class Implementation:
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
-    reduce_bytes       bytes of a gradient while it is summed over ranks; None: 4, or those in which it is stored if these
-                       are more, as in minipar; 0: those in which it is stored
+    reduce_bytes       bytes of a gradient while it is summed over ranks; 0: those in which it is stored, as in the papers'
+                       volumes. minipar's trainer sums 16-bit gradients in 4 unless it is told otherwise
     replicate          hybrid sharding: number of groups of the dp x cp ranks that each hold all shards of ZeRO-3
     bucket_mb          megabytes (2**20 bytes) of gradients in a bucket; None: 40 million elements, or a million for each
                        data-parallel rank if that is more, as Megatron Core chooses so that latencies stay small
@@ -84,7 +84,7 @@ class Implementation:
     sequence_parallel: bool = True
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
-    reduce_bytes: int | None = None
+    reduce_bytes: int = 0
     replicate: int = 1
     bucket_mb: float | None = None
     bucket_layers: bool = False
@@ -146,8 +146,7 @@ class Job:
     @property
     def reduced_bytes(self) -> int:
         """The bytes of a gradient while it is summed over ranks."""
-        stored, chosen = self.bytes_of.gradient, self.implementation.reduce_bytes
-        return max(4, stored) if chosen is None else chosen or stored
+        return self.implementation.reduce_bytes or self.bytes_of.gradient
 
 
 @dataclass(frozen=True, order=True)

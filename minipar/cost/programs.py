@@ -18,26 +18,21 @@ class Program(NamedTuple):
 PROGRAMS = {
     "minipar": Program(Implementation(), "ours, with numbers fitted to all others: it has not run on so many GPUs"),
     "megatron-2021": Program(
-        Implementation(
-            "dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, reduce_bytes=0, arithmetic=0.92
-        ),
+        Implementation("dense", False, sequence_parallel=False, scatter_pipeline=True, bucket_mb=inf, arithmetic=0.92),
         "Megatron-LM in 2021: stored scores, no sequence parallelism, gradients after the backward",
     ),
     "deepspeed-2021": Program(
         Implementation(
-            "dense", sequence_parallel=False, reduce_every="microbatch", reduce_bytes=0, arithmetic=1.11, overlap=0.0,
-            gathers_per_layer=20,
+            "dense", sequence_parallel=False, reduce_every="microbatch", arithmetic=1.11, overlap=0.0, gathers_per_layer=20
         ),
         "DeepSpeed's ZeRO-3 in 2021, which gathered tensor by tensor and waited for it",
     ),
     "fsdp-2023": Program(
-        Implementation("dense", reduce_every="microbatch", bucket_layers=True, reduce_bytes=0),
+        Implementation("dense", reduce_every="microbatch", bucket_layers=True),
         "PyTorch's first FSDP, without a fused attention",
     ),
     "composer": Program(
-        Implementation(
-            reduce_every="microbatch", bucket_layers=True, reduce_bytes=0, arithmetic=0.87, overlap=0.3, attention_speed=0.5
-        ),
+        Implementation(reduce_every="microbatch", bucket_layers=True, arithmetic=0.87, overlap=0.3, attention_speed=0.5),
         "MosaicML's Composer on FSDP, with Triton's flash attention",
     ),
     "megatron-core": Program(

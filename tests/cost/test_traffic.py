@@ -229,7 +229,7 @@ def test_megatrons_and_zeros_volumes():
 
     Both count gradients in the bytes in which they are stored.
     """
-    job = Job(MODELS["llama-7b"], H100, 8, 4096, 8, implementation=Implementation(reduce_bytes=0))
+    job = Job(MODELS["llama-7b"], H100, 8, 4096, 8)
     for zero, times in ((0, 2), (1, 2), (2, 2), (3, 3)):
         dp, _ = gradients_bytes(job, Layout(dp=8, zero=zero), 0)
         share = times if zero < 3 else times - 2 * 4096 * 32000 / 6.738e9 / 1  # the root is gathered once
@@ -258,13 +258,13 @@ def test_data_parallelism_waits_below_a_number_of_tokens_that_does_not_depend_on
 def test_of_hybrid_sharding_only_a_shards_gradients_leave_a_node():
     """Of P elements over 8 shards in a node and R nodes: 2 (R-1)/R of a shard, 1.75 P/8 for 8 nodes."""
     job = Job(
-        MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8, reduce_bytes=0)
+        MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8)
     )
     layout = Layout(dp=64, zero=3)
     sent = step_traffic(job, layout, 0)["dp"]
     assert sent.leaving == pytest.approx(1.75 * 2 * job.shape.num_params / 8)
     assert sent.total == pytest.approx(gradients_bytes(job, layout, 0)[0])
-    everywhere = step_traffic(replace(job, implementation=Implementation(reduce_bytes=0)), layout, 0)["dp"]
+    everywhere = step_traffic(replace(job, implementation=Implementation()), layout, 0)["dp"]
     assert everywhere.leaving > 1.6 * sent.leaving
 
 
@@ -273,7 +273,7 @@ def test_hybrid_sharding_is_faster_where_nodes_are_slowly_connected():
     slow = replace(H100, card_bytes_per_s=1e9)
     seconds = []
     for replicas in (1, 8):
-        how = Implementation(replicate=replicas, reduce_bytes=0)
+        how = Implementation(replicate=replicas)
         job = Job(MODELS["llama-7b"], slow, 64, 4096, 64, implementation=how)
         seconds.append(sum(step_parts(job, Layout(dp=64, zero=3)).values()))
     assert seconds[0] > 1.4 * seconds[1]
