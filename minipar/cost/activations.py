@@ -4,16 +4,15 @@ Two kinds of layers are counted. A GPT layer with dropout, stored scores and 16-
 
     s b h (10 + 24/t + 5 a s/(h t))        and with sequence parallelism s b h/t (34 + 5 a s/h)
 
-and this library's layer, with e bytes per activation, and w = max(4, e) where 32 bits are the least:
+and this library's layer, with e bytes per activation:
 
-    s b (2 (w + 2 e) h + 2 w + (e (2 h + 2 h_kv + 4 F) + w a)/t)
-
-With sequence parallelism the norms' 2 (w + 2 e) h + 2 w are divided by t, too.
+    e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term is divided by t, too
 
 Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens.
 Korthikanti's 5 a s/h counts the probabilities, which fused attention does not keep.
 
-A parallel block has one norm and one dropout, so its term outside the split matrices is half as large.
+A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
+3 h + 1 instead of 6 h + 2.
 
 Megatron Core and torchtitan keep less: their norms and SwiGLU are fused (`fused_layer_bytes`).
 
@@ -91,7 +90,6 @@ def layer_activation_bytes(
 
         norms      2 (3 D + 1)   input, its inverse root mean square, the normalized input, and its product with the weight
                                  (the input of q, k and v, or of gate and up)              unsharded, or tokens / tp
-                                 the first two of at least 4 bytes, as are attention's log-sum-exps
         dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
                    (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
@@ -106,22 +104,21 @@ def layer_activation_bytes(
     tokens = s * b
     outside = tokens // tp if sequence_parallel else tokens
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
-    wide = max(4, e) / e  # norms and log-sum-exps are computed in 32 bits or more
-    attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads * wide
+    attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
     if scores:
         attention = 4 * heads * shape.head_dim + heads * scores
-    latents = 0.0
+    latents = 0
     if shape.kv_latent_dim:
         attention += heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
-        latents = (2 + wide) * shape.kv_latent_dim + shape.rope_dim + wide
+        latents = 3 * shape.kv_latent_dim + shape.rope_dim + 1
         # A compressed query, which this library does not have, keeps the same of its latent, without rotary features.
-        latents += ((2 + wide) * shape.q_latent_dim + wide) * (shape.q_latent_dim > 0)
+        latents += (3 * shape.q_latent_dim + 1) * (shape.q_latent_dim > 0)
     mlp: float = 4 * shape.dense_width // tp
     if experts:
         rows = shape.top_k * shape.capacity_factor
         mlp = rows * (4 * shape.hidden_dim // tp + 2 * shape.dim) + 4 * shape.shared_dim // tp
     return {
-        "norms": shape.norms_per_layer * ((2 + wide) * shape.dim + wide) * outside * e,
+        "norms": shape.norms_per_layer * (3 * shape.dim + 1) * outside * e,
         "attention": attention * tokens * e,
         "latents": latents * tokens * e,
         "mlp": mlp * tokens * e,
@@ -202,8 +199,8 @@ def layer_bytes(
     scores = keys if stored == "none" else 0
     kept = sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
     # The core's log-sum-exps and, of latent attention, its output: o has a narrower copy.
-    spared = max(4, e) / e + (shape.core_head_dim if shape.kv_latent_dim else 0)
-    return kept - (recompute == "selective") * spared * (shape.num_heads // tp) * s * b * e
+    spared = 1 + (shape.core_head_dim if shape.kv_latent_dim else 0)
+    return kept - (recompute == "selective") * spared * shape.num_heads // tp * s * b * e
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:

@@ -257,9 +257,7 @@ def test_data_parallelism_waits_below_a_number_of_tokens_that_does_not_depend_on
 
 def test_of_hybrid_sharding_only_a_shards_gradients_leave_a_node():
     """Of P elements over 8 shards in a node and R nodes: 2 (R-1)/R of a shard, 1.75 P/8 for 8 nodes."""
-    job = Job(
-        MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8)
-    )
+    job = Job(MODELS["llama-7b"], H100, 64, 4096, 64, implementation=Implementation(replicate=8))
     layout = Layout(dp=64, zero=3)
     sent = step_traffic(job, layout, 0)["dp"]
     assert sent.leaving == pytest.approx(1.75 * 2 * job.shape.num_params / 8)
