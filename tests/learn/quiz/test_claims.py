@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import minipar
 from minipar import SwitchMoE
-from minipar.config.train_config import TrainConfig
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import sent_share
 from minipar.cost.layout import Job, parse_layout
@@ -56,12 +55,6 @@ def test_a_sampler_gives_rank_r_every_nth_entry_of_one_permutation():
     assert list(samplers[0]) == parts[0]  # without set_epoch every epoch has the same order
     samplers[0].set_epoch(1)
     assert list(samplers[0]) != parts[0]
-
-
-def test_only_accumulation_and_data_ranks_make_the_global_batch():
-    assert 2 * 8 * 64 == 1024
-    batches = {TrainConfig(dp=2, batch_size=8, **mesh).batch_size for mesh in ({}, {"tp": 2}, {"pp": 2})}
-    assert batches == {8}  # a batch is that of all data ranks, whatever the other axes are
 
 
 def test_gradients_of_old_weights_allow_half_the_rate():
