@@ -54,7 +54,7 @@ demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2
 test: .venv/installed lint ## what a change needs: lint, every claim on fewer examples, every notebook
 	$(BIN)/python -m pytest $(WORKERS) --quick -p tests.notebooks tests lessons
 
-test-all: .venv/installed ## every test on all its examples (25 minutes on two idle cores)
+test-all: .venv/installed ## every test on all its examples (half an hour on two idle cores)
 	$(BIN)/python -m pytest $(WORKERS)
 
 slow: .venv/installed ## the same properties over more examples and larger worlds; then by NCCL's rules, and without shared memory

@@ -154,6 +154,7 @@ class Saver:
         seen = all_gather_objects(self._comm, (mine, task.done))
         if self._comm.rank == 0:
             shutil.rmtree(self._beside, ignore_errors=True)
+        self._comm.barrier()  # a rank that raises ends the others, so none does before what was written is removed
         failed = [rank for rank, (error, _) in enumerate(seen) if error is not None]
         what = f"the checkpoint after step {self._step} could not be written to {self._folder}"
         if not failed:
