@@ -43,6 +43,7 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
 
 
 def _reduce_bytes(config: TrainConfig) -> int:
+    """Return the bytes of a gradient while it is summed over ranks."""
     name = config.reduce_dtype or ("float32" if config.mixed_precision else config.dtype)
     return {"float64": 8, "float32": 4}.get(name, 2)
 

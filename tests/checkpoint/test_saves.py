@@ -1,7 +1,9 @@
 """A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
 
 import json
+import shutil
 import threading
+import time
 
 import pytest
 import torch
@@ -28,6 +30,13 @@ def fails_in_a_save(world, folder, rank, call):
     def full(*args):
         raise OSError(28, "No space left on device")
 
+    def late(*args, **options):
+        time.sleep(0.5)  # meanwhile the others would raise, and end this rank
+        remove(*args, **options)
+
+    remove = shutil.rmtree
+    if world.rank == 0:
+        shutil.rmtree = late
     if world.rank == rank:
         setattr(checkpoint, call, full)
     saver.save(2, parts(world), {})

@@ -129,7 +129,7 @@ def _planted(fault: Fault | None, world: Comm) -> Iterator[None]:
 
 
 def _observe(fault: Fault | None, world: Comm, config: TrainConfig, text: Text) -> Any:
-    """Run the steps of `verify` on this rank."""
+    """Plant the fault, if there is one, and run the steps of `verify` on this rank."""
     with _planted(fault, world):
         return verification._observe_rank(world, config, text)
 
