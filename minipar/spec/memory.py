@@ -8,7 +8,7 @@ import torch
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Return address -> storage, for all tensors and gradients of this process; in a rank, for those made since its fork."""
+    """Return address -> storage, for all tensors and gradients of this process; in a rank, for those since its fork."""
     gc.collect()
     tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
     # A gradient may be held by C++ alone, where gc does not see it.
