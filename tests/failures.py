@@ -1,6 +1,6 @@
 """Functions that fail on two ranks, each in its own way. Ranks import this file: it is light, and a user's own module.
 
-Where the other rank's wait is looked at, a barrier lets both arrive first.
+Where the other rank's wait is looked at, the failure waits for it.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import torch
 
@@ -19,8 +20,25 @@ def _receive(world, source, length=3):
     return world.recv((length,), torch.float32, source)
 
 
+def _once_rank_0_receives(world):
+    """Return on rank 1 when rank 0's main thread waits to receive 12 bytes, and on rank 0 at once."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    other = world.all_gather(torch.tensor([os.getpid()]))[1].item()
+    if world.rank == 1:
+        signal.sigwait([signal.SIGUSR2])
+        return
+
+    def tell():
+        waits, main = world._transport.waits, threading.main_thread().ident
+        while "receive 12 bytes" not in str(waits.get(main)):
+            time.sleep(0.001)
+        os.kill(other, signal.SIGUSR2)
+
+    threading.Thread(target=tell, daemon=True).start()
+
+
 def raises(world):
-    world.barrier()
+    _once_rank_0_receives(world)
     if world.rank == 1:
         raise KeyError("no such weight")
     _receive(world, 1)
@@ -31,21 +49,21 @@ def raises_on_every_rank(world):
 
 
 def is_killed(world):
-    world.barrier()
+    _once_rank_0_receives(world)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     _receive(world, 1)
 
 
 def exits_at_once(world):
-    world.barrier()
+    _once_rank_0_receives(world)
     if world.rank == 1:
         os._exit(3)
     _receive(world, 1)
 
 
 def asks_to_exit(world):
-    world.barrier()
+    _once_rank_0_receives(world)
     if world.rank == 1:
         sys.exit("enough")
     _receive(world, 1)
