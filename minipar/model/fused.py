@@ -14,7 +14,7 @@ from minipar.model.mask import Mask, ScoreRegion
 
 _aten = torch.ops.aten
 # With fewer keys than its vectors have elements (8 to 32), the CPU kernel returns 0 where all scores are nan.
-FEW_KEYS = 64
+FEW_KEYS = 32
 
 
 def unsupported_reason(q: Tensor, mask: Mask) -> str | None:
