@@ -36,6 +36,7 @@ from minipar.train.step import batch_of, train_step
 
 MODEL = ModelConfig(dim=384, num_layers=8, num_heads=8, max_seq_len=256)  # 14 M parameters
 SAMPLES, LR, MICROBATCHES = 8, 3e-4, 4
+BUCKET_MB = 25.0  # as in picotron's DataParallelBucket
 MESHES: tuple[dict[str, int], ...] = (
     {"dp": 4},
     {"tp": 4},
@@ -85,7 +86,7 @@ def rows(path: Path, quick: bool = False) -> Iterator[Row]:
 def config_of(mesh: dict[str, Any], model: ModelConfig = MODEL) -> TrainConfig:
     return TrainConfig(
         model=model, batch_size=SAMPLES, seq_len=model.max_seq_len, dtype="float32", steps=1000, warmup=0, lr=LR,
-        grad_clip=0.0, weight_decay=0.0, schedule="1f1b" if "pp" in mesh else "gpipe",
+        grad_clip=0.0, weight_decay=0.0, bucket_mb=BUCKET_MB, schedule="1f1b" if "pp" in mesh else "gpipe",
         microbatches=MICROBATCHES if "pp" in mesh else 1, **mesh,
     )  # fmt: skip
 
