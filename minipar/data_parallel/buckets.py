@@ -53,7 +53,6 @@ class Bucket:
         # Parameter -> its reduced gradient, set aside while other parameters are reduced.
         self._kept: dict[nn.Parameter, Tensor] = {}
 
-    @torch.no_grad()
     def collect(self, param: nn.Parameter) -> bool:
         """Copy the parameter's gradient into its view and make the view its `.grad`. Return True if it is to be reduced.
 
@@ -69,7 +68,7 @@ class Bucket:
         if gradient is None:
             view.zero_()
         elif require_dense(param, gradient).data_ptr() != view.data_ptr():
-            view.copy_(gradient)
+            view.copy_(gradient.detach())
             param.grad = view
         elif self._reduced_versions.get(param) == view._version:
             self._kept[param] = view.clone()
@@ -81,7 +80,6 @@ class Bucket:
         """Return parameter -> (start, number of elements) of its gradient in `flat`."""
         return {param: (int(view.storage_offset()), view.numel()) for param, view in self.views.items()}
 
-    @torch.no_grad()
     def write(self, param: nn.Parameter, used: bool) -> None:
         """After the reduction, make the view the gradient if any rank used the parameter, else restore the old gradient."""
         view, kept = self.views[param], self._kept.pop(param, None)
