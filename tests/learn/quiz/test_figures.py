@@ -13,6 +13,7 @@ from minipar.cost.collectives import sent_share
 from minipar.cost.links import links_of
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
+from minipar.cost.serving import decode_time, most_requests
 from minipar.learn.expressions import VALUES
 from minipar.learn.facts import tp_layer_bytes
 from minipar.model import Transformer
@@ -28,6 +29,15 @@ def test_square_products_of_885_rows_take_as_long_to_compute_as_to_read():
         return 2 * n**3 / (2 * 3 * n**2)  # two operations a product, two bytes an element of three matrices
 
     assert min(n for n in range(1, 2000) if intensity(n) >= 295) == 885
+
+
+def test_a_memory_full_of_caches_is_read_longer_than_used():
+    shape = find_model("llama3-8b")
+    batch = most_requests(shape, H100, 4096)
+    step = decode_time(shape, H100, batch=batch, context=4096)
+    assert batch == 115
+    assert [round(1e3 * seconds) for seconds in (step.reading_s, step.arithmetic_s)] == [23, 2]
+    assert step.cache_s > 3 * step.weights_s
 
 
 def test_sixteen_multiprocessors_fewer_make_264_tiles_half_as_slow_again():
