@@ -309,8 +309,9 @@ def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
     """
     links, how = axis_links(job.machine, a, "tp"), job.implementation
     kinds = ("reduce_scatter", "all_gather") if how.sequence_parallel else ("all_reduce",)
-    copies = len(kinds) * copy_seconds(job, num_bytes) if how.joins_tokens and a.tp > 1 else 0.0
-    return copies + sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
+    messages_s = sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
+    copied = how.joins_tokens and how.sequence_parallel and a.tp > 1
+    return messages_s + (2 * copy_seconds(job, num_bytes) if copied else 0.0)
 
 
 def _exposed(messages_s: float, arithmetic_s: float, overlap: float) -> float:
