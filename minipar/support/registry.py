@@ -6,8 +6,9 @@ choice by an entry point in the group "minipar.extras", named by the `Kind` and 
     [project.entry-points."minipar.extras"]
     "schedule.hanayo" = "minipar.extras.schedules.choices:HANAYO"
 
-Names are read from the installed packages' metadata, and an extra is imported only when its name is used. If an extra's
-folder is removed, its names disappear and everything else still works.
+Names are read from the installed packages' metadata, and an extra is imported only when its name is used, or, if it is
+of minipar itself, when `--help` says what it is for. If an extra's folder is removed, its names disappear and everything
+else still works.
 
     kind         chosen by              a choice is                             the interface of what it loads
     algorithm    --algorithm            a way to compute collectives            comm/collectives.py
@@ -40,7 +41,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from minipar.support.errors import one_of
 
-GROUP = "minipar.extras"
+GROUP, OURS = (
+    "minipar.extras",
+    "minipar",
+)  # the group of entry points, and the package whose extras may be imported
 
 
 class Choice:
@@ -81,7 +85,7 @@ class Choice:
         return ""
 
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Choice)
 
 
 class Found(NamedTuple):
@@ -145,6 +149,21 @@ class Kind(Mapping[str, C], Generic[C]):
         return {
             name: found.package for name, found in self.declared().items() if _is_there(found.entry.module)
         }
+
+    def summaries(self) -> dict[str, str]:
+        """Return all names, each with its few words for `--help`; of another package's extra, only the package.
+
+        Imports the extras of minipar itself, and no others.
+        """
+        packages = self.extras()
+        found = {}
+        for name in self:
+            package = packages.get(name, OURS)
+            try:
+                found[name] = self[name].help if package == OURS else f"an extra of the package {package}"
+            except ValueError:  # the name of two, or a folder of which a part was removed
+                found[name] = f"an extra of the package {package}"
+        return found
 
     def usable(self) -> dict[str, C]:
         """Return the choices that can be imported, by name, for a sweep over all of them."""
