@@ -314,7 +314,19 @@ def test_a_copy_trains_with_torch_alone(folder, empty_environment):
     ],
 )
 def test_every_mesh_trains_as_one_process_does(words):
-    require_equal(trained(f"minipar.simple.train --steps 3 {words}", FLOOR.parent.parent))
+    args = train.options(["--steps", "3", *words.split()])
+    size = args.pp * args.dp * args.cp * args.tp
+    require_equal(minipar.run(shown_on_the_floors_comm, args, world_size=size)[0])
+
+
+def shown_on_the_floors_comm(world, args):
+    lines = []
+    train.compare(comm.Comm(range(world.size)), args, lines.append)
+    return lines
+
+
+def test_the_command_trains_on_ranks_of_its_own():
+    require_equal(trained("minipar.simple.train --steps 1 --pp 1 --dp 2 --tp 1", FLOOR.parent.parent))
 
 
 @pytest.mark.thorough
