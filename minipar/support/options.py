@@ -64,7 +64,9 @@ def check_type(name: str, value: object, hint: Any) -> None:
     raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}")
 
 
-_origin = cache(get_origin)  # a configuration's fields have a few types, and are checked thousands of times
+@cache  # a configuration's fields have a few types, and are checked thousands of times
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
 
 
 def _has_type(value: Any, kind: Any) -> bool:
