@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
@@ -147,7 +147,9 @@ class Kind(Mapping[str, C], Generic[C]):
     def extras(self) -> dict[str, str]:
         """Return the names that extras add, each with its package. Imports no extra."""
         return {
-            name: found.package for name, found in self.declared().items() if _is_there(found.entry.module)
+            name: found.package
+            for name, found in self.declared().items()
+            if _is_there(found.entry.module, tuple(sys.path))
         }
 
     def summaries(self) -> dict[str, str]:
@@ -197,8 +199,9 @@ def _read(path: tuple[str, ...]) -> dict[tuple[str, str], list[Found]]:
     return found
 
 
-def _is_there(module: str) -> bool:
-    """Return whether the module can be found. Imports nothing, not even its parent packages."""
+@cache  # a configuration asks for every choice of every kind, and the answer reads folders
+def _is_there(module: str, path: tuple[str, ...]) -> bool:
+    """Return whether the module can be found, with sys.path as in `path`. Imports nothing, not even its parent packages."""
     top, *inside = module.split(".")
     try:
         spec = find_spec(top)
