@@ -41,10 +41,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from minipar.support.errors import one_of
 
-GROUP, OURS = (
-    "minipar.extras",
-    "minipar",
-)  # the group of entry points, and the package whose extras may be imported
+GROUP = "minipar.extras"  # of entry points
+OURS = "minipar"  # the package whose extras `--help` imports
 
 
 class Choice:
