@@ -38,7 +38,7 @@ def test_flash_attention_equals_plain_attention_forward_and_backward(seed, sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("T", [1, 5, 17, 40])
+@pytest.mark.parametrize("T", [1, 5, 12, 17, 31, 40])
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_a_nan_is_passed_on(impl, T, dtype):
     for i in range(2):
