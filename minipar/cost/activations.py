@@ -9,8 +9,10 @@ computed in 32 bits or more:
 
     s b (2 (w + 2 e) h + 2 w + (e (2 h + 2 h_kv + 4 F) + w a)/t)
 
-With sequence parallelism the norms' term, 2 (w + 2 e) h + 2 w, is divided by t, too. Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens.
-Korthikanti's 5 a s/h counts the probabilities, which fused attention does not keep.
+Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens: it
+divides the norms' 2 (w + 2 e) h + 2 w by t, too. In 16 bits these norms, which are not fused, keep 8 h bytes more than
+Korthikanti's: float32 inputs, and normalized inputs. Korthikanti's 5 a s/h counts the probabilities, which fused attention
+does not keep.
 
 A parallel block has one norm and one dropout, so its term outside the split matrices is half as large.
 
@@ -94,15 +96,15 @@ def layer_activation_bytes(
         dropouts   2 D             a mask after attention, one after the MLP                    unsharded, or tokens / tp
         attention  (e (2 D + 2 D_kv) + w H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp       heads / tp
                    e (4 D + H S)/tp              with scores: q, repeated keys and values, the output, S probabilities
-        latents    w c + w + e c   latent attention only: kv_norm's input, inverse root mean square and normalized input,
+        latents    (w + e) c + w   latent attention only: kv_norm's input, normalized input and inverse root mean square,
                                    unsharded, or tokens / tp
-                   e (c + r)       the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is a
-                                   copy of d: `attention` has H (e (5 d + 4 r) + w)/tp, or with scores e H (4 d + 3 r + S)/tp
+                   e (c + r)       the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is
+                                   a copy of d: `attention` has H (e (5 d + 4 r) + w)/tp, with scores e H (4 d + 3 r + S)/tp
         mlp        4 e F/tp        gate, silu(gate), up, and the product, which is down's input             features / tp
-                   experts         e R (2 F/tp + 2 D): their rows' inputs and outputs, gate and up; 4 e F_s/tp
-        router     (3 w + 8) E     MoE only: probabilities, for the choice and for two losses, and experts in order
-                   w D             its input, of all tokens; 16-bit layers with a shared expert also keep that expert's, e D.
-                                   The norm's product, e D, is not kept if no other operation reads it
+                   e R (2 F/tp + 2 D)    experts: their rows' inputs and outputs, gate and up; 4 e F_s/tp
+                   (3 w + 8) E     router: probabilities, for the choice and for two losses, and the experts in order
+                   w D             router's input, of all tokens; in 16 bits a shared expert keeps its own input, e D. The
+                                   norm's product, e D, is not kept if no other operation reads it
         positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
 
     A key/value head that several ranks share is counted on each of them. A parallel block has one norm and one dropout.
@@ -119,7 +121,8 @@ def layer_activation_bytes(
         attention += e * heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
         latents = e * (shape.kv_latent_dim + shape.rope_dim) * tokens
         latents += ((wide + e) * shape.kv_latent_dim + wide) * outside
-    if shape.q_latent_dim:  # this library has no compressed query; it would keep the same, without rotary features
+    if shape.q_latent_dim:
+        # A compressed query, which this library does not have, keeps the same of its latent, without rotary features.
         latents += e * shape.q_latent_dim * tokens + ((wide + e) * shape.q_latent_dim + wide) * outside
     mlp: float = 4 * e * shape.dense_width // tp
     router = 0
@@ -131,8 +134,7 @@ def layer_activation_bytes(
         "norms": shape.norms_per_layer * ((wide + 2 * e) * shape.dim + wide) * outside,
         "attention": attention * tokens,
         "latents": latents,
-        "mlp": mlp * tokens,
-        "router": router,
+        "mlp": mlp * tokens + router,
         "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
         "positions": s * (shape.rope_dim or shape.head_dim) * e + s * scores,
     }
@@ -160,7 +162,7 @@ def fused_layer_bytes(
         norms      2 (2 D)     input and output: acts keeps the input alone             unsharded, or tokens / tp
         attention  (2 D + 2 D_kv + H w/e)/tp   q, k, v, the output, log-sum-exps of w = max(4, e) bytes
         mlp        3 F/tp      gate, up, and their product: acts keeps gate and up
-        ops        2 D, and (D + D + D_kv + F + H w/e)/tp: the layer's input and down's output; q, v, gate, attention's output
+        ops        2 D, and (D + D + D_kv + F + H w/e)/tp: the layer's input, down's output; q, v, gate, attention's output
 
     With experts, F counts each routed row, and rows' inputs and outputs, 2 D each, are kept, too (ops: the outputs).
     """
