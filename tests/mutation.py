@@ -75,7 +75,7 @@ ALSO = {
     ],
     "data_parallel": ["tests/train/test_parallelize.py", "tests/train/test_precision.py"],
     "pipeline": ["tests/train/test_tied_weights.py"],
-    "schedules": ["tests/pipeline/test_execute.py"],
+    "schedules": ["tests/pipeline/test_execute.py", "tests/extras/schedules/test_two_directions.py"],
     "checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
     "spec": [
         f"tests/learn/exercises/test_{name}.py"
