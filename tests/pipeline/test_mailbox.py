@@ -3,7 +3,11 @@
 from threading import current_thread, main_thread
 from types import SimpleNamespace
 
-from minipar.pipeline.mailbox import Outbox
+import pytest
+import torch
+
+from minipar.pipeline.mailbox import HELD_BYTES, Mailbox, Outbox
+from minipar.schedules.gpipe import gpipe
 
 
 def test_steps_of_few_bytes_wake_no_thread_however_many_there_are():
@@ -27,3 +31,13 @@ def test_a_thread_waits_for_more_bytes_and_ends_with_its_outbox():
     del outbox
     thread.join(timeout=60)
     assert not thread.is_alive(), "the thread outlives its outbox"
+
+
+@pytest.mark.parametrize(("device", "by_a_thread"), [("cpu", True), ("cuda", False)])
+def test_a_gpu_keeps_a_messages_memory_without_a_thread(device, by_a_thread):
+    comm = SimpleNamespace(rank=0, device=torch.device(device), subgroup=lambda *_: None)
+    mailbox, waited = Mailbox(comm, gpipe(2, 2)), []
+    mailbox._outbox.put(SimpleNamespace(wait=lambda: waited.append(current_thread())), HELD_BYTES + 1)
+    mailbox.finish()
+    assert len(waited) == 1
+    assert (waited != [main_thread()]) == by_a_thread
