@@ -138,6 +138,15 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
     assert left(tmp_path) == [20, 5]
 
 
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
+    """As after a resume from before a damaged one."""
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    damage_bit(tmp_path / "step-00000010" / "rank-00000.safetensors")
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert newest_whole(tmp_path).name == "step-00000010"
+
+
 def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):
     ranks, names, size = 1024, [f"layers.{i}.weight" for i in range(4)], 1 << 20
     cut = lambda r: (r * size // ranks, (r + 1) * size // ranks)  # noqa: E731

@@ -206,9 +206,12 @@ def test_a_late_peer_and_a_lost_one_are_told_apart(raised, error, words):
     message = Message("receive", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
 
     def fails(*_):
-        assert transport.waits == {threading.get_ident(): message}  # what the other ranks' errors say of this one
+        assert transport.waits == {
+            threading.get_ident(): message
+        }  # what the other ranks' errors say of this one
         raise raised
 
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words) as caught:
         shared_memory.Exchange(transport, [(Described(torch.zeros(2), 1, message, 5), fails)]).run()
+    assert getattr(caught.value, "peer", None) == (1 if error is PeerLate else None)
     assert transport.waits == {}
