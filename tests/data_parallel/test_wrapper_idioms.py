@@ -176,13 +176,17 @@ class Scaled(nn.Module):
 
 
 def two_forwards(world, wrapper):
-    model = WRAPPERS[wrapper](Scaled(), world)
-    (model(samples(world.rank)) + model(samples(world.rank, 1))).sum().backward()
+    wrapped = WRAPPERS[wrapper](Scaled(), world)
+    (wrapped(samples(world.rank)) + wrapped(samples(world.rank, 1))).sum().backward()
+    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
+    return wrapped.full_state_dict() if wrapper == "FSDP" else wrapped.module.state_dict()
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_buffer_that_does_not_change_may_be_saved_for_a_backward(wrapper):
-    minipar.run(two_forwards, wrapper, world_size=2)
+    of_ranks = [(samples(rank) + samples(rank, 1)).sum(0) * 2.0 for rank in range(2)]
+    for state in minipar.run(two_forwards, wrapper, world_size=2):
+        assert_equal_to(state["weight"], 1.0 - sum(of_ranks) / 2)
 
 
 # Outputs --------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 from minipar.schedules.zero_bubble import zb_h2
 from tests.pipeline.strategies import costs, schedules
-from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline
+from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline, timeline_figure
 from visualize.pipeline_command import timeline
 from visualize.pipeline_text import grid_text
 
@@ -110,11 +110,18 @@ def test_the_command_refuses_what_does_not_fit_in_one_line(tmp_path):
         timeline((), 4, 8, out=tmp_path / "t")
 
 
-def test_every_schedule_has_a_grid_and_a_picture(tmp_path):
+def test_every_schedule_has_a_grid_and_a_picture_with_all_its_actions():
     names = ("gpipe", "breadth-first", "zb-h1", "zb-v", "dualpipe-v", "zb-auto")
     made = [make_schedule(name, 2, 2) for name in names]
     made += [make_schedule(name, 2, 2, slices=2) for name in ("terapipe", "seq1f1b")]
-    draw_timeline([simulate(schedule) for schedule in made], tmp_path / "all.svg")
+    panels = timeline_figure([simulate(schedule) for schedule in made]).axes[::2]
+    assert len(panels) == len(made)
+    for schedule, panel in zip(made, panels):
+        head = panel.get_title(loc="left")
+        assert head == grid_text(simulate(schedule)).splitlines()[0]
+        assert head.startswith(f"{schedule.name}: 2 ranks, 2 microbatches")
+        numbers = sorted(text.get_text() for text in panel.texts)
+        assert numbers == sorted(schedule.unit_label(a.microbatch) for own in schedule.actions for a in own)
 
 
 def test_a_schedule_can_be_run_and_drawn_below_what_was_predicted(tmp_path, capsys):

@@ -1,9 +1,12 @@
 """What answers of the book state and no lesson shows, computed."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
-from torch.distributed import distributed_c10d
+from torch._C._distributed_c10d import _dump_fr_trace_json
+from torch.distributed import all_reduce, distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
@@ -123,14 +126,25 @@ def test_replicas_that_differ_in_one_bit_have_other_checksums():
     assert odd == [2]
 
 
-def test_of_two_records_the_first_entry_that_differs_names_the_rank_that_is_behind():
-    agreed = [(0, "all_reduce", 4), (1, "all_gather", 8), (2, "all_reduce", 4)]
-    records = {0: agreed, 1: agreed[:2], 2: agreed}
-    last = {rank: entries[-1][0] for rank, entries in records.items()}
-    assert min(last, key=last.get) == 1
-    records = {0: agreed, 1: agreed, 2: [agreed[0], (1, "all_gather", 6), agreed[2]]}
-    entry = next(i for i, entries in enumerate(zip(*records.values())) if len(set(entries)) > 1)
-    assert entry == 1
+def test_torchs_flight_recorder_tells_who_is_behind_and_which_entry_differs():
+    def records(world):
+        group = world.process_group()
+        known = len(json.loads(_dump_fr_trace_json(True, False)).get("entries", []))
+        all_reduce(torch.ones(4), group=group)
+        all_reduce(torch.ones(4) if world.rank == 0 else torch.ones(2, 2), group=group)
+        late = all_reduce(torch.ones(4), group=group, async_op=True) if world.rank == 0 else None
+        entries = json.loads(_dump_fr_trace_json(True, False))["entries"][known:]
+        world.barrier()
+        late = late or all_reduce(torch.ones(4), group=group, async_op=True)
+        late.wait()
+        return [(e["collective_seq_id"], e["profiling_name"], e["input_sizes"]) for e in entries]
+
+    by_rank = minipar.run(records, world_size=2)
+    behind = min((0, 1), key=lambda rank: by_rank[rank][-1][0])
+    assert behind == 1
+    differing = [i for i, (a, b) in enumerate(zip(*by_rank)) if a != b]
+    assert differing == [1]
+    assert [entries[1][2] for entries in by_rank] == [[[4]], [[2, 2]]]
 
 
 def test_outer_copies_of_diloco_make_16_bytes_24():

@@ -10,8 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minipar.config.model_config import ModelConfig
 from minipar.cost.collectives import sent_share
+from minipar.cost.links import links_of
 from minipar.cost.machines import find_machine
 from minipar.cost.model_table import find_model
+from minipar.cost.serving import decode_time, most_requests
+from minipar.learn.expressions import VALUES
 from minipar.learn.facts import tp_layer_bytes
 from minipar.model import Transformer
 
@@ -28,11 +31,31 @@ def test_square_products_of_885_rows_take_as_long_to_compute_as_to_read():
     assert min(n for n in range(1, 2000) if intensity(n) >= 295) == 885
 
 
+def test_a_memory_full_of_caches_is_read_longer_than_used():
+    shape = find_model("llama3-8b")
+    batch = most_requests(shape, H100, 4096)
+    step = decode_time(shape, H100, batch=batch, context=4096)
+    assert batch == 115
+    assert [round(1e3 * seconds) for seconds in (step.reading_s, step.arithmetic_s)] == [23, 2]
+    assert step.cache_s > 3 * step.weights_s
+
+
 def test_sixteen_multiprocessors_fewer_make_264_tiles_half_as_slow_again():
     def waves(multiprocessors):
         return math.ceil(264 / multiprocessors)
 
     assert (waves(132), waves(132 - 16)) == (2, 3)
+
+
+def test_64_does_not_divide_the_heads_of_a_trillion_parameters():
+    """Megatron's model of 2021 (arXiv:2104.04473, table 1), which ran with t 8, p 64, d 6 and 512 microbatches."""
+    shape, t, p, d = VALUES["TRILLION"], 8, 64, 6
+    assert t * p * d == 3072
+    assert (shape.num_heads % 64, shape.num_heads % t) == (32, 0)
+    assert shape.dim / 64 == 400
+    group = links_of(H100, 64, 1)
+    assert 1 - group.per_node / 64 == 7 / 8  # of a group are on other nodes
+    assert round(100 * (p - 1) / 512) == 12
 
 
 def test_four_ordinary_losses_make_thirty_percent():
