@@ -1,6 +1,7 @@
 """A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -145,6 +146,15 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
     minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert newest_whole(tmp_path).name == "step-00000010"
+
+
+def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    (newest,) = checkpoints(tmp_path)
+    assert find_damage(newest) is None
+    with (newest / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"0")
+    assert re.fullmatch(r"rank-00000.safetensors: \d+ bytes, it should have \d+", find_damage(newest))
 
 
 def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):
