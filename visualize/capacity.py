@@ -149,6 +149,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main)
+        tyro.cli(main, prog="python -m visualize.capacity")
     except ValueError as error:
         raise SystemExit(f"visualize.capacity: {error}") from None

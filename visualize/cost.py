@@ -160,7 +160,7 @@ def scaling_figure(
         right.plot(gpus, [p.communication for p in points], color=colour, marker="o", markersize=3)
     most = max(p.communication for points in curves.values() for p in points)
     for axes, title, top in (
-        (left, "work per GPU, against the fewest", 1.05),
+        (left, "work per GPU, against that of the fewest GPUs", 1.05),
         (right, "share of a step that waits for messages", min(1.05, max(0.25, 1.5 * most))),
     ):
         axes.set_xscale("log", base=2)

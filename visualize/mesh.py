@@ -77,19 +77,18 @@ def draw_axis_traffic(
     """Draw the bytes that a rank sends in a step by axis: a group of bars per mesh, with lines at the formula's bytes.
 
     names          names of the meshes
-    sent, formula  for each mesh: axis (tp, gradients, cp, pp) -> bytes
+    sent, formula  for each mesh: axis (tp, gradients, cp, pp) -> bytes; an axis that sends nothing has no bar
     """
     figure = new_figure(9, 3.4)
     axes = figure.subplots()
     tallest = max(max(bars.values()) for bars in sent) / 1e3
     for place, (bars, wanted) in enumerate(zip(sent, formula)):
-        for i, (axis, colour) in enumerate(AXIS_COLOURS.items()):
-            x, kb, want = place + 0.2 * (i - 1.5), bars[axis] / 1e3, wanted[axis] / 1e3
-            if not kb:
-                continue
-            axes.bar(x, kb, 0.17, color=colour)
+        shown = [axis for axis in AXIS_COLOURS if bars[axis]]
+        for i, axis in enumerate(shown):
+            x, kb, want = place + 0.2 * (i - (len(shown) - 1) / 2), bars[axis] / 1e3, wanted[axis] / 1e3
+            axes.bar(x, kb, 0.17, color=AXIS_COLOURS[axis])
             axes.hlines(want, x - 0.095, x + 0.095, color=INK, linewidth=1.4, linestyle=(0, (3, 2)))
-            axes.text(x, max(kb, want) + 0.01 * tallest, f"{kb:.0f}", ha="center", fontsize=SMALL, color=INK)
+            axes.text(x, max(kb, want) + 0.03 * tallest, f"{kb:.0f}", ha="center", fontsize=SMALL, color=INK)
     axes.set_ylim(0, 1.25 * tallest)
     axes.set_title("kB a rank sends in a step (dashed: the formula)", loc="left", fontsize=NORMAL)
     handles = [Patch(color=c, label=AXIS_LABELS.get(axis, axis)) for axis, c in AXIS_COLOURS.items()]

@@ -132,6 +132,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main)
+        tyro.cli(main, prog="python -m visualize.meshes")
     except ValueError as error:
         raise SystemExit(f"visualize.meshes: {error}") from None

@@ -86,6 +86,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main)
+        tyro.cli(main, prog="python -m visualize.routing")
     except ValueError as error:
         raise SystemExit(f"visualize.routing: {error}") from None

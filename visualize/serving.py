@@ -104,6 +104,7 @@ def batching_figure(events: Sequence[Event], steps: Sequence[StepCounts], batch_
             loc="left",
             fontsize=LARGE,
         )
+        axes.set_ylabel("request", fontsize=SMALL)
     _legend(panels[0])
     panels[1].set_xlabel("steps", fontsize=SMALL)
     panels[1].set_xlim(left=0)
@@ -156,9 +157,11 @@ def _draw_blocks(axes: Axes, steps: Sequence[StepCounts], num_blocks: int | None
     if kept != held:
         axes.stairs(kept, edges, fill=True, color=GREY, label="prefix cache")
     axes.stairs(held, edges, fill=True, color=GREEN, label="requests")
-    if num_blocks is not None:
+    title = "blocks of the cache" if num_blocks is None else f"blocks of the cache, of {num_blocks}"
+    # In a cache that is far from full, the blocks held would be too low to see below this line.
+    if num_blocks is not None and num_blocks <= 2 * max(kept):
         axes.axhline(num_blocks, color=VERMILION, linewidth=0.8, label="all blocks")
-    axes.set_title("blocks of the cache", loc="left", fontsize=LARGE)
+    axes.set_title(title, loc="left", fontsize=LARGE)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     axes.set_ylim(bottom=0)
     _legend(axes)

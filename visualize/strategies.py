@@ -122,6 +122,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main)
+        tyro.cli(main, prog="python -m visualize.strategies")
     except ValueError as error:
         raise SystemExit(f"visualize.strategies: {error}") from None

@@ -116,11 +116,8 @@ def _function_of(name: str, choice: Choice, argv: Sequence[str] | None) -> Parse
 
 
 def _described_commands() -> dict[str, Work]:
-    """Return the commands as `minipar --help` lists them; extras' commands by name and package only, without imports."""
-    packages = COMMANDS.extras()
-    helps = {name: choice.help for name, choice in COMMANDS.own.items()}
-    helps |= {name: f"an extra of the package {package}" for name, package in packages.items()}
-    return {name: _described(help) for name, help in helps.items()}
+    """Return the commands as `minipar --help` lists them."""
+    return {name: _described(help) for name, help in COMMANDS.summaries().items()}
 
 
 def _described(help: str) -> Work:

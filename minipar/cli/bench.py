@@ -16,7 +16,7 @@ def bench_command(names: tyro.conf.Positional[tuple[str, ...]] = (), quick: bool
     """Time minipar against torch's own implementations in the same run, and print tables of the ratios.
 
     Args:
-        names: the tables to print; all if none are given.
+        names: the tables to print, such as collectives, zero, pipeline or training; all if none are given.
         quick: use fewer repetitions and sizes.
     """
     return partial(_bench, names, quick)

@@ -53,7 +53,7 @@ def print_summary(result: Result) -> None:
     if any(result.traces.values()):
         draw_trace(result.traces, result.folder / "timeline.png")
     first, last = result.metrics[0], result.metrics[-1]
-    print(f"\n{result.sample}\n")
+    print(f"\nwhat the model writes now:\n{result.sample}\n")
     print(f"loss {first['loss']:.3f} -> {last['loss']:.3f} in {len(result.metrics)} steps")
     if (skipped := sum(line["skipped"] for line in result.metrics)) > 0:
         print(f"{skipped} steps skipped: their loss or gradient norm was not a number")

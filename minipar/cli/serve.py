@@ -84,7 +84,7 @@ def serve_command(
         preemption: what happens to the blocks that a request gives up: recomputed later, or swapped to CPU memory.
         cache_bits: quantize keys and values of full blocks to this many bits; texts change, but not with the batch.
         weight_bits: quantize the layers' weights to this many bits; texts change, but not with the batch or the mesh.
-        weight_group: with 4 bits, the number of a weight's inputs that share a scale.
+        weight_group: with 4 bits, the number of a weight's inputs that share a scale; it divides the inputs of every layer.
         offload: where layers' weights are stored while others compute; `minipar train --help offload` lists the choices.
         offload_folder: with disk, a folder for that file; none: the system's folder for temporary files.
         draft: what guesses the tokens that one pass verifies: ngram (repetitions in the text), layers:K (the model's first

@@ -23,7 +23,7 @@ from minipar.support.registry import Choice, Kind
 # What `minipar train --NAME` does with a run's settings instead of training. A choice loads a function: config, options ->
 # the exit status. Its options are flags without a prefix.
 INSTEAD: Kind[Choice] = Kind("instead", {})
-_PLAIN_HELP = "instead of training, an extra of the package {}; --help-all shows its options"
+_PLAIN_HELP = "instead of training, {}; --help-all shows its options"
 
 
 def train_flags(argv: Sequence[str] | None) -> Parsed:
@@ -50,8 +50,8 @@ def train_flags(argv: Sequence[str] | None) -> Parsed:
 def _instead_flags(argv: Sequence[str] | None) -> Any:
     """Return the flags of all that can be done instead of training: for each a switch, --NAME, and its options.
 
-    Plain --help, which imports no extra, shows the switches alone. Raises a one-line ValueError if `argv` asks for an
-    extra that cannot be imported.
+    Plain --help, which imports no other package's extra, shows the switches alone. Raises a one-line ValueError if
+    `argv` asks for an extra that cannot be imported.
     """
     given = {flag_name(word) for word in argv or ()}
     for name in INSTEAD.declared():
@@ -61,9 +61,7 @@ def _instead_flags(argv: Sequence[str] | None) -> Any:
     # Stays empty for `--help TOPIC`, which shows only that topic's flags, unless the topic is "all" or "run".
     choices: Mapping[str, Choice] = {}
     if topic == "":
-        choices = {
-            name: Choice(help=_PLAIN_HELP.format(package)) for name, package in INSTEAD.extras().items()
-        }
+        choices = {name: Choice(help=_PLAIN_HELP.format(help)) for name, help in INSTEAD.summaries().items()}
     elif topic in (None, "all", "run"):
         choices = INSTEAD.usable()
     unprefixed: Any = tyro.conf.OmitArgPrefixes

@@ -15,8 +15,8 @@ SPREADS = {"ZeRO-3": 0.16, "tp or pp": 0.08, "data parallel": 0.29, "cp": 0.29, 
 PROGRAM_SPREADS = {
     "megatron-2021": 0.04,
     "composer": 0.06,
-    "megatron-core, mixture": 1.25,
-    "kempnerforge": 0.23,
+    "megatron-core, mixture": 0.97,
+    "kempnerforge": 0.21,
 }
 
 # The machines of dense runs. Other machines are assumed to reach the same fractions of their data-sheet rates.

@@ -51,6 +51,9 @@ class Implementation:
     overlap_gradients  gradients are reduced during the last microbatch's backward; otherwise after it
     overlap_params     ZeRO-1 and -2 gather updated parameters during the first microbatch's forward; otherwise before it
     sequence_parallel  outside the split matrices, tokens are split over tp wherever tp > 1
+    joins_tokens       sequence parallelism's messages are not contiguous, since tokens are the second of [samples, tokens,
+                       features]: a copy joins what is gathered, and another one cuts what is scattered (torch's DTensor).
+                       minipar copies, too, but its copies are not counted
     scatter_pipeline   without sequence_parallel: each tp rank sends one part of a stage's output, and the receiving tp
                        ranks all-gather the parts
     reduce_every       "microbatch": ZeRO-2 reduces gradients after each microbatch, and a rank keeps only its shard
@@ -71,10 +74,12 @@ class Implementation:
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
                        enough arithmetic; the rest is exposed
+    zero3_overlap      `overlap` of layouts with ZeRO-3; None: the same. It is set where none of the runs that `overlap`
+                       is fitted to has ZeRO-3
     gathers_per_layer  number of collectives in which ZeRO-3 gathers a layer: 1 if its weights are one flat vector
     attention_speed    rate of the program's attention kernel, as a multiple of the machine's attention_fraction
 
-    The last five are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
+    The last six are fitted to published runs (programs.py). cp_ulysses changes bytes sent and memory; the predicted time
     ignores it.
     """
 
@@ -82,6 +87,7 @@ class Implementation:
     overlap_gradients: bool = True
     overlap_params: bool = False
     sequence_parallel: bool = True
+    joins_tokens: bool = False
     scatter_pipeline: bool = False
     reduce_every: Literal["step", "microbatch"] = "step"
     reduce_bytes: int = 0
@@ -97,8 +103,13 @@ class Implementation:
     expert_overlap: float = 0.0
     arithmetic: float = 0.96
     overlap: float = 0.3
+    zero3_overlap: float | None = None
     gathers_per_layer: int = 1
     attention_speed: float = 1.0
+
+    def overlap_with(self, zero: int) -> float:
+        """Return the fraction of gathers and reductions that overlaps with arithmetic under this ZeRO stage."""
+        return self.overlap if zero < 3 or self.zero3_overlap is None else self.zero3_overlap
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,21 +38,30 @@ PROGRAMS = {
     "megatron-core": Program(
         Implementation(
             overlap_params=True, fused=True, partial=("acts",), fold_experts=True, once_per_node=True, expert_overlap=0.1,
-            arithmetic=1.10, overlap=0.0,
+            arithmetic=1.10, overlap=0.0, zero3_overlap=0.3,
         ),
         "Megatron Core from 2023 on, its experts spread over tp, too",
     ),
     "torchtitan": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",), arithmetic=0.94),
+        Implementation(
+            joins_tokens=True, reduce_every="microbatch", bucket_layers=True, fused=True, partial=("ops",), arithmetic=0.94
+        ),
         "torchtitan on FSDP2, compiled",
     ),
     "torchtitan-eager": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.42),
+        Implementation(
+            joins_tokens=True, reduce_every="microbatch", bucket_layers=True, partial=("ops",), arithmetic=1.33
+        ),
         "the same, not compiled",
     ),
     "kempnerforge": Program(
-        Implementation(reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.88, overlap=0.6),
+        Implementation(
+            joins_tokens=True, reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.87, overlap=0.7
+        ),
         "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
+    ),
+    "kempnerforge-eager": Program(
+        Implementation(joins_tokens=True, reduce_every="microbatch", bucket_layers=True), "the same, not compiled"
     ),
     "llama-3": Program(Implementation(overlap_params=True, fused=True, arithmetic=0.95), "Meta's trainer of Llama 3"),
 }  # fmt: skip

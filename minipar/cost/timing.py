@@ -47,6 +47,7 @@ from minipar.cost.traffic import (
 )
 from minipar.cost.work import (
     Seconds,
+    copy_seconds,
     core_again_seconds,
     core_seconds,
     head_seconds,
@@ -162,7 +163,7 @@ def _after_backward(
     if hides:
         last = 1 / held.num_layers  # the last layer's gradients have no backward left to overlap with
         backward = work.seconds.input_gradient + work.seconds.weight_gradient
-        hidden = min(backward * (1 - last), job.implementation.overlap * reduce_s)
+        hidden = min(backward * (1 - last), job.implementation.overlap_with(a.zero) * reduce_s)
         exposed = max(reduce_s - hidden, reduce_s * last)
     if job.implementation.overlap_params:
         gather_s = _exposed(gather_s, work.seconds.forward, job.implementation.overlap)
@@ -276,9 +277,10 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
         forward["cp"], backward["cp"] = _ring(job, a) if a.cp_attention == "ring" else _waited_cp(job, a)
     if a.zero == 3:
         gather, reduce = _unit_messages(job, a, experts)
-        forward["zero3"] = _exposed(gather, work.forward, job.implementation.overlap)
+        part = job.implementation.overlap_with(a.zero)
+        forward["zero3"] = _exposed(gather, work.forward, part)
         behind = again + work.input_gradient + work.weight_gradient
-        backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, job.implementation.overlap)
+        backward["zero3"] = _exposed((gathers(a) - 1) * gather + reduce, behind, part)
     return LayerParts(work, again, forward, backward)
 
 
@@ -301,11 +303,15 @@ def dispatch_s(job: Job, a: Layout) -> float:
 def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:
     """Return the time of one sum of hidden states over tp.
 
-    It is an all-reduce or, with sequence parallelism, its two halves: a reduce-scatter and an all-gather.
+    It is an all-reduce or, with sequence parallelism, its two halves: a reduce-scatter and an all-gather. With
+    `joins_tokens` each half copies the whole vector: 2 n bytes read and 2 n written for n bytes.
+    Source: torch/distributed/_functional_collectives.py, all_gather_tensor and reduce_scatter_tensor along a dim but 0.
     """
-    links = axis_links(job.machine, a, "tp")
-    kinds = ("reduce_scatter", "all_gather") if job.implementation.sequence_parallel else ("all_reduce",)
-    return sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
+    links, how = axis_links(job.machine, a, "tp"), job.implementation
+    kinds = ("reduce_scatter", "all_gather") if how.sequence_parallel else ("all_reduce",)
+    messages_s = sum(collective_s(job.machine, links, kind, num_bytes) for kind in kinds)
+    copied = how.joins_tokens and how.sequence_parallel and a.tp > 1
+    return messages_s + (2 * copy_seconds(job, num_bytes) if copied else 0.0)
 
 
 def _exposed(messages_s: float, arithmetic_s: float, overlap: float) -> float:

@@ -119,6 +119,11 @@ def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
     return Seconds(product + passes, product + passes, product)
 
 
+def copy_seconds(job: Job, num_bytes: float) -> float:
+    """Return the time to copy `num_bytes` in a GPU's memory: each is read and written."""
+    return 2 * num_bytes / _hbm_rate(job)
+
+
 def optimizer_seconds(job: Job, elems: float) -> float:
     """Return the time to update `elems` parameters.
 

@@ -45,6 +45,7 @@ def _field_types(cls: type) -> dict[str, Any]:
     return {f.name: hints[f.name] | None if f.default is None else hints[f.name] for f in fields(cls)}
 
 
+@cache
 def _kinds(hint: Any) -> tuple[Any, ...]:
     """Return the members of a union in either notation; for any other type, the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -63,10 +64,16 @@ def check_type(name: str, value: object, hint: Any) -> None:
     raise ValueError(f"{name}={value!r} is a {type(value).__name__}; use {wanted}")
 
 
+@cache  # a configuration's fields have a few types, and are checked thousands of times
+def _origin(kind: Any) -> Any:
+    return get_origin(kind)
+
+
 def _has_type(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
+    origin = _origin(kind)
+    if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(kind))
-    if get_origin(kind) is tuple:
+    if origin is tuple:
         return isinstance(value, tuple | list) and all(_has_type(one, get_args(kind)[0]) for one in value)
     if kind is bool or isinstance(value, bool):
         return kind is bool and isinstance(value, bool)
@@ -76,7 +83,7 @@ def _has_type(value: Any, kind: Any) -> bool:
         return (hasattr(value, "__index__") or isinstance(value, float)) and math.isfinite(value)
     if kind is Path:
         return isinstance(value, Path | str)
-    return isinstance(value, get_origin(kind) or kind)
+    return isinstance(value, origin or kind)
 
 
 def _type_name(kind: Any) -> str:

@@ -6,8 +6,9 @@ choice by an entry point in the group "minipar.extras", named by the `Kind` and 
     [project.entry-points."minipar.extras"]
     "schedule.hanayo" = "minipar.extras.schedules.choices:HANAYO"
 
-Names are read from the installed packages' metadata, and an extra is imported only when its name is used. If an extra's
-folder is removed, its names disappear and everything else still works.
+Names are read from the installed packages' metadata, and an extra is imported only when its name is used, or, if it is
+of minipar itself, when `--help` says what it is for. If an extra's folder is removed, its names disappear and everything
+else still works.
 
     kind         chosen by              a choice is                             the interface of what it loads
     algorithm    --algorithm            a way to compute collectives            comm/collectives.py
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
@@ -40,7 +41,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from minipar.support.errors import one_of
 
-GROUP = "minipar.extras"
+GROUP = "minipar.extras"  # of entry points
+OURS = "minipar"  # the package whose extras `--help` imports
 
 
 class Choice:
@@ -81,7 +83,7 @@ class Choice:
         return ""
 
 
-C = TypeVar("C")
+C = TypeVar("C", bound=Choice)
 
 
 class Found(NamedTuple):
@@ -143,8 +145,25 @@ class Kind(Mapping[str, C], Generic[C]):
     def extras(self) -> dict[str, str]:
         """Return the names that extras add, each with its package. Imports no extra."""
         return {
-            name: found.package for name, found in self.declared().items() if _is_there(found.entry.module)
+            name: found.package
+            for name, found in self.declared().items()
+            if _is_there(found.entry.module, tuple(sys.path))
         }
+
+    def summaries(self) -> dict[str, str]:
+        """Return all names, each with its few words for `--help`; of another package's extra, only the package.
+
+        Imports the extras of minipar itself, and no others.
+        """
+        packages = self.extras()
+        found = {}
+        for name in self:
+            package = packages.get(name, OURS)
+            try:
+                found[name] = self[name].help if package == OURS else f"an extra of the package {package}"
+            except ValueError:  # the name of two, or a folder of which a part was removed
+                found[name] = f"an extra of the package {package}"
+        return found
 
     def usable(self) -> dict[str, C]:
         """Return the choices that can be imported, by name, for a sweep over all of them."""
@@ -178,8 +197,9 @@ def _read(path: tuple[str, ...]) -> dict[tuple[str, str], list[Found]]:
     return found
 
 
-def _is_there(module: str) -> bool:
-    """Return whether the module can be found. Imports nothing, not even its parent packages."""
+@cache  # a configuration asks for every choice of every kind, and the answer reads folders
+def _is_there(module: str, path: tuple[str, ...]) -> bool:
+    """Return whether the module can be found, with sys.path as in `path`. Imports nothing, not even its parent packages."""
     top, *inside = module.split(".")
     try:
         spec = find_spec(top)

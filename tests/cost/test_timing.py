@@ -11,6 +11,7 @@ from minipar.cost.model_table import MODELS, gpt
 from minipar.cost.programs import PROGRAMS
 from minipar.cost.stages import least_idle
 from minipar.cost.timing import PARTS, least_seconds, step_parts, step_time
+from minipar.cost.traffic import tp_sums
 from minipar.cost.work import core_again_seconds, core_seconds, layer_seconds
 from tests.cost.published import SC21_TABLE1
 
@@ -198,6 +199,35 @@ def test_experts_and_gathered_weights_cost_their_messages():
     assert step_parts(job, parse_layout("dp16-zero1"))["ep"] == 0
     few_tokens = Job(MODELS["llama-70b"], MACHINES["h100"], 64, 256, 64)
     assert step_parts(few_tokens, parse_layout("dp64-zero3"))["zero3"] > 0
+
+
+def test_tokens_that_are_joined_cost_their_copies():
+    """Of n bytes, what is gathered is read and written once more, and so is what is scattered: 4 n for each sum."""
+    job, layout = Job(MODELS["llama-7b"], A100, 8, 4096, 64), parse_layout("dp4-tp2-zero1-mb2-full")
+    joins = replace(job, implementation=Implementation(joins_tokens=True))
+    before, after = step_parts(job, layout), step_parts(joins, layout)
+    hbm_rate = A100.hbm_bytes_per_s * A100.share / job.implementation.arithmetic
+    one_sum = 4 * (2 * 4096 * 4096 * 2) / hbm_rate
+    sums = layout.microbatches(job) * 32 * sum(tp_sums(job, layout, experts=False))
+    assert after.pop("tp") - before.pop("tp") == pytest.approx(sums * one_sum)
+    assert after == before
+    alone = parse_layout("dp8-zero1-mb2-full")
+    assert step_parts(joins, alone) == step_parts(job, alone)
+    summed = Implementation(joins_tokens=True, sequence_parallel=False)
+    once = step_parts(replace(job, implementation=replace(summed, joins_tokens=False)), layout)
+    assert step_parts(replace(job, implementation=summed), layout) == once  # all-reduces move no part
+
+
+def test_zero3_may_have_an_overlap_of_its_own():
+    job = Job(MODELS["llama-7b"], A100, 32, 2048, 32, implementation=Implementation(overlap=0.0))
+    own, same = (
+        replace(job, implementation=replace(job.implementation, **how))
+        for how in ({"zero3_overlap": 0.5}, {"overlap": 0.5})
+    )
+    for name, like in (("dp32-zero3", same), ("dp32-zero1", job)):
+        layout = parse_layout(name)
+        assert step_parts(own, layout) == step_parts(like, layout)
+        assert step_parts(same, layout) != step_parts(job, layout)
 
 
 def test_a_hundred_thousand_ranks():

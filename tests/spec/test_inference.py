@@ -12,8 +12,8 @@ from minipar.spec import batching, kv_cache, speculation
 from minipar.spec import paged as paged_spec
 from tests.examples import examples
 from tests.spec.library import LIBRARY
-from tests.spec.wrong import RIGHT
 from tests.spec.wrong.inference import pages, scheduler
+from tests.spec.wrong.tables import RIGHT
 from tests.strategies import seeds
 
 SCHEDULERS = {

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from minipar.spec import SPECIFICATIONS
-from tests.spec.wrong import RIGHT, WORDS, WRONG
+from tests.spec.wrong.tables import RIGHT, WORDS, WRONG
 
 # What the words name where a fault shows in one kind of input alone. "second" and "earlier": of a fault in what is kept.
 NAMED = {

@@ -27,6 +27,13 @@ def test_rows_are_in_order_of_arrival_and_spans_where_they_were():
     assert [label.get_text() for label in rows.get_yticklabels()] == ["4", "0"]
     kept, held = (list(patch.get_data().values) for patch in blocks.patches)
     assert (kept, held) == ([1, 5], [1, 2])
+    assert [list(line.get_ydata()) for line in blocks.lines] == [[8, 8]]
+
+
+def test_blocks_are_seen_where_the_cache_is_far_from_full():
+    _, blocks = service_figure(EVENTS, STEPS, num_blocks=256).axes
+    assert blocks.get_title("left") == "blocks of the cache, of 256"
+    assert blocks.get_ylim()[1] < 10
 
 
 def test_it_is_written_and_an_empty_log_is_refused(tmp_path):

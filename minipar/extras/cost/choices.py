@@ -1,4 +1,4 @@
-"""Declares "compression", "auto-split", "scaling" and "unequal" of `minipar plan --view`, and `minipar links`.
+"""Declares "compression", "auto-split", "scaling", "unequal" and "offload" of `minipar plan --view`, and `minipar links`.
 
 Imports no torch.
 """
@@ -85,6 +85,10 @@ class UnequalView(PlanView):
             raise ValueError(f"view.speed={options.speed:g} is out of range; use a number above 0")
 
 
+class OffloadView(PlanView):
+    """The view "offload": time and memory of the layout with `minipar train --offload cpu` and `disk`."""
+
+
 COMPRESSION = CompressionView(
     "minipar.extras.cost.compression:compression_view",
     "whether compressed gradients would pay on the winner, and what each method costs",
@@ -103,6 +107,10 @@ UNEQUAL = UnequalView(
     "minipar.extras.cost.unequal:unequal_view",
     "the best layout on GPUs of two kinds, with the batch divided by their speed",
     UnequalOptions,
+)
+OFFLOAD = OffloadView(
+    "minipar.extras.cost.offloading:offload_view",
+    "the winner's time and memory with optimizer states in CPU memory or in a file",
 )
 LINKS = Choice(
     "minipar.extras.cost.links_command:links_command",

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, spread_key
+from minipar.cost.doubt import MIXTURE, spread_key
 from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL
 from minipar.cost.programs import PROGRAMS
-from minipar.extras.cost.nccl_curves import LEAST_BYTES, OTHER_NETWORK_S, fitted_fill, rows
+from minipar.extras.cost.nccl_curves import fitted_fill
 from minipar.extras.cost.published_runs import TABLES, Run, published_runs, spread
 
 TENTHS = tuple(n / 10 for n in range(11))
@@ -35,11 +35,11 @@ FREE: dict[str, dict[str, Sequence[float]]] = {
     "megatron-core": {"overlap": TENTHS, "expert_overlap": TENTHS},
     "kempnerforge": {"overlap": TENTHS},
 }
-FITTED = ("arithmetic", "overlap", "gathers_per_layer", "attention_speed", "expert_overlap")
+FITTED = ("arithmetic", "overlap", "zero3_overlap", "gathers_per_layer", "attention_speed", "expert_overlap")
+# What `minipar plan` assumes of a program that it does not know: the default numbers, and that messages are contiguous.
+ASSUMED = (*FITTED, "joins_tokens")
 FEW = 2
 ENOUGH = 4  # held-out runs for an interval of their own: the fewest that tell where 80 % of all lie
-GOAL_KNOWN, GOAL_UNKNOWN = 0.10, 0.20  # the mean error to reach, for a known program and for any other
-OUTLIER = "deepspeed-2021"
 SCALED = "composer"
 
 
@@ -62,9 +62,7 @@ def fitted_program(program: str) -> Implementation:
     """
     runs, free = fitted_runs(program), FREE.get(program, {})
     base = PROGRAMS[program].implementation
-    candidates = [
-        _centred([runs], _with(base, dict(zip(free, values)))) for values in product(*free.values())
-    ]
+    candidates = [centred([runs], _with(base, dict(zip(free, values)))) for values in product(*free.values())]
     return min(candidates, key=lambda how: fmean(run.error(how) ** 2 for run in runs))
 
 
@@ -77,16 +75,16 @@ def fitted_default() -> tuple[float, float]:
     fitted_halves = (fitted_runs(name) for name in PROGRAMS)
     groups = [runs for runs in fitted_halves if len(runs) >= FEW and runs[0].kind != MIXTURE]
     overlap = fitted_program(SCALED).overlap
-    return _centred(groups, Implementation(overlap=overlap)).arithmetic, overlap
+    return centred(groups, Implementation(overlap=overlap)).arithmetic, overlap
 
 
 def unknown_error(run: Run, default: Implementation) -> float:
-    """Predict a run with its program's options, but with the fitted parameters taken from `default`; return the error.
+    """Predict a run with its program's options, but with ASSUMED taken from `default`; return the error.
 
     Options are, for example, which messages the program overlaps, and when it reduces gradients.
     """
     table = TABLES[run.table]
-    numbers = {name: getattr(default, name) for name in FITTED}
+    numbers = {name: getattr(default, name) for name in ASSUMED}
     return run.error(_with(PROGRAMS[table.program].implementation, numbers))
 
 
@@ -94,7 +92,7 @@ def _with(how: Implementation, numbers: dict[str, Any]) -> Implementation:
     return replace(how, **numbers)
 
 
-def _centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementation:
+def centred(groups: Sequence[Sequence[Run]], how: Implementation) -> Implementation:
     """Return `how` with `arithmetic` set so that the mean error of one group, or the weighted median of several, is 0."""
     for _ in range(4):
         if len(groups) == 1:
@@ -139,148 +137,6 @@ def program_spreads() -> dict[str, float]:
     return {key: spread(errors) for key, errors in found.items() if len(errors) >= ENOUGH}
 
 
-def page() -> str:
-    """Return the text of docs/planner.md."""
-    runs = published_runs()
-    held = [run for run in runs if run.held_out]
-    lines = [
-        "# The planner against published runs",
-        "",
-        "`minipar plan` predicts; this page says how wrong it was. `python -m minipar.extras.cost.fit docs/planner.md` "
-        "writes it from [`published_runs.csv`](../minipar/extras/cost/published_runs.csv). "
-        "[What it would choose](planner_choices.md) for published jobs is another page.",
-        "",
-        f"{len(runs)} runs are in the table, {len(held)} of them held out: no number was fitted to them. A run is held out "
-        "if the first byte of the SHA-256 of its line (table, model, GPUs, tokens, samples, layout) is odd. The form of "
-        "the model, though, was found by looking at all of them, and most are of two programs: expect larger errors of "
-        "a new one. An error of +5 % means that the predicted step is 5 % longer than the measured one.",
-        "",
-        "## By program",
-        "",
-        "| program | fitted | held out | mean error | largest | doubt printed | arithmetic | overlap | gathers a layer | "
-        "attention |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *_program_rows(),
-        "",
-        "Mean and largest errors are of held-out runs, without sign; of all runs where none is held out (*). A program "
-        f"with fewer than {FEW} dense runs in the fitted half keeps minipar's numbers; mixtures of a program that has "
-        f"dense runs, too, are only checked. *doubt printed*: by the rule below, where at least {ENOUGH} runs are held "
-        "out. "
-        "*arithmetic*: seconds in multiples of the formulas. *overlap*: the fraction of ZeRO-3's and gradients' messages "
-        "that hides behind arithmetic. *attention*: the kernel's rate, in multiples of the machine's. Programs:",
-        "",
-        *(f"* `{name}`: {program.words}." for name, program in PROGRAMS.items()),
-        "",
-        "## By kind, for a program that is not known",
-        "",
-        "The same held-out runs, predicted with minipar's own numbers. `minipar plan` prints the spread as its doubt: the "
-        "fraction that one more run of the kind stays within with a probability of 80 %. With n held-out runs that is the "
-        "⌈0.8 (n + 1)⌉-th smallest error (split conformal prediction), so it is wider where runs are few: of four, the "
-        "largest. cp has no held-out run, and gets the largest fraction of dense layouts.",
-        "",
-        "| kind of layout | runs | mean error | the next within, 80 % | doubt printed |",
-        "|---|---|---|---|---|",
-        *_kind_rows(held),
-        "",
-        f"All runs of `{OUTLIER}` fell into the fitted half. With the numbers of an unknown program its steps would be "
-        "predicted too short by a factor of up to four: what a program does with ZeRO-3 on many nodes no formula can know. "
-        "The same is true of experts: how well their small products and their all-to-alls run depends on the program more "
-        "than on the layout, so the doubt of a mixture is wide. Not in the table, because a setting that matters is not "
-        "printed: Megatron Core's README (samples of a microbatch, chunks), torchtitan's and Megatron-Bridge's runs in "
-        "8 bits, and runs of mixtures whose all-to-alls overlap with other microbatches.",
-        "",
-        f"The goal is a mean error of {GOAL_KNOWN:.0%} where the program is known, and of {GOAL_UNKNOWN:.0%} where it is "
-        f"not. Not reached by {', '.join(_short_of_goal(held))}. No factor was fitted to single runs to hide it.",
-        "",
-        "## Collectives by size",
-        "",
-        f"Measured times of NCCL's collectives, from {LEAST_BYTES / 1e6:.0f} MB up. *Before*: the mean error, without "
-        "sign, of the sum of latency and bytes. *Now*: that of the model, which adds "
-        f"{FILL} sqrt(latency bytes), for the chunks that fill the hops. The largest error is of one size. Curves on other "
-        f"networks than InfiniBand are taken to need {1e6 * OTHER_NETWORK_S:.0f} us a hop, not NCCL's 14 us.",
-        "",
-        "| curve | collective | sizes | before | now | largest | used to | source |",
-        "|---|---|---|---|---|---|---|---|",
-        *rows(),
-        "",
-        "## Ranking",
-        "",
-        "Spearman's correlation of predicted and measured MFU within a table, over all of its runs. A table of like runs "
-        "is the harder one: where all measured values lie within the model's error, no order can be expected.",
-        "",
-        "| table | runs | correlation | source |",
-        "|---|---|---|---|",
-        *_ranking_rows(),
-        "",
-        "## Every run",
-        "",
-        "| table | model | GPUs | tokens | samples | layout | error | used to |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for run in runs:
-        used = "check" if run.held_out else "fit"
-        lines.append(
-            f"| {run.table} | {run.model} | {run.gpus:,} | {run.seq_len:,} | {run.batch:,} | `{run.layout.name}` | "
-            f"{math.expm1(run.error()):+.0%} | {used} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _program_rows() -> Iterator[str]:
-    for name, program in PROGRAMS.items():
-        by_key = dict[str, list[Run]]()
-        for run in runs_of(name):
-            by_key.setdefault(spread_key(name, run.job().shape), []).append(run)
-        for key, runs in by_key.items():
-            yield _program_row(key, program.implementation, runs)
-
-
-def _short_of_goal(held: Sequence[Run]) -> Iterator[str]:
-    by_key, by_kind = dict[str, list[float]](), dict[str, list[float]]()
-    for run in held:
-        key = spread_key(TABLES[run.table].program, run.job().shape)
-        by_key.setdefault(f"`{key}`", []).append(abs(math.expm1(run.error())))
-        unknown = abs(math.expm1(unknown_error(run, Implementation())))
-        by_kind.setdefault(f"{run.kind} of an unknown program", []).append(unknown)
-    for groups, goal in ((by_key, GOAL_KNOWN), (by_kind, GOAL_UNKNOWN)):
-        for name, errors in groups.items():
-            if fmean(errors) > goal:
-                yield f"{name} ({fmean(errors):.1%})"
-
-
-def _program_row(key: str, how: Implementation, runs: Sequence[Run]) -> str:
-    held = [run for run in runs if run.held_out]
-    errors = [abs(math.expm1(run.error())) for run in held or runs]
-    mark, printed = "" if held else " *", PROGRAM_SPREADS.get(key)
-    return (
-        f"| `{key}` | {len(runs) - len(held)} | {len(held)} | {fmean(errors):.1%}{mark} | {max(errors):.0%} | "
-        f"{'its kind' if printed is None else f'{printed:.0%}'} | "
-        f"{how.arithmetic:.2f} | {how.overlap:.1f} | {how.gathers_per_layer} | {how.attention_speed:.1f} |"
-    )
-
-
-def _kind_rows(held: Sequence[Run]) -> Iterator[str]:
-    for kind, printed in SPREADS.items():
-        errors = [unknown_error(run, Implementation()) for run in held if run.kind == kind]
-        if errors:
-            mean, within = (
-                fmean(abs(math.expm1(e)) for e in errors),
-                spread(math.expm1(abs(e)) for e in errors),
-            )
-            yield f"| {kind} | {len(errors)} | {mean:.1%} | {within:.1%} | {printed:.0%} |"
-
-
-def _ranking_rows() -> Iterator[str]:
-    for name, table in TABLES.items():
-        runs = [run for run in published_runs() if run.table == name]
-        if len(runs) >= 5:
-            measured = [run.mfu for run in runs]
-            predicted = [run.mfu * math.exp(-run.error()) for run in runs]
-            yield f"| {name} | {len(runs)} | {spearman(measured, predicted):.2f} | {table.source} |"
-        else:
-            yield f"| {name} | {len(runs)} | too few | {table.source} |"
-
-
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
     """Return Spearman's rank correlation; equal values share a rank."""
     x, y = _ranks(a), _ranks(b)
@@ -298,6 +154,8 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the fitted parameters and those in use; write the page to each file of `argv`."""
+    from minipar.extras.cost.planner_page import page  # which shows what this module fits
+
     arithmetic, overlap = fitted_default()
     mine = Implementation()
     print(f"collectives     fill {fitted_fill()} (in use {FILL})")

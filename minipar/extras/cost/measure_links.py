@@ -75,7 +75,7 @@ def ring_lines(topology: Topology) -> list[str]:
     return [
         f"ring in rank order    {in_order / 1e9:.3g} GB/s",
         f"widest ring found     {found.width / 1e9:.3g} GB/s: {ranks}",
-        f'in that order         world.subgroup(({ranks},), "wide ring")',
+        f'in that order         world.subgroup({found.ranks}, "wide ring")',
     ]
 
 

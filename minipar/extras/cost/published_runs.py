@@ -105,7 +105,8 @@ TABLES = {
         "assumed", "mixed-fp32-grads",
     ),
     "kempner-mixture": Table(
-        "kempnerforge", _H200_OF_4, "tokens", "KempnerForge 5666d0d, benchmarks/moe_packed, packed experts",
+        "kempnerforge-eager", _H200_OF_4, "tokens",
+        "KempnerForge 5666d0d, benchmarks/moe_packed, packed experts, not compiled (moe_packed_bench.sh)",
         "mixed-fp32-grads",
     ),
     "mpt-h100": Table("composer", _H100, "tokens", f"{_FOUNDRY}, H100 80GB BF16", "mixed-fp32-grads"),

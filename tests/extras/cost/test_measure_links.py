@@ -35,7 +35,7 @@ def test_a_table_names_both_ranks_of_a_speed():
     assert lines[-3:] == [
         "ring in rank order    1 GB/s",
         "widest ring found     9 GB/s: 0, 2, 1",
-        'in that order         world.subgroup((0, 2, 1,), "wide ring")',
+        'in that order         world.subgroup((0, 2, 1), "wide ring")',
     ]
 
 

@@ -10,8 +10,8 @@ from minipar.spec import SPECIFICATIONS
 from minipar.spec.from_file import FromFile
 from tests.learn.exercises.wrong_answers import WRONG_ANSWERS, source_of
 from tests.spec.test_specifications import WRONG
-from tests.spec.wrong import RIGHT
-from tests.spec.wrong import WRONG as TABLE
+from tests.spec.wrong.tables import RIGHT
+from tests.spec.wrong.tables import WRONG as TABLE
 
 
 def title(wrong) -> str:

@@ -1,0 +1,17 @@
+"""Every wrong implementation, every unusual one that is right, and the words for some mistakes, by specification."""
+
+from tests.spec.wrong import (
+    collectives,
+    context,
+    data_parallel,
+    expert,
+    inference,
+    layout,
+    pipeline,
+    tensor_parallel,
+)
+
+MODULES = (collectives, data_parallel, tensor_parallel, pipeline, expert, context, layout, inference)
+WRONG = {name: wrong for module in MODULES for name, wrong in module.WRONG.items()}
+RIGHT = {name: right for module in MODULES for name, right in module.RIGHT.items()}
+WORDS = {**inference.WORDS, **data_parallel.WORDS}
