@@ -11,6 +11,7 @@ from tests.mutation import changed_lines, draw, mutants_of, parsed
 SOURCE = dedent('''
     """Seven plus 1."""
     Size = int | None
+    T = TypeVar("T", bound=int)
 
     def f(x: int | str, n: "int" = 1) -> int | None:
         """Return 1 + 1."""
@@ -28,6 +29,12 @@ SOURCE = dedent('''
 
         def __repr__(self):
             return "é" + str(1 + 1)
+
+    class Twice(Function):
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            return dy
 ''')
 
 
@@ -39,7 +46,7 @@ def test_no_mutant_changes_words_types_or_assertions():
     lines = {before for before, _ in changes()}
     assert lines == {
         'def f(x: int | str, n: "int" = 1) -> int | None:', "if n > 3:",
-        "x.fill_(n)", "x.size = n", 'x += g(n, out=x, op="sum", help="one")',
+        "x.fill_(n)", "x.size = n", "@once_differentiable", 'x += g(n, out=x, op="sum", help="one")',
     }  # fmt: skip
 
 

@@ -4,15 +4,17 @@ Two kinds of layers are counted. A GPT layer with dropout, stored scores and 16-
 
     s b h (10 + 24/t + 5 a s/(h t))        and with sequence parallelism s b h/t (34 + 5 a s/h)
 
-and this library's layer, with e bytes per activation:
+and this library's layer, with e bytes per activation and w = max(4, e), since norms and attention's log-sum-exps are
+computed in 32 bits or more:
 
-    e s b ((6 h + 2) + (2 h + 2 h_kv + a + 4 F)/t)        with sequence parallelism the first term is divided by t, too
+    s b (2 (w + 2 e) h + 2 w + (e (2 h + 2 h_kv + 4 F) + w a)/t)
 
-Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens.
-Korthikanti's 5 a s/h counts the probabilities, which fused attention does not keep.
+Activations outside the split matrices are unsharded on every rank, unless sequence parallelism shards them by tokens: it
+divides the norms' 2 (w + 2 e) h + 2 w by t, too. In 16 bits these norms, which are not fused, keep 8 h bytes more than
+Korthikanti's: float32 inputs, and normalized inputs. Korthikanti's 5 a s/h counts the probabilities, which fused attention
+does not keep.
 
-A parallel block has one norm and one dropout, so its term outside the split matrices is half as large: 5 instead of 10,
-3 h + 1 instead of 6 h + 2.
+A parallel block has one norm and one dropout, so its term outside the split matrices is half as large.
 
 Megatron Core and torchtitan keep less: their norms and SwiGLU are fused (`fused_layer_bytes`).
 
@@ -83,48 +85,66 @@ def layer_activation_bytes(
 ) -> dict[str, float]:
     """Return the bytes that each part of this library's layer keeps per rank, without recomputation.
 
-    e        bytes of an activation
+    e        bytes of an activation; w = max(4, e) where 16-bit activations are converted to 32 bits
     scores   number of keys whose scores are stored for each query; 0: none, as with fused and flash attention
-    experts  whether it is an MoE layer. This keeps 2 D + 4 F/tp (input, output and the MLP's 4 F/tp) for each of
-             top_k * capacity_factor rows per token
+    experts  whether it is an MoE layer. F_s is its shared expert's width; it has R = top_k * capacity_factor rows per token
 
-        norms      2 (3 D + 1)   input, its inverse root mean square, the normalized input, and its product with the weight
-                                 (the input of q, k and v, or of gate and up)              unsharded, or tokens / tp
-        dropouts   2 D bytes     a mask after attention, one after the MLP                 unsharded, or tokens / tp
-        attention  (2 D + 2 D_kv + H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp         heads / tp
-                   (4 D + H S)/tp          with scores: q, repeated keys and values, the output, S probabilities
-        latents    3 c + r + 1, latent attention only: kv_norm's input, inverse root mean square and normalized input, and
-                   the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is a copy of d:
-                   `attention` has H (5 d + 4 r + 1)/tp, or with scores H (4 d + 3 r + S)/tp
-        mlp        4 F/tp        gate, silu(gate), up, and the product, which is down's input         features / tp
+    Bytes per token:
+
+        norms      2 ((w + 2 e) D + w)   input and inverse root mean square, the normalized input, and its product with the
+                                         weight (the input of q, k and v, or of gate and up)    unsharded, or tokens / tp
+        dropouts   2 D             a mask after attention, one after the MLP                    unsharded, or tokens / tp
+        attention  (e (2 D + 2 D_kv) + w H)/tp   q, k after RoPE, v, the output (o's input), log-sum-exp       heads / tp
+                   e (4 D + H S)/tp              with scores: q, repeated keys and values, the output, S probabilities
+        latents    (w + e) c + w   latent attention only: kv_norm's input, normalized input and inverse root mean square,
+                                   unsharded, or tokens / tp
+                   e (c + r)       the latents with rotary keys. q, k, v and the core's output are d + r wide, o's input is
+                                   a copy of d: `attention` has H (e (5 d + 4 r) + w)/tp, with scores e H (4 d + 3 r + S)/tp
+        mlp        4 e F/tp        gate, silu(gate), up, and the product, which is down's input             features / tp
+                   e R (2 F/tp + 2 D)    experts: their rows' inputs and outputs, gate and up; 4 e F_s/tp
+                   (3 w + 8) E     router: probabilities, for the choice and for two losses, and the experts in order
+                   w D             router's input, of all tokens; in 16 bits a shared expert keeps its own input, e D. The
+                                   norm's product, e D, is not kept if no other operation reads it
         positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
 
     A key/value head that several ranks share is counted on each of them. A parallel block has one norm and one dropout.
+    Of a router, the few numbers per choice are not counted.
     """
-    tokens = s * b
+    tokens, wide = s * b, max(4, e)
     outside = tokens // tp if sequence_parallel else tokens
     heads, kv_heads = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
-    attention = (2 * heads + 2 * kv_heads) * shape.head_dim + heads
+    attention = e * (2 * heads + 2 * kv_heads) * shape.head_dim + wide * heads
     if scores:
-        attention = 4 * heads * shape.head_dim + heads * scores
+        attention = e * (4 * heads * shape.head_dim + heads * scores)
     latents = 0
     if shape.kv_latent_dim:
-        attention += heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
-        latents = 3 * shape.kv_latent_dim + shape.rope_dim + 1
+        attention += e * heads * (3 * shape.rope_dim + (0 if scores else shape.core_head_dim))
+        latents = e * (shape.kv_latent_dim + shape.rope_dim) * tokens
+        latents += ((wide + e) * shape.kv_latent_dim + wide) * outside
+    if shape.q_latent_dim:
         # A compressed query, which this library does not have, keeps the same of its latent, without rotary features.
-        latents += (3 * shape.q_latent_dim + 1) * (shape.q_latent_dim > 0)
-    mlp: float = 4 * shape.dense_width // tp
+        latents += e * shape.q_latent_dim * tokens + ((wide + e) * shape.q_latent_dim + wide) * outside
+    mlp: float = 4 * e * shape.dense_width // tp
+    router = 0
     if experts:
         rows = shape.top_k * shape.capacity_factor
-        mlp = rows * (4 * shape.hidden_dim // tp + 2 * shape.dim) + 4 * shape.shared_dim // tp
+        mlp = e * (rows * (2 * shape.hidden_dim // tp + 2 * shape.dim) + 4 * shape.shared_dim // tp)
+        router = (3 * wide + 8) * shape.num_experts * tokens + _moe_inputs(shape, tokens, outside, e)
     return {
-        "norms": shape.norms_per_layer * (3 * shape.dim + 1) * outside * e,
-        "attention": attention * tokens * e,
-        "latents": latents * tokens * e,
-        "mlp": mlp * tokens * e,
+        "norms": shape.norms_per_layer * ((wide + 2 * e) * shape.dim + wide) * outside,
+        "attention": attention * tokens,
+        "latents": latents,
+        "mlp": mlp * tokens + router,
         "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
         "positions": s * (shape.rope_dim or shape.head_dim) * e + s * scores,
     }
+
+
+def _moe_inputs(shape: ModelShape, tokens: int, outside: int, e: int) -> int:
+    """Return the bytes of the inputs of the router and the shared expert, without the norm's product if it is not kept."""
+    widths = {max(4, e)} | ({e} if shape.shared_dim else set())
+    product_is_kept = shape.parallel_block and (outside < tokens or e not in widths)
+    return shape.dim * (sum(widths) * tokens - (0 if product_is_kept else e * outside))
 
 
 def fused_layer_bytes(
@@ -140,9 +160,9 @@ def fused_layer_bytes(
     """Return the bytes that a layer with fused norms, fused SwiGLU and flash attention keeps.
 
         norms      2 (2 D)     input and output: acts keeps the input alone             unsharded, or tokens / tp
-        attention  (2 D + 2 D_kv + H)/tp   q, k, v, the output, log-sum-exps
+        attention  (2 D + 2 D_kv + H w/e)/tp   q, k, v, the output, log-sum-exps of w = max(4, e) bytes
         mlp        3 F/tp      gate, up, and their product: acts keeps gate and up
-        ops        2 D, and (D + D + D_kv + F + H)/tp: the layer's input and down's output; q, v, gate, attention's output
+        ops        2 D, and (D + D + D_kv + F + H w/e)/tp: the layer's input, down's output; q, v, gate, attention's output
 
     With experts, F counts each routed row, and rows' inputs and outputs, 2 D each, are kept, too (ops: the outputs).
     """
@@ -154,15 +174,16 @@ def fused_layer_bytes(
     if experts:
         width = (rows * shape.hidden_dim + shape.shared_dim) / tp
     latents = 2 * (shape.kv_latent_dim + shape.q_latent_dim) + shape.rope_dim
+    log_sum_exps = heads * max(4, e) / e
     if recompute == "ops":
         whole = 2 * shape.dim * outside
-        split = (2 * heads + kv_heads) * core + heads + width + rows * shape.dim + latents / 2
+        split = (2 * heads + kv_heads) * core + log_sum_exps + width + rows * shape.dim + latents / 2
         return e * (whole + split * tokens)
     acts = recompute == "acts"
     whole = shape.norms_per_layer * (1 if acts else 2) * shape.dim * outside
     split = (
         (2 * heads + 2 * kv_heads) * core
-        + heads
+        + log_sum_exps
         + (2 if acts else 3) * width
         + 2 * rows * shape.dim
         + latents
@@ -199,8 +220,8 @@ def layer_bytes(
     scores = keys if stored == "none" else 0
     kept = sum(layer_activation_bytes(shape, s, b, tp, sequence_parallel, e, scores, experts).values())
     # The core's log-sum-exps and, of latent attention, its output: o has a narrower copy.
-    spared = 1 + (shape.core_head_dim if shape.kv_latent_dim else 0)
-    return kept - (recompute == "selective") * spared * shape.num_heads // tp * s * b * e
+    spared = max(4, e) + (e * shape.core_head_dim if shape.kv_latent_dim else 0)
+    return kept - (recompute == "selective") * spared * (shape.num_heads // tp) * s * b
 
 
 def bytes_of_units(num_layers: int, every: int, layer: float, layer_input: float) -> tuple[float, float]:

@@ -45,15 +45,15 @@ def _entered(comm_class: Any, world: Any) -> Iterator[Any]:
     sent, group = Traffic(None), world.process_group()
     isend, irecv = dist.isend, dist.irecv
 
-    def counted(x: Any, dst: int, tag: int = 0) -> SimpleNamespace:
+    def counted(x: Any, dst: int, **tag: int) -> SimpleNamespace:
         sent.book("isend", x.nbytes)
         return SimpleNamespace(
-            wait=partial(_wait, isend(x, dst, group=group, tag=tag), f"to send to rank {dst}")
+            wait=partial(_wait, isend(x, dst, group=group, **tag), f"to send to rank {dst}")
         )
 
-    def bounded(x: Any, src: int, tag: int = 0) -> SimpleNamespace:
+    def bounded(x: Any, src: int, **tag: int) -> SimpleNamespace:
         return SimpleNamespace(
-            wait=partial(_wait, irecv(x, src, group=group, tag=tag), f"to receive from rank {src}")
+            wait=partial(_wait, irecv(x, src, group=group, **tag), f"to receive from rank {src}")
         )
 
     # `using` chooses an algorithm; a small Comm has only one.

@@ -165,9 +165,8 @@ def _texts(
 
 def _difference(found: Tensor, case: Case, allowed: float) -> str:
     """Describe a token whose probability is wrong: the first one after the shortest prefix that has one."""
-    for n in range(case.num_guesses + 1):
-        rest = tuple(range(n + 1, case.num_guesses + 1))
-        got, want = (x.sum(rest) if rest else x for x in (found, case.law(())))
+    for n in range(found.dim()):
+        got, want = (x.reshape(*x.shape[: n + 1], -1).sum(-1) for x in (found, case.law(())))
         wrong = wrong_entries(got, want, allowed).nonzero()
         if len(wrong):
             *text, token = wrong[0].tolist()

@@ -1,6 +1,7 @@
 """A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
 
 import json
+import re
 import shutil
 import threading
 import time
@@ -136,6 +137,24 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
     minipar.run(save_each, tmp_path, (10, 20), 0, world_size=1)
     minipar.run(save_each, tmp_path, (5,), 1, world_size=1)
     assert left(tmp_path) == [20, 5]
+
+
+def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
+    """As after a resume from before a damaged one."""
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    damage_bit(tmp_path / "step-00000010" / "rank-00000.safetensors")
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
+    assert newest_whole(tmp_path).name == "step-00000010"
+
+
+def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):
+    minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
+    (newest,) = checkpoints(tmp_path)
+    assert find_damage(newest) is None
+    with (newest / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"0")
+    assert re.fullmatch(r"rank-00000.safetensors: \d+ bytes, it should have \d+", find_damage(newest))
 
 
 def test_of_a_thousand_ranks_parts_a_reader_looks_at_the_few_that_overlap_its_own(tmp_path):

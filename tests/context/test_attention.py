@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
-from minipar.context import ring_attention, ulysses_attention
+from minipar.context import all_gather_attention, ring_attention, ulysses_attention
 from tests.context.programs import compare
 from tests.context.strategies import Case, cases
 from tests.examples import examples
@@ -105,6 +105,7 @@ def refused(world) -> list[str]:
         lambda: ring_attention(world, q, k, k, layout="spiral"),
         lambda: ulysses_attention(world, q, k, k),
         lambda: ring_attention(world, q[:, :5], k, k),
+        lambda: all_gather_attention(world, q, k, k, heads_at_once=3),
     ):
         with pytest.raises(ValueError) as error:
             attempt()
@@ -113,7 +114,7 @@ def refused(world) -> list[str]:
 
 
 def test_what_cannot_be_split_is_refused_with_what_would_work():
-    zigzag, spiral, ulysses, heads = minipar.run(refused, world_size=4)[0]
+    zigzag, spiral, ulysses, heads, at_once = minipar.run(refused, world_size=4)[0]
     assert zigzag.startswith(
         "seq_len=12 is not a multiple of 8, as layout='zigzag' on 4 ranks needs; pad to 16"
     )
@@ -122,3 +123,4 @@ def test_what_cannot_be_split_is_refused_with_what_would_work():
         "4 ranks do not divide num_heads=6; use 1, 2, 3 or 6 ranks, pad to 8 heads, or give pad=True"
     )
     assert heads == "key/value heads=2 does not divide query heads=5; use 1 or 5"
+    assert at_once == "heads_at_once=3 does not divide key/value heads=2; use 1 or 2"

@@ -1,5 +1,7 @@
 """The whole model on split sequences is the model of one process: loss, gradients, steps; with dp and tp beside it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -171,6 +173,19 @@ def heads_left_after_tp(world) -> None:
 
 def test_heads_are_counted_as_tensor_parallelism_left_them():
     minipar.run(heads_left_after_tp, world_size=4)
+
+
+def test_a_stage_without_blocks_takes_its_ranks_tokens_too():
+    stage = Transformer(ModelConfig(**CONFIG), 1)
+    stage.layers.clear()
+    context_parallel(stage, SimpleNamespace(rank=1, size=8), attention="ulysses", layout="contiguous")
+    assert stage.overrides.default_positions(3, torch.device("cpu")).tolist() == [3, 4, 5]
+
+
+def test_a_model_whose_heads_cannot_be_split_is_refused():
+    model = Transformer(ModelConfig(**CONFIG), 1)
+    with pytest.raises(ValueError, match="16 ranks do not divide num_heads=8"):
+        context_parallel(model, SimpleNamespace(rank=1, size=16), attention="ulysses")
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,10 @@ def test_zero_sends_as_much_as_data_parallelism_and_stage_3_half_as_much_again()
 
 
 def test_70b_on_64_cards_of_80_gb_with_tp8_pp2_dp4():
-    """Stated as a working layout. States 70 GB and activations 15 make 85; ZeRO-1 makes it 31 + 15."""
+    """Stated as a working layout. States 70 GB and activations 16 make 86; ZeRO-1 makes it 31 + 16."""
     job = Job(MODELS["llama-70b"], MACHINES["a100-80gb"], 64, 4096, 1024)
     kept = worst_rank_memory(job, Layout(dp=4, pp=2, tp=8))[1]["activations"] / GB
-    assert kept == pytest.approx(15.0, abs=0.1)
+    assert kept == pytest.approx(16.4, abs=0.1)
     states = [model_state_bytes(70e9 / 16, 4, zero) / GB for zero in (0, 1)]
     assert states == pytest.approx([70, 30.6], abs=0.1)
     assert states[0] + kept > 80 > states[1] + kept

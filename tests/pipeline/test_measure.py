@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.mesh import Mesh
 from minipar.model import Transformer
-from minipar.pipeline import balance, measure_layers, measured_costs, partition
+from minipar.pipeline import balance, measure, measure_layers, measured_costs, partition
 from minipar.pipeline.emulate import emulate
 from minipar.schedules.costs import Costs
 from minipar.schedules.simulate import simulate
@@ -77,10 +78,20 @@ def test_layers_cost_their_least_seconds_after_a_first_run(seconds):
 
 def test_the_layers_of_a_transformer_are_timed_with_its_ends():
     config = ModelConfig(vocab_size=16, dim=8, num_layers=3, num_heads=2, max_seq_len=4)
-    model, calls = Transformer(config), iter(range(100))
+    model, calls, ran = Transformer(config), iter(range(100)), Counter()
+    for name in ("embedding", "head"):  # each stage copies what it has of the two, and the hooks with it
+        getattr(model, name).register_forward_hook(lambda *_, name=name: ran.update([name]))
     costs = measure_layers(model, torch.zeros(1, 4, dtype=torch.int64), repeats=1, clock=lambda: next(calls))
     assert costs == [1, 1, 1]  # the clock is read before and after each layer
     assert next(calls) == 3 * 2 * 2
+    assert ran == {"embedding": 2, "head": 2}
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda", 1)])
+def test_the_clock_is_read_when_the_gpu_has_finished(device, waits):
+    with patch.object(torch.cuda, "synchronize") as synchronize:
+        measure._clock_of(torch.device(device))()
+    assert synchronize.call_count == waits
 
 
 def cut_by_measurement(world, config):

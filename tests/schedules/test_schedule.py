@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -62,6 +63,24 @@ def test_a_slice_also_needs_its_neighbour_of_the_same_sample_on_the_same_stage()
 def test_1f1b_on_3_ranks_is_the_published_picture():
     rows = [" ".join(f"{op}{k}" for op, _, k in actions) for actions in one_f_one_b(3, 4).actions]
     assert rows == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
+
+
+@pytest.mark.parametrize("v", [1, 2, 3])
+def test_breadth_first_visits_a_ranks_stages_twice_but_the_last_once(v):
+    schedule = breadth_first(2, 3, v)
+    for rank in range(2):
+        assert [visit[0].stage for visit in schedule.visits(rank)] == [
+            *schedule.stages_of(rank),
+            *schedule.stages_of(rank)[-2::-1],
+        ]
+        assert len(schedule.visits(rank)) == 2 * v - 1
+
+
+def test_a_weight_gradient_belongs_to_no_visit():
+    """Rank 0's visits of stages 0 and 3: a W of the other stage does not divide one."""
+    visits = zb_v(2, 2).visits(0)
+    assert {action.op for visit in visits for action in visit} == {"F", "I"}
+    assert all(before[0].stage != after[0].stage for before, after in pairwise(visits))
 
 
 def test_interleaved_order_is_the_published_picture():

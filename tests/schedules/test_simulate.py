@@ -196,6 +196,12 @@ def test_a_timeline_without_actions_takes_no_time():
     assert empty.bubble_over_total == empty.bubble_over_ideal == 0
 
 
+def test_a_measured_timeline_may_begin_at_any_time():
+    at_0 = simulate(one_f_one_b(2, 3))
+    later = Timeline(at_0.schedule, {a: (start + 5, end + 5) for a, (start, end) in at_0.spans.items()})
+    assert later.makespan == at_0.makespan == 12
+
+
 def test_costs_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="F has 3 entries for 4 stages"):
         simulate(gpipe(4, 2), Costs(F=(1, 1, 1)))

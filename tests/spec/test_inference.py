@@ -1,5 +1,7 @@
 """The judges of inference: nothing that is right is called wrong, and every branch of the dice is taken once."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import example, given
@@ -78,3 +80,28 @@ def test_the_probabilities_of_all_branches_add_up_to_one(vocab_size, num_guesses
     branches = list(speculation._texts(speculative.accept_or_resample, p, q, guessed, case))
     assert sum(weight for _, weight in branches) == pytest.approx(1, abs=1e-12)
     assert speculation._right(speculative.accept_or_resample, case) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ((0,), r"p = \[.*\], q = \[.*\]: token 0 comes first with"),
+        ((1, 0), r"2 guesses: token 0 comes as number 1 after \[1\] with"),
+        ((1, 0, 0), r"2 guesses: token 0 comes as number 2 after \[1, 0\] with"),
+    ],
+)
+def test_the_words_name_a_wrong_token_after_the_shortest_prefix(text, says):
+    case = speculation.Case(2, 2, 0)
+    found = case.law(()).clone()
+    *prefix, token = text
+    found[(*prefix, token)] *= 0.5  # and the other token after this prefix takes what is lost
+    found[(*prefix, 1 - token)] += found[(*prefix, token)]
+    said = speculation._difference(found, case, 1e-12)
+    assert re.search(says, said), said
+
+
+def test_the_words_name_a_cause_that_the_first_token_shows():
+    case = speculation.Case(3, 1, 2)
+    always_kept = case.law(()) * (case.q(()) / case.p(()))[:, None]
+    said = speculation._difference(always_kept, case, 1e-12)
+    assert said.endswith(": the guess is kept whatever the model says"), said

@@ -39,6 +39,8 @@ def bytes_of_step_and_placements(world, case: Case) -> tuple[int, dict[str, tupl
     model.loss(*case.tokens()).backward()
     attention = model.layers["0"].attention
     shapes = {name: tuple(placement_of(p).length) for name, p in attention.named_parameters()}
+    if case.config.kv_latent_dim:
+        assert attention.k_up.out_features == len(attention.k_up.weight)
     return comm.traffic.sent_bytes - before, shapes
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minipar
@@ -29,6 +29,7 @@ def test_logits_loss_and_all_gradients_are_those_of_one_process(case):
 
 @examples(8)
 @given(cases(), st.integers(1, 3), st.sampled_from([0, 8]))
+@example(Case(TINY, tp=2, sequence_parallel=False, batch=2, length=4, seed=5), 2, 8)
 def test_a_mixture_of_experts_is_cut_too(case, num_experts, shared):
     config = replace(
         case.config,

@@ -17,7 +17,7 @@ class FakeCuda:
         return FakeStream(self, "comm")
 
     def Event(self, enable_timing=False):
-        return FakeEvent(self)
+        return FakeEvent(self, enable_timing)
 
     def current_stream(self):
         return self._current
@@ -59,8 +59,8 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, cuda):
-        self.cuda, self.passed = cuda, False
+    def __init__(self, cuda, enable_timing=False):
+        self.cuda, self.enable_timing, self.passed = cuda, enable_timing, False
 
     def record(self, stream):
         self.stream, self.at_s = stream, self.cuda.time_s
@@ -70,4 +70,6 @@ class FakeEvent:
         return self.passed
 
     def elapsed_time(self, later):
+        assert self.enable_timing, "as torch refuses it"
+        assert later.enable_timing, "as torch refuses it"
         return 1000 * (later.at_s - self.at_s)

@@ -111,6 +111,7 @@ def test_a_traces_spans_lie_between_events_and_only_reading_them_waits_for_the_g
     handle.wait()
     assert ("host", "synchronizes") not in cuda.log[waits:]
     communicate, compute, wait = trace.spans
+    assert cuda.log[waits:].count(("host", "synchronizes")) == 1
     assert (communicate.lane, compute.lane, wait.lane) == ("comm 'world'", "main", "main")
     assert [round(s.end_s - s.start_s, 6) for s in (communicate, compute, wait)] == [1.0, 1.0, 1.0]
     assert communicate.end_s == compute.start_s  # as they were put on the streams

@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import signal
+import threading
 from unittest import mock
 
 import pytest
@@ -203,7 +204,14 @@ def test_a_segment_of_another_message_is_no_message(header):
 def test_a_late_peer_and_a_lost_one_are_told_apart(raised, error, words):
     transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
     message = Message("receive", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
-    fails = mock.Mock(side_effect=raised)
-    with pytest.raises(error, match=words):
+
+    def fails(*_):
+        assert transport.waits == {
+            threading.get_ident(): message
+        }  # what the other ranks' errors say of this one
+        raise raised
+
+    with pytest.raises(error, match=words) as caught:
         shared_memory.Exchange(transport, [(Described(torch.zeros(2), 1, message, 5), fails)]).run()
+    assert getattr(caught.value, "peer", None) == (1 if error is PeerLate else None)
     assert transport.waits == {}

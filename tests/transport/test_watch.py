@@ -84,6 +84,10 @@ def test_the_ranks_that_have_not_called_it_are_found_by_their_counts(counts, beh
     assert ranks_behind(Stuck("all_reduce", WORLD, 3, 10.0), counts) == behind
 
 
+def test_a_rank_that_has_called_nothing_is_behind_the_first_operation():
+    assert ranks_behind(Stuck("all_reduce", WORLD, 0, 10.0), {0: {WORLD: 1}, 1: {}}) == [1]
+
+
 def test_the_thread_calls_once_and_ends():
     called = threading.Event()
     watch = Watch(0.0, lambda stuck: called.set())

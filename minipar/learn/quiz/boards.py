@@ -145,7 +145,7 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
         seq_16=job.seq_len // 16, seconds=choice.seconds, doubt=doubt(job, choice.layout), mfu=step.mfu,
         gb=choice.num_bytes / 1e9, near=len(found.near), activations_gb=items["activations"] / 1e9,
         activations_32k_gb=items["activations"] / job.seq_len * 32_768 / 1e9, cp=choice.layout.cp,
-        dp=choice.layout.dp,
+        dp=choice.layout.dp, pp=choice.layout.pp,
     )  # fmt: skip
     for name in layouts:
         layout = parse_layout(name)

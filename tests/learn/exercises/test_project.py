@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from minipar.learn.exercises import project
 from minipar.learn.exercises.command import exercise_command
 from minipar.learn.exercises.project import STEPS, check_project, fault, is_written, start
 from minipar.learn.exercises.registry import find_exercise
@@ -154,6 +157,40 @@ def test_training_with_a_wrong_piece_says_that_it_is_not_equal(folder):
     assert done.returncode == 1
     assert "yours: vocab; the rest is of minipar.simple" in done.stdout, done.stderr
     assert "NOT one process's weights" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("apart", "code", "says"),
+    [(1e-12, 0, "the weights of one process"), (1e-3, 1, "NOT one process's weights")],
+)
+def test_a_training_says_first_whose_pieces_it_takes(apart, code, says, folder, monkeypatch):
+    out = folder / "out.txt"
+    before = []
+
+    def trained(*_):
+        before.append(out.read_text())  # the ranks print into the same file
+        return apart
+
+    monkeypatch.setattr(project, "distance", trained)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with out.open("w") as file, redirect_stdout(file), pytest.raises(SystemExit) as ended:
+        project.main(str(folder / "train.py"))
+    assert before == ["yours: nothing yet; the rest is of minipar.simple\n"]
+    assert out.read_text().splitlines()[1].startswith(f"{says}: the largest difference is 1e-")
+    assert ended.value.code == code
+
+
+def test_a_piece_takes_the_floors_place_wherever_it_was_imported(monkeypatch):
+    floors, learners = object(), object()
+    names = ["minipar.simple.of_a_test", "exercise_of_a_test", "another_of_a_test"]
+    modules = [ModuleType(name) for name in names]
+    for module in modules:
+        module.piece, module.other = floors, 3
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "exercise_not_to_be_imported", None)  # as Python allows
+    project.replace(floors, learners)
+    assert [module.piece for module in modules] == [learners, learners, floors]
+    assert [module.other for module in modules] == [3, 3, 3]
 
 
 def test_the_command_writes_a_project_and_says_what_is_next(tmp_path, capsys):
