@@ -12,12 +12,14 @@ from minipar.verification.verify import Verification
 from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"
+LEAST_COLUMNS = 24  # the width that the sentence below the cells needs
 
 
 def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
     """Draw one cell per run, with the exponent of the largest difference; blue where every tensor equals one process's."""
     meshes, variants, cells = _grid(results)
-    figure = new_figure(2.2 + 0.3 * len(variants), 1.6 + 0.3 * len(meshes))
+    columns = max(len(variants), LEAST_COLUMNS)
+    figure = new_figure(2.2 + 0.3 * columns, 1.6 + 0.3 * len(meshes))
     axes = figure.subplots()
     for row, mesh in enumerate(meshes):
         axes.text(-0.1, row + 0.5, mesh, ha="right", va="center", fontsize=NORMAL)
@@ -43,7 +45,7 @@ def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
         0, len(meshes) + 0.6, f"{equal} of {len(results)} give the numbers of one process; "
         "in a cell, the largest relative difference of any tensor, as a power of ten", fontsize=NORMAL, va="center",
     )  # fmt: skip
-    axes.set_xlim(-3.5, len(variants) + 1)
+    axes.set_xlim(-3.5, columns + 1)
     axes.set_ylim(len(meshes) + 1, -2.2)
     axes.axis("off")
     return write(figure, path)

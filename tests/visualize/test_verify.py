@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.verification.verify import Row, Verification
 from visualize.verify import draw_sweep, sweep_markdown
@@ -21,5 +23,7 @@ def test_the_table_has_a_row_a_mesh_and_marks_what_differs():
     assert lines[3] == "| pp2 |  |  | 3e-15 |"
 
 
-def test_the_picture_is_written(tmp_path):
+# matplotlib warns where a few cells leave no room for the sentence below them
+@pytest.mark.filterwarnings("error")
+def test_the_picture_of_few_runs_is_written(tmp_path):
     assert draw_sweep(results(), tmp_path / "sweep.png").stat().st_size > 0
