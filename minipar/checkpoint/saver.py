@@ -90,9 +90,8 @@ class Saver:
         self._comm = on_host(comm).subgroup(range(comm.size), "checkpoint")
         self._folder, self._wait, self._deadline_s = Path(folder), wait, deadline_s
         self._old = OldCheckpoints(self._folder, keep, resumed)
-        self._task: _Task | None = (
-            None  # this rank's task of the save, kept until the tasks of all ranks have ended
-        )
+        # this rank's task of the save, kept until the tasks of all ranks have ended
+        self._task: _Task | None = None
         self._writing = False  # True while ranks write their parts; then rank 0 writes the manifest
         self._step, self._started_s = 0, 0.0
         if comm.rank == 0:

@@ -38,9 +38,8 @@ class CallerModules:
         self._files: dict[str, str] = {}  # name -> its file, also where the import failed
         sys.meta_path.insert(0, _FromSource(self._files))
         self._seen: dict[str, tuple[int, int]] = {}  # name -> (mtime, size) of its file when imported
-        self._place: tuple[list[str], str] | None = (
-            None  # the last caller's import path and working directory
-        )
+        # the last caller's import path and working directory
+        self._place: tuple[list[str], str] | None = None
 
     def remember(self) -> None:
         for name, file in self._files.items():

@@ -118,9 +118,8 @@ def test_a_copy_operator_per_matrix_would_send_more(tp):
     def with_three_copies(world) -> int:
         model = tensor_parallel(case.model(), world, algorithm="ring")
         for block in model.layers.values():
-            block.attention.overrides.project_qkv = block.mlp.overrides.project_gate_up = (
-                None  # each layer by itself
-            )
+            # each layer by itself
+            block.attention.overrides.project_qkv = block.mlp.overrides.project_gate_up = None
         x = torch.randn(1, tp, config.dim, dtype=torch.float64, requires_grad=True)
         comm = model.overrides.output.comm
         before = comm.traffic.sent_bytes

@@ -80,9 +80,8 @@ def why_unequal(config: TrainConfig, folder) -> str | None:
             return why_run_unequal(config, folder)
         result = verify(config)
         if config.compile == "inductor" and result.difference <= 1e-4:
-            return (
-                None  # rotary angles are float32 in every dtype, and inductor rounds their cosines otherwise
-            )
+            # rotary angles are float32 in every dtype, and inductor rounds their cosines otherwise
+            return None
         if not result.equal and config.dtype == "float32":
             # A gradient may be nothing but float32's rounding; any other difference is there in float64, too.
             config = replace(config, dtype="float64", reduce_dtype=None)

@@ -152,10 +152,8 @@ def _elements(job: Job, name: str, number: int) -> tuple[float, float]:
 # The answer of `minipar plan --view compression` ------------------------------------------------------------------------
 
 
-PAYS = (
-    # Compression pays if a step takes less than this fraction; a smaller gain is within the model's error.
-    0.98
-)
+# Compression pays if a step takes less than this fraction; a smaller gain is within the model's error.
+PAYS = 0.98
 
 
 def check_method(name: str) -> None:

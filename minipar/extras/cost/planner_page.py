@@ -18,9 +18,8 @@ from minipar.extras.cost.published_runs import TABLES, Run, published_runs, spre
 
 GOAL_KNOWN, GOAL_UNKNOWN = 0.10, 0.20  # the mean error to reach, for a known program and for any other
 OUTLIER = "deepspeed-2021"
-OVERLAPPED_S = (
-    17.6  # a step of moe-zoo's run with ep=32 whose all-to-alls overlap with other microbatches; same source
-)
+# A step of moe-zoo's run with ep=32 whose all-to-alls overlap with other microbatches; same source.
+OVERLAPPED_S = 17.6
 
 
 def page() -> str:

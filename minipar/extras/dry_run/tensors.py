@@ -105,9 +105,8 @@ class DryTensors(LiveBytes):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return (
-            False  # torch would otherwise wrap `__torch_dispatch__`, which takes a tenth of a dry run's time
-        )
+        # torch would otherwise wrap `__torch_dispatch__`, which takes a tenth of a dry run's time
+        return False
 
     def _make(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if getattr(function, "overloadpacket", None) not in MAKES:
