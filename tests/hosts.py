@@ -93,6 +93,7 @@ class TwoHosts:
             meet += ("--max-restarts", str(restarts))
         else:
             meet = ("--node-rank", str(host), "--master-addr", ADDRESSES[0], "--master-port", str(port))
+        meet += ("--log-dir", str(printed.with_suffix(".logs")))
         launcher = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meet)
         with printed.open("w") as file:
             started = subprocess.Popen(

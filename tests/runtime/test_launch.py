@@ -181,7 +181,10 @@ def test_under_torchrun_the_world_is_the_one_it_started(tmp_path):
         same = again.all_reduce(torch.tensor([again.rank + 1.0]), algorithm="native").item()
         print(f"rank {world.rank} of {world.size}: {total} {same}\\n", end="", flush=True)
         """,
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        launcher=(
+            *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("--log-dir", str(tmp_path / "logs")),
+        ),
     )
     status, out, err = program.finish()
     assert status == 0, err

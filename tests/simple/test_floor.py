@@ -337,11 +337,9 @@ def test_the_command_trains_on_ranks_of_its_own():
 
 
 @pytest.mark.thorough
-def test_torchruns_ranks_are_taken(folder):
-    words = (
-        "torch.distributed.run --standalone --nproc-per-node 2 -m simple.train --steps 2 --pp 1 --dp 2 --tp 1"
-    )
-    require_equal(trained(words, folder))
+def test_torchruns_ranks_are_taken(folder, tmp_path):
+    torchrun = f"torch.distributed.run --standalone --nproc-per-node 2 --log-dir {tmp_path}"
+    require_equal(trained(f"{torchrun} -m simple.train --steps 2 --pp 1 --dp 2 --tp 1", folder))
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_under_torchrun_a_run_whose_ranks_are_killed_resumes_to_the_losses_of_on
 ):
     out = tmp_path / "run"
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", "2")
+    torchrun += ("--log-dir", str(tmp_path / "logs"))
     flags = (
         *("train", "--dp", "2", "--steps", STEPS, "--batch-size", 4, "--seq-len", 32, "--warmup", 2),
         *("--model.dim", 16, "--model.num-layers", 2, "--model.num-heads", 2, "--model.max-seq-len", 32),

@@ -287,6 +287,7 @@ def test_a_run_of_4_ranks_goes_on_with_2_of_3_to_the_losses_of_one_process(tmp_p
     with pytest.raises(Stopped):
         train(replace(CONFIG, membership="fixed", out=tmp_path), stop)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    torchrun += ("--log-dir", str(tmp_path / "logs"))
     program = subprocess.run(
         [sys.executable, *torchrun, "-m", "minipar", *map(str, FLAGS), "--out", str(tmp_path)],
         capture_output=True, text=True, cwd=ROOT, timeout=120,
@@ -328,23 +329,11 @@ def test_when_a_node_is_lost_the_other_goes_on_to_the_losses_of_one_process(tmp_
     try:
         for node, lost_in in enumerate((None, 7)):
             launcher = (
-                *(
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes",
-                    "1:2",
-                    "--nproc-per-node",
-                    "2",
-                    "--max-restarts",
-                    "3",
-                ),
+                *("-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "2"),
+                *("--max-restarts", "3", "--log-dir", str(tmp_path / f"logs{node}")),
                 *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic"),
-                *(
-                    "--rdzv-conf",
-                    f"is_host={int(node == 0)},last_call_timeout=10",
-                    "--local-addr",
-                    "127.0.0.1",
-                ),
+                *("--rdzv-conf", f"is_host={int(node == 0)},last_call_timeout=10"),
+                *("--local-addr", "127.0.0.1"),
             )
             (tmp_path / str(node)).mkdir()
             nodes.append(
