@@ -1,0 +1,177 @@
+"""What DDP and FSDP refuse in words: old and second wrappers, layers, optimizers and clipping that cannot be right."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import minipar
+from minipar.data_parallel import DDP, FSDP
+from minipar.extras.optimizers import Lamb
+from minipar.model.overrides import GradientSync
+from tests.data_parallel.wrapped import WRAPPERS, in_one_process, loss_of, network, samples
+from tests.strategies import assert_equal_to
+
+
+def refusals(world):
+    model = network()
+    ddp = DDP(model, world)
+    again = DDP(model, world)
+    loss_of(again, world.rank).backward()  # reduced once
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for use in (lambda: loss_of(ddp, world.rank), ddp.synchronize):
+        with pytest.raises(RuntimeError, match="this DDP no longer reduces gradients: a later DDP"):
+            use()
+    with pytest.raises(RuntimeError, match="a later DDP was made"):
+        loss_of(DDP(DDP(network(), world), world), world.rank)
+    fsdp = FSDP(model, world, nn.Linear)
+    with pytest.raises(RuntimeError, match="a later FSDP was made"):
+        loss_of(again, world.rank)
+    for wrapper, by in ((FSDP, "a second FSDP"), (DDP, "DDP")):
+        with pytest.raises(ValueError, match=f"0.weight is a shard made by FSDP, and {by} needs whole"):
+            wrapper(model, world)
+    for copied, what in ((ddp, "DDP"), (fsdp, "FSDP"), (fsdp.module, "FSDP")):
+        for copying in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=f"{what} cannot be copied or pickled"):
+                copying(copied)
+    assert isinstance(ddp, GradientSync)
+    assert isinstance(fsdp, GradientSync)
+    assert not isinstance(model, GradientSync)
+    return grads
+
+
+def test_old_wrappers_second_wrappers_and_copies_are_refused():
+    want = in_one_process(network(), 2)
+    for grads in minipar.run(refusals, world_size=2):
+        for name in want:
+            assert_equal_to(grads[name], want[name], what=name)
+
+
+def refused_layers(world):
+    for old, name in ((nn.utils.weight_norm, "weight_norm"), (nn.utils.spectral_norm, "spectral_norm")):
+        model = nn.Sequential(old(nn.Linear(6, 3)))
+        with pytest.raises(
+            ValueError, match=rf"torch\.nn\.utils\.{name} of unit '0' computes weight before.*parametri"
+        ):
+            FSDP(model, world, nn.Linear)
+    for wrapper in WRAPPERS.values():
+        sparse = wrapper(nn.Embedding(5, 2, sparse=True), world)
+        with pytest.raises(
+            RuntimeError, match=r"gradient of weight is sparse; use nn\.Embedding\(\.\.\., sparse=False\)"
+        ):
+            sparse(torch.tensor([1])).sum().backward()
+
+
+def test_layers_that_fsdp_cannot_shard_and_sparse_gradients_are_refused():
+    minipar.run(refused_layers, world_size=2)
+
+
+def clipped(world):
+    fsdp = FSDP(network(), world, nn.Linear)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
+    loss_of(fsdp, world.rank).backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    for refused in (
+        lambda: nn.utils.clip_grad_norm_(fsdp.parameters(), 0.01),
+        lambda: nn.utils.clip_grad_norm_(fsdp.parameters(), 0.01, foreach=True),
+        lambda: nn.utils.get_total_norm([p.grad for p in fsdp.parameters()]),
+        lambda: next(fsdp.parameters()).grad.norm(),
+        lambda: scaler.step(optimizer),
+    ):
+        with pytest.raises(RuntimeError, match=r"minipar\.clip_grad_norm_\(shards, max_norm, comm\)"):
+            refused()
+    norm = minipar.clip_grad_norm_(fsdp.parameters(), 0.01, world)
+    optimizer.step()
+    return norm, fsdp.full_state_dict()
+
+
+def test_torchs_clipping_of_shards_is_refused_and_minipars_is_that_of_one_process():
+    model = network()
+    in_one_process(model, 2)
+    want = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for norm, state in minipar.run(clipped, world_size=2):
+        assert_equal_to(norm, want)
+        for name, p in model.named_parameters():
+            assert_equal_to(state[name], p.detach(), what=name)
+
+
+class Signs(torch.optim.SGD):
+    """A stranger's class, of which nothing is known."""
+
+
+def stepped_by(world):
+    """What the first step says of each optimizer over FSDP's shards, and of those that may step."""
+    said = {}
+    for cls in (torch.optim.Adafactor, torch.optim.LBFGS, Signs):
+        fsdp = FSDP(network(), world, nn.Linear)
+        optimizer = cls(fsdp.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in fsdp.parameters()]
+        with pytest.raises(ValueError) as refusal:
+            optimizer.step(lambda: 0.0)
+        said[cls.__name__] = str(refusal.value)
+        assert all(torch.equal(p, b) for p, b in zip(fsdp.parameters(), before))
+    trusted = FSDP(network(), world, nn.Linear, per_element=True)
+    loss_of(trusted, world.rank).backward()
+    Signs(trusted.parameters(), lr=0.1).step()
+    whole = network()
+    loss_of(whole, world.rank).backward()
+    torch.optim.Adafactor(whole.parameters()).step()  # not FSDP's
+    return said
+
+
+def test_an_optimizer_not_known_to_be_per_element_is_refused_on_fsdps_shards():
+    for said in minipar.run(stepped_by, world_size=2):
+        for name, sentence in said.items():
+            assert sentence.startswith(f"{name} is not known to update each element from that element alone")
+            assert "per_element=True" in sentence
+
+
+def stepped_by_lamb(world):
+    fsdp = FSDP(network(), world, nn.Linear)
+    loss_of(fsdp, world.rank).backward()
+    with pytest.raises(ValueError, match=r"of .* it holds \d+ elements; .*Lamb\(params, comm=comm\)"):
+        Lamb(fsdp.parameters()).step()
+    Lamb(fsdp.parameters(), comm=world).step()
+
+
+def test_lamb_over_shards_asks_for_the_ranks_that_hold_the_others():
+    minipar.run(stepped_by_lamb, world_size=2)
+
+
+def cast_after_wrapping(world):
+    said = []
+    for make in (
+        lambda m: DDP(m, world),
+        lambda m: minipar.ZeroOptimizer(m.parameters(), torch.optim.Adam, world),
+    ):
+        model = network()
+        wrapper = make(model)
+        model.float()
+        with pytest.raises(RuntimeError) as caught:
+            (wrapper if isinstance(wrapper, DDP) else model)(samples(world.rank).float()).sum().backward()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_model_that_was_cast_after_it_was_wrapped_is_refused():
+    for said in minipar.run(cast_after_wrapping, world_size=2)[0]:
+        assert (
+            "was cast from torch.float64 to torch.float32 after it was wrapped; cast the model first" in said
+        )
+
+
+def assigned(world):
+    model = FSDP(network(), world)
+    with pytest.raises(ValueError, match="assign=True would replace FSDP's shards"):
+        model.load_state_dict(model.state_dict(), assign=True)
+    other = {name: value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    return all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+
+
+def test_fsdps_shards_are_loaded_in_place_only():
+    assert minipar.run(assigned, world_size=2) == [True, True]
