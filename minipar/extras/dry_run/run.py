@@ -242,7 +242,7 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
     """Compare the first rank of each pp coordinate with the planner's formulas for memory and for bytes sent."""
     try:
         job, layout = job_and_layout(config, MACHINES["h100"])
-    except ValueError:  # latent attention has no formulas
+    except ValueError:  # no formulas for this configuration
         return []
     if layout.pp != config.pp:  # two copies of a model are planned as another mesh
         return []
