@@ -21,11 +21,16 @@ def _receive(world, source, length=3):
 
 
 def _once_rank_0_receives(world):
-    """Return on rank 1 when rank 0's main thread waits to receive 12 bytes, and on rank 0 at once."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    """Return on rank 1 when rank 0's main thread waits to receive 12 bytes, and on rank 0 at once.
+
+    The signal has a handler, not a mask: one that comes early goes to whichever thread does not mask it, and ends the process.
+    """
+    told = threading.Event()
+    before = signal.signal(signal.SIGUSR2, lambda *_: told.set())
     other = world.all_gather(torch.tensor([os.getpid()]))[1].item()
     if world.rank == 1:
-        signal.sigwait([signal.SIGUSR2])
+        told.wait()
+        signal.signal(signal.SIGUSR2, before)
         return
 
     def tell():
