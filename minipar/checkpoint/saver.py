@@ -92,8 +92,9 @@ class Saver:
         self._old = OldCheckpoints(self._folder, keep, resumed)
         # this rank's task of the save, kept until the tasks of all ranks have ended
         self._task: _Task | None = None
-        self._writing = False  # True while ranks write their parts; then rank 0 writes the manifest
-        self._step, self._started_s = 0, 0.0
+        self._writing: bool  # True while ranks write their parts; then rank 0 writes the manifest
+        self._step: int
+        self._started_s: float
         if comm.rank == 0:
             for unfinished in self._folder.glob(".step-*.part"):  # what a killed save has left
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -124,7 +125,7 @@ class Saver:
         late = time.monotonic() - self._started_s > self._deadline_s
         mine = (not self._task.done, self._task.error is not None, late)
         state = torch.tensor(mine, dtype=torch.int64, device=self._comm.device)
-        working, failed, late = self._comm.all_reduce(state, op="max").tolist()
+        working, failed, late = self._comm.all_reduce(state).tolist()  # numbers of ranks
         if failed or (working and late):
             self._fail(self._task)
         elif not working and self._writing:

@@ -9,7 +9,6 @@ all tensors at once.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import product
@@ -39,7 +38,7 @@ class TensorFile:
         """The header with its length, as stored. Raises ValueError if the file ends before the header does."""
         with self.path.open("rb") as file:
             length = file.read(8)
-            size = struct.unpack("<Q", length)[0] if len(length) == 8 else 0
+            size = int.from_bytes(length, "little")
             if not 0 < size <= self.path.stat().st_size - 8:
                 raise ValueError(f"its header of {size} bytes is not in the file")
             return length + file.read(size)
@@ -128,6 +127,6 @@ def write_streamed(file: BinaryIO, tensors: Iterable[Streamed], metadata: dict[s
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
-    file.write(struct.pack("<Q", len(text)) + text)
+    file.write(len(text).to_bytes(8, "little") + text)
     for x in tensors:
         file.write(raw_bytes(x.make().contiguous()))

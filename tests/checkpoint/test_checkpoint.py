@@ -121,8 +121,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path, dama
     newest, before = checkpoints(tmp_path)
     damage(newest / file)
     assert file in find_damage(newest)
-    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+    with pytest.warns(UserWarning, match="step-00000002 is damaged") as caught:
         assert newest_whole(tmp_path) == before
+    assert [warning.filename for warning in caught] == [__file__], "the warning is about the caller's line"
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import minipar
 from minipar.checkpoint.export import export_llama
-from minipar.checkpoint.initial_weights import check_initial_weights, initial_values
+from minipar.checkpoint.initial_weights import check_initial_weights, initial_values, whole_model
 from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.config.check_config import schedule_of
 from minipar.config.check_paths import CHECKPOINTS
@@ -55,6 +55,12 @@ def test_every_rank_starts_from_its_part_of_the_weights_of_one_process(mesh):
         for placement, value in parts:
             want = placement.slice_of(weights[placement.tied_to or placement.name])
             assert torch.equal(value, want), placement
+
+
+def test_the_reference_multiplies_as_the_run_does_unless_told():
+    rounded, tokens = SMALL.choosing(products="mxfp4"), torch.arange(64)[None]
+    loss = lambda config, **how: whole_model(config, **how).loss(tokens, tokens).item()  # noqa: E731
+    assert loss(rounded, products=False) == loss(SMALL) != loss(rounded)
 
 
 LARGE = ModelConfig(vocab_size=256, dim=128, num_layers=8, num_heads=4, max_seq_len=64)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import minipar
+from minipar.checkpoint import retention
 from minipar.checkpoint import saver as checkpoint
 from minipar.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
 from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
@@ -104,6 +105,14 @@ def left(folder) -> list[int]:
     return [int(path.name[5:]) for path in checkpoints(folder)]
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        minipar.RankError, match=f"after step 1 could not be written to {tmp_path}/file: rank"
+    ):
+        minipar.run(save_each, tmp_path / "file", (1,), 0, world_size=2)
+
+
 def test_what_a_killed_save_has_left_is_removed(tmp_path):
     (tmp_path / ".step-00000003.part").mkdir()
     (tmp_path / ".step-00000003.part" / "rank-00000.safetensors").touch()
@@ -131,6 +140,20 @@ def test_one_that_is_damaged_while_the_run_goes_on_is_seen_too(tmp_path):
 
     minipar.run(rank, world_size=1)
     assert left(tmp_path) == [4, 3, 2]
+
+
+def test_only_what_an_earlier_run_wrote_is_read_and_once(tmp_path):
+    def read(world):
+        paths, plain = [], retention.find_damage
+        retention.find_damage = lambda path, **how: paths.append(path) or plain(path, **how)
+        try:
+            save_each(world, tmp_path, (2, 3), 3)
+        finally:
+            retention.find_damage = plain
+        return [path.name for path in paths]
+
+    minipar.run(save_each, tmp_path, (1,), 3, world_size=1)
+    assert minipar.run(read, world_size=1) == [["step-00000001"]]
 
 
 def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):

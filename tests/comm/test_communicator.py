@@ -90,6 +90,18 @@ def test_what_is_received_lands_where_the_caller_wants_it():
     assert minipar.run(received, world_size=2) == [[0, 0, 1, 1, 0, 0]] * 2
 
 
+def test_what_is_received_is_on_the_comms_device_whatever_torchs_default():
+    def received(world):
+        other, x = 1 - world.rank, torch.ones(2, device=world.device)
+        with torch.device("meta"):
+            exchanged = world.exchange(x, other, (2,), x.dtype, other)
+            if world.rank == 0:
+                return world.send(x, 1)
+            return {y.device == world.device for y in (exchanged, world.recv((2,), x.dtype, 0))}
+
+    assert minipar.run(received, world_size=2) == [None, {True}]
+
+
 # Subgroups ------------------------------------------------------------------------------------------------------
 
 

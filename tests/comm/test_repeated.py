@@ -116,6 +116,23 @@ def test_a_result_that_was_written_to_is_not_taken_for_what_was_received():
         minipar.run(summed_twice, True, world_size=2)
 
 
+def left_by_a_forward_alone(world):
+    """Bytes that a checkpointed forward leaves where its result is dropped and no backward follows."""
+    x = torch.ones(3, requires_grad=True)
+
+    def forward(x):
+        return (autograd.all_reduce(world, x) * autograd.all_reduce(world, x * x)).sum()
+
+    with LiveBytes() as memory:
+        checkpoint(forward, x, use_reentrant=False, context_fn=lambda: without_messages([world]))
+        return memory.now
+
+
+def test_a_forward_without_a_backward_leaves_nothing():
+    """What is kept does not hold the graph that holds it."""
+    assert minipar.run(left_by_a_forward_alone, world_size=2) == [0, 0]
+
+
 def test_without_recomputation_it_is_refused():
     with pytest.raises(ValueError, match="recompute=none recomputes none"):
         replace(VERIFY_DEFAULTS, tp=2, keep_messages=True)

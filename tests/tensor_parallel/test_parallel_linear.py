@@ -14,6 +14,7 @@ from minipar.mesh import gather, placement_of
 from minipar.model.deferrable_linear import Linear, WeightGradients, linear
 from minipar.tensor_parallel import ColumnParallelLinear, RowParallelLinear, ShardedWeight, column_parallel
 from minipar.tensor_parallel import column as module
+from minipar.tensor_parallel.parallel_linear import sum_together
 from tests.examples import examples
 from tests.strategies import assert_equal_to, seeds, world_sizes
 
@@ -121,6 +122,20 @@ def pair(world, case: Layer, sequence_parallel: bool) -> None:
 @given(layers, st.booleans())
 def test_a_pair_is_equal_to_one_process(case, sequence_parallel):
     minipar.run(pair, case, sequence_parallel, world_size=case.tp)
+
+
+def two_in_one_sum(world, sequence_parallel: bool) -> None:
+    """Two layers of an input each, whose outputs are added, as in a parallel block."""
+    made = [Layer(world.size, 1, 2, 2, 2, True, Linear, seed).make() for seed in (1, 2)]
+    y = sum(layer(x) for layer, x, _ in made).detach()
+    cut = [RowParallelLinear.from_linear(of, world, sequence_parallel=sequence_parallel) for of, *_ in made]
+    out = sum_together(cut, [part(world, x, -1) for _, x, _ in made])
+    assert_equal_to(out.detach(), part(world, y, 1) if sequence_parallel else y, what="y")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_with_one_sum_add_each_bias_once(sequence_parallel):
+    minipar.run(two_in_one_sum, sequence_parallel, world_size=2)
 
 
 def naive_and_overlapped(world, case: Layer, defer: bool) -> None:

@@ -1,6 +1,7 @@
 """What a run goes on from: one rank chooses, all are told; what is refused changes nothing; what differs is said."""
 
 import random
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,10 @@ BASE = TrainConfig(model=SMALL, batch_size=4, seq_len=16, steps=4, warmup=2, ver
 
 
 def choose(world, folder, blind):
-    """On a rank: the checkpoint chosen, and the bytes read to check it. `blind` spoils rank 1's view of the folder."""
+    """On a rank: the checkpoint chosen, the bytes read to check it, and the warnings.
+
+    `blind` spoils rank 1's view of the folder.
+    """
     read, blocks, plain = [], TensorFile.blocks, (restore.checkpoints, restore.read_manifest)
     if world.rank == 1 and blind == "lists an older one":
         restore.checkpoints = lambda folder: plain[0](folder)[1:]
@@ -49,7 +53,8 @@ def choose(world, folder, blind):
         restore.read_manifest = read_another
     TensorFile.blocks = lambda self, key: (read.append(len(block)) or block for block in blocks(self, key))
     try:
-        return agree_on_newest(world, folder), sum(read)
+        with warnings.catch_warnings(record=True, action="always") as said:
+            return agree_on_newest(world, folder), sum(read), [str(warning.message) for warning in said]
     finally:
         TensorFile.blocks, (restore.checkpoints, restore.read_manifest) = blocks, plain
 
@@ -61,9 +66,11 @@ def choose(world, folder, blind):
 def test_every_rank_goes_on_from_the_checkpoint_that_all_can_read(tmp_path, blind, step):
     minipar.run(save_each, tmp_path, (1, 2), 0, world_size=4)
     seen = minipar.run(choose, tmp_path, blind, world_size=2)
-    assert [path.name for path, _ in seen] == [f"step-{step:08}"] * 2
+    assert [path.name for path, *_ in seen] == [f"step-{step:08}"] * 2
     if not blind:
-        assert [read for _, read in seen] == [128, 128], "of 64 float32 each rank checks half"
+        assert [read for _, read, _ in seen] == [128, 128], "of 64 float32 each rank checks half"
+    says = [f"checkpoint {tmp_path}/step-00000002 is damaged"] if step == 1 else []
+    assert [[line.partition(" (")[0] for line in said] for *_, said in seen] == [says, []]
 
 
 def test_the_trainer_takes_the_choice_of_rank_0(tmp_path):
