@@ -54,4 +54,5 @@ def test_what_is_streamed_the_library_reads_and_each_tensor_is_made_when_its_tur
     assert got.keys() == tensors.keys()
     assert all(torch.equal(got[name], tensors[name]) for name in tensors)
     places = [at for _, at in made]
+    assert places[0] % 8 == 0
     assert [at - places[0] for at in places] == [0, 48, 50]
