@@ -50,15 +50,15 @@ def agree(
     outwards = inwards = None
     posted = []
     if send:
-        listener, memory = _offer(rank, num_bytes)
-        posted.append(_tell(transport, channel, send, listener.getsockname() if listener else b""))
+        offer = _offer(rank, num_bytes)
+        posted.append(_tell(transport, channel, send, offer[0].getsockname() if offer else b""))
     if receive:
         connection = _connection_to(_hear(transport, channel, receive), transport.timeout_s)
         posted.append(_tell(transport, channel, receive, b"yes" if connection else b"no"))
     try:
         if send:
             agreed = _hear(transport, channel, send) == b"yes"
-            outwards = _accepted(listener, memory, agreed, transport.timeout_s)
+            outwards = _accepted(*offer, agreed, transport.timeout_s) if offer else None
         if receive and connection:
             inwards = _received(connection)
     except OSError as error:
@@ -84,8 +84,8 @@ def _hear(transport: Transport, channel: Channel, of: Described) -> bytes:
     return bytes(memory.rstrip(b"\0"))
 
 
-def _offer(rank: int, num_bytes: int) -> tuple[socket.socket | None, int]:
-    """Make a memory file, and a socket on which the receiver asks for it; the socket is None if that fails."""
+def _offer(rank: int, num_bytes: int) -> tuple[socket.socket, int] | None:
+    """Make a socket, and a memory file for which the receiver asks on it; return None if that fails."""
     try:
         memory = os.memfd_create("minipar")
         os.posix_fallocate(memory, 0, num_bytes)  # otherwise a write to full memory would end the process
@@ -96,7 +96,7 @@ def _offer(rank: int, num_bytes: int) -> tuple[socket.socket | None, int]:
         return listener, memory
     except (OSError, AttributeError) as error:
         print(f"rank {rank} sends through gloo, as it has no memory to share: {error}", file=sys.stderr)
-        return None, -1
+        return None
 
 
 def _connection_to(address: bytes, timeout_s: float) -> socket.socket | None:
@@ -112,10 +112,8 @@ def _connection_to(address: bytes, timeout_s: float) -> socket.socket | None:
     return None
 
 
-def _accepted(listener: socket.socket | None, memory: int, agreed: bool, timeout_s: float) -> Ends | None:
+def _accepted(listener: socket.socket, memory: int, agreed: bool, timeout_s: float) -> Ends | None:
     """Pass the memory to the receiver, which connects only if it agreed to the link."""
-    if listener is None:
-        return None
     with listener:
         if not agreed:
             os.close(memory)

@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import minipar
 from minipar.checkpoint.export import export_llama
-from minipar.checkpoint.initial_weights import check_initial_weights, initial_values, whole_model
+from minipar.checkpoint.initial_weights import (
+    check_initial_weights,
+    fill_buffers,
+    initial_values,
+    whole_model,
+)
 from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.config.check_config import schedule_of
 from minipar.config.check_paths import CHECKPOINTS
@@ -18,6 +23,7 @@ from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.mesh import Mesh, Placement, place_whole, placement_of
 from minipar.model import Transformer
 from minipar.model.huggingface import INDEX, LlamaWeights
+from minipar.support.live_bytes import LiveBytes
 from minipar.train import train
 from minipar.train.parallelize import own_stages, parallelize, transformed_stage
 from minipar.verification.verify import table, verify
@@ -55,6 +61,13 @@ def test_every_rank_starts_from_its_part_of_the_weights_of_one_process(mesh):
         for placement, value in parts:
             want = placement.slice_of(weights[placement.tied_to or placement.name])
             assert torch.equal(value, want), placement
+
+
+def test_every_buffer_is_made_once():
+    model = Transformer(EXPERTS, device="meta")
+    with LiveBytes() as memory:
+        fill_buffers(model)
+    assert memory.now == sum(buffer.nbytes for buffer in model.buffers()) > 0
 
 
 def test_the_reference_multiplies_as_the_run_does_unless_told():
