@@ -89,11 +89,12 @@ def test_a_rank_that_has_called_nothing_is_behind_the_first_operation():
 
 
 def test_the_thread_calls_once_and_ends():
-    called = threading.Event()
-    watch = Watch(0.0, lambda stuck: called.set())
+    called, by = threading.Event(), []
+    watch = Watch(0.0, lambda stuck: by.append(threading.current_thread().name) or called.set())
     begin, _ = Happens(), Happens()
     begin.happened = True
     watch.add("all_reduce", WORLD, begin, Happens())
     watch.start(torch.device("cpu"), every_s=0.001)
     assert called.wait(30)
     watch.stop()
+    assert by == ["watch"]
