@@ -81,6 +81,23 @@ def test_a_weight_that_waits_needs_no_other_gradient():
         assert_equal_to(late, at_once)
 
 
+def of_a_computed_weight(world, queue: WeightGradients | None) -> torch.Tensor:
+    """The gradient of the weight from which two layers' weights are computed."""
+    x, w = leaves(world.rank, (1, 2, 3), (4, 3))
+    (y,) = gather_matmul(world, x, [ShardedWeight(2 * w, queue)])
+    (y.sum() + matmul_scatter(world, x, 3 * w, queue).sum()).backward()
+    assert not queue
+    return w.grad
+
+
+def test_a_computed_weights_gradient_does_not_wait():
+    def gradients(world):
+        return [of_a_computed_weight(world, queue) for queue in (WeightGradients(), None)]
+
+    for with_a_queue, without in minipar.run(gradients, world_size=2):
+        assert_equal_to(with_a_queue, without)
+
+
 def without_needless_products(world) -> tuple[list[int], list[int], list[bool]]:
     """Matrix products backward, and bytes, where the input or the weight needs no gradient."""
     comm, products, sent = world.using("ring"), [], []
