@@ -204,6 +204,17 @@ def test_what_cannot_be_cut_is_refused_by_name_before_anything_changes(plan, wra
     assert says in minipar.run(_refused, plan, wrap, options, world_size=2)[0]
 
 
+def test_a_convolution_called_conv1d_is_no_linear_layer():
+    def refused(world):
+        convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)
+        with pytest.raises(
+            ValueError, match="0 is a Conv1D; the cut 'column' is for .* a Conv1D as in GPT-2"
+        ):
+            tensor_parallel(nn.Sequential(convolution), world, plan={"0": "column"})
+
+    minipar.run(refused, world_size=2)
+
+
 # Hugging Face's models --------------------------------------------------------------------------------------------------
 
 
