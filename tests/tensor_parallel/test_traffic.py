@@ -108,6 +108,22 @@ def test_a_step_sends_its_layers_its_ends_and_its_loss(case):
     assert minipar.run(step_bytes, case, world_size=tp) == [want] * tp
 
 
+def test_a_model_sends_by_the_algorithm_given_or_else_by_its_comms_own():
+    case = Case(
+        ModelConfig(vocab_size=8, dim=8, num_layers=1, num_heads=2, hidden_dim=8), 2, False, 1, 2, seed=0
+    )
+
+    def algorithms(world):
+        models = [
+            tensor_parallel(case.model(), world),
+            tensor_parallel(case.model(), world, algorithm="ring"),
+            tensor_parallel(case.model(), world.using("tree")),
+        ]
+        return [model.overrides.output.comm.default_algorithm for model in models]
+
+    assert minipar.run(algorithms, world_size=2) == [[None, "ring", "tree"]] * 2
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_copy_operator_per_matrix_would_send_more(tp):
     """One sum for q, k and v, one for gate and up: with one each, 2 sums become 5 and the ledger shows it."""
