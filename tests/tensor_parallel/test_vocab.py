@@ -132,6 +132,14 @@ def test_half_precision_logits_are_summed_in_single():
     assert_equal_to(loss, want, rtol=1e-6, what="loss")
 
 
+def test_unless_told_an_embedding_gives_every_rank_all_tokens():
+    def rows(world):
+        weight = nn.Parameter(torch.full((1, 1), world.rank + 1.0))
+        return VocabParallelEmbedding(weight, 2, world)(torch.tensor([[0, 1]])).tolist()
+
+    assert minipar.run(rows, world_size=2) == [[[[1.0], [2.0]]]] * 2
+
+
 def refuse(world) -> list[str]:
     lines = []
     for attempt in (
