@@ -117,21 +117,6 @@ def test_a_stage_a_quarter_slower_costs_16_to_21_percent():
     assert 0.22 < slower(128, 0) < slower(128, 7) < 0.25
 
 
-def test_bits_an_element_of_the_block_formats():
-    def bits(element, block, scale):
-        return element + scale / block
-
-    assert [bits(8, 32, 8), bits(4, 32, 8), bits(4, 16, 8)] == [8.25, 4.25, 4.5]  # MXFP8, MXFP4, NVFP4
-
-
-def test_gathering_in_8_bits_saves_a_third():
-    in_16_bits, in_8_bits = (
-        2 + 2 + 2,
-        1 + 1 + 2,
-    )  # two gathers of parameters and one reduce-scatter of gradients
-    assert in_8_bits / in_16_bits == pytest.approx(2 / 3)
-
-
 def test_weights_of_70b_leave_a_node_in_a_third_of_a_second():
     num_bytes = 2 * find_model("llama-70b").num_params
     assert round(num_bytes / 1e9) == 138
