@@ -198,6 +198,25 @@ def test_programs_written_for_torchs_optimizer_give_its_numbers(optimizer, size)
 # Master weights ----------------------------------------------------------------------------------------------------
 
 
+def gradients_of_the_last_backward(world, earlier: bool):
+    """With `earlier`, after two backwards, only the first of them reduced, and `zero_grad` in place."""
+    zero = ZeroOptimizer((model := network()).parameters(), torch.optim.SGD, world, lr=0.1)
+    if earlier:
+        loss_of(model, world.rank, 0).backward()
+        with zero.no_sync():
+            loss_of(model, world.rank, 1).backward()
+        model.zero_grad(set_to_none=False)
+    loss_of(model, world.rank, 2).backward()
+    return [shard.grad.tolist() for shard in zero.shards]
+
+
+def test_zeroing_in_place_forgets_what_was_not_reduced_too():
+    after_others, alone = (
+        minipar.run(gradients_of_the_last_backward, earlier, world_size=2) for earlier in (True, False)
+    )
+    assert after_others == alone
+
+
 def mixed(world, model, lr=1e-2):
     return ZeroOptimizer(model.parameters(), torch.optim.AdamW, world, master_dtype=torch.float32, lr=lr)
 
