@@ -136,6 +136,7 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
     state = 16 * shape.num_params
     values: dict[str, float] = dict(
         gpus=job.gpus, seq=job.seq_len, batch=job.batch, gpu_gb=machine.memory_bytes / 1e9, state_gb=state / 1e9,
+        checkpoint_gb=14 * shape.num_params / 1e9,
         per_gpu_gb=state / job.gpus / 1e9, zero1_gb=(4 + 12 / job.gpus) * shape.num_params / 1e9,
         weights_gb=2 * shape.num_params / 1e9, tp8_pp2_gb=state / 16e9,
         tp8_pp2_zero1_gb=(4 + 12 / 4) * shape.num_params / 16e9,
