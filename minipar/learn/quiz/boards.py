@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -154,6 +155,8 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
         values[f"{key}_s"] = values["published_s"] = step_time(job, layout).total
         if layout.zero == 3:
             values["zero3_more"] = step_time(job, layout).total / choice.seconds - 1
+            sharded = replace(job, implementation=replace(job.implementation, reduce_every="microbatch"))
+            values["zero3_each_more"] = step_time(sharded, layout).total / choice.seconds - 1
         values[f"{key}_gb"] = sum(worst_rank_memory(job, layout)[1].values()) / 1e9
     return values
 
