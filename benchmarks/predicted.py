@@ -38,7 +38,7 @@ from minipar.train.planned import job_and_layout
 from minipar.train.step import train_step
 
 MODEL = ModelConfig(dim=256, num_layers=4, num_heads=4, max_seq_len=256)
-RUN = TrainConfig(model=MODEL, batch_size=4, seq_len=128, steps=20, warmup=1, trace_steps=0, bucket_mb=25.0)
+RUN = TrainConfig(model=MODEL, batch_size=4, seq_len=128, steps=20, warmup=1, trace_steps=0)
 WIDE = ModelConfig(dim=384, num_layers=4, num_heads=6, max_seq_len=256)
 DEEP = replace(MODEL, num_layers=8)
 EXPERTS = replace(MODEL, num_experts=4, top_k=1, capacity_factor=1.0)

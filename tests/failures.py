@@ -23,7 +23,7 @@ def _receive(world, source, length=3):
 def _once_rank_0_receives(world):
     """Return on rank 1 when rank 0's main thread waits to receive 12 bytes, and on rank 0 at once.
 
-    The signal has a handler, not a mask: one that comes early goes to whichever thread does not mask it, and ends the process.
+    The signal has a handler, not a mask: it may come early, to any thread that does not mask it, and end the process.
     """
     told = threading.Event()
     before = signal.signal(signal.SIGUSR2, lambda *_: told.set())

@@ -51,7 +51,7 @@ def plan_flags(argv: Sequence[str] | None) -> Parsed:
         Each time has its doubt: docs/planner.md compares predictions with published runs.
 
         The plan covers dp, pp with its schedules, sequence slices, cp, ep, tp, zero, microbatches and recomputation, with
-        AdamW's states. It does not cover latent attention, ways of dispatching tokens other than all-to-all, compile,
+        AdamW's states. It does not cover ways of dispatching tokens other than all-to-all, compile,
         and these schedules, layouts of tp and optimizers: UNPLANNED. Offloaded states are a view.
 
         minipar plan --serve predicts what serving takes instead; minipar plan --serve --help shows its flags.

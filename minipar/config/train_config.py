@@ -165,7 +165,7 @@ class TrainConfig:
         "memory",
         common=True,
     )
-    bucket_mb: float = option(1.0, "megabytes of gradients that are all-reduced at once", "memory")
+    bucket_mb: float = option(25.0, "megabytes of gradients that are all-reduced at once", "memory")
 
     steps: int = option(150, "optimizer steps", "optimization", common=True)
     batch_size: int = option(16, "samples per step, over all ranks", "optimization", common=True)

@@ -22,11 +22,11 @@ from minipar.train.planned import job_and_layout
 def warn_if_tp_crosses(config: TrainConfig, ranks_per_node: int) -> None:
     """Warn if tp's messages cross nodes: print the bytes per step, and the bytes for a mesh with tp inside a node.
 
-    config          no warning with an extra's tp_layout or latent attention, for which there are no formulas
+    config          no warning with an extra's tp_layout, for which there are no formulas
     ranks_per_node  number of ranks on one machine: torchrun's LOCAL_WORLD_SIZE
     """
     sizes = config.mesh_sizes
-    if config.tp_layout != "1d" or config.model.kv_latent_dim:
+    if config.tp_layout != "1d":
         return
     if not axes_across_nodes(sizes, ranks_per_node)["tp"]:
         return

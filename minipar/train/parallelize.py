@@ -211,7 +211,6 @@ def replicated(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied:
             stage,
             gradient_comm(mesh),
             bucket_mb=config.bucket_mb,
-            first_bucket_mb=config.bucket_mb / 4,
             reduce="sum",
             reduce_dtype=None if dtype == config.torch_dtype else dtype,
             compress=config.choice("compress").load().compressor(config),

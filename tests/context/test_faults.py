@@ -15,6 +15,7 @@ from minipar.model import flash, fused
 from minipar.model.mask import Mask, TokenRun
 from tests.context.programs import compare
 from tests.context.strategies import Case
+from tests.strategies import assert_equal_to
 
 
 def no_log_sum_exp_correction():
@@ -110,3 +111,42 @@ def test_a_planted_bug_is_seen(fault, case):
 def test_without_a_bug_nothing_is_seen():
     for case in {case for _, case in FAULTS}:
         assert minipar.run(said_with, list, case, world_size=4) == ["nothing"] * 4
+
+
+def gradients_of_queries_keys_and_values(world, fault, case: Case):
+    """The gradients on this rank, and how often it has passed on gradients of keys and values."""
+    patches, kinds = fault(), []
+    for patch in patches:
+        patch.start()
+    start_shift = ring.Ring.start_shift
+
+    def counted(self, x, kind="ring_attention"):
+        kinds.append(kind)
+        return start_shift(self, x, kind)
+
+    patches.append(mock.patch.object(ring.Ring, "start_shift", counted))
+    patches[-1].start()
+    try:
+        mine = [case.local(x, world.rank).requires_grad_() for x in case.qkv()]
+        case.split(world, *mine).square().sum().backward()
+        return [x.grad for x in mine], kinds.count("ring_attention_gradients")
+    finally:
+        for patch in reversed(patches):
+            patch.stop()
+
+
+def test_sums_of_key_gradients_are_home_after_p_less_one_hops():
+    """A sum that is one hop out of step goes to another owner: shapes are right, and so are the gradients of queries."""
+    P, whole = RING.size, [x.requires_grad_() for x in RING.qkv()]
+    RING.whole(*whole).square().sum().backward()
+    right, wrong = (
+        minipar.run(gradients_of_queries_keys_and_values, fault, RING, world_size=P)
+        for fault in (list, gradients_out_of_step_with_their_owner)
+    )
+    for rank, ((grads, gradient_hops), (out_of_step, _)) in enumerate(zip(right, wrong)):
+        assert gradient_hops == P - 1
+        for got, exact in zip(grads, whole):
+            assert_equal_to(got, RING.local(exact.grad, rank), floor=1e-13)
+        assert [x.shape for x in out_of_step] == [x.shape for x in grads]
+        close = [torch.allclose(a, b) for a, b in zip(out_of_step, grads)]
+        assert close == [True, False, False]

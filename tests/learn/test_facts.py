@@ -148,6 +148,7 @@ def test_a_text_quotes_a_fact_by_name():
 def test_written_values_are_the_librarys():
     """What minipar.cost has no function for is written into facts.toml, and declared elsewhere in the library."""
     assert signature(DDP).parameters["bucket_mb"].default == FACTS["bucket_mb"].computed()
+    assert TrainConfig.__dataclass_fields__["bucket_mb"].default == FACTS["bucket_mb"].computed()
     assert Options().block_size == FACTS["block_tokens"].computed()
     about_loss_scale = TrainConfig.__dataclass_fields__["loss_scale"].metadata["help"]
     assert f"after {FACTS['loss_scale_steps'].computed():.0f} good steps" in about_loss_scale

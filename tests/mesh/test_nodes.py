@@ -1,7 +1,6 @@
 """Which axes cross from node to node, as every group looked at says; and the price of it, as the ledgers count."""
 
 import warnings
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -45,6 +44,7 @@ WITH_EXPERTS = ModelConfig(
     dim=32, num_layers=2, num_heads=4, max_seq_len=16, num_experts=2, group_tokens=16, capacity_factor=None
 )
 PARALLEL = ModelConfig(**vars(MODEL) | dict(parallel_block=True))
+LATENT = ModelConfig(**vars(MODEL) | dict(num_kv_heads=4, kv_latent_dim=16, rope_dim=4))
 PRICED = {
     "plain": config(dp=2, tp=2),
     "microbatches": config(dp=2, tp=2, microbatches=2),
@@ -61,6 +61,10 @@ PRICED = {
     "parallel block": config(PARALLEL, dp=2, tp=2),
     "parallel block, in units, sequence parallel": config(
         PARALLEL, tp=4, recompute="every:2", sequence_parallel=True
+    ),
+    "latent attention": config(LATENT, dp=2, tp=2),
+    "latent attention, in units, sequence parallel": config(
+        LATENT, tp=4, recompute="every:2", sequence_parallel=True
     ),
     "data alone": config(dp=4),
 }
@@ -132,10 +136,10 @@ def test_tp_across_nodes_is_warned_of_with_its_price_and_with_the_price_of_the_m
 
 
 def test_without_a_price_there_is_no_warning():
-    latent = config(replace(MODEL, kv_latent_dim=8), dp=2, tp=4)
+    grid = config(dp=2, tp=4, tp_layout="2d")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_if_tp_crosses(latent, 2)
+        warn_if_tp_crosses(grid, 2)
 
 
 @pytest.mark.parametrize("ranks_per_node", [4, 8, 16, 64])

@@ -11,15 +11,10 @@ class Elastic(Choice):
     """The choice `--membership elastic`: when ranks are lost, the run continues on the remaining ranks."""
 
     def check(self, config: Any) -> None:
-        """Raise ValueError if a run saves no checkpoints, has latent attention, or has losses that depend on the mesh."""
+        """Raise ValueError if a run saves no checkpoints, or has losses that depend on the mesh."""
         if not config.checkpoint_every:
             raise ValueError(
                 "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more"
-            )
-        if config.model.kv_latent_dim:
-            raise ValueError(
-                f"membership=elastic with model.kv_latent_dim={config.model.kv_latent_dim}: the planner, which chooses "
-                "another mesh, has no formulas for latent attention; use membership=fixed"
             )
         if config.choice("compress").depends_on_mesh:
             raise ValueError(

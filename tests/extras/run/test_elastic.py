@@ -13,7 +13,7 @@ from typing import get_type_hints
 from unittest import mock
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.config.choices import CHOSEN
@@ -123,7 +123,6 @@ def test_the_mesh_is_the_fastest_legal_one_that_fits_and_nothing_that_decides_a_
     files, number, world_size, machine
 ):
     config = drawn_config(18, number, files)
-    assume(not config.model.kv_latent_dim)  # which no elastic run has
     choice = mesh_for(config, world_size, machine)
     assert choice == mesh_for(config, world_size, machine)
     mesh = choice.config
@@ -240,10 +239,6 @@ def test_a_measured_machine_is_planned_for_where_there_is_one(tmp_path, monkeypa
         (
             dict(checkpoint_every=0),
             "membership=elastic goes on from checkpoints, and checkpoint_every=0; use 1 or more",
-        ),
-        (
-            dict(model=replace(CONFIG.model, num_kv_heads=None, kv_latent_dim=8)),
-            "has no formulas for latent attention; use",
         ),
         (dict(compress="topk"), "losses of compress=topk depend on it; use compress=none"),
     ],

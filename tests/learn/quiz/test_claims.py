@@ -1,6 +1,7 @@
 """What answers of the book state and no lesson shows, computed."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import minipar
 from minipar import SwitchMoE
+from minipar.config.model_config import ModelConfig
+from minipar.context import context_parallel
 from minipar.cost.activations import gpt_layer_bytes
 from minipar.cost.collectives import sent_share
 from minipar.cost.layout import Job, parse_layout
@@ -21,6 +24,11 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.traffic import critical_tokens_per_gpu
+from minipar.extras.precision.block_scales import MX_BLOCK, NVFP4_BLOCK, round_mx, round_nvfp4
+from minipar.extras.precision.formats import FORMATS
+from minipar.extras.precision.fp8_linear import round_blocks_to_fp8
+from minipar.model import Transformer, flash
+from minipar.tensor_parallel import tensor_parallel
 
 
 def test_through_a_card_hybrid_sharding_sends_two_thirds_of_what_full_sharding_does():
@@ -74,10 +82,28 @@ def test_gradients_of_old_weights_allow_half_the_rate():
 
 
 def test_a_switch_that_adds_halves_an_all_reduce():
-    for p in (8, 64, 1024):
-        ring, switch = sent_share("all_reduce", p), 1.0  # of the vector: up once, down once
-        assert ring / switch == pytest.approx(2 * (p - 1) / p)
-    assert sent_share("all_reduce", 8) == 1.75
+    """The last of four ranks stands for the switch: bytes and messages that each other rank sends, by a ring and to it."""
+    p, n = 3, 48 * 4
+
+    def both(world):
+        x = torch.arange(48.0) + world.rank
+        ranks = world.subgroup(range(p), "without the switch") if world.rank < p else None
+        world.traffic.reset()
+        if ranks is None:
+            total = sum(world.recv(x.shape, x.dtype, rank) for rank in range(p))
+            for rank in range(p):
+                world.send(total, rank)
+            return None
+        by_ring = ranks.all_reduce(x, algorithm="ring")
+        ring = world.traffic.sent_bytes, world.traffic.messages
+        world.traffic.reset()
+        world.send(x, p)
+        assert torch.equal(world.recv(x.shape, x.dtype, p), by_ring)
+        return ring, (world.traffic.sent_bytes, world.traffic.messages)
+
+    ring, switch = (2 * (p - 1) * n // p, 2 * (p - 1)), (n, 1)
+    assert minipar.run(both, world_size=p + 1) == [(ring, switch)] * p + [None]
+    assert [sent_share("all_reduce", p) for p in (8, 1024)] == [1.75, 2 - 2 / 1024]  # up to twice as much
 
 
 def test_a_switch_that_adds_gives_halves_of_an_all_reduce_no_bandwidth():
@@ -88,6 +114,40 @@ def test_a_switch_that_adds_gives_halves_of_an_all_reduce_no_bandwidth():
             assert max(alone) == sent_share(name, p)  # the busier direction carries what a ring's does
         together = [sum(directions) for directions in zip(reduce_scatter, all_gather)]
         assert together == [1.0, 1.0]
+
+
+def test_where_three_ways_of_cutting_a_sequence_leave_tokens_and_heads():
+    """On each of 4 ranks, of 16 tokens and 8 heads: tokens between blocks; heads, queries and keys of a kernel's call."""
+
+    def seen_by(world, way):
+        calls, between = set(), []
+
+        def forward_(out, lse, q, k, *rest):
+            calls.add((q.shape[1], q.shape[2], k.shape[2]))
+            flash.forward_(out, lse, q, k, *rest)
+
+        kernel = flash.AttentionKernel(forward_, flash.backward_)
+        model = Transformer(ModelConfig(vocab_size=8, dim=32, num_layers=1, num_heads=8, max_seq_len=16))
+        (block,) = model.layers.values()
+        tokens = torch.arange(16)[None] % 8
+        if way == "sequence parallelism":
+            tensor_parallel(model, world, sequence_parallel=True)
+            block.attention.overrides.core = partial(flash.flash_attention, impl=kernel)
+        else:
+            context_parallel(model, world, attention=way, impl=kernel, layout="contiguous")
+            tokens = tokens.chunk(4, dim=1)[world.rank]
+        block.attention_norm.register_forward_pre_hook(lambda _, inputs: between.append(inputs[0].shape[1]))
+        with torch.no_grad():
+            model(tokens)
+        return between[0], calls
+
+    ways = ("sequence parallelism", "ring", "all_gather", "ulysses")
+    assert {way: minipar.run(seen_by, way, world_size=4)[2] for way in ways} == {
+        "sequence parallelism": (4, {(2, 16, 16)}),
+        "ring": (4, {(8, 4, 4)}),
+        "all_gather": (4, {(8, 4, 16)}),
+        "ulysses": (4, {(2, 16, 16)}),
+    }
 
 
 def test_a_ring_forward_of_8_key_heads_sends_less_than_half_of_what_ulysses_does():
@@ -235,3 +295,76 @@ def test_no_sync_has_to_enclose_the_forward_too():
     assert tuple(counted for counted, _ in (on_ranks[0] for on_ranks in results)) == (4, 4, 1)
     mean_of_sums = (0 + 1 + 2 + 3 + 1 + 2 + 3 + 4) / 2
     assert all(grad == [[mean_of_sums] * 3] for on_ranks in results for _, grad in on_ranks)
+
+
+def test_gathering_in_8_bits_saves_a_third():
+    """Bytes a parameter of a microbatch of FSDP: weights gathered twice, gradients in 16 bits reduce-scattered once."""
+
+    def step(world, shards, eight_bits):
+        shard, p = shards[world.rank], world.size
+        largest = world.all_reduce(shard.abs().max().float(), op="max")
+        world.traffic.reset()
+        if eight_bits:
+            shard = (shard * (448 / largest)).to(torch.float8_e4m3fn).view(torch.uint8)
+        for _ in range(2):
+            whole = world.all_gather(shard)
+        world.reduce_scatter(torch.ones(whole.numel(), dtype=torch.bfloat16))
+        return whole, world.traffic.sent_bytes / (whole.numel() * (p - 1) / p)
+
+    weights = torch.randn(256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    of_16, of_8 = (minipar.run(step, weights.chunk(4), how, world_size=4) for how in (False, True))
+    assert [a_parameter for _, a_parameter in of_16] == [6] * 4
+    assert [a_parameter for _, a_parameter in of_8] == [4] * 4
+    assert of_8[0][1] / of_16[0][1] == 4 / 6
+    # The largest magnitude over all shards gives each shard the scale of the whole tensor.
+    at_once = (weights * (448 / weights.abs().max().float())).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert all(torch.equal(whole, at_once) for whole, _ in of_8)
+
+
+def test_bits_of_the_block_formats_and_what_smaller_blocks_and_the_transpose_change():
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w[5, 7] = 100.0  # an outlier
+
+    def bits(elements, block, scale_bits=8):
+        exponent_bits = {"e4m3": 4, "e2m1": 2}[elements]
+        element_bits = 1 + exponent_bits + FORMATS[elements].mantissa_bits
+        return element_bits + scale_bits / block
+
+    formats = {  # MXFP8, MXFP4, NVFP4
+        "mxfp8": (("e4m3", MX_BLOCK), partial(round_mx, elements="e4m3")),
+        "mxfp4": (("e2m1", MX_BLOCK), partial(round_mx, elements="e2m1")),
+        "nvfp4": (("e2m1", NVFP4_BLOCK), round_nvfp4),
+    }
+    assert [bits(*stored) for stored, _ in formats.values()] == [8.25, 4.25, 4.5]
+    for _, rounded in formats.values():
+        assert torch.equal(rounded(w[:, :32]), rounded(w)[:, :32])  # blocks run along the last dim
+        assert not torch.equal(rounded(w.T).T, rounded(w))
+    square = partial(round_blocks_to_fp8, kind="e4m3", rows=16, columns=16)
+    assert torch.equal(square(w.T).T, square(w))
+
+    def error(of_format):
+        return (formats[of_format][1](w) - w).abs().mean()
+
+    assert error("nvfp4") < error("mxfp4")
+
+
+def test_another_order_of_addition_swaps_near_ties():
+    """Two logits, each of 256 terms, added in one run or in eight: a kernel picks the number of runs by the batch."""
+    draw = torch.Generator().manual_seed(0)
+    terms = torch.randn(256, 5000, generator=draw, dtype=torch.float64)
+    others = terms.flip(0)
+    others[0] += 1e-6  # a near tie: the second is larger
+    pair = torch.stack((terms, others), dim=1)  # [256, 2, 5000]
+
+    def added(x):
+        total = x[0]
+        for term in x[1:]:
+            total = total + term
+        return total
+
+    def swapped(dtype):
+        in_one = added(pair.to(dtype))
+        in_eight = added(torch.stack([added(part) for part in pair.to(dtype).chunk(8)]))
+        return (in_one.argmax(0) != in_eight.argmax(0)).sum().item()
+
+    assert swapped(torch.float32) > 0 == swapped(torch.float64)

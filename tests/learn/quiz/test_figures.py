@@ -17,18 +17,19 @@ from minipar.cost.serving import decode_time, most_requests
 from minipar.learn.expressions import VALUES
 from minipar.learn.facts import tp_layer_bytes
 from minipar.model import Transformer
+from minipar.schedules import Costs, one_f_one_b, simulate
 
 H100 = find_machine("h100")
 
 
-def test_square_products_of_885_rows_take_as_long_to_compute_as_to_read():
+def test_square_products_of_886_rows_take_as_long_to_compute_as_to_read():
     balance = H100.peak_flops / H100.hbm_bytes_per_s  # operations a byte
     assert round(balance) == 295
 
     def intensity(n):
         return 2 * n**3 / (2 * 3 * n**2)  # two operations a product, two bytes an element of three matrices
 
-    assert min(n for n in range(1, 2000) if intensity(n) >= 295) == 885
+    assert min(n for n in range(1, 2000) if intensity(n) >= balance) == 886
 
 
 def test_a_memory_full_of_caches_is_read_longer_than_used():
@@ -94,19 +95,26 @@ def test_the_best_split_between_fsdp_and_tensor_parallelism():
     assert round(math.sqrt(B * N / F)) == 267
 
 
-def test_bits_an_element_of_the_block_formats():
-    def bits(element, block, scale):
-        return element + scale / block
+def test_beside_tp_a_node_gathers_an_eighth_and_takes_as_long():
+    """An all-gather of 70B in 16 bits on 512 GPUs, by FSDP alone or beside tensor parallelism over nodes of eight."""
 
-    assert [bits(8, 32, 8), bits(4, 32, 8), bits(4, 16, 8)] == [8.25, 4.25, 4.5]  # MXFP8, MXFP4, NVFP4
+    def seconds(ranks, stride):
+        links = links_of(H100, ranks, stride)
+        return sent_share("all_gather", ranks) * (140e9 / stride) / links.between
+
+    assert links_of(H100, 512, 1).between == 8 * links_of(H100, 64, 8).between  # one network card of eight
+    assert seconds(64, stride=8) == pytest.approx(seconds(512, stride=1), rel=0.02)
 
 
-def test_gathering_in_8_bits_saves_a_third():
-    in_16_bits, in_8_bits = (
-        2 + 2 + 2,
-        1 + 1 + 2,
-    )  # two gathers of parameters and one reduce-scatter of gradients
-    assert in_8_bits / in_16_bits == pytest.approx(2 / 3)
+def test_a_stage_a_quarter_slower_costs_16_to_21_percent():
+    def slower(m, place):
+        times = [1.25 if stage == place else 1.0 for stage in range(8)]
+        uneven = simulate(one_f_one_b(8, m), Costs(F=times, I=times, W=times))
+        return uneven.makespan / simulate(one_f_one_b(8, m)).makespan - 1
+
+    assert [round(100 * slower(32, place)) for place in (0, 7)] == [16, 21]
+    assert all(slower(32, 0) < slower(32, place) < slower(32, 7) for place in range(1, 7))
+    assert 0.22 < slower(128, 0) < slower(128, 7) < 0.25
 
 
 def test_weights_of_70b_leave_a_node_in_a_third_of_a_second():
