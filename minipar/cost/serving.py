@@ -158,7 +158,11 @@ def rank_weight_bytes(shape: ModelShape, tp: int = 1, bits: int = 16) -> float:
 def all_reduces_s(
     shape: ModelShape, machine: Machine, num_rows: int, tp: int, algorithm: str = "ring"
 ) -> float:
-    """Return the time of a forward's all-reduces, two per layer, of `num_rows` rows each."""
+    """Return the time of a forward's all-reduces, two per layer, of `num_rows` rows each.
+
+    Hops have the latency of NCCL's protocol Simple. For messages this short NCCL takes LL, whose hops are shorter, but
+    published decodes wait longer than LL's hops explain.
+    """
     if algorithm not in ALL_REDUCES:
         raise ValueError(f"all_reduce={algorithm!r} is unknown; use {one_of(ALL_REDUCES)}")
     if tp == 1:
