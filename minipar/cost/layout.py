@@ -67,9 +67,14 @@ class Implementation:
     group_tokens       tokens that the router handles as one group; slices must not cut a group; None: a group is a slice
     fused              norms and SwiGLU are fused, so that a layer keeps less
     partial            the recomputations of PARTIAL that the program has
+    cudnn              attention runs by cuDNN's kernels, as with Transformer Engine
+    adds_gradients     the product that gives a weight's gradient adds it to the gradient of earlier microbatches, which it
+                       reads and writes (Megatron Core's gradient_accumulation_fusion)
     fold_experts       experts are spread over tp, too, and none is split (Megatron Core's --expert-tensor-parallel-size 1):
                        ep divides dp x cp x tp, and each tp rank dispatches its own tokens
     once_per_node      a row goes to each node once, however many of its experts are there, and is copied inside the node
+    once_per_rank      a row goes to each rank once, however many of its experts are there
+    adjacent_experts   a token's experts are neighbours, as those of a benchmark's router; otherwise they are any
     expert_overlap     fraction of the experts' messages that overlaps with arithmetic, if there is enough of it
     arithmetic         factor on the times of arithmetic that the formulas of work.py give
     overlap            fraction of the messages of ZeRO-3 and of gradients that overlaps with arithmetic, if there is
@@ -98,8 +103,12 @@ class Implementation:
     group_tokens: int | None = None
     fused: bool = False
     partial: tuple[str, ...] = ()
+    cudnn: bool = False
+    adds_gradients: bool = False
     fold_experts: bool = False
     once_per_node: bool = False
+    once_per_rank: bool = False
+    adjacent_experts: bool = False
     expert_overlap: float = 0.0
     arithmetic: float = 0.96
     overlap: float = 0.3

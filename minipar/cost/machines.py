@@ -34,6 +34,8 @@ class Machine:
     link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple
     start_latency_s        time to start a collective
     attention_fraction     fraction of peak_flops that a flash attention kernel reaches, counting only unmasked scores
+    cudnn_speeds           rates of cuDNN's attention kernel with heads of 64 and of 128 features, in multiples of
+                           attention_fraction; 1: not known to differ
     share                  fraction of these rates that a run reaches, because its products have other shapes, kernels do
                            not fill the GPU and clocks fall under load; 1 if the rates were measured in a run
     float32_slowdown       peak_flops divided by the rate of 32-bit products; TF32 is 2, plain float32 much more
@@ -58,6 +60,7 @@ class Machine:
     network_latency_s: float = 14e-6
     start_latency_s: float = 8.4e-6
     attention_fraction: float = 0.5
+    cudnn_speeds: tuple[float, float] = (1.0, 1.0)
     share: float = 0.8
     float32_slowdown: float = 8.0
     context_bytes: float = 2e9
@@ -112,6 +115,8 @@ def _check_collectives(table: dict[str, tuple[float, float]]) -> None:
 # src/graph/tuning.cc. switch_speedup: the Open Book, network, "SHARP", 8 GPUs with and without it.
 # attention_fraction: FlashAttention-2 reaches 50 to 73 % of an A100's peak (arXiv:2307.08691, abstract; the middle is used
 # here) and 35 % of an H100's (arXiv:2407.08608, abstract); 0.5 for GPUs without a source.
+# cudnn_speeds: the latter's figure 5, forward, causal mask, 4,096 tokens: cuDNN 363 and 518 TFLOP/s, FlashAttention-2 284
+# and 319.
 # host_link_bytes_per_s: PCI Express with 16 lanes, 16e9 for its third generation, 32e9 for its fourth, 64e9 for its fifth;
 # a Grace has NVLink-C2C, 450 GB/s in each direction, assumed to be shared by the two GPUs of a GB200. host_bytes_per_s: the
 # node's CPUs by their data sheets: DGX A100 16 channels of DDR4-3200, DGX H100 16 of DDR5-4800, DGX B200 16 of DDR5-5600,
@@ -124,7 +129,7 @@ _A100_80 = Machine(
 )  # fmt: skip
 _H100 = Machine(
     "h100", 989e12, 794.5 / 989, 80e9, 3.35e12, 8, 450e9, 8, 400 * GIGABIT, attention_fraction=0.35,
-    switch_speedup=480.0 / 367.2,
+    cudnn_speeds=(363 / 284, 518 / 319), switch_speedup=480.0 / 367.2,
     source="H100 SXM and DGX H100 data sheets: NVLink 4, 8 NDR cards",
 )  # fmt: skip
 _ALL = (

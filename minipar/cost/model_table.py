@@ -42,6 +42,7 @@ _ALL = (
     ModelShape("qwen3-32b", 64, 5120, 64, 25600, 151936, 8, head_size=128),
     ModelShape("qwen3-30b", 48, 2048, 32, 768, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128),
     ModelShape("qwen3-235b", 94, 4096, 64, 1536, 151936, 4, num_experts=128, top_k=8, capacity_factor=1.0, head_size=128),
+    ModelShape("gpt-oss-20b", 24, 2880, 64, 2880, 201088, 8, num_experts=32, top_k=4, capacity_factor=1.0, head_size=64),
     ModelShape(
         "gpt-oss-120b", 36, 2880, 64, 2880, 201088, 8, num_experts=128, top_k=4, capacity_factor=1.0, head_size=64,
     ),

@@ -37,10 +37,15 @@ PROGRAMS = {
     ),
     "megatron-core": Program(
         Implementation(
-            overlap_params=True, fused=True, partial=("acts",), fold_experts=True, once_per_node=True, expert_overlap=0.1,
-            arithmetic=1.10, overlap=0.0, zero3_overlap=0.3,
+            overlap_params=True, reduce_every="microbatch", fused=True, partial=("acts",), cudnn=True, adds_gradients=True,
+            fold_experts=True, once_per_node=True, once_per_rank=True, expert_overlap=0.0,
+            arithmetic=1.12, overlap=0.0, zero3_overlap=0.3,
         ),
         "Megatron Core from 2023 on, its experts spread over tp, too",
+    ),
+    "automodel": Program(
+        Implementation(overlap_params=True, fused=True, cudnn=True, once_per_node=True, once_per_rank=True),
+        "NeMo AutoModel on FSDP2, with Transformer Engine and DeepEP",
     ),
     "torchtitan": Program(
         Implementation(
@@ -56,12 +61,14 @@ PROGRAMS = {
     ),
     "kempnerforge": Program(
         Implementation(
-            joins_tokens=True, reduce_every="microbatch", bucket_layers=True, fused=True, arithmetic=0.87, overlap=0.7
+            joins_tokens=True, reduce_every="microbatch", bucket_layers=True, fused=True, cudnn=True, arithmetic=0.92,
+            overlap=0.7,
         ),
         "KempnerForge, a small trainer on FSDP2 and DTensor, compiled",
     ),
     "kempnerforge-eager": Program(
-        Implementation(joins_tokens=True, reduce_every="microbatch", bucket_layers=True), "the same, not compiled"
+        Implementation(joins_tokens=True, reduce_every="microbatch", bucket_layers=True, cudnn=True),
+        "the same, not compiled",
     ),
     "llama-3": Program(Implementation(overlap_params=True, fused=True, arithmetic=0.95), "Meta's trainer of Llama 3"),
 }  # fmt: skip

@@ -287,17 +287,27 @@ def _layer_parts(job: Job, a: Layout, experts: bool) -> LayerParts:
 def dispatch_s(job: Job, a: Layout) -> float:
     """Return the time of one all-to-all of a layer with experts.
 
-    With `once_per_node`, N nodes and k experts per token, a token goes to (N-1) (1 - (1 - 1/N)^k) other nodes on average,
-    instead of sending k (N-1)/N copies. DeepEP does so.
+    A token is sent k times. With `once_per_rank` it is sent only once to a rank that has several of its experts, and with
+    `once_per_node` only once to another node. DeepEP does both (is_token_in_rank in its csrc/kernels).
     """
-    links, machine = axis_links(job.machine, a, "ep", job.implementation.fold_experts), job.machine
-    num_bytes, nodes, k = dispatch_bytes(job, a) / a.slices, links.nodes, job.shape.top_k
-    if nodes == 1 or not job.implementation.once_per_node or machine.collectives is not None:
+    how, machine, k = job.implementation, job.machine, job.shape.top_k
+    links = axis_links(machine, a, "ep", how.fold_experts)
+    once, nodes = dispatch_bytes(job, a) / a.slices / k, links.nodes
+    num_bytes = once * (_places(job, a.ep) if how.once_per_rank else k)
+    if nodes == 1 or not how.once_per_node or machine.collectives is not None:
         return collective_s(machine, links, "all_to_all", num_bytes)
-    latency_s, _ = latency_and_bytes_s(machine, links, "all_to_all", num_bytes)
-    away = num_bytes / k * (nodes - 1) * (1 - (1 - 1 / nodes) ** k)
+    latency_s, _ = latency_and_bytes_s(machine, links, "all_to_all", once * k)
+    away = once * _places(job, nodes) * (nodes - 1) / nodes
     inside = num_bytes * (links.per_node - 1) / links.per_node
     return message_s(latency_s, max(inside / links.inside, away / (links.between / links.per_node)))
+
+
+def _places(job: Job, number: int) -> float:
+    """Return on how many of `number` ranks or nodes the k experts of a token are, on average."""
+    k, experts = job.shape.top_k, job.shape.num_experts
+    if job.implementation.adjacent_experts:
+        return max(1.0, k * number / experts)
+    return number * (1 - (1 - 1 / number) ** k)
 
 
 def tp_sum_s(job: Job, a: Layout, num_bytes: float) -> float:

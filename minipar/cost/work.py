@@ -68,7 +68,10 @@ def layer_seconds(job: Job, tokens: float, tp: int, experts: bool, ep: int = 1) 
     matrices = 2 * elems * tokens / tp / _matmul_rate(job) + operands
     core = core_seconds(job, tokens, tp)
     memory = _memory_elems(job, tp, experts) * job.bytes_of.activation * tokens / _hbm_rate(job)
-    return Seconds(matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices)
+    added = _added_gradient_bytes(job, elems, tp, ep if experts else 0) / _hbm_rate(job)
+    return Seconds(
+        matrices + core + memory, matrices + (2.5 if flash else 2) * core + 2 * memory, matrices + added
+    )
 
 
 def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -> float:
@@ -79,7 +82,7 @@ def core_seconds(job: Job, tokens: float, tp: int, block: float | None = None) -
     flops = 2 * job.seq_len * core_width(job.shape) * tokens / tp
     if job.implementation.attention == "dense":
         return flops / _matmul_rate(job)
-    fraction = job.machine.attention_fraction * job.implementation.attention_speed
+    fraction = job.machine.attention_fraction * job.implementation.attention_speed * _cudnn_speed(job)
     rate = _matmul_rate(job) * fraction / job.machine.matmul_fraction
     return flops / 2 / rate * (1 + SLOW_TOKENS / (block or job.seq_len))
 
@@ -105,8 +108,11 @@ def core_again_seconds(job: Job, tokens: float, tp: int) -> float:
 def partly_again_seconds(job: Job, recompute: str, tokens: float, tp: int, experts: bool, ep: int) -> float:
     """Return the time to recompute norms and activation functions and, with "ops", half of a layer's products."""
     work = layer_seconds(job, tokens, tp, experts, ep)
-    passes = work.forward - work.weight_gradient - core_seconds(job, tokens, tp)
-    return passes + (work.weight_gradient / 2 if recompute == "ops" else 0.0)
+    core, flash = core_seconds(job, tokens, tp), job.implementation.attention != "dense"
+    passes = (
+        work.input_gradient - work.forward - (1.5 if flash else 1) * core
+    )  # of which a backward has twice as many
+    return passes + ((work.forward - core - passes) / 2 if recompute == "ops" else 0.0)
 
 
 def head_seconds(job: Job, tokens: float, tp: int) -> Seconds:
@@ -154,19 +160,38 @@ def _operand_bytes(job: Job, elems: int, tokens: float, tp: int, ep: int) -> flo
     outputs are split over tp.
     """
     shape, fold = job.shape, job.implementation.fold_experts
-    matrices, rows, weights = 3 if shape.gated else 2, 1.0, elems / tp
+    matrices, rows = 3 if shape.gated else 2, 1.0
     width: float = matrices * shape.dense_width
     if ep:
         rows = shape.top_k * shape.capacity_factor
         width = matrices * (shape.hidden_dim * rows + shape.shared_dim)
-        held = shape.num_experts // ep * expert_elems(shape) / (1 if fold else tp)
-        weights = (elems - shape.top_k * expert_elems(shape)) / tp + held
     split = 2 * (shape.q_dim + shape.kv_dim) + width
     whole = (2 + 2 * rows / (tp if fold and ep else 1)) * shape.dim
     if shape.kv_latent_dim:
         whole += 2 * (shape.kv_latent_dim + shape.rope_dim + shape.q_latent_dim)
         split += shape.num_heads * shape.rope_dim
-    return job.bytes_of.activation * (weights + tokens * (whole + split / tp))
+    return job.bytes_of.activation * (_held_weights(job, elems, tp, ep) + tokens * (whole + split / tp))
+
+
+def _held_weights(job: Job, elems: int, tp: int, ep: int) -> float:
+    """Return the elements of the matrices of a layer that a rank holds; `elems` are those that a token uses."""
+    if not ep:
+        return elems / tp
+    shape, used = job.shape, job.shape.top_k * expert_elems(job.shape)
+    held = shape.num_experts // ep * expert_elems(shape) / (1 if job.implementation.fold_experts else tp)
+    return (elems - used) / tp + held
+
+
+def _added_gradient_bytes(job: Job, elems: int, tp: int, ep: int) -> float:
+    """Return the bytes that are read and written to add a microbatch's gradients, besides those of `_operand_bytes`."""
+    if not job.implementation.adds_gradients:
+        return 0.0
+    return _held_weights(job, elems, tp, ep) * (2 * job.bytes_of.gradient - job.bytes_of.activation)
+
+
+def _cudnn_speed(job: Job) -> float:
+    narrow, wide = job.machine.cudnn_speeds if job.implementation.cudnn else (1.0, 1.0)
+    return narrow if job.shape.core_head_dim <= 64 else wide
 
 
 @cache

@@ -122,15 +122,15 @@ def near_of(job: Job, fits: list[Candidate]) -> list[Candidate]:
 @pytest.mark.parametrize(
     ("name", "usual", "saved", "seq_len", "taken"),
     [
-        ("dp8-cp4", "dp16-tp2", 0.39, 8192, False), ("dp8-cp4", "dp16-tp2", 0.41, 8192, True),
-        ("dp8-cp4", "dp16-tp2", 0.39, 16384, True),
+        ("dp8-cp4", "dp16-tp2", 0.31, 8192, False), ("dp8-cp4", "dp16-tp2", 0.32, 8192, True),
+        ("dp8-cp4", "dp16-tp2", 0.31, 16384, True),
         ("dp16-pp2-zb-v", "dp16-pp2-1f1b", 0.17, 4096, False), ("dp16-pp2-zb-v", "dp16-pp2-1f1b", 0.18, 4096, True),
         ("dp16-pp2-seq1f1b:4", "dp16-pp2-interleaved:2", 0.17, 4096, False),
         ("dp2-tp16", "dp16-pp2-1f1b", 0.17, 4096, False), ("dp2-tp16", "dp16-pp2-1f1b", 0.18, 4096, True),
     ],
 )  # fmt: skip
 def test_what_is_unusual_must_save_more_than_its_doubt(name, usual, saved, seq_len, taken):
-    """The doubt of cp is 29 %, that of tp and pp 8 %: 1.29 / 0.92 = 1.40 and 1.08 / 0.92 = 1.17.
+    """The doubt of cp is 21 %, that of tp and pp 8 %: 1.21 / 0.92 = 1.32 and 1.08 / 0.92 = 1.17.
 
     Where the usual is taken, layouts near the fastest usual one are near.
     """

@@ -141,6 +141,7 @@ def test_the_published_runs_are_as_the_page_says():
         "a100",
         "h100",
         "h200",
+        "h800",
         "b200",
         "gb200",
     }

@@ -9,7 +9,6 @@ from statistics import fmean
 from minipar.cost.doubt import MIXTURE, PROGRAM_SPREADS, SPREADS, spread_key
 from minipar.cost.layout import Implementation
 from minipar.cost.links import FILL, axis_links
-from minipar.cost.models import hardware_flops_per_token
 from minipar.cost.programs import PROGRAMS
 from minipar.cost.timing import step_time
 from minipar.extras.cost.fit import ENOUGH, FEW, runs_of, spearman, unknown_error
@@ -20,6 +19,7 @@ GOAL_KNOWN, GOAL_UNKNOWN = 0.10, 0.20  # the mean error to reach, for a known pr
 OUTLIER = "deepspeed-2021"
 # A step of moe-zoo's run with ep=32 whose all-to-alls overlap with other microbatches; same source.
 OVERLAPPED_S = 17.6
+FEW_TOKENS = 1024  # of a microbatch on one GPU
 
 
 def page() -> str:
@@ -123,8 +123,19 @@ def _by_kind(held: Sequence[Run]) -> list[str]:
         "predicted too short by a factor of up to four: what a program does with ZeRO-3 on many nodes no formula can know. "
         "The same is true of experts: how well their small products and their all-to-alls run depends on the program more "
         "than on the layout, so the doubt of a mixture is wide. Not in the table, because a setting that matters is not "
-        "printed: Megatron Core's README (samples of a microbatch, chunks), torchtitan's and Megatron-Bridge's runs in "
-        "8 bits, and runs of mixtures whose all-to-alls overlap with other microbatches.",
+        "printed: Megatron Core's README (samples of a microbatch, chunks), xtuner's runs with experts on four nodes (the "
+        "network), AutoModel's of 1,024 GPUs (two numbers of chunks are), and Megatron's whose routers were not forced to "
+        "balance. Not in the table either, because the model has no such layout: runs in 8 bits, mixtures whose "
+        "all-to-alls overlap with other microbatches (Megatron-Bridge's of gpt-oss on GB200 since 26.04), AutoModel's of "
+        "Kimi K2, whose pipeline drains twice a step, and KempnerForge's with pp, whose head is not split over tp, or "
+        "with ep, whose ranks have the same samples.",
+        "",
+        'One run was taken out: Megatron-MoE-ModelZoo\'s of Qwen3-235B with "FSDP: On", 17.6 s a step. What is sharded, '
+        "and in how many bits gradients are summed, is not printed. If weights are sharded, too, and gradients are summed "
+        "in 32 bits after each microbatch, as is the default of Megatron Core at the commit that it names "
+        "(`grad_reduce_every_bprop` in `custom_fsdp`), then the experts' messages alone take 17.6 s at the full rate of "
+        "the cards, which no message reaches: something else was run. The prediction would be 125% longer than the step, "
+        "with 16 bits 102%, and 34% if all messages could hide, too.",
         "",
         f"The goal is a mean error of {GOAL_KNOWN:.0%} where the program is known, and of {GOAL_UNKNOWN:.0%} where it is "
         f"not. Not reached by {', '.join(_short_of_goal(held))}. No factor was fitted to single runs to hide it.",
@@ -145,7 +156,10 @@ def _slow_tp() -> str:
         f"Not explained of `kempnerforge`: {one.batch} samples take {one_s:.2f} s on one GPU and {two_s:.2f} s on "
         f"two with tp. Without messages and copies, predicted to take {messages_s:.2f} s, the two need "
         f"{(two_s - messages_s) / (one_s / 2) - 1:.0%} more than half of the one's time. Whether its kernels are fused "
-        "with tp, too, is not printed."
+        "with tp, too, is not printed. In its profile of a run that was not compiled "
+        "(`benchmarks/profiling/13b_24gpu_profiling.md`), q, k, v, gate and up gather their inputs one by one, so that a "
+        "layer sends 20 messages over tp for a microbatch; 13 are counted here. Whether the compiler joins them is not "
+        "printed either."
     )
 
 
@@ -203,8 +217,8 @@ def _mixtures(runs: Sequence[Run]) -> list[str]:
         "",
         *(f"* {text}" for text in _unexplained(runs)),
         "",
-        "Terms that were tried for `megatron-core`, fitted with its other numbers to the fitted half, and left out. The "
-        "first two would improve the held-out half, too, but no cause of their size is known.",
+        "Terms that were tried for `megatron-core`, its arithmetic fitted anew, and left out. Most would improve the "
+        "held-out half, too, but no cause of their size is known.",
         "",
         *_table("term | fitted half, root mean square | held out, mean | why not", LEFT_OUT),
     ]
@@ -235,34 +249,22 @@ def _expert_rows(run: Run) -> float:
 
 
 def _unexplained(runs: Sequence[Run]) -> Iterator[str]:
-    h100 = [run for run in runs if run.job().machine.name == "h100"]
-    *others, best = sorted(h100, key=_hardware_fraction)
-    arithmetic = step_time(best.job(), best.layout).parts
-    share = (arithmetic["compute"] + arithmetic["recompute"]) / _measured_s(best)
+    core = [run for run in runs if TABLES[run.table].program == "megatron-core"]
+    narrow = fmean(math.expm1(run.error()) for run in core if run.model == "gpt-oss-120b")
+    wide = fmean(math.expm1(run.error()) for run in core if run.model != "gpt-oss-120b")
     yield (
-        f"`{best.layout.name}` takes half of its predicted time. If everything was recomputed, as is printed, it did "
-        f"{_hardware_fraction(best):.0%} of the H100's operations; no other mixture on H100 reaches more than "
-        f"{_hardware_fraction(others[-1]):.0%}. The predicted arithmetic alone is {share:.0%} of the measured step, before "
-        "any message. Either less was recomputed than is printed, or its microbatches of four samples run far better than "
-        "all others of this program, and its messages hide."
+        f"gpt-oss-120b has a mean error of {narrow:+.0%}, the other runs of `megatron-core` {wide:+.0%}. Its "
+        "products are 2,880 wide, no multiple of a kernel's tiles of 128 or 256, its scores have a learned offset, and "
+        "each expert's bias is added by itself; how much slower kernels get is not published. That half of its layers "
+        "attend to 128 tokens alone is not counted, and would make its prediction shorter still."
     )
-    core = [run for run in runs if TABLES[run.table].program == "megatron-core" and run is not best]
-    oss = fmean(math.expm1(run.error()) for run in core if run.model == "gpt-oss-120b")
-    rest = fmean(math.expm1(run.error()) for run in core if run.model != "gpt-oss-120b")
+    full = [run for run in core if run.layout.recompute == "full"]
+    few = [run for run in core if run.model == full[0].model and _tokens(run) <= FEW_TOKENS]
     yield (
-        f"gpt-oss-120b has a mean error of {oss:+.0%}, the other runs of `megatron-core` but that one {rest:+.0%}. Its "
-        "products are 2,880 wide, no multiple of a kernel's tiles of 128 or 256, and its heads have 64 features; both "
-        "make kernels slower, by how much is not published. That half of its layers attend to 128 tokens alone is not "
-        "counted, and would make its prediction shorter still."
-    )
-    gb200, gb300 = (
-        next(run for run in core if run.table == table and run.layout.name == "dp64-ep64-zero1-mb4-acts")
-        for table in ("bridge-gb200", "bridge-gb300")
-    )
-    yield (
-        "GB300 counts as a GB200 with more memory, as its data sheet has the same rate of 16-bit products. The same layout "
-        f"of the same model was {gb300.rate / gb200.rate - 1:.0%} faster there; a later version of the program may be a "
-        "part of that."
+        f"Of one model on 256 GPUs, steps are predicted too long where a layer has many tokens in a microbatch "
+        f"({_errors(full)}, all of them recomputed), and too short where a GPU has {FEW_TOKENS:,} or fewer of them "
+        f"({_errors(few)}): the CPU then starts kernels more slowly than they run, as Megatron Core's README says of small "
+        "microbatches and of tp, by how much it does not."
     )
     away = next(run for run in core if run.table == "moe-zoo" and run.layout.ep == 32)
     all_to_all = step_time(away.job(), away.layout).parts["ep"] / _measured_s(away)
@@ -272,36 +274,32 @@ def _unexplained(runs: Sequence[Run]) -> Iterator[str]:
         f"{_measured_s(away):.1f} s, so they took {1 - OVERLAPPED_S / _measured_s(away):.0%} or more; how much more is not "
         "known."
     )
-    few = [run for run in core if _expert_rows(run) <= 1024]
-    worst = ", ".join(f"{math.expm1(run.error()):+.0%}" for run in few)
-    yield (
-        f"Where an expert computes at most 1,024 rows of a microbatch, steps are predicted too short ({worst}): the time "
-        "to start many small products is in no formula."
-    )
     yield (
         "KempnerForge's mixtures were not compiled, unlike its dense runs (`moe_packed_bench.sh`). Each layer pads all "
         "experts to the rows of the fullest one, and the host waits for the numbers of rows "
-        "(`grouped_expert_forward_packed` in its `model/moe.py`). How full the fullest expert was is not printed; the "
-        "first 20 steps of a router are uneven."
+        "(`grouped_expert_forward_packed` in its `model/moe.py`). How full the fullest expert was is not printed. Of a "
+        "model of the same sizes it reports that the emptiest had about a thousandth of its rows in the first steps "
+        "(`moe_ep_benchmark.md`), so all rows are padded many times over."
     )
 
 
-def _hardware_fraction(run: Run) -> float:
-    """Return the measured operations, recomputed ones included, as a fraction of the machine's peak."""
-    flops = hardware_flops_per_token(run.job().shape, run.seq_len, run.layout.recompute)
-    return run.rate * flops / run.job().machine.peak_flops
+def _tokens(run: Run) -> float:
+    """Return the tokens of one microbatch on one GPU, where sequence parallelism has split them."""
+    return run.layout.tokens(run.job()) / run.layout.tp
+
+
+def _errors(runs: Iterable[Run]) -> str:
+    return ", ".join(f"{math.expm1(run.error()):+.0%}" for run in runs)
 
 
 # Terms that were tried for `megatron-core`, with the root mean square of log(predicted / measured) over the fitted half
 # after all its numbers were fitted anew, and the mean error of the held-out half. Computed when they were tried.
 LEFT_OUT = (
-    "| none of them | 0.200 | 22.9% | |",
-    "| half the rate of an expert's products at 1,024 rows | 0.189 | 19.7% | a kernel's last tile of 128 rows, half empty, "
-    "is 64 rows; with these it is 0.198 and 22.7% |",
-    "| 0.1 ms to start each expert's products | 0.196 | 21.6% | ten runs cannot tell it from none |",
-    "| a time to start each layer | 0.200 | 22.9% | the fitted time is 0 |",
-    "| attention 2.4 times as fast, the most that was tried | 0.198 | 23.2% | |",
-    "| a GB300 1.2 times as fast as a GB200 | 0.174 | 24.8% | |",
+    "| none of them | 0.204 | 18.7% | |",
+    "| 1 ms to start each layer of a microbatch | 0.203 | 17.4% | the fitted half cannot tell it from none |",
+    "| 0.1 ms to start each expert's products | 0.205 | 16.5% | nor this |",
+    "| a GB300 1.2 times as fast as a GB200 | 0.188 | 21.5% | |",
+    "| arithmetic of gpt-oss-120b 1.4 times as slow | 0.146 | 13.8% | a factor of one model |",
 )
 
 

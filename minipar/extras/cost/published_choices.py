@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minipar.cost.layout import Implementation, Job, Layout, parse_layout
-from minipar.cost.machines import MACHINES
 from minipar.cost.memory import worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import MARGIN
 from minipar.cost.planner import NEAR, Plan, plan, unusual_words
 from minipar.cost.timing import step_time
-from minipar.extras.cost.published_runs import published_runs
+from minipar.extras.cost.published_runs import H800, published_runs
 
 TABLES = ("megatron-table-1", "megatron-readme", "llama-3", "torchtitan")
 
@@ -40,9 +39,8 @@ class Published(NamedTuple):
 # arXiv:2412.19437, sections 3.1, 3.2 and 4.2: nodes of 8 H800, whose NVLink has 400 GB/s in both directions, and 8 cards;
 # pp 16, ep 64 over 8 nodes, ZeRO-1 and no tp. A rank of DualPipe over 16 ranks has two of 16 stages, one of each direction:
 # as many as a rank of DualPipe-V over 8, which has one direction and twice the data parallelism.
-_H800 = replace(MACHINES["h100"], name="h800", link_bytes_per_s=200e9)
 DEEPSEEK_V3 = Published(
-    Job(MODELS["deepseek-v3"], _H800, 2048, 4096, 15360), parse_layout("dp256-pp8-ep64-zero1-mb1-dualpipe-v")
+    Job(MODELS["deepseek-v3"], H800, 2048, 4096, 15360), parse_layout("dp256-pp8-ep64-zero1-mb1-dualpipe-v")
 )
 
 

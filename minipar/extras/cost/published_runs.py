@@ -35,6 +35,9 @@ class Table(NamedTuple):
     program  a key of PROGRAMS
     unit     unit of the rates, per GPU and second: "tokens", "hardware" TFLOPs (with recomputation) or "model" TFLOPs
     ddp      True: runs without a pipeline reduce gradients during the backward, runs with a pipeline after it
+    copies   models whose rows go to a node or rank once for each of their experts there, whatever the program can do:
+             NCCL's all-to-all was used in place of DeepEP's
+    adjacent the router gives each token neighbouring experts
     """
 
     program: str
@@ -43,12 +46,17 @@ class Table(NamedTuple):
     source: str
     precision: str = "mixed"
     ddp: bool = False
+    copies: tuple[str, ...] = ()
+    adjacent: bool = False
 
 
 _A100, _H100 = MACHINES["a100-80gb"], MACHINES["h100"]
 _H100_HBM2 = replace(_H100, hbm_bytes_per_s=2.4e12, memory_bytes=96e9)
+H800 = replace(MACHINES["h100"], name="h800", link_bytes_per_s=200e9)
 _H200_OF_4 = replace(MACHINES["h200"], gpus_per_node=4, cards_per_node=4)
 _BRIDGE = "Megatron-Bridge 067f987, docs/performance-summary-archive.md,"
+_OSS = ("gpt-oss-120b",)
+_RECIPES = "Megatron-LM, branch dev, examples/moe_recipes/qwen3_30b"
 _FOUNDRY = "llm-foundry 8c8dd48, scripts/train/benchmarking/README.md"
 TABLES = {
     "megatron-table-1": Table(
@@ -67,19 +75,55 @@ TABLES = {
     ),
     "moe-zoo": Table(
         "megatron-core", _H100, "tokens",
-        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, without overlapped all-to-alls; a third chunk there "
-        "holds embedding and loss", "mixed-fp32-grads",
+        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, DeepEP, without overlapped all-to-alls",
+        "mixed-fp32-grads",
     ),
-    "bridge-h100": Table("megatron-core", _H100, "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", "mixed-fp32-grads"),
+    "moe-zoo-a2a": Table(
+        "megatron-core", _H100, "tokens",
+        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, H100, A2A; a third chunk there holds embedding and loss",
+        "mixed-fp32-grads", copies=("qwen3-235b",),
+    ),
+    "moe-zoo-mixtral": Table(
+        "megatron-core", _H100, "tokens",
+        "Megatron-MoE-ModelZoo e865051, best_practice/mixtral, forced balance: about 465 of Megatron's TFLOPS",
+        "mixed-fp32-grads", copies=("mixtral-8x22b",),
+    ),
+    "moe-zoo-gb200": Table(
+        "megatron-core", MACHINES["gb200"], "tokens",
+        "Megatron-MoE-ModelZoo e865051, best_practice/qwen3, GB200, BF16: 750 of Megatron's TFLOPS", "mixed-fp32-grads",
+    ),
+    "moe-recipes-h100": Table(
+        "megatron-core", _H100, "tokens", f"{_RECIPES}, H100, BF16: 234.1 of Megatron's TFLOPS", "mixed-fp32-grads"
+    ),
+    "moe-recipes-gb200": Table(
+        "megatron-core", MACHINES["gb200"], "tokens", f"{_RECIPES}, GB200, BF16: 528.0 of Megatron's TFLOPS",
+        "mixed-fp32-grads",
+    ),
+    "xtuner": Table(
+        "megatron-core", H800, "tokens",
+        "xtuner b934f46, docs/en/benchmark/megatron_moe_benchmark.md, experts in one node, forced balance; a third chunk "
+        "there holds embedding and loss, and the cards of a DGX H100 are assumed", "mixed-fp32-grads",
+        copies=("qwen3-235b",),
+    ),
+    "bridge-h100": Table("megatron-core", _H100, "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", copies=_OSS),
     "bridge-b200": Table(
-        "megatron-core", MACHINES["b200"], "tokens", f"{_BRIDGE} 25.11, 26.02 and 26.04.01, BF16", "mixed-fp32-grads"
+        "megatron-core", MACHINES["b200"], "tokens", f"{_BRIDGE} 25.11, 26.02 and 26.04.01, BF16", copies=_OSS
+    ),
+    "bridge-b300": Table(
+        "megatron-core", replace(MACHINES["b200"], memory_bytes=270e9, card_bytes_per_s=800e9 / 8), "tokens",
+        f"{_BRIDGE} 26.02 and 26.04.01, BF16", copies=_OSS,
     ),
     "bridge-gb200": Table(
-        "megatron-core", MACHINES["gb200"], "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16", "mixed-fp32-grads"
+        "megatron-core", MACHINES["gb200"], "tokens", f"{_BRIDGE} 25.11 and 26.02, BF16", copies=_OSS
     ),
     "bridge-gb300": Table(
         "megatron-core", replace(MACHINES["gb200"], memory_bytes=279e9), "tokens", f"{_BRIDGE} 25.11 and 26.04.01, BF16",
-        "mixed-fp32-grads",
+        copies=_OSS,
+    ),
+    "automodel": Table(
+        "automodel", _H100, "tokens",
+        "NeMo Automodel 8d9bfb9, docs/performance-summary.md and examples/benchmark/configs, BF16; its FakeBalancedGate "
+        "gives tokens neighbouring experts", "mixed-fp32-grads", adjacent=True,
     ),
     "torchtitan-2024": Table(
         "torchtitan", _H100_HBM2, "tokens", "torchtitan b5bcd76, benchmarks/llama3_h100_202412, tables 1 and 3, compiled",
@@ -103,6 +147,10 @@ TABLES = {
         "kempnerforge", _H200_OF_4, "tokens",
         "KempnerForge 5666d0d, benchmarks/mfu_scaling and config_validation, compiled; a card of 400 Gb/s for each GPU is "
         "assumed", "mixed-fp32-grads",
+    ),
+    "kempner-eager": Table(
+        "kempnerforge-eager", _H200_OF_4, "tokens", "KempnerForge 5666d0d, benchmarks/mfu_scaling, not compiled",
+        "mixed-fp32-grads",
     ),
     "kempner-mixture": Table(
         "kempnerforge-eager", _H200_OF_4, "tokens",
@@ -152,6 +200,10 @@ class Run(NamedTuple):
         how = how or PROGRAMS[table.program].implementation
         if table.ddp:
             how = replace(how, overlap_gradients=self.layout.pp == 1)
+        if self.model in table.copies:
+            how = replace(how, once_per_node=False, once_per_rank=False)
+        if table.adjacent:
+            how = replace(how, adjacent_experts=True)
         shape = _shape(self.model, self.seq_len)
         return Job(shape, table.machine, self.gpus, self.seq_len, self.batch, table.precision, how)
 

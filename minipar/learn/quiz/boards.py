@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -136,6 +137,7 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
     state = 16 * shape.num_params
     values: dict[str, float] = dict(
         gpus=job.gpus, seq=job.seq_len, batch=job.batch, gpu_gb=machine.memory_bytes / 1e9, state_gb=state / 1e9,
+        checkpoint_gb=14 * shape.num_params / 1e9,
         per_gpu_gb=state / job.gpus / 1e9, zero1_gb=(4 + 12 / job.gpus) * shape.num_params / 1e9,
         weights_gb=2 * shape.num_params / 1e9, tp8_pp2_gb=state / 16e9,
         tp8_pp2_zero1_gb=(4 + 12 / 4) * shape.num_params / 16e9,
@@ -153,6 +155,8 @@ def design_values(job: Job, found: Plan, layouts: Sequence[str]) -> dict[str, fl
         values[f"{key}_s"] = values["published_s"] = step_time(job, layout).total
         if layout.zero == 3:
             values["zero3_more"] = step_time(job, layout).total / choice.seconds - 1
+            sharded = replace(job, implementation=replace(job.implementation, reduce_every="microbatch"))
+            values["zero3_each_more"] = step_time(sharded, layout).total / choice.seconds - 1
         values[f"{key}_gb"] = sum(worst_rank_memory(job, layout)[1].values()) / 1e9
     return values
 

@@ -72,10 +72,10 @@ def test_an_overlap_fitted_without_zero3_is_not_used_for_zero3():
 
 
 @pytest.mark.parametrize(
-    ("program", "mean"), [("torchtitan", 0.06), ("torchtitan-eager", 0.07), ("kempnerforge", 0.105)]
+    ("program", "mean"), [("torchtitan", 0.06), ("torchtitan-eager", 0.07), ("kempnerforge", 0.1)]
 )
 def test_copies_that_join_tokens_bring_held_out_runs_nearer(program, mean):
-    """Mean errors of dense runs: 8.4, 11.4 and 11.2 % without copies, arithmetic fitted anew; 5.3, 6.2 and 10.3 % with."""
+    """Mean errors of dense runs: 8.9, 11.4 and 11.7 % without copies, arithmetic fitted anew; 5.3, 6.2 and 9.8 % with."""
 
     def error_of(how):
         held = [run for run in runs_of(program, held_out=True) if run.kind != MIXTURE]
@@ -182,12 +182,15 @@ def test_spearman(values, others, correlation):
     assert spearman(values, others) == pytest.approx(correlation)
 
 
-def test_within_a_table_of_one_program_runs_are_ranked_as_measured():
-    """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike."""
+def test_within_a_table_of_one_program_dense_runs_are_ranked_as_measured():
+    """Tables of five runs or more. By the sum of latency and bytes that of H100 had 0.75: most of its runs are alike.
+
+    The only table of as many mixtures is not ranked as measured (docs/planner.md, "Ranking").
+    """
     found = {}
     for table in TABLES:
         runs = [run for run in RUNS if run.table == table]
-        if len(runs) >= 5:
+        if len(runs) >= 5 and runs[0].kind != MIXTURE:
             found[table] = spearman(
                 [run.mfu for run in runs], [run.mfu * math.exp(-run.error()) for run in runs]
             )

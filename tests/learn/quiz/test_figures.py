@@ -120,7 +120,7 @@ def test_a_stage_a_quarter_slower_costs_16_to_21_percent():
 def test_weights_of_70b_leave_a_node_in_a_third_of_a_second():
     num_bytes = 2 * find_model("llama-70b").num_params
     assert round(num_bytes / 1e9) == 138
-    assert round(num_bytes / (8 * 50e9), 2) == 0.34
+    assert round(num_bytes / (8 * 50e9), 3) == 0.345
 
 
 def test_over_8_ranks_grouped_keys_are_smaller_than_a_latent():
@@ -212,9 +212,9 @@ def test_one_domain_of_72_gpus_has_18_times_a_network_cards_rate():
 
 def test_a_step_in_memory_of_a_neighbour_is_saved_in_a_second():
     """12 bytes a parameter of 70B over 512 ranks, by a network card of 50 GB/s each."""
-    per_rank = 12 * find_model("llama-70b").num_params / 512
+    per_rank = 12 * 70e9 / 512
     assert round(per_rank / 1e9, 1) == 1.6
-    assert round(per_rank / 50e9 * 1e3) == 32
+    assert round(per_rank / 50e9 * 1e3) == 33
 
 
 def test_zero_3_and_tensor_parallelism_send_alike_at_4_and_a_half_widths_of_tokens():
