@@ -134,3 +134,14 @@ def test_a_scale_that_could_not_work_is_refused(wrong):
     (name, value), *_ = wrong.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         DynamicLossScaler(None, **wrong)
+
+
+@pytest.mark.parametrize(("stepped", "scale"), [(True, 16.0), (False, 4.0)])
+def test_a_scaler_goes_on_from_the_state_of_another(stepped, scale):
+    """After two good steps of three, and one overflow of two."""
+    saved, loaded = (DynamicLossScaler(None, initial, interval=3, hysteresis=2) for initial in (8.0, 1.0))
+    for earlier in (False, True, True):
+        saved.update(earlier)
+    loaded.load_state_dict(saved.state_dict())
+    loaded.update(stepped)
+    assert loaded.current_scale == scale
