@@ -124,3 +124,13 @@ def test_what_cannot_be_split_is_refused_with_what_would_work():
     )
     assert heads == "key/value heads=2 does not divide query heads=5; use 1 or 5"
     assert at_once == "heads_at_once=3 does not divide key/value heads=2; use 1 or 2"
+
+
+@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention, all_gather_attention])
+def test_unless_told_attention_is_causal(attention):
+    def alike(world):
+        x = torch.randn(1, 1, 4, 2, generator=torch.Generator().manual_seed(0))
+        y = attention(world, x, x, x)
+        return [torch.equal(y, attention(world, x, x, x, causal=causal)) for causal in (True, False)]
+
+    assert minipar.run(alike, world_size=1) == [[True, False]]
