@@ -87,6 +87,9 @@ class Machine:
         for name in ("link_latency_s", "network_latency_s", "start_latency_s", "context_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; use 0 or more")
+        if len(self.cudnn_speeds) != 2 or not all(speed > 0 for speed in self.cudnn_speeds):
+            raise ValueError(f"cudnn_speeds={self.cudnn_speeds}; use two numbers above 0")
+        object.__setattr__(self, "cudnn_speeds", tuple(self.cudnn_speeds))  # a TOML file gives a list
         if self.collectives is not None:
             _check_collectives(self.collectives)
             pairs = {

@@ -27,6 +27,12 @@ def test_cudnns_attention_is_as_much_faster_as_was_measured(machine, model, time
     assert usual / fast == pytest.approx(times)
 
 
+@pytest.mark.parametrize("speeds", [(1.0,), (1.0, 0.0)])
+def test_rates_of_cudnns_kernel_are_two_numbers_above_0(speeds):
+    with pytest.raises(ValueError, match="cudnn_speeds=.*; use two numbers above 0"):
+        replace(MACHINES["h100"], cudnn_speeds=speeds)
+
+
 @pytest.mark.parametrize("ep", [1, 8])
 def test_a_product_that_adds_gradients_reads_and_writes_them(ep):
     """The 4 bytes of each weight that the rank holds, in place of writing 2."""
