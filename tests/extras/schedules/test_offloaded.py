@@ -14,8 +14,9 @@ from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.extras.schedules.offloaded import WHOLE, offloaded
 from minipar.extras.schedules.offloaded_units import OffloadedUnits
 from minipar.model import Transformer
+from minipar.pipeline.emulate import emulate
 from minipar.pipeline.stage import Stage
-from minipar.schedules import lower, make_schedule, simulate
+from minipar.schedules import Costs, lower, make_schedule, simulate
 from minipar.schedules.validate import validate
 from minipar.train import recompute
 from minipar.verification.verify import table, verify
@@ -31,6 +32,13 @@ def test_no_rank_holds_more_than_the_limit(p, m, of, limit):
     before = simulate(base).peak_live
     assert simulate(schedule).peak_live == tuple(min(limit, live) for live in before)
     assert bool(schedule.offloaded) == (max(before) > limit)
+
+
+def test_stages_that_sleep_have_nothing_to_offload():
+    schedule = offloaded(2, 3, "gpipe", 1)
+    assert schedule.offloaded
+    spans = minipar.run(emulate, schedule, Costs(0, 0, 0), 1, world_size=2)
+    assert [spans_of.keys() for spans_of in spans] == [set(actions) for actions in schedule.actions]
 
 
 class Elsewhere:
