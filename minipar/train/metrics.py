@@ -55,7 +55,7 @@ def speed(config: TrainConfig, seconds: float) -> dict[str, float]:
     done = useful + recomputed_flops_per_token(config.model, config.seq_len, config.recompute)
     tflops = tokens_per_s * useful / config.world_size / 1e12
     mfu = tflops / config.peak_tflops if config.peak_tflops else None
-    fractions = {} if mfu is None else {"mfu": mfu, "hfu": mfu * done / useful}
+    fractions = {} if mfu is None else {"mfu": mfu, "hfu": mfu * (done / useful)}
     return {"seconds": seconds, "tokens_per_s": tokens_per_s, "tflops": tflops, **fractions}
 
 
