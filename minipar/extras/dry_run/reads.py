@@ -58,8 +58,12 @@ class AllRanks:
         self._replaced = ExitStack()
         for name, method in replaced.items():
             self._replaced.enter_context(mock.patch.object(Tensor, name, method))
-        resize = self._resize(torch.UntypedStorage.resize_)
-        self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize))
+        of_storages = {
+            "resize_": self._resize(torch.UntypedStorage.resize_),
+            "data_ptr": _storage_data_ptr(torch.UntypedStorage.data_ptr),
+        }
+        for name, method in of_storages.items():
+            self._replaced.enter_context(mock.patch.object(torch.UntypedStorage, name, method))
         attention = _attention(F.scaled_dot_product_attention)
         self._replaced.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         return self
@@ -106,13 +110,33 @@ class AllRanks:
         return resize
 
 
+# Torch returns 0 as the address of all that is on the meta device, but the library compares addresses.
+
+
 def _data_ptr(method: Any) -> Callable[[Tensor], int]:
     def data_ptr(x: Tensor) -> int:
-        # Torch returns 0 for every meta tensor, but callers compare pointers.
-        at: int = x.untyped_storage()._cdata + x.storage_offset() * x.itemsize if x.is_meta else method(x)
+        inside = x.storage_offset() * x.itemsize
+        at: int = _made_up(x.untyped_storage()) + inside if x.is_meta else method(x)
         return at
 
     return data_ptr
+
+
+def _storage_data_ptr(method: Any) -> Callable[[torch.UntypedStorage], int]:
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        at: int = _made_up(storage) if storage.device.type == "meta" else method(storage)
+        return at
+
+    return data_ptr
+
+
+def _made_up(storage: torch.UntypedStorage) -> Any:
+    """Return the address at which the storage's memory is taken to begin, 2^48 bytes or more from every other storage's.
+
+    The address of the storage's own object will not do: these objects lie so close together that a tensor some kilobytes
+    into one storage would now and then have the address of another one, depending on what the process has done before.
+    """
+    return storage._cdata << 48
 
 
 def _attention(function: Any) -> Callable[..., Tensor]:

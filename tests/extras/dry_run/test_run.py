@@ -57,6 +57,7 @@ def recorded(program):
         dict(dp=2, zero=3),
         dict(cp=2, zero=3, dtype="bfloat16"),
         dict(cp=2, cp_attention="ulysses", recompute="full"),
+        dict(tp=2, recompute="full", partition_activations=True),
         dict(pp=2, microbatches=2, schedule="interleaved", model=DEEP),
         dict(dp=2, ep=2, model=MIXTURE),
         dict(pp=2, microbatches=4, schedule="zb-v", model=DEEP),

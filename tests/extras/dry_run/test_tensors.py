@@ -3,7 +3,9 @@
 import gc
 
 import torch
+from torch import nn
 
+from minipar.data_parallel.buckets import Bucket
 from minipar.extras.dry_run.programs import run_ranks
 
 
@@ -21,9 +23,9 @@ def test_memory_that_a_storage_gives_back_is_not_held():
         del x
         return [*held, memory.now], memory.peak
 
-    before = torch.UntypedStorage.resize_
+    before = torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr
     assert run_ranks(1, resizes).results == {0: ([0, 4000, 0, 4000, 0], 4000)}
-    assert torch.UntypedStorage.resize_ is before
+    assert (torch.UntypedStorage.resize_, torch.UntypedStorage.data_ptr) == before
 
 
 def test_memory_that_only_the_collector_would_free_is_held():
@@ -93,3 +95,42 @@ def test_a_range_of_floats_has_no_numbers_and_one_of_integers_has():
     integers = [(torch.int64, 32, True), (torch.int64, 16, True)]
     floats = [(torch.float32, 16, False), (torch.float64, 32, False)]
     assert run_ranks(1, ranges).results == {0: ([*integers, *floats], 96, [0, 2])}
+
+
+def test_no_two_tensors_have_one_address():
+    """A view deep in one storage is where another storage's object happens to lie, if that is what an address is."""
+
+    def addresses(world, memory):
+        first, second = sorted(
+            (torch.zeros(2**40) for _ in range(2)), key=lambda x: x.untyped_storage()._cdata
+        )
+        apart = second.untyped_storage()._cdata - first.untyped_storage()._cdata
+        view, alias = first[apart // first.itemsize :], second[:8]
+        assert view.untyped_storage()._cdata + apart == second.untyped_storage()._cdata
+        storages = [x.untyped_storage().data_ptr() for x in (first, second, alias)]
+        return view.data_ptr() == second.data_ptr(), alias.data_ptr() == second.data_ptr(), storages
+
+    ((equal, of_alias, (first, second, alias)),) = run_ranks(1, addresses).results.values()
+    assert not equal
+    assert of_alias
+    assert first != second == alias
+
+
+def test_a_gradient_moves_into_its_bucket_wherever_it_lies():
+    """Taken for its place in the bucket, it would stay alive beside it until the step ends, and raise the peak."""
+
+    def collects(world, memory):
+        param = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+        bucket = Bucket([param, nn.Parameter(torch.zeros(2**40, dtype=torch.float64))], world)
+        start = bucket.flat.untyped_storage()._cdata
+        gradients = [torch.zeros(8, dtype=torch.float64) for _ in range(1000)]
+        param.grad = max(gradients, key=lambda x: x.untyped_storage()._cdata)
+        apart = param.grad.untyped_storage()._cdata - start
+        assert apart > 0
+        bucket.views[param] = bucket.flat[apart // 8 :][:8]
+        gradients.clear()
+        before = memory.now
+        bucket.collect(param)
+        return param.grad is bucket.views[param], before - memory.now
+
+    assert run_ranks(1, collects).results == {0: (True, 64)}
