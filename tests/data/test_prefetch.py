@@ -25,7 +25,7 @@ def test_a_few_are_made_ahead_on_a_thread_of_their_own_and_no_more():
 
     with closing(prefetch_batches(make, range(last + 1))) as batches:
         for step, _ in batches:
-            assert asked[min(step + AHEAD, last)].wait(10), "the next ones are made while this one is used"
+            assert asked[min(step + AHEAD, last)].wait(60), "the next ones are made while this one is used"
             assert len(made) <= step + 1 + AHEAD
     assert made == [False] * (last + 1)
 
@@ -41,13 +41,13 @@ def test_who_leaves_early_does_not_wait_for_batches_that_are_not_begun(monkeypat
     def make(step):
         if step == 1:
             begun.set()
-            assert left.wait(10)
+            assert left.wait(60)
         made.append(step)
         return step
 
     batches = prefetch_batches(make, range(9))
     assert next(batches) == (0, 0)
-    assert begun.wait(10)
+    assert begun.wait(60)
     monkeypatch.setattr(ThreadPoolExecutor, "shutdown", in_two_steps)
     batches.close()
     assert made == [0, 1]

@@ -59,12 +59,12 @@ def resting():
 
     def rests():
         arrived.set()
-        leave.wait(10)
+        leave.wait(60)
 
     arrived, leave = threading.Event(), threading.Event()
     thread = threading.Thread(target=rests)
     thread.start()
-    arrived.wait(10)
+    assert arrived.wait(60)
     yield thread
     leave.set()
     thread.join()

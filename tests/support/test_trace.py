@@ -1,7 +1,6 @@
 """Spans, what is computed from them, the file Perfetto opens, and what a Comm records."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -228,11 +227,14 @@ def test_waiting_for_data_is_counted_on_the_rank_that_waited_longest():
 
 
 def slow_on_rank_2(world):
-    trace = Trace()
+    """By a clock of the rank's own, which goes on while it computes: a busy machine would slow down any rank."""
+    trace, clock = Trace(), iter(range(100))
+    trace.now = lambda: next(clock)
     world.trace = trace
     for _ in range(3):
         with trace.span("compute", "step"):
-            time.sleep(0.05 if world.rank == 2 else 0.005)
+            for _ in range(9 if world.rank == 2 else 0):
+                next(clock)
         world.all_reduce(torch.ones(4))
     return trace.spans
 
@@ -240,5 +242,4 @@ def slow_on_rank_2(world):
 def test_a_rank_that_is_slow_is_named_by_a_real_trace():
     traces = dict(enumerate(minipar.run(slow_on_rank_2, world_size=4)))
     straggler = find_straggler(traces)
-    assert straggler.rank == 2
-    assert straggler.ratio > 1.5
+    assert straggler == (2, 10.0)

@@ -18,7 +18,7 @@ from tests.examples import examples
 def test_operations_run_in_the_order_of_their_calls():
     stream, ran = ThreadStream("comm 'x'"), []
     gate = threading.Event()
-    first = stream.submit(lambda: gate.wait(5) and ran.append("first"))
+    first = stream.submit(lambda: gate.wait(60) and ran.append("first"))
     second = stream.submit(lambda: ran.append("second"))
     assert not stream.idle()
     gate.set()
@@ -95,7 +95,7 @@ def test_draining_waits_for_what_nobody_has_waited_for():
     stream, ended = ThreadStream("comm 'x'"), []
     stream.drain()
     gate = threading.Event()
-    stream.submit(lambda: gate.wait(5) and ended.append(True))
+    stream.submit(lambda: gate.wait(60) and ended.append(True))
     threading.Timer(0.05, gate.set).start()
     stream.drain()
     assert ended == [True]

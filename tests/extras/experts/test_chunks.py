@@ -86,7 +86,7 @@ def watched(world, chunks: int):
 
     def require(what: str, chunk: int, *numbers: int) -> None:
         for number in numbers:
-            if number >= len(sent) or not sent[number].finished.wait(5):
+            if number >= len(sent) or not sent[number].finished.wait(60):
                 late.append(f"{what} {chunk}: message {number} of {len(sent)}")
 
     computed = []

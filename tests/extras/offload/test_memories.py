@@ -142,7 +142,7 @@ def while_updating(world, trace):
         i = [event.is_set() for event in begun[what]].index(False)
         begun[what][i].set()
         if waits_for and i < 3:
-            in_time.append(begun[waits_for][i + 1].wait(5))
+            in_time.append(begun[waits_for][i + 1].wait(60))
         return original(*args)
 
     for chunk in optimizer._chunks:
