@@ -187,7 +187,7 @@ def _left_out(config: TrainConfig) -> list[str]:
     """Return in words where the dry run differs from the run."""
     found = []
     if config.offload != "none" or config.offload_activations:
-        found.append("what is offloaded is counted as if it stayed in the device's memory")
+        found.append("what is offloaded is counted as if it were in the device's memory")
     if config.compile != "none":
         found.append("blocks are not compiled")
     return found
