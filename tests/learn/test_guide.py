@@ -55,6 +55,7 @@ def test_a_strategy_splits_what_its_axis_splits():
     assert set().union(*cut.values()) == set(map_of.COLUMNS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategys_flags_file_and_lesson_exist(name):
     strategy = STRATEGIES[name]
