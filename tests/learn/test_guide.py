@@ -88,7 +88,9 @@ def check_workload(title):
     assert row(workload) in PAGE, RENEW
     assert paragraph(workload) in PAGE, RENEW
     assert workload.is_right()
-    assert not replace(workload, holds=f"not ({workload.holds})").is_right()
+    wrong = replace(workload, holds=f"not ({workload.holds})")
+    vars(wrong)["found"] = workload.found  # the same job: planned once
+    assert not wrong.is_right()
 
 
 def test_every_workload_is_on_the_page():
