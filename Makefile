@@ -8,7 +8,7 @@ WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all slow soak mutate test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
+.PHONY: help demo test quick test-all slow soak mutate test-gpu bench-gpu site site-test lighthouse bench format lint clean needs-browser
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,7 +51,11 @@ demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2
 	rm -rf runs/demo
 	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
-test: .venv/installed lint ## what a change needs: lint, every claim on fewer examples, every notebook
+# The type checker runs beside the notebooks, which are first and sleep a good part of their time.
+test: .venv/installed ## what a change needs: lint, every claim on fewer examples, every notebook
+	@$(MAKE) --no-print-directory --jobs 2 lint quick
+
+quick: .venv/installed
 	$(BIN)/python -m pytest $(WORKERS) --quick -p tests.notebooks tests lessons
 
 test-all: .venv/installed ## every test on all its examples (half an hour on two idle cores)

@@ -60,20 +60,21 @@ def module_of(path: Path) -> str:
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-def imported(tree: ast.AST, path: Path):
-    """(module, line, is late) of every import, relative ones resolved; one per name of a `from`.
+def walk(tree: ast.AST):
+    """(node, is late) of every node. Late is what is inside a function, and what only a type checker sees."""
+    waiting = [(tree, False)]
+    while waiting:
+        node, late = waiting.pop()
+        yield node, late
+        late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        late = late or (isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING")
+        waiting += [(child, late) for child in ast.iter_child_nodes(node)]
 
-    Late are those inside a function, and those that only a type checker sees.
-    """
+
+def imported(nodes, path: Path):
+    """(module, line, is late) of every import, relative ones resolved; one per name of a `from`."""
     package = module_of(path).split(".") if path.name == "__init__.py" else module_of(path).split(".")[:-1]
-    local = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        or (isinstance(function, ast.If) and dotted(function.test) == "TYPE_CHECKING")
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+    for node, late in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -83,15 +84,15 @@ def imported(tree: ast.AST, path: Path):
         else:
             continue
         for name in names:
-            yield name, node.lineno, id(node) in local
+            yield name, node.lineno, late
 
 
-def import_faults(tree: ast.AST, path: Path):
+def import_faults(imports, path: Path):
     here = part_of(module_of(path))
     if here != "minipar" and here not in LEVELS:
         yield 1, f"{here} is not in the house"
         return
-    for module, line, inside_function in imported(tree, path):
+    for module, line, inside_function in imports:
         if module.split(".")[0] not in ("minipar", "visualize"):
             continue
         there = part_of(module)
@@ -109,7 +110,7 @@ def import_faults(tree: ast.AST, path: Path):
             yield line, f"imports {there}, which is not above {here}"
 
 
-def torch_faults(tree: ast.AST, path: Path):
+def torch_faults(imports, path: Path):
     """Whoever asks these parts for help, or runs them in a browser, has no torch, or does not want to wait for it."""
     free = (
         part_of(module_of(path)) in TORCH_FREE or path.name == "choices.py" or "extras/__init__" in str(path)
@@ -117,7 +118,7 @@ def torch_faults(tree: ast.AST, path: Path):
     free = free or (part_of(module_of(path)) == "support" and path.stem not in SUPPORT_WITH_TORCH)
     if not free:
         return
-    for module, line, inside_function in imported(tree, path):
+    for module, line, inside_function in imports:
         if module.split(".")[0] in ("torch", "numpy") and not inside_function:
             yield line, f"imports {module.split('.')[0]}, which this part does without"
 
@@ -128,10 +129,10 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def reserved_faults(tree: ast.AST, path: Path):
+def reserved_faults(nodes, imports, path: Path):
     """What only certain files may touch: torch.distributed, and the environment."""
-    uses = [(module, line) for module, line, _ in imported(tree, path)]
-    uses += [(dotted(node), node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    uses = [(module, line) for module, line, _ in imports]
+    uses += [(dotted(node), node.lineno) for node, _ in nodes if isinstance(node, ast.Attribute)]
     # Caller and worker carry the caller's environment over to the ranks whole; the others read settings.
     environment = tuple(
         f"minipar/{name}.py"
@@ -162,8 +163,10 @@ def reserved_faults(tree: ast.AST, path: Path):
 def faults(source: str, path: Path) -> list[str]:
     """Everything in this source that breaks the rules of the house, as `file:line: what`."""
     tree = ast.parse(source)
-    found = [*import_faults(tree, path), *torch_faults(tree, path)]
-    found += reserved_faults(tree, path)
+    nodes = list(walk(tree))
+    imports = list(imported(nodes, path))
+    found = [*import_faults(imports, path), *torch_faults(imports, path)]
+    found += reserved_faults(nodes, imports, path)
     if path.name == "__init__.py" and not ast.get_docstring(tree):
         found.append((1, "a package without a docstring"))
     return sorted({f"{path}:{line}: {what}" for line, what in found})

@@ -74,6 +74,7 @@ def test_the_pages_have_commands():
     }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood_and_its_run_is_legal(line, folder):
     command = _parse(shlex.split(line)[1:])

@@ -35,7 +35,7 @@ class StreamOwner:
         if self.thread is not None:
             raise RuntimeError(
                 f"two threads use {self._stream}, {self.thread.name!r} and {here.name!r}: their messages could cross. "
-                "Give each thread a subgroup with a name of its own"
+                "Let one thread use it; on gloo, each may also have a subgroup with a name of its own"
             )
         self.thread = here
 

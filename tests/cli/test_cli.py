@@ -28,6 +28,7 @@ def outcome(capsys, *argv):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("argv", "says"),
     [

@@ -29,7 +29,7 @@ def named(mesh) -> str:
     return str({k: v for k, v in mesh.items() if k != "model"})
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("mode", ["full", "every:2"])
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_recomputed_blocks_send_no_more_than_blocks_that_are_not(mesh, mode):
@@ -42,7 +42,7 @@ def test_recomputed_blocks_send_no_more_than_blocks_that_are_not(mesh, mode):
     assert all(sum(more.values()) > sum(least.values()) for more, least in zip(again, plain))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_numbers_are_those_of_one_process(mesh):
     changed = {**mesh, "model": replace(VERIFY_DEFAULTS.model, num_experts=4 if "ep" in mesh else 0)}

@@ -102,6 +102,7 @@ class WrongPair(Function):
         return WrongPair.apply(g, ctx.adjoint, lambda x: x), None, None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", [Forgetful, WrongPair])
 def test_a_backward_that_has_no_right_backward_of_its_own_is_noticed(fault):
     def all_errors(world):

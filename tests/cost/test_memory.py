@@ -105,6 +105,7 @@ def counted_bytes(
     return kept, memory.peak
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def test_layers_keep_as_many_bytes_as_are_counted_alive(recomputed, options, dty
     assert kept == 4 * layer_bytes(ModelShape.of(config), *sizes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("latent", [{}, dict(kv_latent_dim=24, rope_dim=8)], ids=["heads", "latents"])
 @pytest.mark.parametrize("attention", ["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -141,6 +143,7 @@ def test_a_recomputed_core_keeps_neither_scores_nor_log_sum_exps(attention, late
     assert dense or whole - selective == 4 * 128 * 4 * (4 + e * of_latents)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, dict(num_kv_heads=2, dropout=0.1)], ids=str)
 def test_units_keep_one_input_each_and_are_recomputed_whole(options):
     """What a unit's backward holds besides, gradients of hidden states, is the same for every size of a unit."""

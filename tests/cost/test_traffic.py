@@ -31,7 +31,7 @@ from tests.cost.runs import (
 H100 = MACHINES["h100"]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -101,7 +101,7 @@ def test_gradients_are_sent_in_the_bytes_in_which_they_are_summed(options, num_b
     assert_sends_what_was_predicted(config)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("order", "microbatches", "tied"),
     [

@@ -190,11 +190,12 @@ def test_real_bugs_are_seen(broken):
     check_training(DDP)
     # Where one rank reduces what another does not, they wait for each other in vain before they differ.
     with pytest.raises((AssertionError, minipar.RankError)):
-        check_training(broken)
+        check_training(broken, timeout_s=5.0)
 
 
-def check_training(wrap):
-    assert_same_training(minipar.run(train_on_ranks, CASE, wrap, world_size=2), CASE)
+def check_training(wrap, timeout_s=60.0):
+    ranks = minipar.run(train_on_ranks, CASE, wrap, world_size=2, timeout_s=timeout_s)
+    assert_same_training(ranks, CASE)
 
 
 # Losses over tokens ------------------------------------------------------------------------------------------------

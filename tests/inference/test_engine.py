@@ -152,6 +152,7 @@ def test_without_a_fault_the_same_crowd_is_served():
     crowded(loud_model(SMALL))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_by_one_the_logits_are_the_same_to_the_bit(dtype):
     model = Transformer(SMALL, dtype=dtype)

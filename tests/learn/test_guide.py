@@ -55,6 +55,7 @@ def test_a_strategy_splits_what_its_axis_splits():
     assert set().union(*cut.values()) == set(map_of.COLUMNS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategys_flags_file_and_lesson_exist(name):
     strategy = STRATEGIES[name]
@@ -87,7 +88,9 @@ def check_workload(title):
     assert row(workload) in PAGE, RENEW
     assert paragraph(workload) in PAGE, RENEW
     assert workload.is_right()
-    assert not replace(workload, holds=f"not ({workload.holds})").is_right()
+    wrong = replace(workload, holds=f"not ({workload.holds})")
+    vars(wrong)["found"] = workload.found  # the same job: planned once
+    assert not wrong.is_right()
 
 
 def test_every_workload_is_on_the_page():

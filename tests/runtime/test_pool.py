@@ -75,7 +75,7 @@ def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
     assert not {pid for pid, _ in after} & set(before)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("hangs", "where"),
     [

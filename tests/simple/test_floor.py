@@ -92,7 +92,7 @@ def test_the_floor_meets_its_specification_on_one_to_four_ranks(name):
     assert report.ok, str(report)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_the_floor_meets_its_specification_on_its_own_comm(name):
     report = SPECIFICATIONS[name].check(on_comm(comm.Comm, IMPLEMENTATIONS[name]))
@@ -234,6 +234,7 @@ def both_communicate(world) -> dict[str, bool]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_floor_is_equal_to_the_library(size):
     for apart in minipar.run(both_train, world_size=size):

@@ -44,7 +44,7 @@ def test_a_wrong_implementation_is_called_wrong(name, fault):
 SAID = [(name, fault) for name, faults in WORDS.items() for fault in faults]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "fault"), SAID, ids=map(": ".join, SAID))
 def test_the_words_name_the_fault(name, fault):
     report = SPECIFICATIONS[name].check(WRONG[name][fault])
@@ -54,7 +54,7 @@ def test_the_words_name_the_fault(name, fault):
 UNUSUAL = [(name, manner) for name, manners in RIGHT.items() for manner in manners]
 
 
-@pytest.mark.sampled(30)
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(("name", "manner"), UNUSUAL, ids=map(": ".join, UNUSUAL))
 def test_an_unusual_implementation_is_called_right(name, manner):
     report = SPECIFICATIONS[name].check(RIGHT[name][manner])

@@ -18,7 +18,7 @@ from minipar.spec.specification import on_ranks
 from tests.spec.library import LIBRARY, SPECS, collective
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_library_meets_its_specification_on_one_to_four_ranks(name):
     report = SPECS[name].check(LIBRARY[name])
@@ -329,7 +329,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("name", "wrong", "stage", "words"), WRONG, ids=lambda x: getattr(x, "__name__", None)
 )

@@ -209,6 +209,7 @@ def padded(world, vocab_size: int, sequence_parallel: bool) -> None:
     assert torch.equal(full_state_dict(model, world)["head.weight"], oracle.head.weight)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("vocab_size", [7, 10, 12])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_padded_vocabulary_gives_the_numbers_of_the_vocabulary_itself(vocab_size, sequence_parallel):

@@ -90,6 +90,7 @@ def test_breadth_first_gathers_less_than_a_microbatch_at_a_time():
         assert 3.5 * sent < more + sum(whole.values())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", list(FAULTS)[1:])
 def test_a_planted_fault_is_seen_in_memory_or_bytes(fault):
     config = replace(RUN, schedule="breadth-first")

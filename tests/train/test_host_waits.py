@@ -100,7 +100,7 @@ def waits_of_a_step(world, config, text):
     return dict(found)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_reads_only_what_it_must(name):
     declared, options = CASES[name]

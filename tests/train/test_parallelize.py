@@ -41,7 +41,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("name", CASES)
 def test_a_mesh_with_the_option_gives_the_numbers_of_one_process(name):
     result = verify(DEFAULTS.choosing(steps=3, **CASES[name]))

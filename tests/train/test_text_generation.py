@@ -122,6 +122,7 @@ def write_with_fault(world, fault):
         return torch.equal(generate_on_mesh(stage, mesh, [1, 2, 3], 12), want)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -199,7 +200,7 @@ def sample(world, config, path, bytes_per_rank):
         return text_generation.sample_text(world, config, path, 20), sum(loaded)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("bytes_per_rank", "ranks", "tp"), [(1 << 30, 1, 1), (1, 4, 1), (1, 8, 2)])
 def test_the_sample_of_a_run_is_spread_over_as_few_of_its_ranks_as_hold_the_weights(
     trained, bytes_per_rank, ranks, tp
@@ -230,7 +231,7 @@ def check_weights(world, mesh_sizes, path, whole):
     return {placement_of(weight).name for weight in stage.parameters()}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("tp", "pp"), FEW)
 def test_a_stage_has_its_parts_of_the_weights_and_no_more(trained, tp, pp):
     folder, model = trained

@@ -43,7 +43,7 @@ def _ends(world, config, text) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_a_tied_weight_and_its_copies_stay_equal_bit_for_bit(chosen):
     config = replace(BASE, **CHOSEN[chosen])

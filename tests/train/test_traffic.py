@@ -39,7 +39,7 @@ def sent(world, config):
     return mesh.coordinates, by_axes, world.traffic.sent_bytes, sum(flats)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "mesh",
     [  # among two ranks every algorithm that "auto" may take sends the same

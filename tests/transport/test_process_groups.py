@@ -1,10 +1,15 @@
-"""The time that an operation on torch's process groups may take."""
+"""torch's process groups: the time that an operation on them may take, and what many of them cost."""
+
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.transport.process_groups import set_timeout
+import minipar
+from minipar.transport import process_groups
+from minipar.transport.process_groups import named_group, set_timeout
 
 
 @pytest.mark.parametrize(("device", "limit_s"), [("cpu", 5.0), ("cuda", 10.0)])
@@ -17,3 +22,28 @@ def test_nccls_watchdog_waits_longer_than_ours(monkeypatch, device, limit_s):
     assert {group: limit.total_seconds() for group, limit in limits.items()} == dict.fromkeys(
         ["world", "pair"], limit_s
     )
+
+
+def polling_threads() -> int:
+    """How many threads of this process look at gloo's sockets."""
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return sum(name.startswith("gloo_tcp_loop") for name in names)
+
+
+def sum_in_three_groups(world, backend):
+    """The sum of the ranks in each of three new groups, and how many threads the last two of them added."""
+    sums, threads = [], []
+    with patch.object(process_groups, "GLOO", backend):
+        for name in ("first", "second", "third"):
+            x = torch.tensor([float(world.rank)])
+            dist.all_reduce(x, group=named_group(list(range(world.size)), f"{name} on {backend}", 60.0))
+            sums.append(x.item())
+            threads.append(polling_threads())
+    return sums, threads[-1] - threads[0]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists threads as Linux does")
+@pytest.mark.parametrize(("backend", "more"), [(process_groups.GLOO, 0), ("gloo", 2)])
+def test_groups_share_the_thread_that_polls_where_torchs_have_one_each(backend, more):
+    found = minipar.run(sum_in_three_groups, backend, world_size=3)
+    assert found == [([3.0] * 3, more)] * 3

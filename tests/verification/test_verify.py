@@ -156,7 +156,7 @@ OF_FAULTS = [
 ]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("config", OF_FAULTS)
 def test_a_mesh_that_once_fell_gives_the_numbers_of_one_process(config):
     result = verify(config)

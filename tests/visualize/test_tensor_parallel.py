@@ -35,6 +35,7 @@ def shapes_and_words(world, sequence_parallel: bool):
     return shapes, set(forward), set(world.traffic.by_kind)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_layer_in_the_picture_is_the_layer_in_the_code(sequence_parallel):
     shapes, forward, both = minipar.run(shapes_and_words, sequence_parallel, world_size=4)[0]

@@ -79,6 +79,7 @@ def test_one_layout_is_that_of_the_command():
     assert {name: got[name] for name in want} == want
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "request_", "words"), [
     ("pipeline", {"p": 0}, "p=0; use 1 to 64"),
     ("pipeline", {"m": 10**6}, "m=1000000; use 1 to 1024"),

@@ -468,6 +468,7 @@ def test_ddp_with_a_codec_that_loses_nothing_is_ddp(reduce):
             assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(params, want))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compress", [partial(CompressedMean, codec=Sign()), partial(PowerSGD, rank=1)])
 def test_ddp_learns_with_cheap_messages_on_replicas_that_stay_equal(compress):
     plain = minipar.run(by_ddp, None, "mean", 60, world_size=2)

@@ -235,7 +235,7 @@ LOSSY = [
 ]
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("options", LOSSY, ids=lambda options: str(options["compress"]))
 def test_what_is_lossy_has_the_numbers_of_its_form_in_one_process(options):
     result = verify(BASE.choosing(**dict(steps=3, dtype="float64") | options))

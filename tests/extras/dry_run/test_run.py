@@ -46,7 +46,7 @@ def recorded(program):
     return dict(sent)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     "mesh",
     [

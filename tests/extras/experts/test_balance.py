@@ -77,6 +77,7 @@ def moved(world, config):
 BYTES = {"float64": 3 * 8, "bfloat16": 2 + 3 * 4}  # a weight, with Adam's two states, and a master copy
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "mesh", [dict(), dict(dp=2, ep=2, tp=2, zero=2), dict(dp=2, ep=2, zero=3, dtype="bfloat16")], ids=str
 )
@@ -124,6 +125,7 @@ def diverges(world, config, fault):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", ["none", "states stay"])
 def test_state_that_is_left_behind_is_seen(fault):
     parts = minipar.run(diverges, RUN, fault, world_size=4)

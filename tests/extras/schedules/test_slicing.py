@@ -46,7 +46,7 @@ CHOSEN = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("chosen", CHOSEN)
 def test_a_run_in_slices_has_the_numbers_of_one_process(chosen):
     result = verify(BASE.choosing(**CHOSEN[chosen]))

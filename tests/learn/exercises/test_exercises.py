@@ -24,7 +24,7 @@ def solved(exercise) -> str:
     return "".join(f"from {module} import {own} as {name}\n" for name, module, own in places)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(36)
 @each
 def test_the_solution_is_green_at_every_stage(exercise, tmp_path):
     file = tmp_path / f"{exercise.name}.py"

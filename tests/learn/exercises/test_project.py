@@ -114,7 +114,7 @@ def test_a_step_that_was_green_and_breaks_is_told(folder):
     assert "to write" in checked(folder)[1][7]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("file", "old", "new", "says"),
     [

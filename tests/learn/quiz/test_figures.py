@@ -123,11 +123,6 @@ def test_weights_of_70b_leave_a_node_in_a_third_of_a_second():
     assert round(num_bytes / (8 * 50e9), 3) == 0.345
 
 
-def test_over_8_ranks_grouped_keys_are_smaller_than_a_latent():
-    grouped, latent = 2 * 8 * 128 // 8, 512 + 64  # elements a token and layer on each rank
-    assert (grouped, latent) == (256, 576)
-
-
 def test_eight_documents_of_1024_are_an_eighth_of_one_of_8192():
     def scores(lengths):
         return sum(n**2 for n in lengths)
