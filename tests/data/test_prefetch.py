@@ -73,4 +73,5 @@ def test_an_error_is_raised_as_itself_at_its_step_and_no_thread_stays():
     assert seen == [0, 1]
     with closing(prefetch_batches(make, range(2))) as batches:
         assert next(batches) == (0, 0)
-    assert threading.active_count() == before
+    # Fewer, if a thread of an earlier test has ended meanwhile.
+    assert threading.active_count() <= before

@@ -96,9 +96,14 @@ def test_links_and_refused_memory_are_closed_by_a_drain(connect):
         assert waits == {}
 
 
+def memories() -> set[str]:
+    """Names in /dev/shm, but for semaphores: multiprocessing gives them names for a moment, in any process."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
 def left_behind(world):
     """Names in /dev/shm and open files after a run."""
-    return sorted(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    return memories(), len(os.listdir("/proc/self/fd"))
 
 
 def test_a_run_leaves_no_name_and_no_open_file():
@@ -106,7 +111,9 @@ def test_a_run_leaves_no_name_and_no_open_file():
         run_on("shared", sums, world_size=2)
         return run_on("shared", left_behind, world_size=2)
 
-    assert after_a_run() == after_a_run()
+    for (names, files), (later, later_files) in zip(after_a_run(), after_a_run()):
+        assert later <= names
+        assert later_files <= files
 
 
 def ends_between_segments(world, how):
@@ -143,10 +150,10 @@ def killed():
 
 
 def test_a_killed_writer_is_found_long_before_the_deadline():
-    names = os.listdir("/dev/shm")
+    names = memories()
     with pytest.raises(RankError, match=r"(?s)rank 1 failed:.*killed by SIGKILL"):
         run_on("shared", ends_between_segments, killed, world_size=2, timeout_s=600)
-    assert os.listdir("/dev/shm") == names
+    assert memories() <= names
 
 
 def other_length(world):
