@@ -30,6 +30,11 @@ def shares_gpus() -> bool:
     return os.environ.get(MULTI_RANK_GPU, "0") not in ("", "0")
 
 
+def gloo_interfaces() -> list[str]:
+    """Return the network interfaces that gloo is told to use, none if it may choose."""
+    return [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+
+
 def name_process(rank: int) -> None:
     """Name this process as a rank of a local pool; `logging` shows the name as `processName`."""
     multiprocessing.current_process().name = f"{_RANK}{rank}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from datetime import timedelta
 from functools import cache
@@ -11,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-GLOO = "shared_gloo"  # gloo, of whose devices all groups of a process share one
+from minipar.support.environment import gloo_interfaces
 
+GLOO = "shared_gloo"  # gloo, of whose devices all groups of a process share one
 
 _Gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
 
@@ -27,15 +27,16 @@ def _on_shared_device(store: Any, rank: int, size: int, timeout: timedelta) -> A
     options = _Gloo._Options()
     options._timeout = timeout
     options._threads = 2  # as torch has
-    options._devices = _devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    options._devices = _devices()
     return _Gloo(store, rank, size, options)
 
 
 @cache
-def _devices(interfaces: str) -> list[Any]:
-    """Return this process's devices on the interfaces that GLOO_SOCKET_IFNAME names; without a name, on torch's choice."""
-    named = [_Gloo.create_device(interface=name) for name in interfaces.split(",") if name]
-    return named or [_Gloo.create_default_device()]
+def _devices() -> list[Any]:
+    """Return this process's devices, one on each interface that gloo is told to use; or one, on torch's choice."""
+    return [_Gloo.create_device(interface=name) for name in gloo_interfaces()] or [
+        _Gloo.create_default_device()
+    ]
 
 
 dist.Backend.register_backend(GLOO, _on_shared_device, devices=["cpu"])
