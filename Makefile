@@ -52,7 +52,7 @@ demo: .venv/installed ## train on real text on 8 local ranks (dp 2 x tp 2 x pp 2
 	$(BIN)/minipar train --name demo --dp 2 --tp 2 --pp 2 --microbatches 4 --eval-every 25 --checkpoint-every 50
 
 # The type checker runs beside the notebooks, which are first and sleep a good part of their time.
-test: .venv/installed ## what a change needs: lint, and every claim on fewer examples, every notebook
+test: .venv/installed ## what a change needs: lint, every claim on fewer examples, every notebook
 	@$(MAKE) --no-print-directory --jobs 2 lint quick
 
 quick: .venv/installed ## the tests of `make test` without lint
