@@ -33,6 +33,7 @@ def stored(tmp_path) -> Checkpoint:
     return Checkpoint(newest_whole(tmp_path / "checkpoints"))
 
 
+@pytest.mark.thorough
 def test_a_model_is_exported_a_tensor_at_a_time(stored, tmp_path, monkeypatch):
     alive, read = [], Checkpoint.read
 

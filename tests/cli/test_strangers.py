@@ -239,6 +239,7 @@ def test_a_stranger_does_something_instead_of_training(packages, tmp_path):
     assert list(tmp_path.iterdir()) == [packages]
 
 
+@pytest.mark.thorough
 def test_two_extras_of_one_name_are_both_named_and_refused(packages, minipar_with):
     install(packages, "rival", {"compress.gathered": "rival.choices:GATHERED"}, choices=CHOICES)
     code, out, err = minipar_with("train", "--compress", "gathered", "--steps", "1", "--verify-steps", "0")

@@ -70,6 +70,7 @@ def test_the_peak_is_linear_in_the_length(attention):
     assert 3.2 < least[1] / least[0] < 4.8, least
 
 
+@pytest.mark.thorough
 def test_a_ring_holds_a_fourth_of_what_a_gather_holds_and_heads_a_few_at_a_time_bound_that():
     """Of 4 ranks and 4 heads: two blocks of k and v instead of 4, or of 4 with a quarter of the heads."""
     ring, gather, chunked = (

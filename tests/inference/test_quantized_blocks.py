@@ -140,7 +140,7 @@ def rounded_crowds(bits=2):
         serve_and_compare_rounded(loud_model(SMALL), *rounded_crowd(bits, preemption=preemption))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", BITS)
 def test_in_a_crowd_rounded_texts_are_those_of_requests_alone(bits):
     rounded_crowds(bits)

@@ -76,7 +76,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.sampled(8)
+@pytest.mark.thorough
 def test_every_mesh_serves_the_texts_of_requests_alone(sizes):
     want = [alone(loud_model(CONFIG), request) for request in REQUESTS[:-1]]
     world_size = num_ranks(sizes)

@@ -129,6 +129,7 @@ def test_torch_compiles_what_a_script_defines_also_around_a_break_in_the_graph(t
     assert (status, out) == (0, "[True, True]\n"), err
 
 
+@pytest.mark.thorough
 def test_a_script_needs_no_main_guard_and_leaves_nothing_behind(tmp_path):
     program = Program(
         tmp_path,

@@ -214,7 +214,7 @@ def test_ctrl_c_in_the_middle_of_a_run_ends_every_process_quietly(tmp_path):
     assert program.leftovers() == []
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_with_a_caller_that_is_killed(tmp_path, how):
     program = Program(tmp_path, WAITING)

@@ -333,6 +333,7 @@ def shown_on_the_floors_comm(world, args):
     return lines
 
 
+@pytest.mark.thorough
 def test_the_command_trains_on_ranks_of_its_own():
     require_equal(trained("minipar.simple.train --steps 1 --pp 1 --dp 2 --tp 1", FLOOR.parent.parent))
 

@@ -37,7 +37,7 @@ def test_every_zero_stage_updates_float32_masters_of_a_half_precision_model(dtyp
     assert result.equal, table(result)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "changes",
     [

@@ -167,7 +167,7 @@ def test_a_run_on_another_text_batch_or_sample_is_not_continued(tmp_path):
     assert not (tmp_path / "second").exists()
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("there", "here"), [(0, 1), (0, 2), (0, 3), (1, 0), (1, 3), (3, 1)])
 def test_a_bfloat16_run_goes_on_under_another_zero_stage(tmp_path, there, here):
     run = replace(BASE, dtype="bfloat16", dp=2)

@@ -23,6 +23,7 @@ def test_every_mesh_of_the_picture_is_legal_and_the_exact_ones_have_marks():
     assert len(meshes.MESHES | meshes.LOSSY) <= len(meshes.COLOURS)
 
 
+@pytest.mark.thorough
 def test_a_mesh_has_the_losses_of_one_process():
     assert losses_of(dict(dp=2, tp=2), 2) == pytest.approx(losses_of_one_process(2), rel=1e-12)
 

@@ -124,6 +124,7 @@ def test_every_schedule_has_a_grid_and_a_picture_with_all_its_actions():
         assert numbers == sorted(schedule.unit_label(a.microbatch) for own in schedule.actions for a in own)
 
 
+@pytest.mark.thorough
 def test_a_schedule_can_be_run_and_drawn_below_what_was_predicted(tmp_path, capsys):
     timeline(("zb-h1",), stages=2, microbatches=3, measure=True, out=tmp_path / "both.png")
     printed = capsys.readouterr().out

@@ -323,6 +323,7 @@ def test_the_warm_up_is_adam_bit_for_bit():
         assert all(torch.equal(a, b) for a, b in zip(ours, adam))
 
 
+@pytest.mark.thorough
 def test_one_bit_adam_goes_on_learning_on_replicas_that_stay_equal():
     ranks = minipar.run(onebit, 40, 160, world_size=2)
     (first, adam), losses = ranks[0]

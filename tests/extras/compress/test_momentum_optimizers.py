@@ -334,7 +334,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_learn_on_and_end_on_equal_replicas(size):
     for name, make in MAKERS.items():

@@ -284,7 +284,7 @@ def losses_of(config) -> list[float]:
     return [line["loss"] for line in train(config).metrics]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "method",
     ["sign", "zero-one-adam", "diloco", "int8 under zero 2", "int8 under zero 3"]

@@ -48,7 +48,7 @@ def test_a_rank_sends_a_part_of_each_row_over_ep(split):
     assert {b - a for (_, a), (_, b) in zip(whole, sliced)} == {layers * (t - 1) * more * e // t}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh", MESHES, ids=lambda mesh: str({k: v for k, v in mesh.items() if k != "model"})
 )

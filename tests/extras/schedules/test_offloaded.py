@@ -114,7 +114,7 @@ def test_offloading_changes_no_bit(of, limit):
     assert_same(grads, want, 0.0)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -146,7 +146,7 @@ def compare_stages(world, grid: OnGrid) -> None:
         last.loss(hidden.repeat(1, 1, 2), targets)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.thorough
 @on_each
 def test_stages_pass_on_blocks_of_hidden_states(grid):
     config = replace(grid.case.config, tie_embeddings=True)
