@@ -78,7 +78,11 @@ ALSO = {
         "tests/train/test_precision.py",
         "tests/extras/offload/test_memories.py",
     ],
-    "pipeline": ["tests/train/test_tied_weights.py"],
+    "pipeline": [
+        "tests/train/test_tied_weights.py",
+        "tests/train/test_gathers.py",
+        "tests/extras/schedules/test_offloaded.py",
+    ],
     "schedules": ["tests/pipeline/test_execute.py", "tests/extras/schedules/test_two_directions.py"],
     "checkpoint": ["tests/train/test_resume.py", "tests/train/test_state.py"],
     "spec": [

@@ -106,6 +106,7 @@ def test_some_stages_may_be_checkpointed_and_others_not(case):
 
 @examples(15)
 @example(("zb-v", 1, 2), torch.float64, 1)
+@example(("1f1b", 3, 4), torch.float64, 2)  # gradients of an earlier step, at both ends
 @given(
     st.tuples(st.sampled_from(WHOLE_SAMPLES), st.integers(1, 4), st.integers(1, 6)),
     exact_dtypes,
