@@ -69,6 +69,7 @@ def named_group(
     """
     c10d: Any = dist.distributed_c10d
     on_gpu = device is not None and device.type == "cuda"
+    backend = "nccl" if on_gpu else dist.get_backend()
     world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None
@@ -77,7 +78,7 @@ def named_group(
             len(ranks),
             ranks.index(dist.get_rank()),
             ranks,
-            "nccl" if on_gpu else GLOO,
+            GLOO if backend == "gloo" else backend,
             c10d._get_default_store(),
             group_name=f"{name} {ranks}",
             timeout=timedelta(seconds=timeout_s),

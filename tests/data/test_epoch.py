@@ -43,7 +43,7 @@ def test_the_order_of_a_text_that_no_memory_holds_needs_only_the_places_asked_fo
 @pytest.mark.thorough
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_every_order_of_a_few_samples_is_as_likely_as_any_other(count):
-    draws = 2000
+    draws = 4000
     orders = [tuple(shuffled(torch.arange(count), count, str(k)).tolist()) for k in range(draws)]
     at_place = np.zeros((count, count))
     for order in orders:

@@ -47,3 +47,15 @@ def sum_in_three_groups(world, backend):
 def test_groups_share_the_thread_that_polls_where_torchs_have_one_each(backend, more):
     found = minipar.run(sum_in_three_groups, backend, world_size=3)
     assert found == [([3.0] * 3, more)] * 3
+
+
+def backend_of_a_group(world, backend):
+    with patch.object(dist, "get_backend", lambda *group: backend):
+        group = named_group([0], f"beside {backend}", 60.0)
+    return dist.get_backend(group)
+
+
+def test_a_group_has_the_backends_of_its_world():
+    """Beside NCCL, "cpu:gloo,cuda:nccl": with gloo alone, a native collective on a GPU would find no backend."""
+    assert minipar.run(backend_of_a_group, "cpu:gloo", world_size=1) == ["cpu:gloo"]
+    assert minipar.run(backend_of_a_group, "gloo", world_size=1) == [process_groups.GLOO]
