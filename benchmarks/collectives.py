@@ -78,7 +78,7 @@ def _race_others(world: Comm, quick: bool) -> list[Times]:
         ),
         "all_gather": (partial(world.all_gather, part, out=x), partial(all_gather_single, x, part)),
         "all_to_all": (partial(world.all_to_all, x), partial(dist.all_to_all_single, y, x)),
-        "broadcast": (partial(world.broadcast, x), partial(dist.broadcast, x, 0)),
+        "broadcast": (partial(world.broadcast, x, out=x), partial(dist.broadcast, x, 0)),
         "reduce": (partial(world.reduce, x), partial(dist.reduce, x, 0)),
     }
     effort = _effort(4 * MB, quick)

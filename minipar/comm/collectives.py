@@ -5,7 +5,7 @@ minipar's own algorithms are in ALGORITHMS. Extras of the `Kind` "algorithm" add
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -156,9 +156,9 @@ def algorithms_of(collective: str) -> list[str]:
     return [*ALGORITHMS[collective], *extras]
 
 
-def require_fitting_out(out: Tensor, x: Tensor, length: int) -> Tensor:
-    """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and `length` rows of x's shape."""
-    shape = (length, *x.shape[1:])
+def require_fitting_out(out: Tensor, x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and this shape."""
+    shape = tuple(shape)
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; use a contiguous {x.dtype} {shape}"

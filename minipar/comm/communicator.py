@@ -105,7 +105,8 @@ class Comm(PointToPoint):
         out     None, or a contiguous tensor for the result; it may be this rank's chunk of x
         """
         if out is not None:
-            out = require_fitting_out(out, x, check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank])
+            length = check_sizes(sizes, x.shape[0], self.size, "sizes")[self.rank]
+            out = require_fitting_out(out, x, (length, *x.shape[1:]))
         return self._collective("reduce_scatter", algorithm, async_op, x, op=op, sizes=sizes, out=out)
 
     def all_gather(
@@ -122,13 +123,25 @@ class Comm(PointToPoint):
         out     None, or a contiguous tensor for the result; x may be this rank's chunk of it
         """
         if out is not None:
-            out = require_fitting_out(out, x, sum(gathered_sizes(self, x, sizes)))
+            out = require_fitting_out(out, x, (sum(gathered_sizes(self, x, sizes)), *x.shape[1:]))
         return self._collective("all_gather", algorithm, async_op, x, sizes=sizes, out=out)
 
-    def broadcast(self, x: Tensor, root: int = 0, algorithm: str = "auto", async_op: bool = False) -> Any:
-        """Return rank `root`'s x. The other ranks pass an x of the same shape and dtype, which is not read."""
+    def broadcast(
+        self,
+        x: Tensor,
+        root: int = 0,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        out: Tensor | None = None,
+    ) -> Any:
+        """Return rank `root`'s x. The other ranks pass an x of the same shape and dtype, which is not read.
+
+        out     None, or a contiguous tensor for the result; it may be x
+        """
         check_root(self, root)
-        return self._collective("broadcast", algorithm, async_op, x, root=root)
+        if out is not None:
+            out = require_fitting_out(out, x, x.shape)
+        return self._collective("broadcast", algorithm, async_op, x, root=root, out=out)
 
     def all_to_all(
         self,

@@ -40,8 +40,10 @@ def _reduce(comm: PointToPoint, x: torch.Tensor, root: int, op: str) -> torch.Te
     return out.div_(comm.size) if op == "mean" else out
 
 
-def _broadcast(comm: PointToPoint, x: torch.Tensor, root: int) -> torch.Tensor:
-    out = x.clone()
+def _broadcast(
+    comm: PointToPoint, x: torch.Tensor, root: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    out = x.clone() if out is None else out.copy_(x)
     native_calls.broadcast_(out, comm.ranks[root], comm.process_group())
     return out
 

@@ -10,14 +10,15 @@ from minipar.comm.point_to_point import PointToPoint
 from minipar.support.chunks import bounds, chunk_sizes
 
 
-def broadcast(comm: PointToPoint, x: Tensor, root: int = 0) -> Tensor:
+def broadcast(comm: PointToPoint, x: Tensor, root: int = 0, out: Tensor | None = None) -> Tensor:
     """Return the root's x on every rank, for long vectors: scatter from the root, then a ring all-gather (van de Geijn).
 
     Costs 2(p-1) alpha + 2 (p-1)/p n beta: twice the least possible bytes; a tree sends log p / 2 times as many. The
     root sends all chunks but its own; then every rank sends all chunks but its right neighbour's.
     """
     p = comm.size
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     chunks = ring.cut(out.view(-1), bounds(chunk_sizes(x.numel(), p)))
     if comm.rank == root:
         out.copy_(x.detach())

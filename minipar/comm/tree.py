@@ -20,12 +20,15 @@ from minipar.comm.point_to_point import PointToPoint
 from minipar.comm.reduction import Reduction, find_reduction
 
 
-def broadcast(comm: PointToPoint, x: Tensor, root: int = 0) -> Tensor:
+def broadcast(comm: PointToPoint, x: Tensor, root: int = 0, out: Tensor | None = None) -> Tensor:
     """Return the root's x on every rank. The root sends x ceil(log2 p) times, all ranks together p-1 times."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if comm.rank == root:
-        out.copy_(x.detach())
-    _broadcast_in(comm, out, root)
+        _broadcast_in(comm, x.detach().contiguous(), root)
+        out.copy_(x.detach())  # last, since the others wait for the messages
+    else:
+        _broadcast_in(comm, out, root)
     return out
 
 
@@ -46,7 +49,7 @@ def all_reduce(comm: PointToPoint, x: Tensor, op: str = "sum", out: Tensor | Non
 
 
 def _broadcast_in(comm: PointToPoint, out: Tensor, root: int) -> None:
-    """Receive from the parent, then send to the children.
+    """Receive from the parent into `out`, then send it to the children; the root only sends.
 
     `place` is this rank's position counted from the root, mod p. Clearing its lowest set bit gives the parent's position.
     """

@@ -24,7 +24,8 @@ def copy_buffers_of_rank0(module: nn.Module, comms_of: Sequence[Callable[[Tensor
             if comm is not None and comm.size > 1 and buffer.numel():
                 groups.setdefault((comm, buffer.dtype, buffer.device), []).append(buffer)
         for (comm, *_), buffers in groups.items():
-            flat = comm.broadcast(torch.cat([buffer.reshape(-1) for buffer in buffers]))
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            comm.broadcast(flat, out=flat)
             for buffer, value in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
                 value = value.view(buffer.shape)
                 if not torch.equal(buffer, value):

@@ -67,7 +67,7 @@ class ShardedBucket:
         for param, view in self.views.items():
             view.copy_(param)
             param.data = view
-        self.flat.copy_(self.comm.broadcast(self.flat))
+        self.comm.broadcast(self.flat, out=self.flat)
 
     def part(self, param: nn.Parameter) -> tuple[int, int]:
         """Return (start, end) of this rank's part in the flattened parameter."""

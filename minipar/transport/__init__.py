@@ -3,7 +3,7 @@
 stream.py         the stream that runs a Comm's operations in call order, and the handle of an asynchronous operation
 messages.py       Message, and Channel, the state shared by all Comms of the same ranks and name
 transport.py      the contract of the transports, with deadlines; and the tagged transport, for gloo
-shared_memory.py  the shared-memory transport, for one machine: large messages of collectives do not go through a socket
+shared_memory.py  the shared-memory transport, for one machine: long and repeated messages of collectives avoid the socket
 linking.py        how two ranks agree to share memory
 grouped.py        the grouped transport, for NCCL: a communicator per Comm, messages matched by order alone
 checked.py        the grouped transport on gloo, which refuses what would make NCCL hang or mix up messages

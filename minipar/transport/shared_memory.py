@@ -1,12 +1,14 @@
-"""The shared-memory transport, for gloo ranks on one machine: large messages of collectives do not go through a socket.
+"""The shared-memory transport, for gloo ranks on one machine: messages of collectives go through memory that two ranks share.
 
+gloo copies a message into the kernel and out of it again, and a thread of its own receives it and wakes the waiting one.
+Here the sender copies the message into slots of memory that both ranks have mapped, and the receiver reads one slot while
+the sender fills the other. A short message is worth it only if others follow, so the first ones of a channel stay on gloo,
+as do the messages of pipelines and of all-to-all, many of which are under way at once.
 
-gloo copies a message into the kernel and out of it again. Here the sender copies it into slots of memory that both ranks
-have mapped, and the receiver reads one slot while the sender fills the other. All other messages stay on gloo.
-
-A link is one direction between two ranks on one channel, made at their first message (`linking.py`). It consists of a
-memory file without a name, and a connection on which the sender writes a header per segment and the receiver a byte for
-each slot that is free again. Nothing has a name that could outlive the ranks, and a rank's connections close when it ends.
+A link is one direction between two ranks on one channel (`linking.py`), with small slots for short messages or large ones
+for long messages. It consists of a memory file without a name, and a connection on which the sender writes a header per
+segment and the receiver a byte for each slot that is free again. Nothing has a name that could outlive the ranks, and a
+rank's connections close when it ends.
 """
 
 from __future__ import annotations
@@ -28,18 +30,22 @@ from minipar.transport.linking import Described, agree
 from minipar.transport.messages import Channel, ChannelId, Half, Message
 from minipar.transport.transport import Posted, Tagged
 
-SLOT_BYTES = 1 << 20
+SLOT_BYTES = 1 << 20  # of links for long messages
 NUM_SLOTS = 2
-LINKED_BYTES = 256 << 10  # messages of at least this size use a link; shorter ones are mostly latency
+LONG_BYTES = 256 << 10  # messages of at least this size are long; others fit into one small slot of this size
+REPEATED = 32  # a short message uses a link if this many messages of its channel went before it, between the same ranks
 # A link moves data only during a wait, so only collectives that wait for each exchange as soon as it is posted use links.
-KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+# Those that also send and receive apart (in "tree") use them only for exchanges, unless no two ranks could wait for each
+# other: a broadcast and a reduce have a root.
+EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "ring_attention", "ring_attention_gradients")
+ROOTED = ("broadcast", "reduce")
 HEADER = struct.Struct("<IQQ")  # tag, offset in the message, bytes of the segment
 
-LinkId = tuple[ChannelId, str, int]  # channel, "send" or "receive", peer
+LinkId = tuple[ChannelId, str, int, int]  # channel, "send" or "receive", peer, bytes of a slot
 
 
 class Shared(Tagged):
-    """Transport that sends the large messages of collectives through shared memory, and all other messages through gloo."""
+    """Transport that sends long and repeated messages of collectives through shared memory, and others through gloo."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -48,29 +54,35 @@ class Shared(Tagged):
     def start(
         self, channel: Channel, send: Half | None, receive: Half | None, paired: bool
     ) -> Sequence[Posted]:
-        if channel.kind not in KINDS or not paired:
+        if channel.kind not in ROOTED and not (paired and channel.kind in EXCHANGES):
             return super().start(channel, send, receive, paired)
-        outwards = self._describe_large(channel, "send", send)
-        inwards = self._describe_large(channel, "receive", receive)
-        left = None if outwards else send, None if inwards else receive
-        posted = list(super().start(channel, *left, paired))
-        self._connect(channel, outwards, inwards)
-        linked: list[Move] = []
-        for verb, half, function in (
-            ("send", outwards, self.group.send),
-            ("receive", inwards, self.group.recv),
-        ):
-            if half is None:
-                continue
-            link = self._links[channel.key, verb, half.peer]
+        posted: list[Posted] = []
+        linkable: dict[str, Described] = {}
+        for verb, half in (("send", send), ("receive", receive)):
+            if half is not None:
+                x, peer = half
+                message, tag = self.describe(channel, verb, x, peer)
+                described = Described(x, peer, message, tag)
+                if x.nbytes >= LONG_BYTES or message.number >= REPEATED:
+                    linkable[verb] = described
+                else:
+                    posted.append(self._post(channel, verb, described))
+        self._connect(channel, linkable)
+        moves: list[Move] = []
+        for verb, described in linkable.items():
+            link = self._links[link_id(channel, verb, described)]
             if link is None:
-                peer = channel.peers[half.peer]
-                posted.append(self.post_to_group(function, half.x, peer, half.tag, half.message))
+                posted.append(self._post(channel, verb, described))
             else:
-                linked.append((half, link.send if verb == "send" else link.receive))
-        if linked:
-            posted.append((Exchange(self, linked), None, None))
+                moves.append((described, link.send if verb == "send" else link.receive))
+        if moves:
+            posted.append((Exchange(self, moves), None, None))
         return posted
+
+    def _post(self, channel: Channel, verb: str, half: Described) -> Posted:
+        """Leave a message to gloo."""
+        function = self.group.send if verb == "send" else self.group.recv
+        return self.post_to_group(function, half.x, channel.peers[half.peer], half.tag, half.message)
 
     def wait(self, work: Any, message: Message | None) -> None:
         if isinstance(work, Exchange):
@@ -84,39 +96,37 @@ class Shared(Tagged):
         finally:
             self._links.clear()  # this closes the links; the peers have received all that was sent
 
-    def _describe_large(self, channel: Channel, verb: str, half: Half | None) -> Described | None:
-        if half is None:
-            return None
-        x, peer = half
-        if x.nbytes < LINKED_BYTES:
-            return None
-        message, tag = self.describe(channel, verb, x, peer)
-        return Described(x, peer, message, tag)
-
-    def _connect(self, channel: Channel, send: Described | None, receive: Described | None) -> None:
+    def _connect(self, channel: Channel, linkable: dict[str, Described]) -> None:
         """Make the missing links of this exchange. Both ranks of a link learn whether it could be made."""
-        if send and (channel.key, "send", send.peer) in self._links:
-            send = None
-        if receive and (channel.key, "receive", receive.peer) in self._links:
-            receive = None
-        if send is None and receive is None:
+        ids = {verb: link_id(channel, verb, half) for verb, half in linkable.items()}
+        missing = {verb: half for verb, half in linkable.items() if ids[verb] not in self._links}
+        if not missing:
             return
-        outwards, inwards = agree(self, channel, send, receive, SLOT_BYTES * NUM_SLOTS)
-        if send:
-            self._links[channel.key, "send", send.peer] = Link(*outwards) if outwards else None
-        if receive:
-            self._links[channel.key, "receive", receive.peer] = Link(*inwards) if inwards else None
+        send, receive = missing.get("send"), missing.get("receive")
+        ends = agree(self, channel, send, receive, NUM_SLOTS * slot_bytes(send) if send else 0)
+        for verb, end in zip(("send", "receive"), ends):
+            if verb in missing:
+                self._links[ids[verb]] = Link(*end, slot_bytes(missing[verb])) if end else None
+
+
+def slot_bytes(half: Described) -> int:
+    """Return the bytes of a slot of the link for this message."""
+    return SLOT_BYTES if half.x.nbytes >= LONG_BYTES else LONG_BYTES
+
+
+def link_id(channel: Channel, verb: str, half: Described) -> LinkId:
+    return channel.key, verb, half.peer, slot_bytes(half)
 
 
 class Link:
-    """One end of a link, with slots [NUM_SLOTS, SLOT_BYTES]. `free` counts writable slots, `moved` segments so far."""
+    """One end of a link, with slots [NUM_SLOTS, bytes of a slot]. `free` counts writable slots, `moved` segments so far."""
 
-    def __init__(self, connection: socket.socket, memory: int):
+    def __init__(self, connection: socket.socket, memory: int, bytes_of_slot: int):
         self._connection = connection
         self._free = NUM_SLOTS
         self._moved = 0
-        slots = torch.frombuffer(mmap.mmap(memory, SLOT_BYTES * NUM_SLOTS), dtype=torch.uint8)
-        self._slots = slots.view(NUM_SLOTS, SLOT_BYTES)
+        slots = torch.frombuffer(mmap.mmap(memory, NUM_SLOTS * bytes_of_slot), dtype=torch.uint8)
+        self._slots = slots.view(NUM_SLOTS, bytes_of_slot)
         os.close(memory)
 
     def send(self, tag: int, start: int, segment: torch.Tensor) -> None:

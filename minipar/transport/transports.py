@@ -18,7 +18,7 @@ def choose_transport(backend: str) -> type[Transport]:
     """Return the transport for a backend of torch's, or the one named by MINIPAR_TRANSPORT, which all ranks must set alike.
 
 
-    shared   for gloo on Linux: large messages between two ranks of one machine go through shared memory
+    shared   for gloo on Linux: long and repeated messages between two ranks of a machine go through shared memory
     tagged   for gloo elsewhere: every message goes through gloo
     grouped  for NCCL; on gloo it enforces NCCL's rules: it raises where a program breaks one
 

@@ -78,6 +78,10 @@ def test_a_result_can_be_put_where_the_caller_has_memory():
             world.all_gather(whole[3 * rank : 3 * rank + 3], algorithm=algorithm, out=whole)
             want = torch.cat([torch.arange(3.0) + r for r in range(p)])
             bad += [] if torch.equal(whole, want) else [algorithm]
+        for algorithm in ("tree", "ring", "native"):
+            x = torch.arange(7.0) + rank
+            world.broadcast(x, root=p - 1, algorithm=algorithm, out=x)
+            bad += [] if torch.equal(x, torch.arange(7.0) + p - 1) else [algorithm]
         return bad
 
     for size in (1, 2, 5, 8):
@@ -152,6 +156,7 @@ REFUSED = {
     ),
     "in place, not contiguous": (lambda w, x: w.all_reduce_(x.view(2, 3).t()), "contiguous.*strides"),
     "out of another shape": (lambda w, x: w.all_gather(x, out=torch.empty(11)), r"out is.*\(12,\)"),
+    "out of a broadcast": (lambda w, x: w.broadcast(x, out=torch.empty(5)), r"out is.*\(6,\)"),
     "out of another dtype": (lambda w, x: w.reduce_scatter(x, out=torch.empty(3).long()), "int64.*float32"),
     "no dim 0": (lambda w, x: w.all_gather(x[0]), r"dim 0.*view\(1\)"),
     "node_size": (

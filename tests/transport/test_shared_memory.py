@@ -23,27 +23,36 @@ from tests.comm.cases import cases
 from tests.examples import examples
 from tests.transport.test_checked import run_on, sends_and_results
 
-NAMES = [(kind, name) for kind in shared_memory.KINDS for name in ALGORITHMS[kind]]
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+NAMES = [(kind, name) for kind in KINDS for name in ALGORITHMS[kind]]
 MILLION = 1 << 20
 
 
-def in_small_slots(world, function, *args):
-    """Call the function where every exchange of a few bytes is one for a link, in slots of 200 bytes."""
-    with mock.patch.multiple(shared_memory, SLOT_BYTES=200, LINKED_BYTES=1):
+def with_links(world, limits, function, *args):
+    """Call the function with these constants of the transport; return its result, and whether each link could be made."""
+    with mock.patch.multiple(shared_memory, **limits):
         return function(world, *args), [link is not None for link in world._transport._links.values()]
 
 
+LIMITS = {
+    "every message is long, and in slots of 200 bytes": {"SLOT_BYTES": 200, "LONG_BYTES": 1},
+    "some are long": {"SLOT_BYTES": 100, "LONG_BYTES": 50, "REPEATED": 0},
+    "short ones from the third on": {"REPEATED": 2},
+}
+
+
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @examples(4)
 @given(size=st.integers(2, 4), data=st.data())
-def test_results_bytes_and_messages_are_those_of_the_tagged_transport(size, data):
+def test_results_bytes_and_messages_are_those_of_the_tagged_transport(limits, size, data):
     calls = data.draw(st.lists(cases(size, NAMES), min_size=4, max_size=10))
     tagged = run_on("tagged", sends_and_results, calls, world_size=size)
-    shared = run_on("shared", in_small_slots, sends_and_results, calls, world_size=size)
+    shared = run_on("shared", with_links, limits, sends_and_results, calls, world_size=size)
     for rank, (one, (other, links)) in enumerate(zip(tagged, shared)):
         assert all(links)
         for call, (result, *sent), (same, *also) in zip(calls, one, other):
             assert sent == also, (rank, call)
-            assert torch.equal(result, same), (rank, call)
+            assert result is same is None or torch.equal(result, same), (rank, call)
 
 
 def sums(world, limit_bytes=None):
@@ -56,7 +65,7 @@ def sums(world, limit_bytes=None):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     links = world._transport._links
-    return total.unique().tolist(), {(verb, peer): bool(link) for (_, verb, peer), link in links.items()}
+    return total.unique().tolist(), {(verb, peer): bool(link) for (_, verb, peer, _), link in links.items()}
 
 
 def test_a_rank_without_memory_to_share_sends_through_gloo_and_says_so(capfd):
@@ -78,6 +87,33 @@ def on_another_machine(world):
 def test_ranks_that_cannot_connect_stay_on_gloo():
     ranks = run_on("shared", on_another_machine, world_size=2)
     assert ranks == [([3.0], {("send", 1 - r): False, ("receive", 1 - r): False}) for r in range(2)]
+
+
+def links_after_sums(world, num_sums):
+    for _ in range(num_sums):
+        world.all_reduce_(torch.ones(4))
+    return list(world._transport._links)
+
+
+def test_a_short_message_takes_a_link_once_as_many_went_before_it():
+    channel = ChannelId("world", (0, 1))
+    for num_sums, made in ((shared_memory.REPEATED, False), (shared_memory.REPEATED + 1, True)):
+        for rank, links in enumerate(run_on("shared", links_after_sums, num_sums, world_size=2)):
+            small = [(channel, verb, 1 - rank, shared_memory.LONG_BYTES) for verb in ("send", "receive")]
+            assert links == (small if made else [])
+
+
+def a_tree_and_a_ring(world):
+    """One all-reduce along a tree, then the same with exchanges; return this rank's links."""
+    with mock.patch.multiple(shared_memory, LONG_BYTES=1):
+        world.all_reduce(torch.ones(4), algorithm="tree")
+        after_tree = len(world._transport._links)
+        world.all_reduce(torch.ones(4), algorithm="ring")
+        return after_tree, len(world._transport._links)
+
+
+def test_sends_and_receives_apart_stay_on_gloo_unless_the_collective_has_a_root():
+    assert run_on("shared", a_tree_and_a_ring, world_size=3) == [(0, 2)] * 3
 
 
 def open_after(world, connect):
@@ -178,7 +214,7 @@ def make_link(header, **connection):
     os.posix_fallocate(memory, 0, shared_memory.SLOT_BYTES * shared_memory.NUM_SLOTS)
     of_header = {"recv.return_value": shared_memory.HEADER.pack(*header)}
     connection = mock.Mock(**of_header, **connection)
-    link = shared_memory.Link(connection, memory)
+    link = shared_memory.Link(connection, memory, shared_memory.SLOT_BYTES)
     link._slots[0, :8] = 3
     return link, connection
 
