@@ -29,7 +29,7 @@ def rows(quick: bool = False) -> list[Row]:
         row(
             f"DDP step, {name} parameters, {p} ranks",
             run(_race_step, config, rounds, world_size=p),
-            bar=1.05,
+            bar=1.0,
         )
         for name, config in MODELS.items()
         for p in worlds()

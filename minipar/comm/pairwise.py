@@ -1,6 +1,6 @@
 """Pairwise all-to-all: in step s each rank sends to the rank s after it and receives from the rank s before it.
 
-Adds to `simple/collectives.py`: all exchanges are in flight at once.
+Adds to `simple/collectives.py`: all exchanges are posted at once.
 
 In a step, each rank sends to one rank and receives from one rank only, so no link is shared. Cost for n bytes in x,
 the local chunk included: (p-1) alpha + (p-1)/p n beta (Thakur et al. 2005, section 4.6).
@@ -40,7 +40,8 @@ def all_to_all(
         target = out[to[source] : to[source + 1]]
         posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
     out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
-    # All exchanges are in flight at once: a peer that is late in one step does not delay the other steps.
+    # All exchanges are posted by now, so a peer that is late in one step does not delay the others; only long messages
+    # between ranks of one machine wait for their turn.
     for exchange in posted:
         exchange.wait()
     return out

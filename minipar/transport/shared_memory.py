@@ -2,8 +2,8 @@
 
 gloo copies a message into the kernel and out of it again, and a thread of its own receives it and wakes the waiting one.
 Here the sender copies the message into slots of memory that both ranks have mapped, and the receiver reads one slot while
-the sender fills the other. A short message is worth it only if others follow, so the first ones of a channel stay on gloo,
-as do the messages of pipelines and of all-to-all, many of which are under way at once.
+the sender fills the other. A short message is worth it only if others follow, so the first ones of a channel stay on gloo.
+So do the messages of pipelines, and the short ones of all-to-all, many of which are under way at once.
 
 A link is one direction between two ranks on one channel (`linking.py`), with small slots for short messages or large ones
 for long messages. It consists of a memory file without a name, and a connection on which the sender writes a header per
@@ -34,10 +34,10 @@ SLOT_BYTES = 1 << 20  # of links for long messages
 NUM_SLOTS = 2
 LONG_BYTES = 256 << 10  # messages of at least this size are long; others fit into one small slot of this size
 REPEATED = 32  # a short message uses a link if this many messages of its channel went before it, between the same ranks
-# A link moves data only during a wait, so only collectives that wait for each exchange as soon as it is posted use links.
+# A link moves data only during a wait, so only collectives that wait for their exchanges in the order of posting use links.
 # Those that also send and receive apart (in "tree") use them only for exchanges, unless no two ranks could wait for each
 # other: a broadcast and a reduce have a root.
-EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "ring_attention", "ring_attention_gradients")
+EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ring_attention", "ring_attention_gradients")
 ROOTED = ("broadcast", "reduce")
 HEADER = struct.Struct("<IQQ")  # tag, offset in the message, bytes of the segment
 
@@ -63,7 +63,8 @@ class Shared(Tagged):
                 x, peer = half
                 message, tag = self.describe(channel, verb, x, peer)
                 described = Described(x, peer, message, tag)
-                if x.nbytes >= LONG_BYTES or message.number >= REPEATED:
+                repeated = message.number >= REPEATED and channel.kind != "all_to_all"
+                if x.nbytes >= LONG_BYTES or repeated:
                     linkable[verb] = described
                 else:
                     posted.append(self._post(channel, verb, described))
@@ -119,14 +120,14 @@ def link_id(channel: Channel, verb: str, half: Described) -> LinkId:
 
 
 class Link:
-    """One end of a link, with slots [NUM_SLOTS, bytes of a slot]. `free` counts writable slots, `moved` segments so far."""
+    """One end of a link, with NUM_SLOTS slots. `free` counts writable slots, `moved` segments so far."""
 
     def __init__(self, connection: socket.socket, memory: int, bytes_of_slot: int):
         self._connection = connection
         self._free = NUM_SLOTS
         self._moved = 0
-        slots = torch.frombuffer(mmap.mmap(memory, NUM_SLOTS * bytes_of_slot), dtype=torch.uint8)
-        self._slots = slots.view(NUM_SLOTS, bytes_of_slot)
+        self._bytes_of_slot = bytes_of_slot
+        self._memory = mmap.mmap(memory, NUM_SLOTS * bytes_of_slot)
         os.close(memory)
 
     def send(self, tag: int, start: int, segment: torch.Tensor) -> None:
@@ -147,9 +148,9 @@ class Link:
             self._connection.send(b"f")
 
     def _next_slot(self, num_bytes: int) -> torch.Tensor:
-        slot = self._slots[self._moved % NUM_SLOTS, :num_bytes]
+        start = self._moved % NUM_SLOTS * self._bytes_of_slot
         self._moved += 1
-        return slot
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=num_bytes, offset=start)
 
     def _read(self, most: int) -> bytes:
         """Wait for bytes from the peer, and return them. Raises TimeoutError, or ConnectionError if the peer has ended."""

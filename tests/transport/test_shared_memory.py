@@ -23,7 +23,7 @@ from tests.comm.cases import cases
 from tests.examples import examples
 from tests.transport.test_checked import run_on, sends_and_results
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 NAMES = [(kind, name) for kind in KINDS for name in ALGORITHMS[kind]]
 MILLION = 1 << 20
 
@@ -101,6 +101,17 @@ def test_a_short_message_takes_a_link_once_as_many_went_before_it():
         for rank, links in enumerate(run_on("shared", links_after_sums, num_sums, world_size=2)):
             small = [(channel, verb, 1 - rank, shared_memory.LONG_BYTES) for verb in ("send", "receive")]
             assert links == (small if made else [])
+
+
+def test_short_messages_of_an_all_to_all_stay_on_gloo_however_many_went_before():
+    def links(world):
+        for _ in range(shared_memory.REPEATED + 2):
+            world.all_to_all(torch.ones(4))
+        short = len(world._transport._links)
+        world.all_to_all(torch.ones(MILLION))
+        return short, len(world._transport._links)
+
+    assert run_on("shared", links, world_size=2) == [(0, 2)] * 2
 
 
 def a_tree_and_a_ring(world):
@@ -215,7 +226,7 @@ def make_link(header, **connection):
     of_header = {"recv.return_value": shared_memory.HEADER.pack(*header)}
     connection = mock.Mock(**of_header, **connection)
     link = shared_memory.Link(connection, memory, shared_memory.SLOT_BYTES)
-    link._slots[0, :8] = 3
+    link._memory[:8] = bytes([3]) * 8
     return link, connection
 
 
