@@ -7,6 +7,7 @@ from torch import Tensor
 
 from minipar.comm import Comm
 from minipar.data_parallel.optimizer_interface import OptimizerInterface, as_optimizer_interface
+from minipar.data_parallel.tensor_lists import all_finite
 
 
 class DynamicLossScaler:
@@ -61,7 +62,7 @@ class DynamicLossScaler:
         assert self._comm is not None
         interface.reduce_pending()
         gradients = [x.grad for x in interface.tensors if x.grad is not None]
-        finite = [torch.isfinite(grad).all().to(self._comm.device) for grad in gradients]
+        finite = [all_finite(grad).to(self._comm.device) for grad in gradients]
         found = ~torch.stack(finite).all() if finite else torch.zeros((), device=self._comm.device)
         return bool(self._comm.all_reduce(found.float().view(1), "max").item())  # the only wait for the GPU
 

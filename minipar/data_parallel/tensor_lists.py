@@ -74,6 +74,15 @@ def squared_norms(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(plain, 2, torch.float64)).square()
 
 
+def all_finite(x: Tensor) -> Tensor:
+    """Return whether x has neither inf nor nan, as one boolean. Reads x once, where torch.isfinite(x) takes several passes.
+
+    The least and the largest element are nan if any element is.
+    """
+    ends = torch.stack(torch.aminmax(x.detach())) if x.numel() else x
+    return torch.isfinite(ends).all()
+
+
 class Rows:
     """Memory for tensors shaped like `params`. Each starts at a new row, so each can be multiplied by its own factor.
 

@@ -37,7 +37,14 @@ REPEATED = 32  # a short message uses a link if this many messages of its channe
 # A link moves data only during a wait, so only collectives that wait for their exchanges in the order of posting use links.
 # Those that also send and receive apart (in "tree") use them only for exchanges, unless no two ranks could wait for each
 # other: a broadcast and a reduce have a root.
-EXCHANGES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ring_attention", "ring_attention_gradients")
+EXCHANGES = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "ring_attention",
+    "ring_attention_gradients",
+)
 ROOTED = ("broadcast", "reduce")
 HEADER = struct.Struct("<IQQ")  # tag, offset in the message, bytes of the segment
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minipar.data_parallel.tensor_lists import all_finite
 from minipar.model.value_check import assert_async
 from minipar.support.errors import one_of
 
@@ -84,12 +85,12 @@ class Int8:
     def encode(self, x: Tensor) -> Tensor:
         blocks = _blocks(x, self.block)
         scale = blocks.abs().amax(1) / 127
-        codes = (blocks / _nonzero(scale)[:, None]).round().to(torch.int8)
+        codes = (blocks / _nonzero(scale)[:, None]).round_().to(torch.int8)
         return torch.cat((_bytes(codes.flatten()[: len(x)]), _bytes(scale.float())))
 
     def decode(self, payload: Tensor, n: int) -> Tensor:
         codes, scale = payload[:n].view(torch.int8).float(), _from_bytes(payload[n:], torch.float32)
-        return (_blocks(codes, self.block) * scale[:, None]).flatten()[:n]
+        return _blocks(codes, self.block).mul_(scale[:, None]).flatten()[:n]
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Float8:
     def decode(self, payload: Tensor, n: int) -> Tensor:
         codes = payload[:n].view(FLOAT8[self.kind]).float()
         scale = _from_bytes(payload[n:], torch.float32)
-        return (_blocks(codes, self.block) * scale[:, None]).flatten()[:n]
+        return _blocks(codes, self.block).mul_(scale[:, None]).flatten()[:n]
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def make_codec(name: str) -> Codec:
 def require_finite(x: Tensor, what: str) -> None:
     """Raise ArithmeticError if x has nan or inf, since a codec would spread these to other elements or hide them."""
     sentence = f"{what} is not finite: it is not compressed"
-    if not assert_async(torch.isfinite(x).all(), sentence):
+    if not assert_async(all_finite(x), sentence):
         raise ArithmeticError(sentence)
 
 

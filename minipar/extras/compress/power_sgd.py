@@ -37,7 +37,9 @@ class PowerSGD:
         self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
         self.plain = PlainMean(comm)
         self.residuals: dict[object, Tensor] = {}
-        self._factors: dict[object, Tensor] = {}  # Q of the last step, with which the next step begins
+        self._factors: dict[
+            object, Tensor
+        ] = {}  # Q^T [r, m] of the last step, with which the next step begins
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         """Return an approximation of the mean of x over ranks, in the shape and dtype of x."""
@@ -54,13 +56,14 @@ class PowerSGD:
         local = {key: widened(x).reshape(_matrix_shape(x)) for key, x in thin.items()}
         for key in self.residuals.keys() & local.keys():
             local[key] = local[key] + self.residuals[key].view_as(local[key])
-        products = {key: x @ self._factor(key, x) for key, x in local.items()}
+        # M Q as (Q^T M^T)^T: with the thin matrix on the left, torch's product is several times as fast on a CPU.
+        products = {key: self._factor(key, x) @ x.t() for key, x in local.items()}
         found = self.plain.means(products | {key: x for key, x in tensors.items() if key not in thin})
-        p = {key: _orthonormal(found[key]) for key in thin}
-        q = self.plain.means({key: x.t() @ p[key] for key, x in local.items()})
-        self._factors |= q
+        p = {key: _orthonormal(found[key].t()) for key in thin}
+        qt = self.plain.means({key: p[key].t() @ x for key, x in local.items()})
+        self._factors |= qt
         for key, x in thin.items():
-            mean = p[key] @ q[key].t()
+            mean = p[key] @ qt[key]
             if self.error_feedback:
                 self.residuals[key] = (local[key] - mean).view(x.shape)
             found[key] = mean.view(x.shape).to(x.dtype)
@@ -75,7 +78,7 @@ class PowerSGD:
     def _factor(self, key: object, local: Tensor) -> Tensor:
         if key not in self._factors:
             generator = torch.Generator().manual_seed(self.seed)  # the same on every rank
-            self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).to(local)
+            self._factors[key] = torch.randn(local.shape[1], self.rank, generator=generator).t().to(local)
         return self._factors[key]
 
     def sent_elements(self, shape: Sequence[int]) -> int:
@@ -86,8 +89,8 @@ class PowerSGD:
     def state(self) -> State:
         """Return, by key, this rank's "residual", and the "factor" Q [m, r]. Sends nothing."""
         found = {key: {"residual": x} for key, x in self.residuals.items()}
-        for key, q in self._factors.items():
-            found.setdefault(key, {})["factor"] = q
+        for key, qt in self._factors.items():
+            found.setdefault(key, {})["factor"] = qt.t().contiguous()
         return found
 
     def load(self, state: State) -> None:
@@ -95,7 +98,7 @@ class PowerSGD:
             if "residual" in own:
                 self.residuals[key] = own["residual"]
             if "factor" in own:
-                self._factors[key] = own["factor"]
+                self._factors[key] = own["factor"].t().contiguous()
 
 
 def _matrix_shape(x: Tensor) -> tuple[int, int]:
