@@ -1,4 +1,4 @@
-"""The shared-memory transport, for gloo ranks on one machine: messages of collectives go through memory that two ranks share.
+"""The shared-memory transport, for gloo ranks on one machine: messages of collectives go through memory of two ranks.
 
 gloo copies a message into the kernel and out of it again, and a thread of its own receives it and wakes the waiting one.
 Here the sender copies the message into slots of memory that both ranks have mapped, and the receiver reads one slot while

@@ -3,7 +3,7 @@
 There are three implementations of one contract:
 
     tagged    `Tagged`, for gloo: a message is matched by its sender, receiver and tag; channels need no preparation
-    shared    `Shared` (shared_memory.py): like tagged, but long and repeated messages between ranks of one machine avoid the socket
+    shared    `Shared` (shared_memory.py): like tagged, but long and repeated messages within a machine avoid the socket
     grouped   `Grouped` (grouped.py), for NCCL: a channel is a communicator, in which messages are matched by order alone
 
 A caller may rely on the following. `post` delivers a message to the rank `to` if that rank posts its receive. Messages of a
