@@ -40,8 +40,8 @@ def all_to_all(
         target = out[to[source] : to[source + 1]]
         posted.append(comm.exchange(chunk, dest, target.shape, x.dtype, source, out=target, async_op=True))
     out[to[rank] : to[rank + 1]] = x[from_[rank] : from_[rank + 1]]
-    # All exchanges are posted by now, so a peer that is late in one step does not delay the others; only long messages
-    # between ranks of one machine wait for their turn.
+    # All exchanges are posted before the first wait, so a peer that is late in one step does not delay the others. (Long
+    # messages between ranks of one machine do wait for their turn: see shared_memory.py.)
     for exchange in posted:
         exchange.wait()
     return out

@@ -79,7 +79,8 @@ def all_finite(x: Tensor) -> Tensor:
 
     The least and the largest element are nan if any element is.
     """
-    ends = torch.stack(torch.aminmax(x.detach())) if x.numel() else x
+    x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
+    ends = torch.stack(torch.aminmax(x)) if x.numel() else x
     return torch.isfinite(ends).all()
 
 

@@ -7,6 +7,7 @@ or memory is short, both learn of it and continue with gloo.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -86,6 +87,7 @@ def _hear(transport: Transport, channel: Channel, of: Described) -> bytes:
 
 def _offer(rank: int, num_bytes: int) -> tuple[socket.socket, int] | None:
     """Make a socket, and a memory file for which the receiver asks on it; return None if that fails."""
+    memory = None
     try:
         memory = os.memfd_create("minipar")
         os.posix_fallocate(memory, 0, num_bytes)  # otherwise a write to full memory would end the process
@@ -95,6 +97,8 @@ def _offer(rank: int, num_bytes: int) -> tuple[socket.socket, int] | None:
         listener.listen(1)
         return listener, memory
     except (OSError, AttributeError) as error:
+        if memory is not None:
+            os.close(memory)
         print(f"rank {rank} sends through gloo, as it has no memory to share: {error}", file=sys.stderr)
         return None
 
@@ -102,13 +106,11 @@ def _offer(rank: int, num_bytes: int) -> tuple[socket.socket, int] | None:
 def _connection_to(address: bytes, timeout_s: float) -> socket.socket | None:
     """Connect to an address that is padded with zeros; return None if it is empty, or in another machine or container."""
     if address:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(timeout_s)
-        try:
+        with contextlib.suppress(OSError):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout_s)
             connection.connect(b"\0" + address.lstrip(b"\0"))
             return connection
-        except OSError:
-            pass
     return None
 
 

@@ -34,9 +34,9 @@ SLOT_BYTES = 1 << 20  # of links for long messages
 NUM_SLOTS = 2
 LONG_BYTES = 256 << 10  # messages of at least this size are long; others fit into one small slot of this size
 REPEATED = 32  # a short message uses a link if this many messages of its channel went before it, between the same ranks
-# A link moves data only during a wait, so only collectives that wait for their exchanges in the order of posting use links.
-# Those that also send and receive apart (in "tree") use them only for exchanges, unless no two ranks could wait for each
-# other: a broadcast and a reduce have a root.
+# A link moves data only while its rank waits for it. So an exchange may use links if its collective waits for exchanges in
+# the order of posting. A send without a receive may do so only in a broadcast or a reduce: ranks wait along a tree there,
+# and never for each other.
 EXCHANGES = (
     "all_reduce",
     "reduce_scatter",
@@ -102,7 +102,7 @@ class Shared(Tagged):
         try:
             super().drain()
         finally:
-            self._links.clear()  # this closes the links; the peers have received all that was sent
+            self._links.clear()  # this closes the links; a peer can still read what was sent
 
     def _connect(self, channel: Channel, linkable: dict[str, Described]) -> None:
         """Make the missing links of this exchange. Both ranks of a link learn whether it could be made."""

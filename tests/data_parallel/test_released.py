@@ -15,6 +15,7 @@ import minipar
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
 from minipar.pipeline import Pipeline
 from minipar.schedules import make_schedule
+from minipar.transport.shared_memory import REPEATED
 
 FEW, MANY = 40, 200  # models, in quick runs and in all
 
@@ -126,6 +127,8 @@ def held():
 
 def _made(world, make, number):
     def made():
+        for _ in range(REPEATED + 1):
+            world.all_reduce(torch.ones(1))  # after so many messages the two ranks keep two links
         for _ in range(10):
             make(world)
         first = held()

@@ -5,6 +5,7 @@ import re
 import resource
 import signal
 import threading
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -12,19 +13,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.comm.collectives import ALGORITHMS
+from minipar.context.attention_ring import ring_attention
 from minipar.support.errors import RankError
 from minipar.transport import linking, shared_memory
 from minipar.transport.errors import PeerLate, PeerLost
 from minipar.transport.linking import Described
 from minipar.transport.messages import ChannelId, Message
 from minipar.transport.transports import choose_transport
+from tests.comm import cases as cases_module
 from tests.comm.cases import cases
 from tests.examples import examples
 from tests.transport.test_checked import run_on, sends_and_results
 
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
-NAMES = [(kind, name) for kind in KINDS for name in ALGORITHMS[kind]]
+NAMES = [
+    (kind, name) for kind, name in cases_module.NAMES if name not in ("native", "auto")
+]  # those of extras, too
 MILLION = 1 << 20
 
 
@@ -53,6 +56,77 @@ def test_results_bytes_and_messages_are_those_of_the_tagged_transport(limits, si
         for call, (result, *sent), (same, *also) in zip(calls, one, other):
             assert sent == also, (rank, call)
             assert result is same is None or torch.equal(result, same), (rank, call)
+
+
+def one_of_each(world):
+    """The results of one collective of each kind."""
+    p, x = world.size, torch.arange(24.0) + world.rank
+    y = x.clone()
+    return [
+        world.all_reduce(x),
+        world.reduce_scatter(x),
+        world.all_gather(x),
+        world.all_to_all(x),
+        world.broadcast(x, root=p - 1),
+        world.broadcast(y, root=p - 1, out=y),
+        world.broadcast(x, algorithm="ring"),
+        world.reduce(x, root=p - 1),
+        world.reduce(x, algorithm="ring"),
+        *attended(world),
+    ]
+
+
+def attended(world):
+    """Ring attention's output, and the gradient of its keys."""
+    torch.manual_seed(world.rank)
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    out = ring_attention(world, q, k, v)
+    out.square().sum().backward()
+    return out.detach(), k.grad
+
+
+def all_long(world, function, refuses=()):
+    """Call the function where every message is long; return its result, and the kinds of collectives that used links."""
+    kinds = set()
+
+    class Seen(shared_memory.Exchange):
+        def __init__(self, transport, moves):
+            super().__init__(transport, moves)
+            kinds.update(half.message.label.split()[0] for half, _ in moves)
+
+    constants = mock.patch.multiple(shared_memory, SLOT_BYTES=40, LONG_BYTES=1, Exchange=Seen)
+    refused = mock.patch.object(linking, "_connection_to", return_value=None)
+    with constants, refused if world.rank in refuses else nullcontext():
+        return function(world), kinds
+
+
+KINDS = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"}
+KINDS |= {"ring_attention", "ring_attention_gradients"}
+
+
+def test_each_of_these_kinds_uses_links_and_where_a_rank_refuses_them_gloo_gives_the_same():
+    right = run_on("tagged", one_of_each, world_size=3)
+    for refuses in ((), (1,), (0, 1, 2)):
+        for rank, (results, kinds) in enumerate(
+            run_on("shared", all_long, one_of_each, refuses, world_size=3)
+        ):
+            assert all(a is b is None or torch.equal(a, b) for a, b in zip(results, right[rank], strict=True))
+            assert kinds == (
+                set() if len(refuses) == 3 else {*shared_memory.EXCHANGES, *shared_memory.ROOTED}
+            )
+
+
+@pytest.mark.parametrize("name", ["tagged", "shared"])
+def test_a_conjugate_is_sent_as_its_values(name):
+    def received(world):
+        x = torch.view_as_complex(torch.arange(12.0).view(6, 2) + world.rank)
+        one = x[:1].conj().imag  # contiguous, and a negative view
+        return world.broadcast(x.conj()), world.exchange(one, 1 - world.rank, (1,), one.dtype, 1 - world.rank)
+
+    for rank, ((first, imaginary), _) in enumerate(run_on(name, all_long, received, world_size=2)):
+        pairs = torch.arange(12.0).view(6, 2)
+        assert torch.equal(first, torch.complex(pairs[:, 0], -pairs[:, 1]))
+        assert imaginary.tolist() == [-(1.0 + 1 - rank)]
 
 
 def sums(world, limit_bytes=None):
