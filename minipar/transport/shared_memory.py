@@ -176,7 +176,7 @@ class Exchange:
 
     def __init__(self, transport: Shared, moves: list[Move]):
         self._transport = transport
-        self._moves = [(half, half.x.detach().view(-1).view(torch.uint8), move) for half, move in moves]
+        self._moves = [(half, _bytes(half.x), move) for half, move in moves]
 
     def run(self) -> None:
         for start in range(0, max(data.numel() for _, data, _ in self._moves), SLOT_BYTES):
@@ -200,3 +200,8 @@ class Exchange:
             raise PeerLost(f"rank {rank} could not {half.message}: {error}") from None
         finally:
             waits.pop(thread, None)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a contiguous tensor, or the values of one that is to be negated or conjugated when read."""
+    return x.detach().resolve_conj().resolve_neg().view(-1).view(torch.uint8)

@@ -122,9 +122,7 @@ class Transport:
                 require_device(tensor, self.device, channel.key)
         send = receive = None
         if to is not None and x is not None and x.numel():
-            if x.requires_grad or not x.is_contiguous() or x.is_conj() or x.is_neg():
-                x = x.detach().contiguous().resolve_conj().resolve_neg()
-            send = (x, to)
+            send = (x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x, to)
         if source is not None and out is not None and out.numel():
             receive = (out, source)
         # `paired` is True even if one tensor is empty, because both ranks of a message must treat it the same way.
