@@ -13,7 +13,8 @@ import pytest
 from minipar.cli import _parse
 from minipar.cli.flags import config_of
 from minipar.config.toml_config import as_toml
-from minipar.config.train_config import TrainConfig
+from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
+from minipar.verification.legal_configs import configs_to_verify
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -159,6 +160,11 @@ def test_the_speed_that_readme_tells_is_in_the_table():
     for name, ratio in ratios:
         row = next(line for line in table.splitlines() if line.startswith(f"| {name}"))
         assert row.split("|")[4].strip() == ratio, row
+
+
+def test_the_meshes_that_readme_counts_are_all_that_the_sweep_verifies():
+    ((equal, number),) = re.findall(r"--world-size 8` .*\[(\d+) of (\d+)\]", TEXTS["README.md"])
+    assert int(equal) == int(number) == len(configs_to_verify(VERIFY_DEFAULTS, 8))
 
 
 def launched(text: str) -> list[list[str]]:

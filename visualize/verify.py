@@ -12,41 +12,53 @@ from minipar.verification.verify import Verification
 from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"
+STAGES = range(4)  # of ZeRO
+GROUP = 4.5  # from one schedule's first column to the next one's, in columns
 LEAST_COLUMNS = 24  # the width that the sentence below the cells needs
 
 
 def draw_sweep(results: Sequence[Verification], path: str | Path) -> Path:
-    """Draw one cell per run, with the exponent of the largest difference; blue where every tensor equals one process's."""
-    meshes, variants, cells = _grid(results)
-    columns = max(len(variants), LEAST_COLUMNS)
+    """Draw one cell per run, with the exponent of the largest difference; blue where every tensor equals one process's.
+
+    Each schedule has four columns, one for each stage of ZeRO. A mesh has a row; grey cells are not legal.
+    """
+    cells: dict[tuple[str, str, int], Verification] = {
+        (r.config.mesh_name, _schedule(r), r.config.zero): r for r in results
+    }
+    meshes = list(dict.fromkeys(mesh for mesh, *_ in cells))
+    schedules = sorted({schedule for _, schedule, _ in cells}, key=_order)
+    columns = max(GROUP * len(schedules), LEAST_COLUMNS)
     figure = new_figure(2.2 + 0.3 * columns, 1.6 + 0.3 * len(meshes))
     axes = figure.subplots()
+    axes.text(-0.1, -0.3, "ZeRO", ha="right", va="center", fontsize=NORMAL)
     for row, mesh in enumerate(meshes):
         axes.text(-0.1, row + 0.5, mesh, ha="right", va="center", fontsize=NORMAL)
-        for column, variant in enumerate(variants):
-            result = cells.get((mesh, variant))
-            colour = FAINT if result is None else BLUE if result.equal else VERMILION
-            axes.add_patch(_cell(column, row, colour))
-            if result is not None:
-                label = _exponent(result.difference)
-                axes.text(
-                    column + 0.5,
-                    row + 0.5,
-                    label,
-                    ha="center",
-                    va="center",
-                    fontsize=SMALL,
-                    color=text_on(colour),
-                )
-    for column, variant in enumerate(variants):
-        axes.text(column + 0.5, -0.15, variant, ha="left", va="bottom", rotation=60, fontsize=SMALL)
+    for group, schedule in enumerate(schedules):
+        axes.text(GROUP * group + 2, -1.1, schedule, ha="center", va="center", fontsize=NORMAL)
+        for zero in STAGES:
+            column = GROUP * group + zero
+            axes.text(column + 0.5, -0.3, str(zero), ha="center", va="center", fontsize=SMALL)
+            for row, mesh in enumerate(meshes):
+                result = cells.get((mesh, schedule, zero))
+                colour = FAINT if result is None else BLUE if result.equal else VERMILION
+                axes.add_patch(_cell(column, row, colour))
+                if result is not None:
+                    axes.text(
+                        column + 0.5,
+                        row + 0.5,
+                        _exponent(result.difference),
+                        ha="center",
+                        va="center",
+                        fontsize=SMALL,
+                        color=text_on(colour),
+                    )
     equal = sum(result.equal for result in results)
     axes.text(
         0, len(meshes) + 0.6, f"{equal} of {len(results)} give the numbers of one process; "
         "in a cell, the largest relative difference of any tensor, as a power of ten", fontsize=NORMAL, va="center",
     )  # fmt: skip
     axes.set_xlim(-3.5, columns + 1)
-    axes.set_ylim(len(meshes) + 1, -2.2)
+    axes.set_ylim(len(meshes) + 1, -1.7)
     axes.axis("off")
     return write(figure, path)
 
@@ -73,16 +85,19 @@ def _grid(
     return list(dict.fromkeys(m for m, _ in cells)), sorted({v for _, v in cells}, key=_order), cells
 
 
+def _schedule(result: Verification) -> str:
+    return result.config.schedule if result.config.pp > 1 else NO_PIPELINE
+
+
 def _variant(result: Verification) -> str:
-    config = result.config
-    return f"{config.schedule if config.pp > 1 else NO_PIPELINE}, ZeRO-{config.zero}"
+    return f"{_schedule(result)}, ZeRO-{result.config.zero}"
 
 
 def _order(variant: str) -> tuple[bool, str]:
     return not variant.startswith(NO_PIPELINE), variant
 
 
-def _cell(column: int, row: int, colour: str) -> Rectangle:
+def _cell(column: float, row: int, colour: str) -> Rectangle:
     return Rectangle((column + 0.04, row + 0.06), 0.92, 0.88, facecolor=colour)
 
 

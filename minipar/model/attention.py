@@ -33,7 +33,7 @@ def plain_attention(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if causal or positions is not None:
+    if positions is not None or (causal and q.shape[2] > 1):  # a single query sees all keys
         hidden = single_process_mask(q.shape[2], k.shape[2], causal, positions).hidden()
         scores = scores.masked_fill(hidden.to(q.device), -math.inf)
     return scores.softmax(-1) @ v
