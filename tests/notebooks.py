@@ -28,7 +28,7 @@ def pytest_collect_file(file_path, parent):
 
 def pytest_unconfigure():
     for kernel in list(_kernels):
-        _end(kernel)
+        _end(kernel, now=False)
 
 
 class NotebookFile(pytest.File):
@@ -63,7 +63,8 @@ def _kernel():
     return _kernels[0]
 
 
-def _end(kernel):
+def _end(kernel, now=True):
+    """End the kernel. Unless it is to end now, it can first remove its temporary folders."""
     _kernels.clear()
     if kernel.has_kernel:
-        run_sync(kernel.shutdown_kernel)(now=True)
+        run_sync(kernel.shutdown_kernel)(now=now)
