@@ -1,4 +1,4 @@
-"""LAMB and Muon over lists of tensors give what their formulas give parameter by parameter."""
+"""LAMB and Muon over lists of tensors give what their formulas give parameter by parameter; what is not finite is found."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minipar.data_parallel.tensor_lists import ROW_ELEMS, Rows
+from minipar.data_parallel.tensor_lists import ROW_ELEMS, Rows, all_finite
 from minipar.extras.optimizers import muon as muon_module
 from minipar.extras.optimizers.lamb import Lamb
 from minipar.extras.optimizers.muon import Muon, newton_schulz
@@ -107,3 +107,21 @@ def test_muons_step_is_that_of_each_matrix_alone_however_many_go_together(shapes
         direction = newton_schulz((1 - 0.95**2) * g)
         want = (1 - 0.1 * 0.2) * w - 0.1 * 0.2 * max(w.shape[-2:]) ** 0.5 * direction
         assert_equal_to(param.detach(), want)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_one_inf_or_nan_anywhere_is_found(dtype):
+    largest = torch.finfo(dtype).max
+    for right in (
+        torch.full((70,), largest, dtype=dtype),
+        torch.zeros(0, dtype=dtype),
+        -torch.ones((), dtype=dtype),
+    ):
+        assert all_finite(right)
+    for wrong in (float("inf"), -float("inf"), float("nan")):
+        for place in (0, 33, 69):
+            x = torch.full((70,), -largest, dtype=dtype)
+            x[place] = complex(0, wrong) if dtype.is_complex else wrong
+            assert not all_finite(x)

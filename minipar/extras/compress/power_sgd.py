@@ -37,9 +37,8 @@ class PowerSGD:
         self.comm, self.rank, self.seed, self.error_feedback = comm, rank, seed, error_feedback
         self.plain = PlainMean(comm)
         self.residuals: dict[object, Tensor] = {}
-        self._factors: dict[
-            object, Tensor
-        ] = {}  # Q^T [r, m] of the last step, with which the next step begins
+        # Q^T [r, m] of the last step, with which the next step begins
+        self._factors: dict[object, Tensor] = {}
 
     def __call__(self, x: Tensor, key: object = 0) -> Tensor:
         """Return an approximation of the mean of x over ranks, in the shape and dtype of x."""
