@@ -105,7 +105,7 @@ def layer_activation_bytes(
                    (3 w + 8) E     router: probabilities, for the choice and for two losses, and the experts in order
                    w D             router's input, of all tokens; in 16 bits a shared expert keeps its own input, e D. The
                                    norm's product, e D, is not kept if no other operation reads it
-        positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask
+        positions  RoPE's cosines and sines, once for the whole batch; with scores, also the causal mask, if s > 1
 
     A key/value head that several ranks share is counted on each of them. A parallel block has one norm and one dropout.
     Of a router, the few numbers per choice are not counted.
@@ -136,7 +136,7 @@ def layer_activation_bytes(
         "latents": latents,
         "mlp": mlp * tokens + router,
         "dropouts": shape.norms_per_layer * shape.dim * outside if shape.dropout else 0,
-        "positions": s * (shape.rope_dim or shape.head_dim) * e + s * scores,
+        "positions": s * (shape.rope_dim or shape.head_dim) * e + (s * scores if s > 1 else 0),
     }
 
 

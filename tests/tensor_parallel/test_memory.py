@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import minipar
@@ -49,7 +49,11 @@ def predicted_bytes(case: Case, dtype: torch.dtype) -> int:
     return whole + case.batch * (case.length * of_token + wide * config.num_experts + 16)
 
 
+ONE_TOKEN = ModelConfig(vocab_size=2, dim=2, num_layers=1, num_heads=1, hidden_dim=1, attention="plain")
+
+
 @given(cases().filter(has_formula), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+@example(Case(ONE_TOKEN, 1, False, 1, 1, 0), torch.float32)  # a single query needs no causal mask
 def test_a_layer_keeps_what_the_formula_says(case, dtype):
     kept = minipar.run(saved_bytes, case, dtype, world_size=case.tp)
     assert kept == [predicted_bytes(case, dtype)] * case.tp
