@@ -1,7 +1,7 @@
 """`minipar train`."""
 
-# No `from __future__ import annotations`: tyro evaluates the annotations, and some name local variables, which no type
-# checker can follow.
+# No `from __future__ import annotations`: tyro evaluates the annotations, and some of these refer to local variables,
+# which no type checker can follow.
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -86,7 +86,7 @@ class Comm(PointToPoint):
     def reduce(
         self, x: Tensor, root: int = 0, op: str = "sum", algorithm: str = "auto", async_op: bool = False
     ) -> Any:
-        """Return the sum over ranks of x on rank `root`, None on the other ranks."""
+        """Return the sum (mean, max or min) over ranks of x on rank `root`, None on the other ranks."""
         check_root(self, root)
         return self._collective("reduce", algorithm, async_op, x, root=root, op=op)
 

@@ -134,8 +134,7 @@ def levels(comm: PointToPoint, node_size: int | None = None) -> Levels:
 def ranks_per_node(ranks: Sequence[int], node_size: int | None) -> int | None:
     """Return how many of these world ranks each node has, if a node has `node_size` consecutive world ranks.
 
-
-    None if that is unknown or unequal, the ranks are not contiguous, each node has one rank, or one node has all ranks.
+    None if that is unknown or unequal, the ranks are not in the order of nodes, each node has one rank, or one has all.
     """
     if node_size is None:
         return None

@@ -22,7 +22,7 @@ def all_to_all(
 ) -> torch.Tensor:
     """Transpose the chunks along dim 0: rank r's chunk s becomes chunk r on rank s.
 
-    x     [sum(send_sizes), ...]   chunk s for rank s; by default cut as torch.chunk cuts, equally on all ranks
+    x     [sum(send_sizes), ...]   chunk s for rank s; default: torch.chunk's sizes, which must be equal across ranks
     out   [sum(recv_sizes), ...]   chunk s from rank s
 
     Sends x without its local chunk (the chunk for this rank): (p-1)/p of x if all chunks are equal.

@@ -55,7 +55,7 @@ def _schedule(
 
 
 def check_data(config: TrainConfig) -> None:
-    """Raise ValueError if the source of tokens, the vocabulary size or the scaling of lr do not fit each other."""
+    """Raise ValueError for tokens beside text, a vocabulary too small for bytes, or a scaling of lr given in half."""
     if config.tokens is not None and config.text is not None:
         raise ValueError(f"tokens={config.tokens} is used in place of text={config.text}; use one of the two")
     vocab_size, reads_bytes = config.model.vocab_size, config.tokens is None and config.tokenizer is None

@@ -28,7 +28,7 @@ class Machine:
     link_bytes_per_s       bandwidth from a GPU to all other GPUs of its node together, in one direction
     pairs                  whether each pair of GPUs in a node has its own link, and there is no switch: in a group of n, a
                            GPU then uses n - 1 of its gpus_per_node - 1 links
-    switch_speedup         factor by which a node's all-reduces get faster because the switch adds up; 1: it does not
+    switch_speedup         factor by which a node's all-reduces get faster as the switch does the sums; 1: it does not
     cards_per_node         network cards, shared by all GPUs of the node
     card_bytes_per_s       speed of each card, in one direction
     link_latency_s, network_latency_s   latency of one hop of a ring: NCCL's own constants for protocol Simple

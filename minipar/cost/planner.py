@@ -38,7 +38,7 @@ from minipar.support.errors import divisors
 
 SEARCHED_CP = ("ring", "ulysses")  # all_gather sends as much as a ring, without overlap, and holds more
 LONG_TOKENS = 8192  # for samples of at most this length, few training programs use cp
-NEAR = min(SPREADS.values())  # times that exceed the best by less than the least doubt count as equal to it
+NEAR = min(SPREADS.values())  # times within this fraction of the best, the smallest doubt, count as equal
 FRONT_REACH = 2  # the Pareto front goes up to this many times the best time
 FAMILIES = ("tp", "pp", "cp", "ep", "cp_attention", "recompute", "microbatch", "zero", "schedule", "slices")
 OF_CELL = FAMILIES[:7]
@@ -262,7 +262,7 @@ class Order(NamedTuple):
 
 @cache
 def orders(job: Job, pp: int, unit: int, schedules: tuple[str, ...], cp: int, tp: int) -> list[Order]:
-    """Return every order of these schedules with `unit` or more layers in its largest stage, as recomputation needs."""
+    """Return every order of these schedules whose largest stage has `unit` or more layers, as "every:unit" requires."""
     layers, found = job.shape.num_layers, []
     for name in schedules:
         chunks = [v for v in chunk_choices(name, layers, pp) if unit < 2 or unit <= -(-layers // (pp * v))]

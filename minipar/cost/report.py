@@ -81,12 +81,12 @@ def _near_words(plan: Plan) -> str:
 
 
 def _short_cp(plan: Plan) -> str:
-    """Warn that published runs do not use cp for samples this short; say how much longer a plan without cp takes."""
+    """Say that few programs use cp for samples this short, and how much slower a plan without cp is, if one fits."""
     without = plan.families.get(("cp", 1))
     if not isinstance(without, Candidate):
         return "without it nothing fits; recomputation, or more of tp, is the usual choice"
     more = without.seconds / plan.choice.seconds - 1
-    return f"few programs split so short samples; without it {without.name} takes {more:.0%} longer"
+    return f"few programs split samples this short; without it {without.name} takes {more:.0%} longer"
 
 
 def shares(parts: dict[str, float]) -> str:

@@ -74,7 +74,7 @@ def ring_steps(p: int) -> int:
 
 
 def node_bytes_per_s(machine: Machine) -> float:
-    """Return the rate at which a group with a member on each GPU of a node leaves it: through all network cards."""
+    """Return the bandwidth out of a node for a group with a member on each GPU: all cards', at most one GPU's links'."""
     return min(machine.link_bytes_per_s, machine.cards_per_node * machine.card_bytes_per_s)
 
 

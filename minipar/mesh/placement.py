@@ -84,7 +84,10 @@ class Placement:
         return self.name, tuple(piece.box for piece in self.pieces())
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the part as boxes, in the local tensor's order: at most 2 * dims - 1 (and one per row), none if empty."""
+        """Yield the part as boxes, in the local tensor's order; none if it is empty.
+
+        There are at most 2 * dims - 1 boxes; with `rows`, each of them is yielded row by row.
+        """
         if self.flat is None and self.rows is None:
             if self.numel:
                 yield Piece(Box(self.start, self.length), None)

@@ -117,7 +117,10 @@ def partial_loss(tp):
 
 
 def one_process(world, args):
-    """Train the whole model in a plain loop, on this rank alone. Return every step's loss, and the model."""
+    """Train the whole model in a plain loop on rank 0; return every step's loss, and the model.
+
+    Other ranks do not train: they return losses of 0 and the initial model.
+    """
     alone = world.subgroup([world.rank], "alone")
     model = transformer(Groups(alone, alone, alone), num_experts=NUM_EXPERTS if args.ep else 0)
     optimizer = torch.optim.AdamW(model.parameters(), LR)

@@ -54,7 +54,7 @@ class MasterWeights(TorchOptimizerAdapter):
 
     @torch.no_grad()
     def step(self, *, grad_scale: float = 1.0) -> None:
-        # A few operations on lists, each one kernel for all parameters on a GPU.
+        # Operations on whole lists: on a GPU, each of them is one kernel for all parameters.
         trained = [(p.grad, master) for p, master in self.masters.items() if p.grad is not None]
         gradients = [torch.empty_like(master) for _, master in trained]
         if trained:

@@ -86,12 +86,12 @@ def relocate_activations(
     partition  a Comm whose ranks all save the same tensors: each keeps 1/p of a tensor, and the backward all-gathers it.
                Sends (p-1)/p of what is saved. ZeRO-R, P_a: arXiv:1910.02054, section 6.1
     offload    move to CPU memory, pinned if the tensor is on a GPU. With `partition`, each rank moves its part: P_a+cpu
-    when       asked before each forward of a block, or of a unit of blocks: whether to do so in this one
+    when       called before each forward of a block, or of a unit of blocks; returns whether to do so in this forward
     """
     if partition is None and not offload:
         return
     if isinstance(units := stage.overrides.run_blocks, _Units):
-        # An activation checkpoint saves only its inputs. The blocks' weights may be freed meanwhile, so they are not moved.
+        # An activation checkpoint saves only its inputs, never the blocks' weights: there are no weights to leave out.
         units.call = partial(_relocating, tuple, units.call, partition, offload, when)
         return
     for block in _blocks(stage):

@@ -159,10 +159,10 @@ def generate_on_mesh(
 
     stage  this rank's stage, from `load_stage`, or from `partition` and `tensor_parallel` without sequence parallelism
 
-    Every rank calls this with the same prompt and numbers. Along other mesh axes, each replica generates the same text.
-    For B prompts of T tokens each, sends: from stage to stage, B*D elements for each of the T + num_tokens - 1 tokens
-    processed, as long as the caches have room; over tp, the messages of these tokens' forward, including the gather of
-    logits; and B int64 per chosen token, broadcast to all ranks.
+    Every rank calls this with its own `stage` and otherwise the same arguments. Along other mesh axes, each replica
+    generates the same text. For B prompts of T tokens each, sends: from stage to stage, B*D elements for each of the
+    T + num_tokens - 1 tokens processed, as long as the caches have room; over tp, the messages of these tokens' forward,
+    including the gather of logits; and B int64 per chosen token, broadcast to all ranks.
     """
     tokens = checked_prompt(stage.config, prompt_tokens, num_tokens, temperature)
     pp, all_ranks = mesh.comm("pp"), mesh.comm("pp", "tp")

@@ -10,7 +10,7 @@ class PeerLost(RuntimeError):
 
 
 class PeerLate(TimeoutError):
-    """A wait for a message of rank `peer`, a world rank, has passed its deadline."""
+    """A wait for a message to or from `peer`, a world rank, has passed its deadline."""
 
     def __init__(self, sentence: str, peer: int):
         super().__init__(sentence)
@@ -22,7 +22,7 @@ class OutOfOrder(RuntimeError):
 
 
 def require_device(x: torch.Tensor, device: torch.device, comm: object) -> None:
-    """Raise ValueError unless x is on the device of its Comm: gloo takes CPU tensors, NCCL tensors on the rank's GPU."""
+    """Raise ValueError unless x is on its Comm's device: gloo takes CPU tensors; NCCL takes those on the rank's GPU."""
     if x.device != device:
         raise ValueError(
             f"x is on {x.device}, and {comm} on {device}; use x.to({str(device)!r}) or x.to(comm.device)"

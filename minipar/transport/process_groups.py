@@ -14,7 +14,7 @@ from minipar.support.environment import gloo_interfaces
 
 GLOO = "shared_gloo"  # gloo, of whose devices all groups of a process share one
 
-_Gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
+_Gloo: Any = dist.ProcessGroupGloo  # torch's type stubs cover only a part of it
 
 
 def _on_shared_device(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -33,7 +33,7 @@ def _on_shared_device(store: Any, rank: int, size: int, timeout: timedelta) -> A
 
 @cache
 def _devices() -> list[Any]:
-    """Return this process's devices, one on each interface that gloo is told to use; or one, on torch's choice."""
+    """Return this process's gloo devices: one for each interface that gloo is told to use, else one that torch chooses."""
     return [_Gloo.create_device(interface=name) for name in gloo_interfaces()] or [
         _Gloo.create_default_device()
     ]

@@ -203,7 +203,7 @@ class Exchange:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor, or the values of one that is to be negated or conjugated when read."""
+    """Return the memory of a contiguous tensor as bytes; a lazy conjugate or negative is computed first."""
     x = x.detach().resolve_conj().resolve_neg()
     # A single element may have any stride, and counts as contiguous.
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

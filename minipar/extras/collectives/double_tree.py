@@ -67,7 +67,7 @@ def all_reduce(
     rising: dict[tuple[int, int], Pending | None] = {}  # (tree, segment) -> handle of the send to the parent
     sent_down: list[Pending] = []
     # Every rank does its part of step s in both trees before its part of step s+1. In step s it sends segment s up. The sum
-    # of segment s can first be back from the root 2h steps later, and in step s+2h the rank sends that sum down. In the
+    # of segment s is back from the root 2h steps later at the earliest, so in step s+2h the rank sends it down. In the
     # steps between, it sends the following segments up.
     delay = 2 * (comm.size.bit_length() - 1)
     for step in range(len(segments[0]) + delay):

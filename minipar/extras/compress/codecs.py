@@ -190,7 +190,7 @@ CODECS: dict[str, Callable[[], Codec]] = {
 
 
 def make_codec(name: str) -> Codec:
-    """Return the codec with this name. Raises ValueError, which suggests the nearest name, if there is none."""
+    """Return the codec with this name. Raises ValueError, suggesting the nearest name, if no codec has it."""
     if name not in CODECS:
         raise ValueError(f"codec={name!r} is unknown; use {one_of(CODECS, near=name)}")
     return CODECS[name]()

@@ -110,7 +110,7 @@ def _totals(worlds: Worlds, kinds: dict[int, list[int]], proven: dict[Call, Prov
     """Return the number and bytes of all ranks' messages.
 
     A collective is called by every kind in its group, but its total is added only once, for the first of these kinds. If
-    only a smaller group was checked, there is no total, and the messages that each kind sent itself are added.
+    only a smaller group was checked, there is no total, and the messages that each kind's ranks sent are added.
     """
     messages = sent_bytes = 0
     for first, ranks in kinds.items():

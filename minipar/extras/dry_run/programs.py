@@ -92,7 +92,7 @@ def _no_garbage_collection() -> Iterator[None]:
     """Free memory by reference counts alone, so that a peak does not depend on when Python collects garbage."""
     enabled = gc.isenabled()
     gc.disable()
-    gc.freeze()  # so that an explicit collection is fast: it does not look at all that torch has loaded
+    gc.freeze()  # so that an explicit collection is fast: it skips the objects that torch has loaded
     try:
         yield
     finally:

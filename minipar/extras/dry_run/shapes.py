@@ -1,6 +1,6 @@
 """A cache of the shapes that operations return on tensors without values, since torch takes long to compute them.
 
-The first time that an operation gets inputs of certain shapes, it is run, and raises the errors that it would in a run.
+The first time that an operation gets inputs of certain shapes, it is run, and raises the errors of a real run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""V-Min and V-Half: schedules that repeat the pattern of one microbatch, with less memory than 1F1B for longer bubbles.
+"""V-Min and V-Half: schedules that repeat one microbatch's pattern; less memory than 1F1B, longer bubbles than ZB-V.
 
 A building block is the start times of one microbatch's actions, in units of F = I = W. It is repeated every six units, the
 time of a rank's two chunks. If a rank's six actions start at different times modulo six, the rank does not idle in the

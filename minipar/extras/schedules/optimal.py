@@ -26,7 +26,7 @@ FINEST = 10_000  # costs are rounded to fractions with at most this denominator
 
 
 class Optimal(NamedTuple):
-    """The best schedule found, its longest own span in seconds, and a lower bound on that span for all schedules."""
+    """The best schedule found, its longest time in s from a rank's first start to its last end, and a lower bound on it."""
 
     schedule: Schedule
     span: float
@@ -86,7 +86,7 @@ def optimal(
 
 
 def _starts(model: Any, stage_rank: Sequence[int], m: int, ticks: _Ticks) -> dict[Action, Any]:
-    """Add a start variable for every action. It starts after the results it `needs`, and after the previous microbatch.
+    """Add a start variable for every action, and require it to follow the results it `needs` and the previous microbatch.
 
     All microbatches cost the same, so at least one best schedule runs them in order.
     """

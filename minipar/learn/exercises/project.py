@@ -133,7 +133,7 @@ def _last_line(words: str, path: Path) -> str:
 
 
 def distance(folder: Path, args: Any, steps: list[Step], show: Callable[[str], None]) -> float:
-    """Train on the mesh with these steps' pieces; return the largest difference of a weight from a one-process run."""
+    """Train on the mesh with the learner's pieces; return the largest difference of weights from a one-process run."""
     size = args.pp * args.dp * args.cp * args.tp
     places = [(step.file, step.pieces) for step in steps]
     ranks = launch.run(_compare, size, str(folder.resolve()), places, args, show, timeout_s=TIMEOUT_S)

@@ -121,8 +121,8 @@ def _trained(world: Comm, config: TrainConfig, text: Text, held_out: Text) -> tu
 def padded_kilobytes(model: ModelConfig) -> float:
     """Return the kB that a rank sends over ep in a step if experts have a capacity, to which their rows are padded.
 
-    Half of R rows of D float32 go to the other rank, 4 times a layer: to the experts and back, forward and backward. Before
-    them goes the number of rows for each expert, int64, to the other rank.
+    Half of R rows of D float32 go to the other rank, 4 times a layer: to the experts and back, forward and backward. The
+    number of rows for each expert, int64, is sent to the other rank first.
     """
     groups = BASE.batch_size // BASE.dp * BASE.seq_len // (model.group_tokens or BASE.seq_len)
     rows = model.num_experts * groups * model.capacity(model.group_tokens or BASE.seq_len)

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
 
     symptom  what the fault's author sees: losses, an error, nothing
     proof    the message of the failing check
-    table    the whole comparison by `verify`, if it is the check
+    table    the whole comparison by `verify`, if `verify` is the failing check
     losses   name -> loss of each step, to draw: with and without the fault
     """
 

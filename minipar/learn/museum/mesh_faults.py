@@ -155,7 +155,7 @@ def capacity_without_k(world: Comm, change: Change) -> None:
 
 
 def masked_by_local_position(world: Comm, change: Change) -> None:
-    """Ring attention masks by a token's index in its rank's own part, so every block of keys is masked like the first."""
+    """Ring attention masks by a token's index in its rank's own part: earlier keys are masked like the rank's own."""
     right = local_runs
     change(
         attention_ring,
