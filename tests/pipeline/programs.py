@@ -115,7 +115,7 @@ def refusal(fn, world_size=1, expected=ValueError):
         except expected as error:
             return str(error)
 
-    return minipar.run(catch, world_size=world_size, timeout_s=5)
+    return minipar.run(catch, world_size=world_size, timeout_s=60)
 
 
 def check_emulated(schedule: Schedule) -> None:

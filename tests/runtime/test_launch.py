@@ -162,7 +162,7 @@ def test_a_notebook_cell_runs_on_ranks_and_shows_their_prints_below_it():
         "minipar.run(lambda world: hello(world), world_size=2)",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(notebook, timeout=60, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
     shown = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
     results = [[o.data["text/plain"] for o in cell.outputs if "data" in o] for cell in notebook.cells]
     assert "[rank 1] hello from 1" in shown[2]

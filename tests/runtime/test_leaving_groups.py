@@ -47,7 +47,7 @@ def test_no_process_group_is_left_when_a_program_ends(fault, says):
         env=os.environ | where,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.strip() == says, done.stderr
     if fault != "stays":  # the threads of a group that is left may end the interpreter with a signal

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import minipar
-from minipar.runtime import launch
+from minipar.runtime import call, launch
 from minipar.runtime.call import Call
 from minipar.runtime.protocol import Status
 from minipar.runtime.serialization import dumps
@@ -42,6 +42,9 @@ FAILURES = {
     failures.skips_a_native_collective: (0, 'algorithm="native"', "has returned"),
     failures.returns_what_cannot_travel: (1, "cannot pickle", ""),
 }
+LONG_GRACE_S = (
+    10.0  # for ranks that come late to their messages, or to an answer; it is over when all have answered
+)
 OWN_DEADLINE = {failures.keeps_another_waiting, failures.skips_a_native_collective}
 TAGGED = {
     failures.receives_another_size,
@@ -59,7 +62,9 @@ def marked(fails):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("fails", list(map(marked, FAILURES)))
-def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails):
+def test_a_failure_is_explained_and_the_next_run_is_unharmed(fails, monkeypatch):
+    if fails not in OWN_DEADLINE:
+        monkeypatch.setattr(call, "GRACE_S", LONG_GRACE_S)
     rank, about_it, about_the_other = FAILURES[fails]
     before = minipar.run(lambda world: os.getpid(), world_size=2)
     with pytest.raises(minipar.RankError) as caught:
@@ -101,9 +106,9 @@ def test_the_rank_that_hangs_is_named_where_the_others_make_a_process_group():
     )
 
 
-def _names_the_rank_that_hangs(hangs, where, said="waited 1 s to|[Tt]imed out|Application timeout"):
+def _names_the_rank_that_hangs(hangs, where, said="waited 3 s to|[Tt]imed out|Application timeout"):
     with pytest.raises(minipar.RankError) as caught:
-        minipar.run(hangs, world_size=4, timeout_s=1)
+        minipar.run(hangs, world_size=4, timeout_s=3)  # no other rank may begin so much later than the first
     error = caught.value
     assert error.rank == 1
     assert error.remote_traceback.startswith("rank 1 is late: ")
@@ -142,10 +147,12 @@ def test_the_traceback_begins_with_the_users_own_function():
     assert "in raises" in first_frame
 
 
-def test_the_first_failure_is_reported_not_one_it_caused():
+def test_the_first_failure_is_reported_not_one_it_caused(monkeypatch):
     """Rank 3 fails; ranks 0 to 2 find their messages undeliverable."""
+    monkeypatch.setattr(call, "GRACE_S", LONG_GRACE_S)
 
     def chain(world):
+        world.barrier()
         if world.rank == 3:
             raise ArithmeticError("the cause")
         return world.recv((1,), torch.float32, world.rank + 1)

@@ -30,6 +30,9 @@ PYTHON_AT_ONCE = [page for page in INTERACTIVE if "collectives" not in page]
 LONG_S = 90  # a deadline, on a busy machine; on an idle one Python starts in a few seconds
 
 
+COLOURS_HAVE_FADED = "document.getAnimations().every(found => found.playState !== 'running')"
+
+
 def until(browser, script: str, *args):
     """Wait until the script returns something true, and return it."""
     begin = time.monotonic()
@@ -60,10 +63,12 @@ def status(browser) -> str:
     return browser.execute_script("return document.querySelector('#status').textContent")
 
 
-def set_field(browser, form: str, name: str, value) -> None:
-    browser.execute_script(
+def set_field(browser, form: str, name: str, value) -> int:
+    """Set a field; return how many parts of the picture move then. They do so for less than a second."""
+    return browser.execute_script(
         "const field = document.querySelector(arguments[0]).elements[arguments[1]]; field.value = arguments[2];"
-        "for (const name of ['input', 'change']) field.dispatchEvent(new Event(name, {bubbles: true}))",
+        "for (const name of ['input', 'change']) field.dispatchEvent(new Event(name, {bubbles: true}));"
+        "return document.querySelectorAll('#picture .moving').length",
         form, name, str(value),
     )  # fmt: skip
 
@@ -388,8 +393,7 @@ def test_collectives_and_mesh_follow_their_settings(browser, site_url):
     assert until(browser, "document.body.dataset.step") == "6 1.5"  # 2 (p-1)/p of the vector, on 4 ranks
     set_field(browser, "#settings", "step", 2)  # back: nothing moves
     assert until(browser, "document.body.dataset.step") == "2 0.5"
-    set_field(browser, "#settings", "step", 3)
-    assert len(browser.find_elements("css selector", "#picture .moving")) == 4  # a chunk from each rank
+    assert set_field(browser, "#settings", "step", 3) == 4  # a chunk from each rank
     until(browser, "!document.querySelector('#picture .moving')")
     assert drawn_step(browser) == "3 0.75"
     opened(browser, site_url, "interactive/mesh.html", pp=2, dp=2, tp=2, rank=7)
@@ -628,7 +632,7 @@ def test_axe_finds_no_serious_violation_in_light_or_dark(browser, site_url, page
     browser.execute_script(from_npm(AXE, "axe.min.js").decode())
     for scheme in ("default", "slate"):
         browser.execute_script("document.body.setAttribute('data-md-color-scheme', arguments[0])", scheme)
-        time.sleep(0.5)  # colours fade
+        until(browser, COLOURS_HAVE_FADED)
         found = browser.execute_async_script(
             "const done = arguments[0];"
             "axe.run(document.querySelector('.interactive')).then((r) => done(r.violations))"
@@ -655,7 +659,7 @@ def test_a_figure_in_the_dark_is_light_on_the_pages_ground(browser, site_url, pa
         picture,
     )
     until(browser, "document.querySelector('.md-content img').complete")
-    time.sleep(0.5)  # colours fade
+    until(browser, COLOURS_HAVE_FADED)
     image = Image.open(BytesIO(picture.screenshot_as_png)).convert("RGB")
     shades = sorted(image.convert("L").tobytes())
     assert shades[len(shades) // 4] < 80  # the ground
@@ -670,7 +674,7 @@ def test_a_figure_in_the_dark_is_light_on_the_pages_ground(browser, site_url, pa
 def test_axe_finds_nothing_serious_in_the_themes_parts(browser, site_url, page):
     opened(browser, site_url, page)
     browser.execute_script("document.body.setAttribute('data-md-color-scheme', 'default')")
-    time.sleep(0.5)  # colours fade
+    until(browser, COLOURS_HAVE_FADED)
     browser.execute_script(from_npm(AXE, "axe.min.js").decode())
     found = browser.execute_async_script(
         "const done = arguments[0];"
