@@ -146,7 +146,8 @@ def all_to_all(
 
 def send(comm: Comm, x: Tensor, to: int) -> Tensor:
     """Send x to rank `to`. Returns an empty tensor: calling backward from it receives the gradient of x from `to`."""
-    return _once(x, lambda t: _send_returning_empty(comm, t, to), lambda _: comm.recv(x.shape, x.dtype, to))
+    shape, dtype = x.shape, x.dtype  # x itself is not kept until the backward
+    return _once(x, lambda t: _send_returning_empty(comm, t, to), lambda _: comm.recv(shape, dtype, to))
 
 
 def recv(comm: Comm, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:

@@ -157,13 +157,20 @@ def algorithms_of(collective: str) -> list[str]:
 
 
 def require_fitting_out(out: Tensor, x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return `out`, detached. Raises ValueError unless it is contiguous, with x's dtype and this shape."""
+    """Return `out`, detached. Raises ValueError unless it is contiguous, not lazy, with x's dtype and this shape."""
     shape = tuple(shape)
+    require_no_lazy_view(out)
     if not out.is_contiguous() or out.dtype != x.dtype or tuple(out.shape) != shape:
         raise ValueError(
             f"out is {out.dtype} {tuple(out.shape)} with strides {out.stride()}; use a contiguous {x.dtype} {shape}"
         )
     return out.detach()
+
+
+def require_no_lazy_view(out: Tensor) -> None:
+    """Raise ValueError if the values of `out` are the conjugates or negatives of what its memory holds."""
+    if out.is_conj() or out.is_neg():
+        raise ValueError("out is a lazy conjugate or negative; use out.resolve_conj().resolve_neg()")
 
 
 def check_root(comm: PointToPoint, root: int) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from minipar.comm import hierarchical
 from minipar.comm.barrier import dissemination_barrier
-from minipar.comm.collectives import check_root, find_algorithm, require_algorithm, require_fitting_out
+from minipar.comm.collectives import (
+    check_root,
+    find_algorithm,
+    require_algorithm,
+    require_fitting_out,
+    require_no_lazy_view,
+)
 from minipar.comm.point_to_point import PointToPoint, Sizes
 from minipar.comm.ring import gathered_sizes
 from minipar.support.chunks import check_sizes
@@ -46,6 +52,7 @@ class Comm(PointToPoint):
         """Make a world on a process group that the caller has initialised (None: the default group).
 
         Two worlds on one group never receive each other's messages. All ranks must make them in the same order.
+        A collective of algorithm "native" gives the group this timeout, also for its other users.
         """
         transport = transport_on(group, timeout_s, node_size)
         return cls(transport, transport.ranks, "world")
@@ -79,6 +86,7 @@ class Comm(PointToPoint):
 
     def all_reduce_(self, x: Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Any:
         """All-reduce in place: the result is written into x, which must be contiguous."""
+        require_no_lazy_view(x)
         if not x.is_contiguous():
             raise ValueError(f"all_reduce_ needs a contiguous tensor, and x has the strides {x.stride()}")
         return self._collective("all_reduce", algorithm, async_op, x, op=op, out=x.detach())
@@ -167,6 +175,10 @@ class Comm(PointToPoint):
         if kwargs.get("op") == "mean" and x.dtype == torch.float16:
             x = x / self.size
             kwargs["op"] = "sum"
+        if kwargs.get("out") is not None and self.kept is not None:
+            raise ValueError(
+                f"{kind} into `out`, in a forward that is repeated without messages: use the tensor it returns"
+            )
         function = find_algorithm(self, kind, algorithm, x, kwargs.get("sizes"), self.default_algorithm)
         signature = f"{kind} {kwargs['op']}" if "op" in kwargs else kind
         return self._run(kind, signature, partial(function, x, **kwargs), async_op, x.shape)

@@ -115,11 +115,15 @@ class PointToPoint:
         """Send x to rank `to` and receive a tensor from rank `source`, as one operation that cannot deadlock.
 
         `to` or `source` may be None (at the end of a line). Both may be this rank: then x is copied without a message.
-        `out` is the tensor to receive into, or None. Returns the received tensor, or None.
+        `out` is the contiguous tensor to receive into, or None. Returns the received tensor, or None.
         """
         if source is not None and out is None:
             assert shape is not None
             out = torch.empty(shape, dtype=dtype, device=self.device)
+        elif out is not None and not (out.is_contiguous() and not out.is_conj() and not out.is_neg()):
+            raise ValueError(
+                f"out has the strides {out.stride()}, or is a lazy conjugate or negative; use new memory"
+            )
         return self._point_to_point("exchange", x, to, out, source, async_op)
 
     def scratch(self, num_elems: int, dtype: torch.dtype, use: str = "received") -> Tensor:
@@ -156,6 +160,10 @@ class PointToPoint:
             )
         assert x is not None
         assert out is not None
+        if x.shape != out.shape:
+            raise ValueError(
+                f"{kind} of {tuple(x.shape)} with this rank itself into {tuple(out.shape)}; use one shape"
+            )
         out.copy_(x.detach())
         return PendingMessages(self._transport, (), out)
 

@@ -53,7 +53,7 @@ class _Result:
         self._versions: list[int] = []
 
     def wait(self) -> Any:
-        return self.keep(self.started.wait())
+        return self._value if self.started is None else self.keep(self.started.wait())
 
     def keep(self, value: Any) -> Any:
         # Autograd may make `value` itself the output of a function; what is kept shares its memory alone.
@@ -63,6 +63,7 @@ class _Result:
         return value
 
     def value(self) -> Any:
+        self.wait()  # the forward may not have waited for it
         if _versions(self._value) != self._versions:
             raise RuntimeError(
                 "a forward wrote to what a collective had returned, and cannot be repeated without messages"

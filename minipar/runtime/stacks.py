@@ -29,8 +29,10 @@ import tempfile
 import threading
 import time
 import traceback
+from functools import cache
 from multiprocessing.connection import Connection
 from types import FrameType
+from typing import IO
 
 from minipar.runtime.caller import is_own
 
@@ -42,6 +44,7 @@ _COMM = tuple(os.path.join(_ROOMS, room, "") for room in ("comm", "transport"))
 _OUTERMOST = (os.path.join(os.path.dirname(__file__), "worker.py"), "_call")
 _HEADER = "(most recent call first):\n"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+).*\(most recent call first\):\n")
+_dump_lock = threading.Lock()
 _DUMPED = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
@@ -49,11 +52,20 @@ def all_stacks() -> dict[int, list[Frame]]:
     """Return the stack of every thread, by ident."""
     if sys.version_info >= (3, 12):
         return {ident: _walked(frame) for ident, frame in sys._current_frames().items()}
-    with tempfile.TemporaryFile() as file:
+    with _dump_lock:
+        file = _dump_file()
+        file.seek(0)
+        file.truncate()
         faulthandler.dump_traceback(file)
         file.seek(0)
         _, *parts = _THREAD.split(file.read().decode(errors="replace"))
     return {int(ident, 16): _frames(text) for ident, text in zip(parts[::2], parts[1::2])}
+
+
+@cache
+def _dump_file() -> IO[bytes]:
+    """The file into which faulthandler writes. It stays open: a process may have no descriptor left when it is asked."""
+    return tempfile.TemporaryFile()  # noqa: SIM115
 
 
 def _walked(frame: FrameType | None) -> list[Frame]:

@@ -80,6 +80,7 @@ def main(pipe: int, stacks: int, rank: int, size: int, backend: str, folder: str
     write_on_signal(STACK_SIGNAL, stacks)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     worker = Worker(Connection(pipe), rank, size)
+    main_stack()  # opens the file for stacks, if it needs one
     threading.Thread(target=worker.listen, args=(jobs,), daemon=True).start()
     try:
         worker.join(backend, folder)
@@ -160,6 +161,10 @@ class Worker:
             self.group, tuple(range(self.size)), self.rank, self.device, job.timeout_s, run=job.run,
             report=lambda value: self.tell("report", value), ask=self.ask, groups=self._groups,
         )  # fmt: skip
+        if (
+            self._transport is not None
+        ):  # until now, so that ranks of its call could wait for this one, and be told so
+            self._transport.close()
         self._transport = transport
         if self.device.type == "cuda":
             transport.watch = self._watch_gpu(job.timeout_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from minipar.transport.messages import Channel, ChannelId, Message, counted
+from minipar.transport.messages import Channel, ChannelId, Message, OnLink, counted
 from minipar.transport.stream import Waits
 
 # channel, "p2p" or "collective", peer as a world rank
@@ -29,7 +29,8 @@ class MessageCounts(NamedTuple):
 
 def message_counts(waits: Waits, channels: Iterable[Channel]) -> MessageCounts:
     """Return a rank's counts: what its threads wait for, and the messages of its channels."""
-    counts = MessageCounts(list(waits.values()), {}, {})
+    waiting = [wait.described() if isinstance(wait, OnLink) else wait for wait in list(waits.values())]
+    counts = MessageCounts(waiting, {}, {})
     for channel in list(channels):
         for table, posted in ((counts.sent, channel.sent), (counts.received, channel.received)):
             for (peer, lane), last in list(posted.items()):
@@ -69,18 +70,29 @@ def deadlock(
 
     A rank that is neither blocked nor finished is running, so there is no deadlock. A wait is hopeless if the peer has not
     posted the matching message (and cannot, being blocked or finished), or posted another length, dtype or operation.
+    On a link of shared memory it is hopeless also if the peer has posted the message, but can itself never proceed.
+
+    The counts are not taken at one moment: two successive ones must prove the same deadlock.
     """
     if not blocked or set(counts) - blocked - finished:
         return None
-    why = {}
-    for rank in blocked:
-        waiting = counts[rank].waiting
-        reasons = [_why_never_completes(counts, rank, message, finished) for message in waiting]
-        certain = [reason for reason in reasons if reason is not None]
-        if not certain or len(certain) < len(reasons):
-            return None
-        why[rank] = "; ".join(certain)
-    return why
+    why: dict[int, str] = {}
+    while True:
+        found = {rank: _why_stuck(counts, rank, finished, set(why)) for rank in blocked - set(why)}
+        more = {rank: reason for rank, reason in found.items() if reason is not None}
+        if not more:
+            return why if set(why) == blocked else None
+        why |= more
+
+
+def _why_stuck(
+    counts: dict[int, MessageCounts], rank: int, finished: set[int], stuck: set[int]
+) -> str | None:
+    """Return why no wait of a rank can end, if the ranks `stuck` never proceed; None if one may end."""
+    waiting = counts[rank].waiting
+    reasons = [_why_never_completes(counts, rank, message, finished, stuck) for message in waiting]
+    certain = [reason for reason in reasons if reason is not None]
+    return "; ".join(certain) if certain and len(certain) == len(reasons) else None
 
 
 def last_waited_for(rank: int, waits_for: dict[int, int]) -> int:
@@ -96,7 +108,7 @@ def last_waited_for(rank: int, waits_for: dict[int, int]) -> int:
 
 
 def _why_never_completes(
-    counts: dict[int, MessageCounts], rank: int, message: object, finished: set[int]
+    counts: dict[int, MessageCounts], rank: int, message: object, finished: set[int], stuck: set[int]
 ) -> str | None:
     if not isinstance(message, Message):
         return None
@@ -104,7 +116,7 @@ def _why_never_completes(
     does = "expects" if message.verb == "send" else "sends"
     posted, num_bytes, label = _posted(counts, message.peer, other, message.channel, message.lane, rank)
     waits = f"rank {rank} waits to {message}"
-    if posted <= message.number:
+    if posted <= message.number or (message.needs_peer and message.peer in stuck):
         state = "'s function has returned" if message.peer in finished else " is blocked itself"
         return f"{waits}, but rank {message.peer}{state}"
     if posted == message.number + 1 and (num_bytes, label) != (message.num_bytes, message.label):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import select
+import socket
 from typing import Any, NamedTuple
 
 import torch
@@ -36,12 +38,33 @@ class Message(NamedTuple):
     number: int  # counted per peer, channel, lane and direction
     num_bytes: int
     label: str = ""  # "float32"; in a collective "all_reduce sum float32"
+    needs_peer: bool = False  # nothing of it is there, and it moves only while the peer, too, waits for it
 
     def __str__(self) -> str:
         preposition = "to" if self.verb == "send" else "from"
         what = f"{self.verb} {counted(self.num_bytes, 'byte')} {preposition} rank {self.peer}"
         of = f"{self.label}, " if self.label else ""
         return f"{what} on {self.channel} ({of}message {self.number})"
+
+
+class OnLink(NamedTuple):
+    """A wait for a message on a link of shared memory, for whose next part the peer writes to a socket."""
+
+    message: Message
+    socket: socket.socket
+
+    def __str__(self) -> str:
+        return str(self.message)
+
+    def described(self) -> Message:
+        """Return the message, and whether only the peer can end the wait."""
+        poll = select.poll()
+        try:
+            poll.register(self.socket, select.POLLIN)
+            there = poll.poll(0)
+        except (OSError, ValueError):  # it has just been closed
+            return self.message
+        return self.message._replace(needs_peer=not there)
 
 
 def counted(n: int, what: str) -> str:

@@ -59,17 +59,22 @@ def set_timeout(groups: Iterable[dist.ProcessGroup], timeout_s: float, device: t
 
 
 def named_group(
-    ranks: list[int], name: str, timeout_s: float, device: torch.device | None = None
+    ranks: list[int],
+    name: str,
+    timeout_s: float,
+    device: torch.device | None = None,
+    like: dist.ProcessGroup | None = None,
 ) -> dist.ProcessGroup:
     """Create a process group whose members find each other by its name.
 
     dist.new_group instead matches members by the number of groups that each process has created so far. It hangs if these
     numbers differ, as in a pool that serves worlds of several sizes.
+    It has the backend of the group `like`, by default of torch's default group.
     On a GPU NCCL connects the members here, and not by ncclCommSplit, which all ranks of the world would have to call.
     """
     c10d: Any = dist.distributed_c10d
     on_gpu = device is not None and device.type == "cuda"
-    backend = "nccl" if on_gpu else dist.get_backend()
+    backend = "nccl" if on_gpu else dist.get_backend(like)
     world = c10d._get_default_group()
     bound = world.bound_device_id
     world.bound_device_id = None

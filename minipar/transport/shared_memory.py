@@ -1,33 +1,32 @@
-"""The shared-memory transport, for gloo ranks on one machine: messages of collectives go through memory of two ranks.
+"""The shared-memory transport, for gloo ranks on one machine: collectives send through memory that two ranks share.
 
 gloo copies a message into the kernel and out of it again, and a thread of its own receives it and wakes the waiting one.
 Here the sender copies the message into slots of memory that both ranks have mapped, and the receiver reads one slot while
 the sender fills the other. A short message is worth it only if others follow, so the first ones of a channel stay on gloo.
 So do the messages of pipelines, and the short ones of all-to-all, many of which are under way at once.
 
-A link is one direction between two ranks on one channel (`linking.py`), with small slots for short messages or large ones
-for long messages. It consists of a memory file without a name, and a connection on which the sender writes a header per
-segment and the receiver a byte for each slot that is free again. Nothing has a name that could outlive the ranks, and a
-rank's connections close when it ends.
+A link (`linking.py`) is one direction between two ranks on one channel, for short messages or for long ones: a direction
+may have one of each, with slots of different sizes. It consists of a memory file without a name, and a connection on which
+the sender writes a header per segment and the receiver a byte for each slot that is free again. A link on which a message
+has failed is closed. Nothing has a name that could outlive the ranks, and a rank's connections close when it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from minipar.transport.errors import PeerLate, PeerLost
+from minipar.transport.errors import PeerLost
 from minipar.transport.linking import Described, agree
-from minipar.transport.messages import Channel, ChannelId, Half, Message
+from minipar.transport.messages import Channel, ChannelId, Half, Message, OnLink
 from minipar.transport.transport import Posted, Tagged
 
 SLOT_BYTES = 1 << 20  # of links for long messages
@@ -35,8 +34,7 @@ NUM_SLOTS = 2
 LONG_BYTES = 256 << 10  # messages of at least this size are long; others fit into one small slot of this size
 REPEATED = 32  # a short message uses a link if this many messages of its channel went before it, between the same ranks
 # A link moves data only while its rank waits for it. So an exchange may use links if its collective waits for exchanges in
-# the order of posting. A send without a receive may do so only in a broadcast or a reduce: ranks wait along a tree there,
-# and never for each other.
+# the order of posting.
 EXCHANGES = (
     "all_reduce",
     "reduce_scatter",
@@ -45,6 +43,7 @@ EXCHANGES = (
     "ring_attention",
     "ring_attention_gradients",
 )
+# A send without a receive may use links where ranks wait along a tree, and never for each other.
 ROOTED = ("broadcast", "reduce")
 HEADER = struct.Struct("<IQQ")  # tag, offset in the message, bytes of the segment
 
@@ -76,13 +75,13 @@ class Shared(Tagged):
                 else:
                     posted.append(self._post(channel, verb, described))
         self._connect(channel, linkable)
-        moves: list[Move] = []
+        moves: list[tuple[Described, Link]] = []
         for verb, described in linkable.items():
             link = self._links[link_id(channel, verb, described)]
             if link is None:
                 posted.append(self._post(channel, verb, described))
             else:
-                moves.append((described, link.send if verb == "send" else link.receive))
+                moves.append((described, link))
         if moves:
             posted.append((Exchange(self, moves), None, None))
         return posted
@@ -98,11 +97,15 @@ class Shared(Tagged):
         else:
             super().wait(work, message)
 
-    def drain(self) -> None:
-        try:
-            super().drain()
-        finally:
-            self._links.clear()  # this closes the links; a peer can still read what was sent
+    def close(self) -> None:
+        for link in self._links.values():
+            if link is not None:
+                link.close()
+        self._links.clear()
+
+    def release_groups(self) -> None:
+        self.close()
+        super().release_groups()
 
     def _connect(self, channel: Channel, linkable: dict[str, Described]) -> None:
         """Make the missing links of this exchange. Both ranks of a link learn whether it could be made."""
@@ -127,32 +130,49 @@ def link_id(channel: Channel, verb: str, half: Described) -> LinkId:
 
 
 class Link:
-    """One end of a link, with NUM_SLOTS slots. `free` counts writable slots, `moved` segments so far."""
+    """One end of a link, with NUM_SLOTS slots. `free` counts writable slots, `moved` segments so far.
 
-    def __init__(self, connection: socket.socket, memory: int, bytes_of_slot: int):
-        self._connection = connection
+    Once closed, it raises ConnectionAbortedError for every message. It must be closed after a segment that failed, since
+    its two ends may then disagree on the next slot.
+    """
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, bytes_of_slot: int):
+        self.connection = connection
+        self._closed = False
         self._free = NUM_SLOTS
         self._moved = 0
         self._bytes_of_slot = bytes_of_slot
-        self._memory = mmap.mmap(memory, NUM_SLOTS * bytes_of_slot)
-        os.close(memory)
+        self._memory = memory
 
-    def send(self, tag: int, start: int, segment: torch.Tensor) -> None:
+    def move(self, verb: str, tag: int, offset: int, segment: torch.Tensor) -> None:
+        """Send a segment, or receive one."""
+        if self._closed:
+            raise ConnectionAbortedError("an earlier message between the two ranks has failed")
+        if verb == "send":
+            self._send(tag, offset, segment)
+        else:
+            self._receive(tag, offset, segment)
+
+    def close(self) -> None:
+        self._closed = True
+        self.connection.close()
+
+    def _send(self, tag: int, offset: int, segment: torch.Tensor) -> None:
         if not self._free:
             self._free = len(self._read(NUM_SLOTS))
         self._next_slot(segment.numel()).copy_(segment)
         self._free -= 1
-        self._connection.sendall(HEADER.pack(tag, start, segment.numel()))
+        self.connection.sendall(HEADER.pack(tag, offset, segment.numel()))
 
-    def receive(self, tag: int, start: int, segment: torch.Tensor) -> None:
-        if self._read(HEADER.size) != HEADER.pack(tag, start, segment.numel()):
+    def _receive(self, tag: int, offset: int, segment: torch.Tensor) -> None:
+        if self._read(HEADER.size) != HEADER.pack(tag, offset, segment.numel()):
             # As with gloo, a message with another tag does not match, as if it had not arrived.
-            time.sleep(self._connection.gettimeout() or 0.0)
+            time.sleep(self.connection.gettimeout() or 0.0)
             raise TimeoutError
         segment.copy_(self._next_slot(segment.numel()))
         # The sender may have ended: it does not wait until its last slots are read.
         with contextlib.suppress(ConnectionError):
-            self._connection.send(b"f")
+            self.connection.send(b"f")
 
     def _next_slot(self, num_bytes: int) -> torch.Tensor:
         start = self._moved % NUM_SLOTS * self._bytes_of_slot
@@ -161,43 +181,40 @@ class Link:
 
     def _read(self, most: int) -> bytes:
         """Wait for bytes from the peer, and return them. Raises TimeoutError, or ConnectionError if the peer has ended."""
-        data = self._connection.recv(most)
+        data = self.connection.recv(most)
         if not data:
             raise ConnectionResetError("its process has ended")
         return data
 
 
-# A half of an exchange, and the `send` or `receive` method of its link.
-Move = tuple[Described, Callable[[int, int, torch.Tensor], None]]
-
-
 class Exchange:
     """A send, a receive or both on links. Segments of both move in turn, so that neither waits for the other to end."""
 
-    def __init__(self, transport: Shared, moves: list[Move]):
+    def __init__(self, transport: Shared, moves: list[tuple[Described, Link]]):
         self._transport = transport
-        self._moves = [(half, _bytes(half.x), move) for half, move in moves]
+        self._moves = [(described, _bytes(described.x), link) for described, link in moves]
 
     def run(self) -> None:
-        for start in range(0, max(data.numel() for _, data, _ in self._moves), SLOT_BYTES):
-            for half, data, move in self._moves:
-                if start < data.numel():
-                    self._move(half, move, start, data[start : start + SLOT_BYTES])
-
-    def _move(
-        self, half: Described, move: Callable[[int, int, torch.Tensor], None], start: int, segment: torch.Tensor
-    ) -> None:  # fmt: skip
-        rank = self._transport.rank
-        waits = self._transport.waits
-        thread = threading.get_ident()
-        waits[thread] = half.message
+        """Move all segments. If one fails, close the links."""
         try:
-            move(half.tag, start, segment)
+            for offset in range(0, max(data.numel() for _, data, _ in self._moves), SLOT_BYTES):
+                for described, data, link in self._moves:
+                    if offset < data.numel():
+                        self._move(described, link, offset, data[offset : offset + SLOT_BYTES])
+        except BaseException:
+            for _, _, link in self._moves:
+                link.close()
+            raise
+
+    def _move(self, described: Described, link: Link, offset: int, segment: torch.Tensor) -> None:
+        message, waits, thread = described.message, self._transport.waits, threading.get_ident()
+        waits[thread] = OnLink(message, link.connection)
+        try:
+            link.move(message.verb, described.tag, offset, segment)
         except TimeoutError:
-            what = f"rank {rank} waited {self._transport.timeout_s:g} s to {half.message}"
-            raise PeerLate(what, half.message.peer) from None
+            raise self._transport.late(message) from None
         except OSError as error:
-            raise PeerLost(f"rank {rank} could not {half.message}: {error}") from None
+            raise PeerLost(f"rank {self._transport.rank} could not {message}: {error}") from None
         finally:
             waits.pop(thread, None)
 

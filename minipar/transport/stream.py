@@ -65,8 +65,10 @@ class Handle:
             thread = threading.get_ident()
             start_s = time.perf_counter()
             self._waits[thread] = self._name
-            self.finished.wait()
-            self._waits.pop(thread, None)
+            try:
+                self.finished.wait()
+            finally:
+                self._waits.pop(thread, None)
             if self._on_wait is not None:
                 self._on_wait(start_s, time.perf_counter())
         if self._error is not None:
@@ -170,7 +172,8 @@ class ThreadStream:
         last = Handle(f"the operations of {self.name}", self._waits)
         self._thread.operations.put((last, lambda: None))
         last.wait()
-        return [error for handle in self._thread.failed if (error := handle.untold()) is not None]
+        failed, self._thread.failed = self._thread.failed, []
+        return [error for handle in failed if (error := handle.untold()) is not None]
 
     def lane(self) -> str:
         thread = threading.current_thread()

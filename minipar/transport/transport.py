@@ -16,6 +16,7 @@ A caller must obey these rules. `tagged` needs only some of them, NCCL all (`che
     operations  the members of a channel run its operations in the same order, and only on the channel's stream
     messages    a send and its receive have the same bytes, dtype and operation; both are on `device`
     groups      a send and a receive that wait for each other are posted in one `post`
+    exchanges   both halves of a message belong to an exchange, or neither does
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class Transport:
             send = (x.detach().contiguous() if x.requires_grad or not x.is_contiguous() else x, to)
         if source is not None and out is not None and out.numel():
             receive = (out, source)
-        # `paired` is True even if one tensor is empty, because both ranks of a message must treat it the same way.
+        # `paired` is True even if one tensor is empty, because both ranks of a message must choose alike how to send it.
         paired = to is not None and source is not None
         posted = self.start(channel, send, receive, paired)
         if send:
@@ -161,12 +162,14 @@ class Transport:
             work.wait(self._timeout)
         except RuntimeError as error:
             if time.monotonic() - start_s >= 0.9 * self.timeout_s:
-                raise PeerLate(
-                    f"rank {self.rank} waited {self.timeout_s:g} s to {message}", message.peer
-                ) from None
+                raise self.late(message) from None
             raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
         finally:
             self.waits.pop(thread, None)
+
+    def late(self, message: Message) -> PeerLate:
+        """Return the error of a message that has passed its deadline."""
+        return PeerLate(f"rank {self.rank} waited {self.timeout_s:g} s to {message}", message.peer)
 
     def drain(self) -> None:
         """Wait until every operation of this rank has ended. Raises the first error that nobody has waited for."""
@@ -177,6 +180,9 @@ class Transport:
         if untold:
             raise untold[0]
 
+    def close(self) -> None:
+        """Let go of the connections that the transport has made itself. Nothing may be sent afterwards."""
+
     # torch's process groups
 
     def process_group(self, key: ChannelId) -> Any:
@@ -184,7 +190,9 @@ class Transport:
         if key == ChannelId("world", self.ranks):
             return self.group
         if key not in self.groups:
-            self.groups[key] = named_group(list(key.ranks), self.namespace + key.name, self.timeout_s)
+            self.groups[key] = named_group(
+                list(key.ranks), self.namespace + key.name, self.timeout_s, like=self.group
+            )
         return self.groups[key]
 
     def release_groups(self) -> None:

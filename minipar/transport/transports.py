@@ -17,16 +17,14 @@ TRANSPORTS = ("tagged", "shared", "grouped")
 def choose_transport(backend: str) -> type[Transport]:
     """Return the transport for a backend of torch's, or the one named by MINIPAR_TRANSPORT, which all ranks must set alike.
 
-
-    shared   for gloo on Linux: long and repeated messages between two ranks of a machine go through shared memory
-    tagged   for gloo elsewhere: every message goes through gloo
+    shared   for gloo: long and repeated messages between two ranks of a machine go through shared memory, on Linux
+    tagged   for gloo: every message goes through gloo
     grouped  for NCCL; on gloo it enforces NCCL's rules: it raises where a program breaks one
 
     Raises ValueError for a name that is not in TRANSPORTS, and for tagged or shared on NCCL.
     """
     nccl = "nccl" in backend
-    on_gloo = "shared" if hasattr(os, "memfd_create") else "tagged"
-    name = os.environ.get(VARIABLE) or ("grouped" if nccl else on_gloo)
+    name = os.environ.get(VARIABLE) or ("grouped" if nccl else "shared")
     if name not in TRANSPORTS:
         raise ValueError(f"{VARIABLE}={name!r} is unknown; use {one_of(TRANSPORTS)}")
     if nccl:

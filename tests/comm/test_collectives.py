@@ -156,6 +156,22 @@ REFUSED = {
     ),
     "in place, not contiguous": (lambda w, x: w.all_reduce_(x.view(2, 3).t()), "contiguous.*strides"),
     "out of another shape": (lambda w, x: w.all_gather(x, out=torch.empty(11)), r"out is.*\(12,\)"),
+    "a lazy out": (
+        lambda w, x: w.broadcast(x, out=torch.complex(x, x).conj().imag),
+        "out is a lazy conjugate or negative",
+    ),
+    "a lazy sum in place": (
+        lambda w, x: w.all_reduce_(torch.complex(x, x).conj()),
+        "out is a lazy conjugate",
+    ),
+    "an exchange into a transposed out": (
+        lambda w, x: w.exchange(x, w.rank, None, None, w.rank, out=torch.empty(2, 3).t()),
+        "out has the strides",
+    ),
+    "an exchange with itself of another shape": (
+        lambda w, x: w.exchange(x[:1], w.rank, (3,), x.dtype, w.rank),
+        r"exchange of \(1,\) with this rank itself into \(3,\)",
+    ),
     "out of a broadcast": (lambda w, x: w.broadcast(x, out=torch.empty(5)), r"out is.*\(6,\)"),
     "out of another dtype": (lambda w, x: w.reduce_scatter(x, out=torch.empty(3).long()), "int64.*float32"),
     "no dim 0": (lambda w, x: w.all_gather(x[0]), r"dim 0.*view\(1\)"),

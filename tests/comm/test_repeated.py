@@ -116,6 +116,45 @@ def test_a_result_that_was_written_to_is_not_taken_for_what_was_received():
         minipar.run(summed_twice, True, world_size=2)
 
 
+def kept_in_a_forward(world, collective, waits):
+    """The gradient through a collective in a forward that is repeated, whose handle is waited for so many times."""
+    x = torch.tensor([1.0 + world.rank], requires_grad=True)
+
+    def forward(x):
+        handle = collective(world, x.detach())
+        values = [handle.wait() for _ in range(waits)]
+        return (x * x * (values[-1] if values else 1.0)).sum()
+
+    checkpoint(forward, x, use_reentrant=False, context_fn=lambda: without_messages([world])).backward()
+    return x.grad.item()
+
+
+def summed_later(world, x):
+    return world.all_reduce(x, async_op=True)
+
+
+@pytest.mark.parametrize("waits", [0, 1, 2])
+def test_a_handle_may_be_waited_for_as_often_as_one_likes(waits):
+    total = 3.0 if waits else 1.0
+    found = minipar.run(kept_in_a_forward, summed_later, waits, world_size=2)
+    assert found == [2 * (1.0 + rank) * total for rank in range(2)]
+
+
+def gathered_into(world, x):
+    return world.all_gather(x, out=torch.zeros(2), async_op=True)
+
+
+def summed_in_place(world, x):
+    return world.all_reduce_(x.clone(), async_op=True)
+
+
+@pytest.mark.parametrize("collective", [gathered_into, summed_in_place])
+def test_a_result_that_would_be_written_elsewhere_is_refused(collective):
+    """The repetition would return it, and leave the caller's memory as it is."""
+    with pytest.raises(minipar.RankError, match="into `out`, in a forward that is repeated without messages"):
+        minipar.run(kept_in_a_forward, collective, 1, world_size=2)
+
+
 def left_by_a_forward_alone(world):
     """Bytes that a checkpointed forward leaves where its result is dropped and no backward follows."""
     x = torch.ones(3, requires_grad=True)

@@ -141,7 +141,7 @@ def _made(world, make, number):
         first = held()
         for _ in range(number - 10):
             make(world)
-        # A rank that says where it is opens a file for a moment, and a thread that has ended may still be listed.
+        # A thread that has ended may still be listed.
         deadline = time.monotonic() + 60
         while (more := grown(first, held())) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -87,6 +88,25 @@ def test_every_thread_has_its_own_stack(resting):
     assert "rests" in [name for _, _, name in found[thread.ident]]
     mine = [name for _, _, name in found[threading.get_ident()]]
     assert mine.index("test_every_thread_has_its_own_stack") < mine.index("all_stacks")
+
+
+def asked_without_descriptors(world):
+    """The function that the main thread is in, with no descriptor left for a file."""
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, old[1]))
+    os.close(lowest)
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        return stacks.main_stack()[-2][2]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+def test_a_rank_without_descriptors_still_says_where_it_is():
+    """It would raise in the thread that answers the caller, and the rank would be killed."""
+    assert minipar.run(asked_without_descriptors, world_size=1) == ["main_stack"]
 
 
 FREES_WITHOUT_THE_INTERPRETER = """

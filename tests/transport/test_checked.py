@@ -1,6 +1,5 @@
 """On gloo, too, the grouped transport refuses what NCCL would hang on or cross, and names both ranks and what they do."""
 
-import os
 from unittest import mock
 
 import pytest
@@ -216,12 +215,6 @@ def test_the_backend_chooses_the_transport_unless_the_environment_does(monkeypat
     if name is not None:
         monkeypatch.setenv("MINIPAR_TRANSPORT", name)
     assert choose_transport(backend).__name__ == chosen
-
-
-def test_where_a_system_has_no_memory_files_everything_goes_through_gloo(monkeypatch):
-    monkeypatch.delenv("MINIPAR_TRANSPORT", raising=False)
-    monkeypatch.delattr(os, "memfd_create")
-    assert choose_transport("gloo").__name__ == "Tagged"
 
 
 def test_a_transport_that_is_none_is_refused_before_a_process_starts(monkeypatch):

@@ -1,7 +1,15 @@
 """Deadlocks and lost messages, told from by_rank alone."""
 
-from minipar.transport.diagnosis import MessageCounts, deadlock, last_waited_for, unmatched_messages
-from minipar.transport.messages import Message
+import socket
+
+from minipar.transport.diagnosis import (
+    MessageCounts,
+    deadlock,
+    last_waited_for,
+    message_counts,
+    unmatched_messages,
+)
+from minipar.transport.messages import Message, OnLink
 
 CHANNEL = "comm 'world'"
 
@@ -77,6 +85,39 @@ def test_halves_of_different_lengths_never_meet():
     why = deadlock({0: sends, 1: receiving_from(0)}, {0, 1}, set())
     assert why[0].endswith("but rank 1 expects 8 bytes")
     assert why[1].endswith("but rank 0 sends 4 bytes")
+
+
+def waiting_on_a_link(peer, there=False, sent=None):
+    """Receives from `peer` a message on a link, of which a part may be there."""
+    on_link = message("receive", peer)._replace(needs_peer=not there)
+    return counts([on_link], sent=sent, received={peer: (1, 8)})
+
+
+def test_a_message_on_a_link_waits_in_vain_for_a_rank_that_waits_in_vain():
+    """Rank 0 has returned; 1 waits for it, 2 for 1, and 3 for 2, whose messages are posted."""
+    by_rank = {
+        0: counts(),
+        1: receiving_from(0, sent={2: (1, 8)}),
+        2: waiting_on_a_link(1, sent={3: (1, 8)}),
+        3: waiting_on_a_link(2),
+    }
+    why = deadlock(by_rank, {1, 2, 3}, {0})
+    assert why.keys() == {1, 2, 3}
+    assert why[1].endswith("but rank 0's function has returned")
+    assert why[3].endswith("but rank 2 is blocked itself")
+    assert deadlock(by_rank | {3: waiting_on_a_link(2, there=True)}, {1, 2, 3}, {0}) is None
+    through_gloo = counts([message("receive", 1)], sent={3: (1, 8)}, received={1: (1, 8)})
+    assert deadlock(by_rank | {2: through_gloo}, {1, 2, 3}, {0}) is None
+
+
+def test_a_wait_on_a_link_tells_whether_something_is_there():
+    here, there = socket.socketpair()
+    with here, there:
+        wait = OnLink(message("receive", 1), here)
+        assert message_counts({7: wait}, []).waiting == [message("receive", 1)._replace(needs_peer=True)]
+        there.send(b"m")
+        assert message_counts({7: wait}, []).waiting == [message("receive", 1)]
+    assert wait.described() == message("receive", 1)  # closed since
 
 
 def test_a_rank_blocked_by_something_else_than_a_message_is_not_judged():

@@ -63,3 +63,15 @@ def test_a_group_has_the_backends_of_its_world():
     """Beside NCCL, "cpu:gloo,cuda:nccl": with gloo alone, a native collective on a GPU would find no backend."""
     assert minipar.run(backend_of_a_group, "cpu:gloo", world_size=1) == ["cpu:gloo"]
     assert minipar.run(backend_of_a_group, "gloo", world_size=1) == [process_groups.GLOO]
+
+
+def backend_beside_another_default(world):
+    with patch.object(
+        dist, "get_backend", lambda group=None: "gloo" if group is world.process_group() else "nccl"
+    ):
+        group = world.subgroup([0], "alone").process_group()
+    return dist.get_backend(group)
+
+
+def test_a_group_has_the_backend_of_its_own_world_where_torchs_default_group_has_another():
+    assert minipar.run(backend_beside_another_default, world_size=1) == [process_groups.GLOO]

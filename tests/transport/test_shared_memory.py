@@ -1,12 +1,13 @@
 """Through shared memory arrive the same bits and counts as through gloo, and a peer that ends is found."""
 
+import mmap
 import os
 import re
 import resource
 import signal
-import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import minipar
 from minipar.context.attention_ring import ring_attention
+from minipar.runtime import call as runtime_call
 from minipar.support.errors import RankError
 from minipar.transport import linking, shared_memory
 from minipar.transport.errors import PeerLate, PeerLost
 from minipar.transport.linking import Described
 from minipar.transport.messages import ChannelId, Message
+from minipar.transport.transport import Tagged, Transport
 from minipar.transport.transports import choose_transport
 from tests.comm import cases as cases_module
 from tests.comm.cases import cases
@@ -161,6 +165,49 @@ def test_ranks_that_cannot_connect_stay_on_gloo():
     assert ranks == [([3.0], {("send", 1 - r): False, ("receive", 1 - r): False}) for r in range(2)]
 
 
+def without_memory_files(world):
+    if world.rank == 1:
+        with mock.patch.object(os, "memfd_create", create=True):
+            del os.memfd_create  # as on another system, or in a Python built for an old Linux
+            return sums(world)
+    return sums(world)
+
+
+def test_a_rank_whose_system_has_no_memory_files_sends_through_gloo_without_a_word(capfd):
+    (_, links), (total, others) = run_on("shared", without_memory_files, world_size=2)
+    assert total == [3.0]
+    assert links == {("send", 1): True, ("receive", 1): False}
+    assert others == {("send", 0): False, ("receive", 0): True}
+    assert capfd.readouterr().err == ""
+
+
+def with_few_descriptors(world, spare, every):
+    """Sum as above with so many descriptors left, on rank 1 or on every rank."""
+    world.all_reduce(torch.ones(1))  # gloo's own connections
+    old = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if every or world.rank == 1:
+        used = [os.dup(0)]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used[0] + spare, old[1]))
+        os.close(used[0])
+    try:
+        return sums(world)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["one rank", "every rank"])
+def test_ranks_short_of_descriptors_agree_on_gloo_at_each_step_of_making_a_link(every):
+    """Each step needs one or two more: memory, its map, a socket, a connection, the descriptor that is passed."""
+    kinds = set()
+    for spare in range(9):
+        (total, links), (same, others) = run_on("shared", with_few_descriptors, spare, every, world_size=2)
+        assert total == same == [3.0]
+        assert links["send", 1] == others["receive", 0]
+        assert links["receive", 1] == others["send", 0]
+        kinds.add((links["send", 1], links["receive", 1]))
+    assert {(False, False), (True, True)} <= kinds
+
+
 def links_after_sums(world, num_sums):
     for _ in range(num_sums):
         world.all_reduce_(torch.ones(4))
@@ -200,14 +247,7 @@ def test_sends_and_receives_apart_stay_on_gloo_unless_the_collective_has_a_root(
 
 
 def open_files() -> int:
-    """The fewest descriptors of some looks: a rank that tells its caller where it is opens a file for a moment."""
-    return min(len(os.listdir("/proc/self/fd")) for _ in several_looks())
-
-
-def several_looks():
-    for _ in range(3):
-        yield
-        time.sleep(0.1)
+    return len(os.listdir("/proc/self/fd"))
 
 
 def open_after(world, connect):
@@ -215,12 +255,12 @@ def open_after(world, connect):
     world.all_reduce(torch.ones(1))  # gloo's own connections
     before = open_files()
     connect(world)
-    world._transport.drain()
+    world._transport.close()
     return before, open_files(), world._transport.waits
 
 
 @pytest.mark.parametrize("connect", [sums, on_another_machine])
-def test_links_and_refused_memory_are_closed_by_a_drain(connect):
+def test_links_are_closed_with_their_transport_and_refused_memory_before(connect):
     for before, after, waits in run_on("shared", open_after, connect, world_size=2):
         assert before == after
         assert waits == {}
@@ -228,7 +268,11 @@ def test_links_and_refused_memory_are_closed_by_a_drain(connect):
 
 def memories() -> set[str]:
     """Names that stay in /dev/shm: other tests' semaphores and tensors have some for a moment."""
-    return set.intersection(*(set(os.listdir("/dev/shm")) for _ in several_looks()))
+    looks = []
+    for _ in range(3):
+        looks.append(set(os.listdir("/dev/shm")))
+        time.sleep(0.1)
+    return set.intersection(*looks)
 
 
 def left_behind(world):
@@ -250,29 +294,27 @@ def ends_between_segments(world, how):
     """Rank 1 ends after its first segment of the second sum."""
     sums(world)
     if world.rank == 1:
-        move, moved = shared_memory.Link.send, []
+        send, sent = shared_memory.Link._send, []
 
         def then_ends(*args):
-            if moved:
+            if sent:
                 how()
-            moved.append(move(*args))
+            sent.append(send(*args))
 
-        shared_memory.Link.send = then_ends
+        shared_memory.Link._send = then_ends
     world.all_reduce(torch.ones(4 * MILLION), algorithm="ring")
 
 
 def test_the_memory_of_a_link_is_taken_before_it_is_written_to():
-    listener, memory = linking._offer(0, MILLION)
-    with listener:
-        assert os.fstat(memory).st_blocks * 512 >= MILLION
-        os.close(memory)
+    offer = linking._offer(0, MILLION)
+    assert os.fstat(offer.descriptor).st_blocks * 512 >= MILLION
+    offer.close()
 
 
 def test_the_name_of_a_link_is_drawn_and_not_counted_up_as_another_machines_would_be():
-    listener, memory = linking._offer(0, 200)
-    with listener:
-        os.close(memory)
-        assert re.fullmatch(rb"\0minipar-[0-9a-f]{32}", listener.getsockname())
+    offer = linking._offer(0, 200)
+    assert re.fullmatch(rb"\0minipar-[0-9a-f]{32}", offer.listener.getsockname())
+    offer.close()
 
 
 def killed():
@@ -284,6 +326,122 @@ def test_a_killed_writer_is_found_long_before_the_deadline():
     with pytest.raises(RankError, match=r"(?s)rank 1 failed:.*killed by SIGKILL"):
         run_on("shared", ends_between_segments, killed, world_size=2, timeout_s=600)
     assert memories() <= names
+
+
+@pytest.fixture
+def own_pool():
+    """For ranks that go on after a wait which timed out: gloo has closed their connections, also for later tests."""
+    yield
+    minipar.shutdown()
+
+
+def sums_around_a_mismatch(world, waits_in_order):
+    """Sums by operations that are under way together, the second of which differs between the ranks; their results."""
+    world.all_reduce(torch.ones(MILLION), algorithm="ring")
+    handles = [
+        world.all_reduce(torch.full((MILLION,), x), op, algorithm="ring", async_op=True)
+        for x, op in ((1.0, "sum"), (2.0, ("sum", "max")[world.rank]), (3.0, "sum"), (4.0, "sum"))
+    ]
+    found = []
+    for handle in handles if waits_in_order else reversed(handles):
+        try:
+            found.append(handle.wait().unique().tolist())
+        except (PeerLate, PeerLost) as error:
+            found.append(type(error))
+    return found
+
+
+@pytest.mark.usefixtures("own_pool")
+@pytest.mark.parametrize("in_order", [True, False])
+def test_after_a_message_that_failed_no_later_one_of_its_link_delivers_what_is_not_its_own(
+    in_order, monkeypatch
+):
+    monkeypatch.setattr(
+        runtime_call, "PATIENCE_S", 600.0
+    )  # the ranks' own errors are wanted, not that of a deadlock
+    for found in run_on("shared", sums_around_a_mismatch, in_order, world_size=2, timeout_s=1):
+        first, second, *later = found if in_order else found[::-1]
+        assert first == [2.0]
+        assert second in (PeerLate, PeerLost)
+        assert later == [PeerLost, PeerLost]
+
+
+def late_to_a_broadcast(world, told):
+    """Rank 0 waits in vain for rank 1 to make a link with it, and writes whom its error names."""
+    if world.rank == 0:
+        try:
+            world.broadcast(torch.ones(MILLION // 4))
+        except PeerLate as error:
+            told.write_text(f"{error.peer}: {error}")
+            raise
+    while not told.exists():
+        time.sleep(0.01)
+
+
+def test_a_rank_that_does_not_come_to_make_a_link_is_late_and_not_lost(tmp_path):
+    told = tmp_path / "told"
+    with pytest.raises(RankError, match="PeerLate"):
+        run_on("shared", late_to_a_broadcast, told, world_size=2, timeout_s=1)
+    assert told.read_text().startswith("1: rank 0 waited 1 s to send 1048576 bytes to rank 1 on comm 'world'")
+
+
+@pytest.mark.parametrize(("raised", "error"), [(TimeoutError, PeerLate), (ConnectionResetError, None)])
+def test_a_step_of_making_a_link_that_takes_too_long_is_late_and_one_that_fails_leaves_gloo(raised, error):
+    transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
+    transport.late = partial(Transport.late, transport)
+    message = Message("send", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
+
+    def step():
+        assert list(map(str, transport.waits.values())) == [str(message)]
+        raise raised
+
+    with (
+        pytest.raises(error, match="rank 0 waited 7 s to send 8 bytes to rank 1") if error else nullcontext()
+    ):
+        assert linking._unless_it_fails(transport, message, mock.Mock(), step) is None
+    assert transport.waits == {}
+
+
+def sums_once_too_often(world):
+    for _ in range(1 + world.rank):
+        world.all_reduce(torch.ones(MILLION), algorithm="ring")
+
+
+def leaves_out_a_sum(world):
+    if world.rank:
+        world.all_reduce(torch.ones(MILLION), algorithm="ring")
+
+
+@pytest.mark.parametrize(
+    ("function", "size"), [(sums_once_too_often, 2), (leaves_out_a_sum, 2), (leaves_out_a_sum, 4)]
+)
+def test_a_rank_that_returns_before_a_message_on_a_link_is_named(function, size):
+    with pytest.raises(RankError, match=r"(?s)deadlock: .*but rank 0's function has returned"):
+        run_on("shared", function, world_size=size, timeout_s=120)
+
+
+@pytest.mark.usefixtures("own_pool")
+def test_a_rank_with_another_transport_waits_for_its_deadline():
+    """It would abort if the words about a link came with the message's own tag."""
+
+    def different(world):
+        if world.rank == 1:
+            world._transport.__class__ = Tagged
+        with suppress(PeerLate):
+            world.all_reduce(torch.ones(MILLION), algorithm="ring")
+            return "delivered"
+
+    assert "delivered" not in run_on("shared", different, world_size=2, timeout_s=1)
+
+
+def test_memory_is_not_passed_to_a_process_of_another_user():
+    def alone(world):
+        with mock.patch.object(os, "getuid", return_value=os.getuid() + 1 + world.rank):
+            return sums(world)
+
+    for total, links in run_on("shared", alone, world_size=2):
+        assert total == [3.0]
+        assert not any(links.values())
 
 
 def other_length(world):
@@ -304,8 +462,7 @@ def test_shared_memory_is_chosen_by_name_and_not_for_nccl(monkeypatch):
 
 def make_link(header, **connection):
     """A link whose sender has written 8 bytes of 3 and this header."""
-    memory = os.memfd_create("test")
-    os.posix_fallocate(memory, 0, shared_memory.SLOT_BYTES * shared_memory.NUM_SLOTS)
+    memory = mmap.mmap(-1, shared_memory.SLOT_BYTES * shared_memory.NUM_SLOTS)
     of_header = {"recv.return_value": shared_memory.HEADER.pack(*header)}
     connection = mock.Mock(**of_header, **connection)
     link = shared_memory.Link(connection, memory, shared_memory.SLOT_BYTES)
@@ -317,7 +474,7 @@ def make_link(header, **connection):
 def test_a_sender_that_has_ended_wants_no_slot_back(ended):
     link, connection = make_link((5, 0, 8), **{"send.side_effect": ended})
     segment = torch.zeros(8, dtype=torch.uint8)
-    link.receive(5, 0, segment)
+    link.move("receive", 5, 0, segment)
     assert segment.tolist() == [3] * 8
     connection.send.assert_called_once()
 
@@ -327,7 +484,7 @@ def test_a_segment_of_another_message_is_no_message(header):
     link, _ = make_link(header, **{"gettimeout.return_value": 0.0})
     segment = torch.zeros(8, dtype=torch.uint8)
     with pytest.raises(TimeoutError):
-        link.receive(5, 0, segment)
+        link.move("receive", 5, 0, segment)
     assert not segment.any()
 
 
@@ -340,15 +497,17 @@ def test_a_segment_of_another_message_is_no_message(header):
 )
 def test_a_late_peer_and_a_lost_one_are_told_apart(raised, error, words):
     transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
+    transport.late = partial(Transport.late, transport)
     message = Message("receive", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
 
     def fails(*_):
-        assert transport.waits == {
-            threading.get_ident(): message
-        }  # what the other ranks' errors say of this one
+        # what the other ranks' errors say of this one
+        assert list(map(str, transport.waits.values())) == [str(message)]
         raise raised
 
+    link = mock.Mock(move=fails)
     with pytest.raises(error, match=words) as caught:
-        shared_memory.Exchange(transport, [(Described(torch.zeros(2), 1, message, 5), fails)]).run()
+        shared_memory.Exchange(transport, [(Described(torch.zeros(2), 1, message, 5), link)]).run()
+    link.close.assert_called_once()
     assert getattr(caught.value, "peer", None) == (1 if error is PeerLate else None)
     assert transport.waits == {}
