@@ -67,7 +67,7 @@ def test_a_group_has_the_backends_of_its_world():
 
 def backend_beside_another_default(world):
     with patch.object(
-        dist, "get_backend", lambda group=None: "gloo" if group is world.process_group() else "nccl"
+        dist, "get_backend", lambda group=None: "gloo" if group is world._transport.group else "nccl"
     ):
         group = world.subgroup([0], "alone").process_group()
     return dist.get_backend(group)
