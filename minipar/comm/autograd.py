@@ -1,6 +1,5 @@
 """Differentiable collectives in conjugate pairs: the backward of a collective is its partner in the pair.
 
-
 Adds to `simple/autograd.py`: any dim, uneven chunks, send and receive, second derivatives.
 
     copy            x -> x                        backward: sum over ranks      (x is the same on every rank)

@@ -57,7 +57,6 @@ def choose(collective: str, comm_size: int, num_bytes: int, two_levels: bool = F
 
     For a vector of at least 16p bytes whose length p divides, each of p ranks sends the least possible:
 
-
         all_reduce       2(p-1)/p of it
         reduce_scatter   (p-1)/p of it, added in the same order as by all_reduce: the results are bitwise equal
         all_gather       (p-1)/p of it

@@ -128,8 +128,9 @@ def all_gather(comm: PointToPoint, x: Tensor, sizes: Sizes = None, out: Tensor |
     edges = _core_edges(comm.size, lengths)
     work = out.view(-1) if core == comm.size else torch.empty_like(out).view(-1)
     own = work[edges[comm.rank] : edges[comm.rank + 1]]
-    if own.data_ptr() != x.data_ptr():
-        own[: x.numel()].copy_(flatten(x))
+    flat = flatten(x)  # a copy, if x is a transposed view of `out`
+    if own.data_ptr() != flat.data_ptr():
+        own[: x.numel()].copy_(flat)
     if comm.rank + core < comm.size:
         theirs = own[x.numel() :]
         comm.exchange(None, None, theirs.shape, theirs.dtype, comm.rank + core, out=theirs)

@@ -53,7 +53,9 @@ def exchange_and_add(
     if longest <= length:
         received = comm.scratch(mine.numel(), mine.dtype)
         comm.exchange(send_chunk, to, received.shape, received.dtype, source, out=received)
-        return reduction.combine(received, mine, out=out)
+        # The lower rank's first, since by doubling both ranks compute this, and the maximum of 0 and -0 is one of the two.
+        first, second = (received, mine) if source < comm.rank else (mine, received)
+        return reduction.combine(first, second, out=out)
     for start in range(0, longest, length):
         segment = slice(start, start + length)
         exchange_and_add(comm, send_chunk[segment], to, mine[segment], source, reduction, out[segment])

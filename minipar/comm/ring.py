@@ -127,8 +127,9 @@ def _edges(sizes: Sequence[int], x: Tensor) -> list[int]:
 
 def _copy_unless_alias(x: Tensor, out: Tensor) -> None:
     """Copy x into `out`, unless both are the same memory."""
-    if x.data_ptr() != out.data_ptr():
-        out.copy_(flatten(x))
+    flat = flatten(x)  # a copy, if x is a transposed view of `out`
+    if flat.data_ptr() != out.data_ptr():
+        out.copy_(flat)
 
 
 def gathered_sizes(comm: PointToPoint, x: Tensor, sizes: Sizes) -> list[int]:

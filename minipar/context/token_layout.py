@@ -109,7 +109,6 @@ def local_batch(
 def causal_work(seq_len: int, rank: int, size: int, layout: str) -> int:
     """Return the number of scores that `rank` computes in causal attention: pairs of a query of its own and a key it sees.
 
-
     contiguous   n (r n) + n (n+1) / 2                with n = T/P
     zigzag       n/2 ((2P-1) n/2 + n/2 + 1)           the same for every rank: a P-th of T (T+1) / 2
     striped      n (r+1) + P n (n-1) / 2

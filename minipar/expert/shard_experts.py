@@ -38,7 +38,6 @@ def expert_parallel(
     dispatch   how tokens reach their experts: a name in `minipar.config.choices.DISPATCHES`
     options    options of that dispatch; all-to-all has node_size: None, or the ranks per node of a two-level all-to-all
 
-
     Call it before or after `tensor_parallel`, but before `DDP`, `FSDP` and optimizers. A stage without MoE layers is
     unchanged. Each layer sends what its dispatch sends: see `AllToAll`. Raises ValueError, before anything is changed, if
     ep does not divide num_experts, experts are already sharded, or the dispatch is unknown or lacks these options.

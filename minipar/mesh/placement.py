@@ -1,6 +1,5 @@
 """Placement: the part of a global tensor that a local tensor holds; nothing else records it.
 
-
     global tensor   split, shard ->   block         flatten_range ->   range of the flattened block
     [F, D]                            [F/tp, D]                        [F/tp * D / dp]
 
@@ -238,7 +237,6 @@ def require_no_part(params: Iterable[torch.Tensor], instead: str) -> None:
 
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:
     """Give every parameter without a placement the placement of a whole tensor, named as in the module.
-
 
     Parameters of submodules with `has_expert_parameters` are marked as experts. `module.tied_copies`, {own name: canonical
     name}, lists the tied copies.

@@ -1,6 +1,5 @@
 """Start ranks: `run` calls a function on every rank of a pool of local processes; `init_from_env` joins torchrun's world.
 
-
 The pool persists: starting processes and importing torch takes seconds, a call on a running pool milliseconds. A pool of
 eight also runs smaller worlds, on its first ranks. After a failure every process is replaced, because a message under
 way, or a connection closed by a timeout, would spoil the next run.

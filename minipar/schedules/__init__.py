@@ -1,6 +1,5 @@
 """Pipeline schedules as data, one dependency rule, and what follows from both. Imports neither torch nor numpy.
 
-
 In reading order:
 
 schedule.py     Action, Schedule, and `needs`, the one dependency rule

@@ -97,7 +97,6 @@ SCHEDULES: Kind[ScheduleChoice] = Kind(
 def chunks_per_rank(name: str, v: int | None = None) -> int:
     """Return the number of stages per rank: the schedule's fixed number or, if it has none, v (2 if v is None).
 
-
     Raises ValueError for an unknown name, or a v other than the fixed number.
     """
     fixed = SCHEDULES[name].chunks

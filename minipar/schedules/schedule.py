@@ -38,7 +38,6 @@ def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...
 
     num_stages   stages of one copy of the model; a copy's first and last stages need no stage of another copy
 
-
     F(s, k)   the activation from stage s-1        F(s-1, k)
     B(s, k)   what the stage's own forward saved   F(s, k)
               the gradient from stage s+1          B(s+1, k)
@@ -79,7 +78,6 @@ def output_key(action: Action) -> Action:
 @dataclass(frozen=True)
 class Schedule:
     """Each rank's actions in order, without durations or idle time, which belong to a timeline.
-
 
     actions            actions[rank] are the actions of that rank, in the order in which it runs them
     stage_rank         stage_rank[stage] is the rank that holds the stage

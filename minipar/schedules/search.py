@@ -15,7 +15,6 @@ from minipar.support.errors import require_positive
 def zb_auto(p: int, m: int, costs: Costs, memory_limit: float, kept_for_weights: float = 1.0) -> Schedule:
     """Return the best of eight greedy schedules and, if they fit the memory limit, ZB-H1 and ZB-H2.
 
-
     memory_limit      the largest memory of a rank, in activations of one microbatch; p is 1F1B's memory and gives the
                       paper's ZB-1p, 2p gives ZB-2p
     kept_for_weights  the fraction of an activation that is kept between its I and its W. With 1, memory_limit

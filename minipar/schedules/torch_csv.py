@@ -10,7 +10,6 @@ def to_torch(schedule: Schedule) -> str:
 
     torch inserts the communication. To run the schedule on stages of torch.distributed.pipelining:
 
-
         from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
         runtime = _PipelineScheduleRuntime(stages, num_microbatches, loss_fn=loss_fn)
         runtime._load_csv(path)                                   the file with this text

@@ -1,6 +1,5 @@
 """Current and peak bytes of live tensors. On a CPU, whose allocator keeps no count, storages are counted here.
 
-
     with LiveBytes() as memory:
         model.loss(tokens, targets).backward()
     memory.peak

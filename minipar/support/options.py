@@ -31,7 +31,6 @@ def with_option_table(cls: type) -> type:
 def check_types(config: object) -> None:
     """Raise ValueError, naming the field, if a value does not have its field's type or is not one of its choices.
 
-
     A float field also accepts a Python or numpy integer; no field accepts nan or infinity.
     """
     for name, hint in _field_types(type(config)).items():  # type: ignore[arg-type]  # a class is hashable

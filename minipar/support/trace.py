@@ -70,7 +70,6 @@ def busy_s(spans: Iterable[Span], kind: Kind) -> float:
 def overlap_fraction(spans: Sequence[Span], kind: Kind = "communicate") -> float:
     """Return the fraction of this kind's time during which the rank also computed: 0 is no overlap, 1 complete overlap.
 
-
     A lane does one thing at a time: communicate and wait spans inside a compute span of the same lane are subtracted.
     """
     of_kind = _union(spans, kind)
@@ -95,7 +94,6 @@ class Straggler(NamedTuple):
 
 def find_straggler(spans_by_rank: dict[int, list[Span]]) -> Straggler | None:
     """Return the rank that computed longest, or None if fewer than two ranks recorded anything.
-
 
     Only compute time is compared: a rank's communicate and wait spans also contain time spent waiting for other ranks.
     """

@@ -3,7 +3,6 @@
 As with NCCL, a Comm has its own process group, its messages are matched by order alone, and its stream runs one operation
 after another. In addition, ranks tell each other what they are about to do, so that a mismatch is found in advance:
 
-
     a channel    each member tells every other member which one it makes
     a message    is preceded by a header with its operation, shape, dtype, bytes and numbers, which the receiver compares
                  with its own

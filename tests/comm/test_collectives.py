@@ -88,6 +88,35 @@ def test_a_result_can_be_put_where_the_caller_has_memory():
         assert minipar.run(wrong, world_size=size) == [[]] * size
 
 
+def signs_of_zeros(world):
+    """Of the largest of 0 and -0, whose sign is that of one rank's: the sign by each algorithm."""
+    x = torch.tensor([0.0, -0.0] if world.rank % 2 else [-0.0, 0.0])
+    names = ["ring", "halving_doubling", "doubling", "tree"]
+    return [
+        world.all_reduce(x, op, algorithm=name).signbit().tolist() for name in names for op in ("max", "min")
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_get_the_same_zero(size):
+    first, *others = minipar.run(signs_of_zeros, world_size=size)
+    assert others == [first] * (size - 1)
+
+
+def gathered_from_a_transposed_part(world, algorithm):
+    """The whole, of which this rank's input is its own part, transposed."""
+    whole = torch.zeros(2 * world.size, 2)
+    mine = whole[2 * world.rank : 2 * world.rank + 2]
+    mine.copy_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+    return world.all_gather(mine.t(), algorithm=algorithm, out=whole).tolist()
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling"])
+def test_a_transposed_part_of_the_result_is_not_taken_for_the_part(algorithm):
+    for whole in minipar.run(gathered_from_a_transposed_part, algorithm, world_size=2):
+        assert whole == 2 * [[1.0, 3.0], [2.0, 4.0]]
+
+
 def test_the_algorithms_are_plain_functions_of_a_comm():
     def results(world):
         x = torch.arange(5.0) + world.rank
