@@ -85,20 +85,24 @@ def is_matrix(param: Tensor) -> bool:
 
 
 def clip_grad_norm_(
-    params: Iterable[Tensor], max_norm: float, comm: Comm | None = None, shares: list[float] | None = None
+    params: Tensor | Iterable[Tensor],
+    max_norm: float,
+    comm: Comm | None = None,
+    shares: list[float] | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm over the whole model is at most `max_norm`; return the norm before scaling.
 
-    params  this rank's parameters, each with its placement (not needed without `comm`)
+    params  this rank's parameters, each with its placement (not needed without `comm`); or one of them
     comm    all ranks that hold parts of the model; None: this process holds all of it
-    shares  `norm_shares(params, comm)`, if already computed: it does not change between steps
+    shares  `norm_shares(params, comm)` of the same params, if already computed: it does not change between steps
 
         norm^2 = sum over ranks and parameters of share * |grad|^2
 
     If the norm is inf or nan, nothing is scaled. Sends one number, plus one per parameter if `shares` is None.
-    Raises ValueError if `comm` is None and a parameter's placement says that this process holds only a part of it.
+    Raises ValueError if `comm` is None and a parameter's placement says that this process holds only a part of it, and if
+    there is not one share per parameter.
     """
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     norm = grad_norm(params, comm, shares)
     # A branch would wait for the GPU, so the factor is 1 where nothing is to be scaled.
     is_clipped = torch.isfinite(norm) & (norm > max_norm)
@@ -112,13 +116,20 @@ def clip_grad_norm_(
 
 
 def grad_norm(
-    params: Iterable[Tensor], comm: Comm | None = None, shares: list[float] | None = None
+    params: Tensor | Iterable[Tensor], comm: Comm | None = None, shares: list[float] | None = None
 ) -> Tensor:
     """Return the norm of the gradients over the whole model; arguments and errors as in `clip_grad_norm_`."""
-    params = list(params)
+    params = [params] if isinstance(params, Tensor) else list(params)
     if comm is None:
         require_no_part(params, "clip_grad_norm_(params, max_norm, comm) or grad_norm(params, comm)")
-    params = [p for p in params if p.grad is not None or (comm is not None and p.requires_grad)]
+    counts = [p.grad is not None or (comm is not None and p.requires_grad) for p in params]
+    if shares is not None:
+        if len(shares) != len(params):
+            raise ValueError(
+                f"shares has {len(shares)} numbers for {len(params)} parameters; use norm_shares(params, comm)"
+            )
+        shares = [share for share, own in zip(shares, counts) if own]
+    params = [p for p, own in zip(params, counts) if own]
     squares = squared_norms([p.new_zeros(1) if p.grad is None else p.grad for p in params])
     if comm is not None:
         shares = norm_shares(params, comm) if shares is None else shares
@@ -159,6 +170,8 @@ def may_step(
 ) -> bool:
     """Return whether loss and gradient norm are finite, so that the step may be taken. Updates the loss scale.
 
+    The scale is halved if gradients overflow while the loss is finite, down to 1.
+
     Raises ArithmeticError if they are not finite, unless on_nan is "skip" or a smaller loss scale may help.
     """
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -168,6 +181,6 @@ def may_step(
             f"step {step}: the loss is {loss} and the gradient norm {norm}; "
             "lower lr, or go on without such steps by on_nan=skip"
         )
-    if scaler is not None:
+    if scaler is not None and (finite or overflowed):  # a loss that is nan says nothing about the scale
         scaler.update(finite)
     return finite

@@ -15,8 +15,11 @@ from minipar.train.state import changed_settings, require_same_run
 
 
 def require_no_others(config: TrainConfig) -> None:
-    """Raise ValueError if the folder has another run's checkpoints: this run would add its own, and delete the old ones."""
-    if config.checkpoint_every and not _in_own_folder(config) and checkpoints(config.folder / CHECKPOINTS):
+    """Raise ValueError if the folder has another run's checkpoints.
+
+    This run would replace the settings and metrics beside them, and delete them if it saves checkpoints of its own.
+    """
+    if not in_own_folder(config) and checkpoints(config.folder / CHECKPOINTS):
         raise ValueError(
             f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
             "or use another --out or --name"
@@ -40,7 +43,7 @@ def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> C
                 f"{find_damage(found[0])}); nothing was changed. Try again once the disk can be read, or remove "
                 f"{config.resume / CHECKPOINTS} to begin at step 0"
             )
-        if not _in_own_folder(config):
+        if not in_own_folder(config):
             raise ValueError(
                 f"resume={config.resume} has no whole checkpoint; train with --checkpoint-every first"
             )
@@ -63,5 +66,5 @@ def require_same_text(world: Comm, config: TrainConfig, text_id: TextId) -> None
         )
 
 
-def _in_own_folder(config: TrainConfig) -> bool:
+def in_own_folder(config: TrainConfig) -> bool:
     return config.resume is not None and config.resume.resolve() == config.folder.resolve()

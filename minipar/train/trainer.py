@@ -40,7 +40,7 @@ from minipar.train.log import Metrics, MetricsLog
 from minipar.train.node_warning import warn_if_tp_crosses
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
-from minipar.train.resume import require_no_others, require_same_text, require_usable
+from minipar.train.resume import in_own_folder, require_no_others, require_same_text, require_usable
 from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
 from minipar.train.step import evaluate, local_batch, train_step
 from minipar.train.text_generation import sample_text
@@ -123,7 +123,7 @@ def _train(
     write_whole(config.folder / "config.toml", as_toml(config))
     if config.tokenizer is not None:
         write_whole(config.folder / TOKENIZER, read_tokenizer(config.tokenizer))
-    log = MetricsLog(config.folder, config.tensorboard, start.step if start else 0)
+    log = MetricsLog(config.folder, config.tensorboard, start.step if start and in_own_folder(config) else 0)
 
     def on_step(metrics: Metrics) -> None:
         log(metrics)

@@ -132,3 +132,29 @@ def test_a_norm_that_is_no_number_scales_nothing(value):
     param.grad = torch.tensor([1.0, value])
     assert not torch.isfinite(clip_grad_norm_([param], 1.0))
     assert param.grad[0] == 1.0
+
+
+def test_a_single_tensor_is_clipped_as_torch_clips_it():
+    ours, theirs = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    ours.grad, theirs.grad = torch.full((4,), 10.0), torch.full((4,), 10.0)
+    assert clip_grad_norm_(ours, 1.0) == nn.utils.clip_grad_norm_(theirs, 1.0) == 20.0
+    assert torch.allclose(ours.grad, theirs.grad)
+
+
+def norms_with_a_frozen_parameter(world):
+    """The norm by shares of all parameters, one of which is frozen, and what is said of too few shares."""
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    for name, param in zip("abc", params):
+        set_placement(param, Placement(name, (1,), (0,), (1,)))
+    params[1].requires_grad = False
+    for param in params[::2]:
+        param.grad = torch.full((1,), 2.0)
+    shares = norm_shares(params, world)
+    with pytest.raises(ValueError, match="shares has 2 numbers for 3 parameters"):
+        grad_norm(params, world, shares[:2])
+    return grad_norm(params, world, shares).item(), grad_norm(params, world).item()
+
+
+def test_shares_of_all_parameters_are_right_also_where_some_are_frozen():
+    for by_shares, without in minipar.run(norms_with_a_frozen_parameter, world_size=2):
+        assert by_shares == without == pytest.approx(8**0.5)

@@ -196,6 +196,16 @@ def test_what_is_not_finite_stops_the_run_or_skips_the_step_unless_a_smaller_sca
         may_step(config, 7, math.nan, math.inf, DynamicLossScaler(None, initial=4.0))
 
 
+def test_only_an_overflow_lowers_the_scale_and_none_below_1():
+    """After a loss that is nan, which no scale mends, all gradients could underflow for the rest of a run."""
+    config, scaler = replace(SHORT, dtype="float16", on_nan="skip"), DynamicLossScaler(None, initial=4.0)
+    for norm in (1.0, math.inf, math.nan):
+        assert not any(may_step(config, 0, math.nan, norm, scaler) for _ in range(5))
+    assert scaler.current_scale == 4
+    assert not any(may_step(config, 0, 1.0, math.inf, scaler) for _ in range(20))
+    assert scaler.current_scale == 1
+
+
 def test_one_process_skips_steps_that_are_not_finite(monkeypatch):
     place = import_module("minipar.train.reference")
     plain = place.batch_of_step

@@ -20,6 +20,7 @@ from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import TextId, load_data
 from minipar.train import train, trainer
+from minipar.train.log import read_metrics
 from minipar.train.resume import require_same_text
 from tests.checkpoint.test_checkpoint import damage_bit
 from tests.checkpoint.test_saves import save_each
@@ -130,6 +131,21 @@ def test_a_folder_whose_checkpoints_are_all_unreadable_is_left_as_it_is(tmp_path
             train(replace(BASE, steps=6, checkpoint_every=2, out=out, resume=tmp_path))
     assert contents(tmp_path) == before
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_without_checkpoints_leaves_anothers_settings_and_metrics_as_they_are(tmp_path):
+    train(replace(BASE, checkpoint_every=2, out=tmp_path))
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="has checkpoints of an earlier run"):
+        train(replace(BASE, steps=3, out=tmp_path))
+    assert contents(tmp_path) == before
+
+
+def test_in_a_new_folder_a_resumed_runs_log_has_no_lines_of_an_earlier_run(tmp_path):
+    train(replace(BASE, checkpoint_every=2, out=tmp_path / "first"))
+    train(replace(BASE, out=tmp_path / "second"))
+    train(replace(BASE, steps=6, resume=tmp_path / "first", out=tmp_path / "second"))
+    assert [line["step"] for line in read_metrics(tmp_path / "second")] == [4, 5]
 
 
 def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path):
