@@ -19,7 +19,8 @@ def require_no_others(config: TrainConfig) -> None:
 
     This run would replace the settings and metrics beside them, and delete them if it saves checkpoints of its own.
     """
-    if not in_own_folder(config) and checkpoints(config.folder / CHECKPOINTS):
+    folder = config.folder / CHECKPOINTS
+    if not in_own_folder(config) and folder.exists() and checkpoints(folder):
         raise ValueError(
             f"{config.folder} has checkpoints of an earlier run; go on with that by --resume {config.folder}, "
             "or use another --out or --name"
