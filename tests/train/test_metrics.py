@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import minipar
+from minipar.checkpoint.restore import find_damage
+from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import load_text
@@ -166,6 +168,14 @@ def test_or_it_stops_the_run_with_what_was_seen(tmp_path):
     run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, dp=2, checkpoint_every=1, **RUN)
     with pytest.raises(minipar.RankError, match=r"step 2: the loss is .* and the gradient norm nan"):
         explode(run, at=2)
+
+
+def test_the_checkpoint_that_is_being_written_when_a_step_stops_the_run_is_completed(tmp_path):
+    run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, dp=2, checkpoint_every=2, **RUN)
+    with pytest.raises(minipar.RankError, match=r"step 2: the loss is .* and the gradient norm nan"):
+        explode(run, at=2)
+    assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000002"]
+    assert find_damage(tmp_path / CHECKPOINTS / "step-00000002") is None
 
 
 # Where they are written ---------------------------------------------------------------------------------------------
