@@ -238,11 +238,13 @@ def _commit(
     numbers = {name: own for rank in written for name, own in rank.numbers.items()}
     if numbers:
         extra = {**extra, "numbers": {**extra.get("numbers", {}), **numbers}}
+    files = {rank.file: rank.entry for rank in written}
+    _require_files(beside, files)
     manifest = {
         "format": FORMAT,
         "step": step,
         "extra": extra,
-        "files": {rank.file: rank.entry for rank in written},
+        "files": files,
         "tensors": by_tensor([rank.parts for rank in written]),
     }
     write_whole(beside / MANIFEST, signed(manifest))
@@ -254,6 +256,19 @@ def _commit(
     _flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
     old.remove_all_but(final)
+
+
+def _require_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raise OSError, naming the file, unless this rank sees all files in the folder, each with all of its bytes."""
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{name} was written, and rank 0 does not find it; the folder must be one that all ranks share"
+            ) from None
+        if size != entry["bytes"]:
+            raise OSError(f"{name} has {size} bytes on rank 0, and {entry['bytes']} were written")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

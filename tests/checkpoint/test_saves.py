@@ -60,6 +60,27 @@ def test_a_rank_that_cannot_write_says_so_at_the_next_step_and_is_the_one_that_i
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
+def saves_with_a_disk_per_rank(world, folder):
+    save_each(world, folder, (1,), 1)
+    plain = checkpoint._write_parts
+    own = folder.with_name(f"of rank {world.rank}") if world.rank else folder
+    checkpoint._write_parts = lambda beside, *rest: plain(own / beside.name, *rest)
+    try:
+        save_each(world, folder, (2,), 1)
+    finally:
+        checkpoint._write_parts = plain
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_refused_before_older_checkpoints_are_removed(tmp_path):
+    folder = tmp_path / "of rank 0"
+    with pytest.raises(
+        minipar.RankError, match="rank-00001.safetensors was written, and rank 0 does not find it; .* share"
+    ):
+        minipar.run(saves_with_a_disk_per_rank, folder, world_size=2)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert find_damage(folder / "step-00000001") is None
+
+
 def writes_when_told(world, folder, deadline_s):
     saver = Saver(world, folder, deadline_s=deadline_s)
     plain, told = checkpoint.save_file, threading.Event()
