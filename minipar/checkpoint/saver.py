@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,9 @@ from minipar.transport.errors import PeerLost
 
 DEADLINE_S = 1800.0  # for a save, since disks are slower than networks and more often shared
 LOOK_S = 0.05  # between two polls of a save that is waited for
+PARTS = "parts"  # all ranks write their parts
+COMMIT = "commit"  # rank 0 writes the manifest; then the checkpoint is there
+REMOVAL = "removal"  # rank 0 removes old checkpoints
 
 
 Numbers = dict[str, dict[str, float]]  # scalar state by parameter and key
@@ -73,14 +77,16 @@ class Saver:
     keep      how many of the newest undamaged checkpoints to keep; 0: all
     wait      `save` returns only when the checkpoint is written, and so needs no copies
     resumed   the checkpoint that the run resumed from; it is never removed, and neither is the one just written
-    deadline_s  how long a save may take
+    deadline_s  how long a save may take, until the checkpoint is there
 
     `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU;
     that copy is all the memory it takes. Then a thread on each rank writes the rank's file, and a thread on rank 0 adds the
-    manifest; threads send nothing. Between steps, `poll` all-reduces their progress, 24 bytes, until all are done. So a
-    slow disk does not hold up training, and a rank that cannot write raises its own error, while the other ranks name it.
+    manifest, then removes old checkpoints; threads send nothing. Between steps, `poll` all-reduces their progress, 24 bytes,
+    until all are done. So a slow disk does not hold up training, and a rank that cannot write raises its own error, while
+    the other ranks name it.
     All ranks must call `poll`, `save` and `finish`, which raise the error of a failed save: RuntimeError on the rank that
-    failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks.
+    failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks. If old checkpoints cannot be
+    checked or removed, rank 0 only warns.
     """
 
     def __init__(
@@ -92,7 +98,7 @@ class Saver:
         self._old = OldCheckpoints(self._folder, keep, resumed)
         # this rank's task of the save, kept until the tasks of all ranks have ended
         self._task: _Task | None = None
-        self._writing: bool  # True while ranks write their parts; then rank 0 writes the manifest
+        self._stage: str  # of the save: PARTS, COMMIT or REMOVAL
         self._step: int
         self._started_s: float
         if comm.rank == 0:
@@ -113,7 +119,7 @@ class Saver:
             own = tensor.detach().to("cpu", copy=not self._wait or tensor.data_ptr() in held)
             held.add(tensor.data_ptr())
             mine.append(StoredPart(kind, placement, own.contiguous()))
-        self._step, self._started_s, self._extra, self._writing = step, time.monotonic(), extra, True
+        self._step, self._started_s, self._extra, self._stage = step, time.monotonic(), extra, PARTS
         self._task = _Task(partial(_write_parts, self._beside, self._comm.rank, mine, numbers or {}))
         if self._wait:
             self.finish()
@@ -122,25 +128,37 @@ class Saver:
         """Check the save in progress, if any: add the manifest once all ranks have written; raise if a rank failed."""
         if self._task is None:
             return
-        late = time.monotonic() - self._started_s > self._deadline_s
-        mine = (not self._task.done, self._task.error is not None, late)
+        removing = self._stage == REMOVAL  # the checkpoint is there, so nothing is late and nothing fails
+        late = not removing and time.monotonic() - self._started_s > self._deadline_s
+        mine = (not self._task.done, not removing and self._task.error is not None, late)
         state = torch.tensor(mine, dtype=torch.int64, device=self._comm.device)
         working, failed, late = self._comm.all_reduce(state).tolist()  # numbers of ranks
         if failed or (working and late):
             self._fail(self._task)
-        elif not working and self._writing:
-            self._writing = False
-            written = gather_objects(self._comm, self._task.result)
-            commit = partial(_commit, self._folder, self._beside, self._step, self._extra)
-            self._task = _Task(_nothing if written is None else partial(commit, written, self._old))
         elif not working:
-            self._task = None
+            self._task = self._task_after(self._task)
 
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises the error that it raised."""
         while self._task is not None:
             self._task.wait(LOOK_S)
             self.poll()
+
+    def _task_after(self, ended: _Task) -> _Task | None:
+        """Start this rank's task of the save's next stage, now that all ranks' tasks have ended; None after the last."""
+        if self._stage == PARTS:
+            self._stage = COMMIT
+            written = gather_objects(self._comm, ended.result)
+            commit = partial(_commit, self._folder, self._beside, self._step, self._extra)
+            return _Task(_nothing if written is None else partial(commit, written))
+        if self._stage == COMMIT and self._old.keep:
+            self._stage = REMOVAL
+            remove = partial(self._old.remove_all_but, checkpoint_path(self._folder, self._step))
+            return _Task(_nothing if self._comm.rank else remove)
+        if ended.error is not None:
+            why = f"{type(ended.error).__name__}: {ended.error}"
+            warnings.warn(f"old checkpoints in {self._folder} could not be removed: {why}", stacklevel=3)
+        return None
 
     @property
     def _beside(self) -> Path:
@@ -231,10 +249,8 @@ def _write_parts(beside: Path, rank: int, parts: list[StoredPart], numbers: Numb
     return Written(file.name, entry, places, {name: own for name, own in numbers.items() if name in names})
 
 
-def _commit(
-    folder: Path, beside: Path, step: int, extra: dict[str, Any], written: list[Written], old: OldCheckpoints
-) -> None:
-    """Add the manifest and give the folder its final name, which makes it a checkpoint. Then remove old checkpoints."""
+def _commit(folder: Path, beside: Path, step: int, extra: dict[str, Any], written: list[Written]) -> None:
+    """Add the manifest and give the folder its final name, which makes it a checkpoint."""
     numbers = {name: own for rank in written for name, own in rank.numbers.items()}
     if numbers:
         extra = {**extra, "numbers": {**extra.get("numbers", {}), **numbers}}
@@ -255,7 +271,6 @@ def _commit(
     os.replace(beside, final)
     _flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    old.remove_all_but(final)
 
 
 def _require_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -217,6 +218,58 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
     minipar.run(save_each, tmp_path, (10, 20), 0, world_size=1)
     minipar.run(save_each, tmp_path, (5,), 1, world_size=1)
     assert left(tmp_path) == [20, 5]
+
+
+def test_a_file_with_the_name_of_a_checkpoint_is_not_one_and_stops_no_save(tmp_path):
+    (tmp_path / "step-00000001").touch()
+    minipar.run(save_each, tmp_path, (2, 3, 4), 2, world_size=2)
+    assert left(tmp_path) == [4, 3, 1]
+
+
+def test_checking_older_checkpoints_does_not_count_against_the_deadline_of_a_save(tmp_path):
+    def rank(world):
+        saver, plain, told = Saver(world, tmp_path, keep=2), retention.find_damage, threading.Event()
+
+        def slow(path, **how):
+            saver._deadline_s = 0.0
+            assert told.wait(60)
+            return plain(path, **how)
+
+        retention.find_damage = slow
+        try:
+            saver.save(2, parts(world), {})
+            while saver._deadline_s:
+                saver._task.wait(0.01)
+                saver.poll()
+            saver.poll()
+            told.set()
+            saver.finish()
+        finally:
+            told.set()
+            retention.find_damage = plain
+
+    minipar.run(save_each, tmp_path, (1,), 2, world_size=1)
+    minipar.run(rank, world_size=1)
+    assert left(tmp_path) == [2, 1]
+
+
+def test_old_checkpoints_that_cannot_be_looked_at_are_a_warning_and_the_save_is_done(tmp_path):
+    def rank(world):
+        def fails(folder):
+            raise ValueError(f"the checkpoints in {folder} cannot be listed")
+
+        plain, retention.checkpoints = retention.checkpoints, fails
+        try:
+            with warnings.catch_warnings(record=True, action="always") as said:
+                save_each(world, tmp_path, (1, 2), 1)
+            return [str(warning.message) for warning in said]
+        finally:
+            retention.checkpoints = plain
+
+    why = f"ValueError: the checkpoints in {tmp_path} cannot be listed"
+    said = [f"old checkpoints in {tmp_path} could not be removed: {why}"] * 2
+    assert minipar.run(rank, world_size=2) == [said, []]
+    assert left(tmp_path) == [2, 1]
 
 
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
