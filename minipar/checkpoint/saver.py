@@ -32,6 +32,7 @@ from minipar.checkpoint.manifest import (
     checksum,
     checksum_of_part,
     key_of,
+    read_manifest,
     signed,
 )
 from minipar.checkpoint.retention import OldCheckpoints
@@ -48,6 +49,7 @@ LOOK_S = 0.05  # between two polls of a save that is waited for
 PARTS = "parts"  # all ranks write their parts
 COMMIT = "commit"  # rank 0 writes the manifest; then the checkpoint is there
 REMOVAL = "removal"  # rank 0 removes old checkpoints
+REPLACED = ".replaced.part"  # ends the temporary name of a checkpoint whose step is saved again
 
 
 Numbers = dict[str, dict[str, float]]  # scalar state by parameter and key
@@ -102,6 +104,7 @@ class Saver:
         self._step: int
         self._started_s: float
         if comm.rank == 0:
+            _end_replacements(self._folder)
             for unfinished in self._folder.glob(".step-*.part"):  # what a killed save has left
                 shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -265,12 +268,31 @@ def _commit(folder: Path, beside: Path, step: int, extra: dict[str, Any], writte
     }
     write_whole(beside / MANIFEST, signed(manifest))
     final = checkpoint_path(folder, step)
-    replaced = final.with_name(f".{final.name}.replaced.part")
+    replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
         os.replace(final, replaced)
     os.replace(beside, final)
     _flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _end_replacements(folder: Path) -> None:
+    """Give a checkpoint its name where a save was killed after it had renamed the one it replaces.
+
+    The new checkpoint is complete at that moment, and gets the name; if its files are not all there, the old one gets it.
+    """
+    for replaced in folder.glob(f".step-*{REPLACED}"):
+        final = folder / replaced.name[1 : -len(REPLACED)]
+        new = final.with_name(f".{final.name}.part")
+        if final.exists():
+            continue
+        try:
+            _require_files(new, read_manifest(new)[0]["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            os.replace(replaced, final)
+        else:
+            os.replace(new, final)
+        _flush(folder)
 
 
 def _require_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
 
 import json
+import os
 import re
 import shutil
 import threading
@@ -17,7 +18,7 @@ from minipar.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
 from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
 from minipar.checkpoint.saver import Saver, StoredPart
 from minipar.mesh import Placement
-from tests.checkpoint.test_checkpoint import damage_bit
+from tests.checkpoint.test_checkpoint import damage_bit, damage_cut
 
 
 def parts(world, step: float = 0.0) -> list[StoredPart]:
@@ -279,6 +280,27 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
     minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert newest_whole(tmp_path).name == "step-00000010"
+
+
+@pytest.mark.parametrize("new", ["complete", "cut", "without manifest"])
+def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_one_or_else_the_old(tmp_path, new):
+    for value in (1.0, 2.0):  # a save of the step that is killed between its two renames
+        minipar.run(save_value, tmp_path / str(value), value, world_size=2)
+    written = tmp_path / "2.0" / ".step-00000010.part"
+    os.replace(tmp_path / "2.0" / "step-00000010", written)
+    os.replace(tmp_path / "1.0" / "step-00000010", tmp_path / "2.0" / ".step-00000010.replaced.part")
+    if new == "cut":
+        damage_cut(written / "rank-00001.safetensors")
+    elif new == "without manifest":
+        (written / MANIFEST).unlink()
+    minipar.run(lambda world: Saver(world, tmp_path / "2.0") and None, world_size=2)
+    assert [path.name for path in (tmp_path / "2.0").iterdir()] == ["step-00000010"]
+    got = Checkpoint(newest_whole(tmp_path / "2.0")).read("parameter", Placement.whole("w", (64,)))
+    assert torch.equal(got, torch.full((64,), 2.0 if new == "complete" else 1.0))
+
+
+def save_value(world, folder, value):
+    Saver(world, folder, wait=True).save(10, parts(world, value), {})
 
 
 def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):
