@@ -36,7 +36,7 @@ from minipar.checkpoint.manifest import (
     signed,
 )
 from minipar.checkpoint.retention import OldCheckpoints
-from minipar.checkpoint.tensor_file import TensorFile, raw_bytes
+from minipar.checkpoint.tensor_file import DTYPES, TensorFile, raw_bytes
 from minipar.comm import Comm
 from minipar.comm.host import on_host
 from minipar.comm.objects import all_gather_objects, gather_objects
@@ -45,6 +45,7 @@ from minipar.support.atomic_files import write_whole
 from minipar.transport.errors import PeerLost
 
 DEADLINE_S = 1800.0  # for a save, since disks are slower than networks and more often shared
+STORABLE = frozenset(DTYPES.values())
 LOOK_S = 0.05  # between two polls of a save that is waited for
 PARTS = "parts"  # all ranks write their parts
 COMMIT = "commit"  # rank 0 writes the manifest; then the checkpoint is there
@@ -114,10 +115,16 @@ class Saver:
         """Save the parts, and rank 0's `extra` (anything JSON can hold), as the state after `step` steps.
 
         numbers   this rank's scalar state, by parameter; the checkpoint has all ranks' in extra["numbers"]
+
+        Raises ValueError for a part of a dtype that could not be read again.
         """
         self.finish()
+        parts = list(parts)
+        for kind, placement, tensor in parts:
+            if tensor.dtype not in STORABLE:
+                raise ValueError(f"{kind} of {placement.name} is of {tensor.dtype}, which a checkpoint cannot hold")
         mine, held = [], set()
-        for kind, placement, tensor in _to_write(self._comm, list(parts)):
+        for kind, placement, tensor in _to_write(self._comm, parts):
             # Write a copy, since ranks go on computing, and a file may not have two tensors that share memory.
             own = tensor.detach().to("cpu", copy=not self._wait or tensor.data_ptr() in held)
             held.add(tensor.data_ptr())

@@ -17,6 +17,7 @@ from minipar.checkpoint import saver as checkpoint
 from minipar.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
 from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
 from minipar.checkpoint.saver import Saver, StoredPart
+from minipar.checkpoint.tensor_file import DTYPES
 from minipar.mesh import Placement
 from tests.checkpoint.test_checkpoint import damage_bit, damage_cut
 
@@ -301,6 +302,46 @@ def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_on
 
 def save_value(world, folder, value):
     Saver(world, folder, wait=True).save(10, parts(world, value), {})
+
+
+KINDS_OF_NUMBERS = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+def save_dtype(world, folder, dtype):
+    """Save 64 bytes as numbers of this type."""
+    tensor = torch.arange(64, dtype=torch.uint8)
+    tensor = tensor.fill_(1) if dtype == torch.bool else tensor
+    tensor = tensor.view(dtype)
+    place = Placement.whole("w", tuple(tensor.shape))
+    Saver(world, folder, wait=True).save(1, [StoredPart("parameter", place, tensor)], {})
+    return place, tensor.view(torch.uint8)
+
+
+def test_what_has_been_saved_can_be_read_whatever_its_dtype_is_and_other_dtypes_are_refused(tmp_path):
+    def rank(world):
+        read, refused = set(), set()
+        for dtype in KINDS_OF_NUMBERS:
+            folder = tmp_path / str(dtype)
+            try:
+                place, want = save_dtype(world, folder, dtype)
+            except (ValueError, RuntimeError):  # torch has no view of bytes as some of the types
+                refused.add(dtype)
+                continue
+            got = Checkpoint(newest_whole(folder)).read("parameter", place)
+            assert got.dtype == dtype
+            assert torch.equal(got.view(torch.uint8), want), dtype
+            read.add(dtype)
+        return read, refused
+
+    ((read, refused),) = minipar.run(rank, world_size=1)
+    assert read == set(DTYPES.values())
+    assert {torch.complex128, torch.float4_e2m1fn_x2} <= refused
+
+
+def test_a_dtype_that_could_not_be_read_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(minipar.RankError, match="parameter of w is of torch.complex128, which a checkpoint can"):
+        minipar.run(save_dtype, tmp_path, torch.complex128, world_size=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):
