@@ -17,21 +17,24 @@ class OldCheckpoints:
     """
 
     def __init__(self, folder: Path, keep: int, resumed: Path | None):
-        self._folder, self._keep = folder, keep
+        self._folder, self.keep = folder, keep
         self._resumed = None if resumed is None else Path(resumed).resolve()
         self._seen: dict[Path, tuple[Files, bool]] = {}
 
     def remove_all_but(self, written: Path) -> None:
         self._seen[written] = _files_of(written), True
         kept = 0
-        for path in checkpoints(self._folder) if self._keep else []:
-            if kept >= self._keep and path != written and path.resolve() != self._resumed:
+        for path in checkpoints(self._folder) if self.keep else []:
+            if kept >= self.keep and path != written and path.resolve() != self._resumed:
                 shutil.rmtree(path, ignore_errors=True)
             elif self._is_whole(path):
                 kept += 1
 
     def _is_whole(self, path: Path) -> bool:
-        files = _files_of(path)
+        try:
+            files = _files_of(path)
+        except OSError:  # as for a file that has the name of a checkpoint
+            return False
         if path not in self._seen or self._seen[path][0] != files:
             self._seen[path] = files, find_damage(path, threads=1) is None
         return self._seen[path][1]

@@ -14,6 +14,7 @@ import os
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -31,10 +32,11 @@ from minipar.checkpoint.manifest import (
     checksum,
     checksum_of_part,
     key_of,
+    read_manifest,
     signed,
 )
 from minipar.checkpoint.retention import OldCheckpoints
-from minipar.checkpoint.tensor_file import TensorFile, raw_bytes
+from minipar.checkpoint.tensor_file import DTYPES, TensorFile, raw_bytes
 from minipar.comm import Comm
 from minipar.comm.host import on_host
 from minipar.comm.objects import all_gather_objects, gather_objects
@@ -43,7 +45,12 @@ from minipar.support.atomic_files import write_whole
 from minipar.transport.errors import PeerLost
 
 DEADLINE_S = 1800.0  # for a save, since disks are slower than networks and more often shared
+STORABLE = frozenset(DTYPES.values())
 LOOK_S = 0.05  # between two polls of a save that is waited for
+PARTS = "parts"  # all ranks write their parts
+COMMIT = "commit"  # rank 0 writes the manifest; then the checkpoint is there
+REMOVAL = "removal"  # rank 0 removes old checkpoints
+REPLACED = ".replaced.part"  # ends the temporary name of a checkpoint whose step is saved again
 
 
 Numbers = dict[str, dict[str, float]]  # scalar state by parameter and key
@@ -73,14 +80,16 @@ class Saver:
     keep      how many of the newest undamaged checkpoints to keep; 0: all
     wait      `save` returns only when the checkpoint is written, and so needs no copies
     resumed   the checkpoint that the run resumed from; it is never removed, and neither is the one just written
-    deadline_s  how long a save may take
+    deadline_s  how long a save may take, until the checkpoint is there
 
     `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU;
     that copy is all the memory it takes. Then a thread on each rank writes the rank's file, and a thread on rank 0 adds the
-    manifest; threads send nothing. Between steps, `poll` all-reduces their progress, 24 bytes, until all are done. So a
-    slow disk does not hold up training, and a rank that cannot write raises its own error, while the other ranks name it.
+    manifest, then removes old checkpoints; threads send nothing. Between steps, `poll` all-reduces their progress, 24 bytes,
+    until all are done. So a slow disk does not hold up training, and a rank that cannot write raises its own error, while
+    the other ranks name it.
     All ranks must call `poll`, `save` and `finish`, which raise the error of a failed save: RuntimeError on the rank that
-    failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks.
+    failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks. If old checkpoints cannot be
+    checked or removed, rank 0 only warns.
     """
 
     def __init__(
@@ -92,10 +101,11 @@ class Saver:
         self._old = OldCheckpoints(self._folder, keep, resumed)
         # this rank's task of the save, kept until the tasks of all ranks have ended
         self._task: _Task | None = None
-        self._writing: bool  # True while ranks write their parts; then rank 0 writes the manifest
+        self._stage: str  # of the save: PARTS, COMMIT or REMOVAL
         self._step: int
         self._started_s: float
         if comm.rank == 0:
+            _end_replacements(self._folder)
             for unfinished in self._folder.glob(".step-*.part"):  # what a killed save has left
                 shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -105,15 +115,21 @@ class Saver:
         """Save the parts, and rank 0's `extra` (anything JSON can hold), as the state after `step` steps.
 
         numbers   this rank's scalar state, by parameter; the checkpoint has all ranks' in extra["numbers"]
+
+        Raises ValueError for a part of a dtype that could not be read again.
         """
         self.finish()
+        parts = list(parts)
+        for kind, placement, tensor in parts:
+            if tensor.dtype not in STORABLE:
+                raise ValueError(f"{kind} of {placement.name} is of {tensor.dtype}, which a checkpoint cannot hold")
         mine, held = [], set()
-        for kind, placement, tensor in _to_write(self._comm, list(parts)):
+        for kind, placement, tensor in _to_write(self._comm, parts):
             # Write a copy, since ranks go on computing, and a file may not have two tensors that share memory.
             own = tensor.detach().to("cpu", copy=not self._wait or tensor.data_ptr() in held)
             held.add(tensor.data_ptr())
             mine.append(StoredPart(kind, placement, own.contiguous()))
-        self._step, self._started_s, self._extra, self._writing = step, time.monotonic(), extra, True
+        self._step, self._started_s, self._extra, self._stage = step, time.monotonic(), extra, PARTS
         self._task = _Task(partial(_write_parts, self._beside, self._comm.rank, mine, numbers or {}))
         if self._wait:
             self.finish()
@@ -122,25 +138,37 @@ class Saver:
         """Check the save in progress, if any: add the manifest once all ranks have written; raise if a rank failed."""
         if self._task is None:
             return
-        late = time.monotonic() - self._started_s > self._deadline_s
-        mine = (not self._task.done, self._task.error is not None, late)
+        removing = self._stage == REMOVAL  # the checkpoint is there, so nothing is late and nothing fails
+        late = not removing and time.monotonic() - self._started_s > self._deadline_s
+        mine = (not self._task.done, not removing and self._task.error is not None, late)
         state = torch.tensor(mine, dtype=torch.int64, device=self._comm.device)
         working, failed, late = self._comm.all_reduce(state).tolist()  # numbers of ranks
         if failed or (working and late):
             self._fail(self._task)
-        elif not working and self._writing:
-            self._writing = False
-            written = gather_objects(self._comm, self._task.result)
-            commit = partial(_commit, self._folder, self._beside, self._step, self._extra)
-            self._task = _Task(_nothing if written is None else partial(commit, written, self._old))
         elif not working:
-            self._task = None
+            self._task = self._task_after(self._task)
 
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises the error that it raised."""
         while self._task is not None:
             self._task.wait(LOOK_S)
             self.poll()
+
+    def _task_after(self, ended: _Task) -> _Task | None:
+        """Start this rank's task of the save's next stage, now that all ranks' tasks have ended; None after the last."""
+        if self._stage == PARTS:
+            self._stage = COMMIT
+            written = gather_objects(self._comm, ended.result)
+            commit = partial(_commit, self._folder, self._beside, self._step, self._extra)
+            return _Task(_nothing if written is None else partial(commit, written))
+        if self._stage == COMMIT and self._old.keep:
+            self._stage = REMOVAL
+            remove = partial(self._old.remove_all_but, checkpoint_path(self._folder, self._step))
+            return _Task(_nothing if self._comm.rank else remove)
+        if ended.error is not None:
+            why = f"{type(ended.error).__name__}: {ended.error}"
+            warnings.warn(f"old checkpoints in {self._folder} could not be removed: {why}", stacklevel=3)
+        return None
 
     @property
     def _beside(self) -> Path:
@@ -231,29 +259,60 @@ def _write_parts(beside: Path, rank: int, parts: list[StoredPart], numbers: Numb
     return Written(file.name, entry, places, {name: own for name, own in numbers.items() if name in names})
 
 
-def _commit(
-    folder: Path, beside: Path, step: int, extra: dict[str, Any], written: list[Written], old: OldCheckpoints
-) -> None:
-    """Add the manifest and give the folder its final name, which makes it a checkpoint. Then remove old checkpoints."""
+def _commit(folder: Path, beside: Path, step: int, extra: dict[str, Any], written: list[Written]) -> None:
+    """Add the manifest and give the folder its final name, which makes it a checkpoint."""
     numbers = {name: own for rank in written for name, own in rank.numbers.items()}
     if numbers:
         extra = {**extra, "numbers": {**extra.get("numbers", {}), **numbers}}
+    files = {rank.file: rank.entry for rank in written}
+    _require_files(beside, files)
     manifest = {
         "format": FORMAT,
         "step": step,
         "extra": extra,
-        "files": {rank.file: rank.entry for rank in written},
+        "files": files,
         "tensors": by_tensor([rank.parts for rank in written]),
     }
     write_whole(beside / MANIFEST, signed(manifest))
     final = checkpoint_path(folder, step)
-    replaced = final.with_name(f".{final.name}.replaced.part")
+    replaced = final.with_name(f".{final.name}{REPLACED}")
     if final.exists():
         os.replace(final, replaced)
     os.replace(beside, final)
     _flush(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    old.remove_all_but(final)
+
+
+def _end_replacements(folder: Path) -> None:
+    """Give a checkpoint its name where a save was killed after it had renamed the one it replaces.
+
+    The new checkpoint is complete at that moment, and gets the name; if its files are not all there, the old one gets it.
+    """
+    for replaced in folder.glob(f".step-*{REPLACED}"):
+        final = folder / replaced.name[1 : -len(REPLACED)]
+        new = final.with_name(f".{final.name}.part")
+        if final.exists():
+            continue
+        try:
+            _require_files(new, read_manifest(new)[0]["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            os.replace(replaced, final)
+        else:
+            os.replace(new, final)
+        _flush(folder)
+
+
+def _require_files(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raise OSError, naming the file, unless this rank sees all files in the folder, each with all of its bytes."""
+    for name, entry in files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{name} was written, and rank 0 does not find it; the folder must be one that all ranks share"
+            ) from None
+        if size != entry["bytes"]:
+            raise OSError(f"{name} has {size} bytes on rank 0, and {entry['bytes']} were written")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

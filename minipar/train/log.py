@@ -19,7 +19,7 @@ class MetricsLog:
     """Write one line of JSON per step to the folder's metrics.jsonl; with `tensorboard`, also TensorBoard events.
 
     begin  the next step to log. Existing lines of earlier steps are kept; lines from `begin` on, of a run that was
-           interrupted, are removed
+           interrupted, are removed, and TensorBoard is told to leave out its events from `begin` on
 
     Raises ValueError if `tensorboard` is requested and not installed.
     """
@@ -28,7 +28,7 @@ class MetricsLog:
         path = folder / METRICS
         kept = [line for line in read_metrics(folder) if line["step"] < begin]
         write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._events = _event_writer(folder) if tensorboard else None
+        self._events = _event_writer(folder, begin) if tensorboard else None
         self._file = path.open("a", buffering=1)
 
     def __call__(self, metrics: Metrics) -> None:
@@ -51,9 +51,9 @@ def read_metrics(folder: Path) -> list[Metrics]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def _event_writer(folder: Path) -> SummaryWriter:
+def _event_writer(folder: Path, begin: int) -> SummaryWriter:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ValueError("tensorboard=True, and it is not installed; pip install tensorboard") from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=begin)

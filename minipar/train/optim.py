@@ -160,6 +160,10 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
 # Whether to step ----------------------------------------------------------------------------------------------------
 
 
+class NotFinite(ArithmeticError):
+    """The error of a step whose loss or gradient norm is not finite. Every rank raises it, since all have the same ones."""
+
+
 def make_scaler(config: TrainConfig, comm: Comm | None = None) -> DynamicLossScaler | None:
     """Return a loss scaler for float16, None for other dtypes. It lowers the scale only at a second overflow."""
     return DynamicLossScaler(comm, config.loss_scale, hysteresis=2) if config.dtype == "float16" else None
@@ -172,12 +176,12 @@ def may_step(
 
     The scale is halved if gradients overflow while the loss is finite, down to 1.
 
-    Raises ArithmeticError if they are not finite, unless on_nan is "skip" or a smaller loss scale may help.
+    Raises NotFinite if they are not finite, unless on_nan is "skip" or a smaller loss scale may help.
     """
     finite = math.isfinite(loss) and math.isfinite(norm)
     overflowed = scaler is not None and math.isfinite(loss) and not finite and scaler.current_scale > 1
     if not finite and not overflowed and config.on_nan == "stop":
-        raise ArithmeticError(
+        raise NotFinite(
             f"step {step}: the loss is {loss} and the gradient norm {norm}; "
             "lower lr, or go on without such steps by on_nan=skip"
         )

@@ -45,7 +45,7 @@ def train_in_one_process(
     observe  called with the master weights by name before the first step, and each time their gradients are complete,
              before they are clipped
 
-    Raises ArithmeticError if the loss or the gradient norm is not finite and on_nan is "stop".
+    Raises NotFinite if the loss or the gradient norm is not finite and on_nan is "stop".
     """
     model = whole_model(config)
     weights = dict(model.named_parameters())

@@ -40,7 +40,7 @@ def train_step(
     batch        this rank's part of the step's batch, if it was made ahead of time
     data_wait_s  how long this rank waited for that batch; counts as part of the step's time
 
-    Raises ArithmeticError if the loss or the gradient norm is not finite and on_nan is "stop".
+    Raises NotFinite if the loss or the gradient norm is not finite and on_nan is "stop".
     """
     start_s = time.perf_counter()
     lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)

@@ -38,6 +38,7 @@ from minipar.support.environment import ranks_per_node, under_torchrun
 from minipar.support.trace import DATA, Span, span, write_chrome_trace
 from minipar.train.log import Metrics, MetricsLog
 from minipar.train.node_warning import warn_if_tp_crosses
+from minipar.train.optim import NotFinite
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
 from minipar.train.resume import in_own_folder, require_no_others, require_same_text, require_usable
@@ -183,7 +184,12 @@ def train_rank(
             with span(world.trace, "wait", DATA):
                 _, batch = next(batches)
             data_wait_s = time.perf_counter() - start_s
-            metrics.append(train_step(world, state, config, text, step, batch=batch, data_wait_s=data_wait_s))
+            try:
+                done = train_step(world, state, config, text, step, batch=batch, data_wait_s=data_wait_s)
+            except NotFinite:
+                store.finish()  # every rank is here, so what they have written becomes a checkpoint
+                raise
+            metrics.append(done)
             if held_out is not None and (step + 1) % config.eval_every == 0:
                 metrics[-1]["eval_loss"] = evaluate(world, state, config, held_out)
             if world.rank == 0:
@@ -231,6 +237,11 @@ class _Store:
             extra["loss_scaler"] = self._state.scaler.state_dict()
         self._saver.save(step, parts, extra, numbers)
         if step == steps:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save in progress, if any. All ranks must call it."""
+        if self._saver is not None:
             self._saver.finish()
 
     def parameters(self, step: int) -> CheckpointRef | None:

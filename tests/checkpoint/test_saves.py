@@ -1,10 +1,12 @@
 """A save that fails or takes long is reported as itself; only whole checkpoints count as kept."""
 
 import json
+import os
 import re
 import shutil
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ from minipar.checkpoint import saver as checkpoint
 from minipar.checkpoint.manifest import FORMAT, MANIFEST, by_tensor, signed
 from minipar.checkpoint.restore import Checkpoint, checkpoints, find_damage, newest_whole
 from minipar.checkpoint.saver import Saver, StoredPart
+from minipar.checkpoint.tensor_file import DTYPES
 from minipar.mesh import Placement
-from tests.checkpoint.test_checkpoint import damage_bit
+from tests.checkpoint.test_checkpoint import damage_bit, damage_cut
 
 
 def parts(world, step: float = 0.0) -> list[StoredPart]:
@@ -58,6 +61,27 @@ def test_a_rank_that_cannot_write_says_so_at_the_next_step_and_is_the_one_that_i
     assert f"the checkpoint after step 2 could not be written to {tmp_path}: rank {rank}" in str(caught.value)
     assert newest_whole(tmp_path).name == "step-00000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def saves_with_a_disk_per_rank(world, folder):
+    save_each(world, folder, (1,), 1)
+    plain = checkpoint._write_parts
+    own = folder.with_name(f"of rank {world.rank}") if world.rank else folder
+    checkpoint._write_parts = lambda beside, *rest: plain(own / beside.name, *rest)
+    try:
+        save_each(world, folder, (2,), 1)
+    finally:
+        checkpoint._write_parts = plain
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_refused_before_older_checkpoints_are_removed(tmp_path):
+    folder = tmp_path / "of rank 0"
+    with pytest.raises(
+        minipar.RankError, match="rank-00001.safetensors was written, and rank 0 does not find it; .* share"
+    ):
+        minipar.run(saves_with_a_disk_per_rank, folder, world_size=2)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert find_damage(folder / "step-00000001") is None
 
 
 def writes_when_told(world, folder, deadline_s):
@@ -198,6 +222,58 @@ def test_the_one_just_written_stays_though_others_have_higher_numbers(tmp_path):
     assert left(tmp_path) == [20, 5]
 
 
+def test_a_file_with_the_name_of_a_checkpoint_is_not_one_and_stops_no_save(tmp_path):
+    (tmp_path / "step-00000001").touch()
+    minipar.run(save_each, tmp_path, (2, 3, 4), 2, world_size=2)
+    assert left(tmp_path) == [4, 3, 1]
+
+
+def test_checking_older_checkpoints_does_not_count_against_the_deadline_of_a_save(tmp_path):
+    def rank(world):
+        saver, plain, told = Saver(world, tmp_path, keep=2), retention.find_damage, threading.Event()
+
+        def slow(path, **how):
+            saver._deadline_s = 0.0
+            assert told.wait(60)
+            return plain(path, **how)
+
+        retention.find_damage = slow
+        try:
+            saver.save(2, parts(world), {})
+            while saver._deadline_s:
+                saver._task.wait(0.01)
+                saver.poll()
+            saver.poll()
+            told.set()
+            saver.finish()
+        finally:
+            told.set()
+            retention.find_damage = plain
+
+    minipar.run(save_each, tmp_path, (1,), 2, world_size=1)
+    minipar.run(rank, world_size=1)
+    assert left(tmp_path) == [2, 1]
+
+
+def test_old_checkpoints_that_cannot_be_looked_at_are_a_warning_and_the_save_is_done(tmp_path):
+    def rank(world):
+        def fails(folder):
+            raise ValueError(f"the checkpoints in {folder} cannot be listed")
+
+        plain, retention.checkpoints = retention.checkpoints, fails
+        try:
+            with warnings.catch_warnings(record=True, action="always") as said:
+                save_each(world, tmp_path, (1, 2), 1)
+            return [str(warning.message) for warning in said]
+        finally:
+            retention.checkpoints = plain
+
+    why = f"ValueError: the checkpoints in {tmp_path} cannot be listed"
+    said = [f"old checkpoints in {tmp_path} could not be removed: {why}"] * 2
+    assert minipar.run(rank, world_size=2) == [said, []]
+    assert left(tmp_path) == [2, 1]
+
+
 def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
     """As after a resume from before a damaged one."""
     minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
@@ -205,6 +281,67 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
     minipar.run(save_each, tmp_path, (10,), 3, world_size=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     assert newest_whole(tmp_path).name == "step-00000010"
+
+
+@pytest.mark.parametrize("new", ["complete", "cut", "without manifest"])
+def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_one_or_else_the_old(tmp_path, new):
+    for value in (1.0, 2.0):  # a save of the step that is killed between its two renames
+        minipar.run(save_value, tmp_path / str(value), value, world_size=2)
+    written = tmp_path / "2.0" / ".step-00000010.part"
+    os.replace(tmp_path / "2.0" / "step-00000010", written)
+    os.replace(tmp_path / "1.0" / "step-00000010", tmp_path / "2.0" / ".step-00000010.replaced.part")
+    if new == "cut":
+        damage_cut(written / "rank-00001.safetensors")
+    elif new == "without manifest":
+        (written / MANIFEST).unlink()
+    minipar.run(lambda world: Saver(world, tmp_path / "2.0") and None, world_size=2)
+    assert [path.name for path in (tmp_path / "2.0").iterdir()] == ["step-00000010"]
+    got = Checkpoint(newest_whole(tmp_path / "2.0")).read("parameter", Placement.whole("w", (64,)))
+    assert torch.equal(got, torch.full((64,), 2.0 if new == "complete" else 1.0))
+
+
+def save_value(world, folder, value):
+    Saver(world, folder, wait=True).save(10, parts(world, value), {})
+
+
+KINDS_OF_NUMBERS = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+def save_dtype(world, folder, dtype):
+    """Save 64 bytes as numbers of this type."""
+    tensor = torch.arange(64, dtype=torch.uint8)
+    tensor = tensor.fill_(1) if dtype == torch.bool else tensor
+    tensor = tensor.view(dtype)
+    place = Placement.whole("w", tuple(tensor.shape))
+    Saver(world, folder, wait=True).save(1, [StoredPart("parameter", place, tensor)], {})
+    return place, tensor.view(torch.uint8)
+
+
+def test_what_has_been_saved_can_be_read_whatever_its_dtype_is_and_other_dtypes_are_refused(tmp_path):
+    def rank(world):
+        read, refused = set(), set()
+        for dtype in KINDS_OF_NUMBERS:
+            folder = tmp_path / str(dtype)
+            try:
+                place, want = save_dtype(world, folder, dtype)
+            except (ValueError, RuntimeError):  # torch has no view of bytes as some of the types
+                refused.add(dtype)
+                continue
+            got = Checkpoint(newest_whole(folder)).read("parameter", place)
+            assert got.dtype == dtype
+            assert torch.equal(got.view(torch.uint8), want), dtype
+            read.add(dtype)
+        return read, refused
+
+    ((read, refused),) = minipar.run(rank, world_size=1)
+    assert read == set(DTYPES.values())
+    assert {torch.complex128, torch.float4_e2m1fn_x2} <= refused
+
+
+def test_a_dtype_that_could_not_be_read_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(minipar.RankError, match="parameter of w is of torch.complex128, which a checkpoint can"):
+        minipar.run(save_dtype, tmp_path, torch.complex128, world_size=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_with_bytes_behind_its_tensors_is_damaged(tmp_path):

@@ -1,6 +1,7 @@
 """What a step reports: operations as torch counts them, routing as one process sees it, and steps that are no numbers."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import minipar
+from minipar.checkpoint.restore import find_damage
+from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import load_text
@@ -168,6 +171,14 @@ def test_or_it_stops_the_run_with_what_was_seen(tmp_path):
         explode(run, at=2)
 
 
+def test_the_checkpoint_that_is_being_written_when_a_step_stops_the_run_is_completed(tmp_path):
+    run = TrainConfig(model=ModelConfig(**SMALL), out=tmp_path, dp=2, checkpoint_every=2, **RUN)
+    with pytest.raises(minipar.RankError, match=r"step 2: the loss is .* and the gradient norm nan"):
+        explode(run, at=2)
+    assert [path.name for path in (tmp_path / CHECKPOINTS).iterdir()] == ["step-00000002"]
+    assert find_damage(tmp_path / CHECKPOINTS / "step-00000002") is None
+
+
 # Where they are written ---------------------------------------------------------------------------------------------
 
 
@@ -193,6 +204,21 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.value for e in events.Scalars("loss")] == pytest.approx([line["loss"] for line in metrics])
     assert [e.step for e in events.Scalars("eval_loss")] == [1, 3]
+
+
+def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for second, (begin, end, loss) in enumerate([(0, 6, 0.5), (4, 5, 0.25)]):
+        with monkeypatch.context() as patch:
+            patch.setattr("time.time", lambda now=time.time() + second: now)  # it names the files, which are read in order
+            log = MetricsLog(tmp_path, tensorboard=True, begin=begin)
+        for step in range(begin, end):
+            log({"step": step, "loss": loss})
+        log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    seen = [(e.step, e.value) for e in events.Scalars("loss")]
+    assert seen == [(line["step"], line["loss"]) for line in read_metrics(tmp_path)]
+    assert seen == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.5), (4, 0.25)]
 
 
 def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
