@@ -113,12 +113,21 @@ class DDP(nn.Module):
         self.reducer.end.arm()
 
     def _before_forward(self) -> None:
-        self.reducer.reset_after_error()
+        self.reducer.check()
+        self._reset_after_error()
         self._add(
             [p for p in self.module.parameters() if p.requires_grad and p not in self.reducer.bucket_of]
         )
         if self.broadcast_buffers and self.reducer.synchronised:
             copy_buffers_of_rank0(self.module, [self._comm_of])
+
+    def _reset_after_error(self) -> None:
+        """If an exception ended the last backward, wait for its all-reduces, which write to the buckets, and reset."""
+        if self.reducer.interrupted():
+            handles, self._handles, self._sent = self._handles, [], []
+            for handle in handles:
+                handle.wait()
+            self.reducer.begin()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate gradients; the next backward outside it reduces the sum."""

@@ -99,11 +99,9 @@ class GradientReducer(Generic[B]):
         self._launched = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
-    def reset_after_error(self) -> None:
-        """Before a forward, reset if an exception ended the last backward."""
-        self.check()
-        if self.end.armed and not in_backward():
-            self.begin()
+    def interrupted(self) -> bool:
+        """Return whether an exception ended the last backward. The owner then waits for what was launched, and begins."""
+        return self.end.armed and not in_backward()
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its bucket was launched."""
