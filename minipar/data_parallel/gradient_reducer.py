@@ -109,7 +109,8 @@ class GradientReducer(Generic[B]):
         if self.synchronised and param not in self._missing[bucket]:
             raise RuntimeError(
                 f"the gradient of {placement_of(param).name} changed after its bucket was reduced: "
-                "it was used in a nested backward (reentrant checkpointing?)"
+                "it was used in a nested backward (reentrant checkpointing?), or an exception ended the backward before; "
+                "DDP's next forward and ZeroOptimizer's zero_grad() begin anew"
             )
         if bucket.collect(param):
             self.used.add(param)

@@ -196,12 +196,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
             bucket.drop_discarded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients. After an exception in a backward, all are dropped, for what was reduced is a part."""
+        interrupted = self._reset_after_error()
         self._shard_trained()
         super().zero_grad(set_to_none)
         self._unreduced = True
-        if set_to_none:
+        if set_to_none or interrupted:
             for bucket in self.buckets:
                 bucket.discard_grads()
+
+    def _reset_after_error(self) -> bool:
+        """If an exception ended the last backward, wait for its reductions, and reset. Return whether one did."""
+        if not self.reducer.interrupted():
+            return False
+        waits, self._pending = self._pending, []
+        for wait in waits:
+            wait()
+        self.reducer.begin()
+        return True
 
     def _launch(self, bucket: ShardedBucket) -> None:
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.

@@ -281,6 +281,36 @@ def test_loaded_weights_replace_the_masters():
         assert all(torch.equal(x, torch.full_like(x, 8)) for x in at_once)
 
 
+# Exceptions ----------------------------------------------------------------------------------------------------------
+
+
+def disturbed_by_an_exception(world, stage, earlier, set_to_none):
+    """The same backward before and after one that an exception ended. With `earlier`, that one had gradients to add to."""
+    model = network()
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.SGD, world, stage, bucket_mb=1e-6, first_bucket_mb=1e-6, lr=0.1
+    )
+    loss_of(model, world.rank, 0).backward()
+    want = [shard.grad.clone() for shard in optimizer.shards]
+    if not earlier:
+        optimizer.zero_grad()
+    hook = model[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, world.rank, 1).backward()
+    hook.remove()
+    optimizer.zero_grad(set_to_none)
+    loss_of(model, world.rank, 0).backward()
+    return all(torch.equal(shard.grad, x) for shard, x in zip(optimizer.shards, want))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_after_an_exception_in_a_backward_zero_grad_begins_anew(stage, set_to_none):
+    for earlier in (False, True):
+        equal = minipar.run(disturbed_by_an_exception, stage, earlier, set_to_none, world_size=2)
+        assert equal == [True, True], earlier
+
+
 # Refused in words ----------------------------------------------------------------------------------------------------
 
 
