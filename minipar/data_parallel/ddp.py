@@ -110,7 +110,8 @@ class DDP(nn.Module):
         return outputs
 
     def _arm(self) -> None:
-        self.reducer.end.arm()
+        if self.reducer.synchronised:  # the backward may be inside `no_sync`, though its forward was not
+            self.reducer.end.arm()
 
     def _before_forward(self) -> None:
         self.reducer.check()

@@ -95,6 +95,22 @@ def test_a_second_backward_that_one_rank_adds_to_gives_all_ranks_the_gradients_o
             assert_equal_to(grads[name], p.grad, what=name)
 
 
+def backward_alone_in_no_sync(world):
+    model = nn.Linear(1, 1, bias=False).double()
+    ddp = DDP(model, world, reduce="sum")
+    x = torch.full((1, 1), world.rank + 1.0, dtype=torch.float64)
+    loss = (2 * ddp(x)).sum()
+    with ddp.no_sync():
+        loss.backward()
+    inside = model.weight.grad.item()
+    (2 * ddp(x)).sum().backward()
+    return inside, model.weight.grad.item()
+
+
+def test_a_backward_inside_no_sync_reduces_nothing_though_its_forward_ran_outside():
+    assert minipar.run(backward_alone_in_no_sync, world_size=2) == [(2.0, 12.0), (4.0, 12.0)]
+
+
 # Replicas ------------------------------------------------------------------------------------------------------------
 
 
