@@ -7,7 +7,7 @@ offload, and a state dict that can be loaded on another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -179,8 +179,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate; the next backward outside it, or `step`, reduces the sum."""
         self.reducer.check()
-        self._unreduced = True
-        return self.reducer.no_sync()
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        try:
+            with self.reducer.no_sync():
+                yield
+        finally:
+            self._unreduced = True
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
@@ -188,9 +195,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.synchronize()
 
     def reduce_pending(self) -> None:
-        """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`."""
+        """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`.
+
+        Inside `no_sync`, always reduce: whether a backward has added gradients may differ between ranks.
+        """
         self._shard_trained()
-        if self._unreduced:
+        if self._unreduced or not self.reducer.synchronised:
             self.synchronize()
         for bucket in self.buckets:
             bucket.drop_discarded()
