@@ -50,16 +50,18 @@ class Bucket:
         self.flags = self.flat[end : end + len(self.flagged)]
         # Parameter -> version of its view when its gradient was last reduced.
         self._reduced_versions: dict[nn.Parameter, int] = {}
-        # Parameter -> its reduced gradient, set aside while other parameters are reduced.
+        # Parameter -> its reduced gradient, to restore if no rank adds to it.
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     def collect(self, param: nn.Parameter) -> bool:
         """Copy the parameter's gradient into its view and make the view its `.grad`. Return True if it is to be reduced.
 
-        If there is no gradient, or nothing was added since it was reduced, zero the view; `write` restores the gradient.
+        If there is no gradient, zero the view. If nothing was added since the gradient was reduced, the view stays, so that
+        all ranks get the same sum if another rank has added to its own; if none has, `write` restores the gradient.
         Raises RuntimeError if the parameter was cast after it was wrapped.
         """
         view, gradient = self.views[param], param.grad
+        self._kept.pop(param, None)  # of a backward that an exception ended
         if param.dtype != view.dtype:
             raise RuntimeError(
                 f"{placement_of(param).name} was cast from {view.dtype} to {param.dtype} after it was wrapped; cast the "
@@ -72,7 +74,6 @@ class Bucket:
             param.grad = view
         elif self._reduced_versions.get(param) == view._version:
             self._kept[param] = view.clone()
-            view.zero_()
             return False
         return gradient is not None
 
@@ -83,10 +84,10 @@ class Bucket:
     def write(self, param: nn.Parameter, used: bool) -> None:
         """After the reduction, make the view the gradient if any rank used the parameter, else restore the old gradient."""
         view, kept = self.views[param], self._kept.pop(param, None)
-        if kept is not None:
-            view.add_(kept) if used else view.copy_(kept)
         if used:
             param.grad = view
+        elif kept is not None:
+            view.copy_(kept)
         self._reduced_versions[param] = view._version
 
 

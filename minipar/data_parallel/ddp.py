@@ -55,11 +55,11 @@ class DDP(nn.Module):
     backward    grad = 1/p * sum over ranks of grad: bucket by bucket, all waited for at the end
 
     A parameter that no rank used keeps its gradient: None or zero after `zero_grad`. Where only some ranks used a
-    parameter, its gradient counts as zero on the rest. Gradients are views of the buckets. Accumulate under `no_sync()`;
-    otherwise a gradient that an earlier backward has reduced is reduced again. Gradients of `torch.autograd.grad` are not
-    reduced. Parameters thawed or added after wrapping get rank 0's values, and buckets of their own, at the next forward.
-    Set broadcast_buffers=False if two forwards come before a backward and the model changes buffers that its backward
-    needs.
+    parameter, the rest add nothing to its gradient. Gradients are views of the buckets. Accumulate under `no_sync()`;
+    otherwise a gradient that an earlier backward has reduced is reduced again, on all ranks if any rank has added to it.
+    Gradients of `torch.autograd.grad` are not reduced. Parameters thawed or added after wrapping get rank 0's values, and
+    buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come before a backward and the
+    model changes buffers that its backward needs.
 
     Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per
     parameter (the usage bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync`
@@ -110,15 +110,25 @@ class DDP(nn.Module):
         return outputs
 
     def _arm(self) -> None:
-        self.reducer.end.arm()
+        if self.reducer.synchronised:  # the backward may be inside `no_sync`, though its forward was not
+            self.reducer.end.arm()
 
     def _before_forward(self) -> None:
-        self.reducer.reset_after_error()
+        self.reducer.check()
+        self._reset_after_error()
         self._add(
             [p for p in self.module.parameters() if p.requires_grad and p not in self.reducer.bucket_of]
         )
         if self.broadcast_buffers and self.reducer.synchronised:
             copy_buffers_of_rank0(self.module, [self._comm_of])
+
+    def _reset_after_error(self) -> None:
+        """If an exception ended the last backward, wait for its all-reduces, which write to the buckets, and reset."""
+        if self.reducer.interrupted():
+            handles, self._handles, self._sent = self._handles, [], []
+            for handle in handles:
+                handle.wait()
+            self.reducer.begin()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate gradients; the next backward outside it reduces the sum."""

@@ -191,6 +191,12 @@ class UnitReducer:
             used = used_on_any_rank(comm_of, used, self.algorithm) | (used - comm_of.keys())
         return set(used)
 
+    def drop_pending(self) -> None:
+        """Drop the gradients of backwards whose reduction has not begun."""
+        for gradients in self.gradients:
+            gradients.pending.clear()
+        self.used.clear()
+
     def discard(self) -> None:
         """After an error, drop all gradients that have not been written to the shards."""
         for gradients in self.gradients:

@@ -374,8 +374,9 @@ class FSDP(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards accumulate full gradients.
 
-        The next backward outside it, or `synchronize`, reduces the sum. With `reshard_after_forward=False`, units also stay
-        unsharded inside the context, so there is one all-gather instead of one per backward.
+        The next backward outside it, or `synchronize`, reduces the sum. FSDP holds these gradients apart from the shards'
+        `.grad`: its own `zero_grad` drops them, an optimizer's `zero_grad` cannot. With `reshard_after_forward=False`,
+        units also stay unsharded inside the context, so there is one all-gather instead of one per backward.
         """
         return self._reducing(False)
 
@@ -392,6 +393,11 @@ class FSDP(nn.Module):
         with self._reducing(True):
             self._reset_backward_state()
             self._finish()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the shards' gradients, and drop those that are not reduced yet."""
+        super().zero_grad(set_to_none)
+        self.reducer.drop_pending()
 
     def reshard(self) -> None:
         """Free every unit's unsharded parameters. The next forward or backward of a unit gathers them again.

@@ -99,11 +99,9 @@ class GradientReducer(Generic[B]):
         self._launched = 0
         self._missing = {bucket: set(bucket.params) for bucket in self.buckets}
 
-    def reset_after_error(self) -> None:
-        """Before a forward, reset if an exception ended the last backward."""
-        self.check()
-        if self.end.armed and not in_backward():
-            self.begin()
+    def interrupted(self) -> bool:
+        """Return whether an exception ended the last backward. The owner then waits for what was launched, and begins."""
+        return self.end.armed and not in_backward()
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its bucket was launched."""
@@ -111,7 +109,8 @@ class GradientReducer(Generic[B]):
         if self.synchronised and param not in self._missing[bucket]:
             raise RuntimeError(
                 f"the gradient of {placement_of(param).name} changed after its bucket was reduced: "
-                "it was used in a nested backward (reentrant checkpointing?)"
+                "it was used in a nested backward (reentrant checkpointing?), or an exception ended the backward before; "
+                "DDP's next forward and ZeroOptimizer's zero_grad() begin anew"
             )
         if bucket.collect(param):
             self.used.add(param)

@@ -7,7 +7,7 @@ offload, and a state dict that can be loaded on another number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -179,8 +179,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards only accumulate; the next backward outside it, or `step`, reduces the sum."""
         self.reducer.check()
-        self._unreduced = True
-        return self.reducer.no_sync()
+        return self._accumulating()
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        try:
+            with self.reducer.no_sync():
+                yield
+        finally:
+            self._unreduced = True
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
@@ -188,20 +195,35 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.synchronize()
 
     def reduce_pending(self) -> None:
-        """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`."""
+        """Reduce the accumulated gradients, unless a backward has done so since the last `no_sync` or `zero_grad`.
+
+        Inside `no_sync`, always reduce: whether a backward has added gradients may differ between ranks.
+        """
         self._shard_trained()
-        if self._unreduced:
+        if self._unreduced or not self.reducer.synchronised:
             self.synchronize()
         for bucket in self.buckets:
             bucket.drop_discarded()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero the gradients. After an exception in a backward, all are dropped, for what was reduced is a part."""
+        interrupted = self._reset_after_error()
         self._shard_trained()
         super().zero_grad(set_to_none)
         self._unreduced = True
-        if set_to_none:
+        if set_to_none or interrupted:
             for bucket in self.buckets:
                 bucket.discard_grads()
+
+    def _reset_after_error(self) -> bool:
+        """If an exception ended the last backward, wait for its reductions, and reset. Return whether one did."""
+        if not self.reducer.interrupted():
+            return False
+        waits, self._pending = self._pending, []
+        for wait in waits:
+            wait()
+        self.reducer.begin()
+        return True
 
     def _launch(self, bucket: ShardedBucket) -> None:
         # At most two reduce-scatters at a time, since each holds a bucket of full gradients.

@@ -141,18 +141,19 @@ def grad_norm(
 def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> list[float]:
     """Return the fraction of each parameter's square that this rank counts: 1 / the number of ranks with the same part.
 
-    So a parameter that several ranks of `comm` hold, such as an expert's, counts once in total. Unless `count_tied`, a tied
-    copy counts 0, because its original has the same gradient and counts in full. (Counting half of each would be wrong
-    under ZeRO, because the two are in different buckets and cut at different offsets.)
+    So a parameter that several ranks of `comm` hold, such as an expert's, counts once in total. Parameters with the same
+    name and part on one rank are different ones (of two models, say): m of them here, of n on all ranks, count m/n each.
+    Unless `count_tied`, a tied copy counts 0, because its original has the same gradient and counts in full. (Counting half
+    of each would be wrong under ZeRO, because the two are in different buckets and cut at different offsets.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]
     digests = torch.tensor([zlib.crc32(part) << 31 | zlib.adler32(part) for part in parts], dtype=torch.int64)
     digests = digests.to(comm.device)
     lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
-    holders = Counter(comm.all_gather(digests, sizes=lengths).tolist())
+    own, holders = Counter(digests.tolist()), Counter(comm.all_gather(digests, sizes=lengths).tolist())
     return [
-        0.0 if p.tied_to and not count_tied else 1 / holders[digest]
+        0.0 if p.tied_to and not count_tied else own[digest] / holders[digest]
         for p, digest in zip(placements, digests.tolist())
     ]
 

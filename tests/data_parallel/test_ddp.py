@@ -382,6 +382,41 @@ def test_after_an_exception_in_a_backward_the_next_one_is_synchronised():
     assert torch.equal(a[0], torch.ones(3, dtype=torch.float64))
 
 
+class EndsWhenAwaited:
+    """The handle of an all-reduce that ends as late as it may: when it is waited for."""
+
+    def __init__(self, all_reduce):
+        self.wait = all_reduce
+
+
+def exception_after_a_bucket_left(world):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
+    ddp = DDP(net, world, reduce="sum", bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket for each parameter
+    all_reduce = world.all_reduce_
+    world.all_reduce_ = lambda *args, async_op=False, **options: EndsWhenAwaited(
+        lambda: all_reduce(*args, **options)
+    )
+    hook = net[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (100 * ddp(torch.ones(1, 3, dtype=torch.float64))).sum().backward()
+    hook.remove()
+    assert ddp._handles, "no bucket left before the exception"
+    net.zero_grad()
+    ddp(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
+    alone = copy.deepcopy(net)
+    alone.zero_grad()
+    for rank in range(world.size):
+        alone(torch.full((1, 3), rank + 1.0, dtype=torch.float64)).sum().backward()
+    return [(p.grad, q.grad) for p, q in zip(net.parameters(), alone.parameters())]
+
+
+def test_an_all_reduce_that_an_exception_left_under_way_does_not_change_later_gradients():
+    for pairs in minipar.run(exception_after_a_bucket_left, world_size=2):
+        for got, want in pairs:
+            assert_equal_to(got, want)
+
+
 def recomputed(world, use_reentrant):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()

@@ -208,6 +208,23 @@ def test_a_step_after_a_disturbance_is_like_one_before(recompute):
     minipar.run(lambda world: [disturbed(world, how, recompute) for how in HOWS] and None, world_size=2)
 
 
+def gradient_after_a_dropped_one(world, reshard_after_forward, set_to_none):
+    fsdp = FSDP(nn.Linear(1, 2, bias=False), world, reshard_after_forward=reshard_after_forward)
+    x = torch.full((1, 1), 3.0)
+    with fsdp.no_sync():
+        (1000 * fsdp(x)).sum().backward()
+    fsdp.zero_grad(set_to_none)
+    fsdp(x).sum().backward()
+    return [grad.tolist() for grad in (p.grad for p in fsdp.parameters()) if grad is not None]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_zero_grad_drops_gradients_that_are_not_reduced_yet(reshard_after_forward, set_to_none):
+    ranks = minipar.run(gradient_after_a_dropped_one, reshard_after_forward, set_to_none, world_size=2)
+    assert [x for grads in ranks for grad in grads for x in grad] == [3.0, 3.0]
+
+
 class ReadsAnothersWeight(nn.Module):
     def __init__(self):
         super().__init__()

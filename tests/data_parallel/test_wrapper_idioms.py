@@ -67,13 +67,48 @@ def test_a_gradient_that_was_reduced_is_not_reduced_again_where_nothing_was_adde
 
 
 def test_a_rank_that_adds_to_its_gradient_meets_ranks_that_do_not():
-    """Rank 0's own gradient is reduced again with what it adds, as the docstring says; the others keep theirs besides."""
+    """The gradients are reduced again on both ranks: were one to keep its own aside, the replicas would differ.
+
+    "sum" then counts what was reduced once per rank, as it does where every rank adds; with "mean", it counts once.
+    """
     results = minipar.run(unused_later, world_size=2)
-    first = [samples(rank).sum(0) for rank in range(2)]
-    added, reduced = samples(0, 1).sum(0), first[0] + first[1]
+    reduced, added = samples(0).sum(0) + samples(1).sum(0), samples(0, 1).sum(0)
     for rank, (_, on_rank_0) in enumerate(results):
-        want = reduced + added + (reduced if rank else 0)
-        assert_equal_to(on_rank_0["b.weight"], want.expand(3, 6), what=f"rank {rank}")
+        assert_equal_to(on_rank_0["b.weight"], (2 * reduced + added).expand(3, 6), what=f"rank {rank}")
+    assert torch.equal(results[0][1]["b.weight"], results[1][1]["b.weight"])
+
+
+def used_by_rank_0_again(world):
+    ddp = DDP(TwoHeads(), world)
+    ddp(samples(world.rank), "ab").sum().backward()
+    ddp(samples(world.rank, 1), "ab" if world.rank == 0 else "a").sum().backward()
+    return {name: p.grad for name, p in ddp.module.named_parameters()}
+
+
+def test_a_second_backward_that_one_rank_adds_to_gives_all_ranks_the_gradients_of_one_process():
+    model = TwoHeads()
+    for step, heads_of_rank_1 in enumerate(("ab", "a")):
+        for rank, heads in enumerate(("ab", heads_of_rank_1)):
+            (model(samples(rank, step), heads).sum() / 2).backward()
+    for grads in minipar.run(used_by_rank_0_again, world_size=2):
+        for name, p in model.named_parameters():
+            assert_equal_to(grads[name], p.grad, what=name)
+
+
+def backward_alone_in_no_sync(world):
+    model = nn.Linear(1, 1, bias=False).double()
+    ddp = DDP(model, world, reduce="sum")
+    x = torch.full((1, 1), world.rank + 1.0, dtype=torch.float64)
+    loss = (2 * ddp(x)).sum()
+    with ddp.no_sync():
+        loss.backward()
+    inside = model.weight.grad.item()
+    (2 * ddp(x)).sum().backward()
+    return inside, model.weight.grad.item()
+
+
+def test_a_backward_inside_no_sync_reduces_nothing_though_its_forward_ran_outside():
+    assert minipar.run(backward_alone_in_no_sync, world_size=2) == [(2.0, 12.0), (4.0, 12.0)]
 
 
 # Replicas ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -279,6 +281,80 @@ def test_loaded_weights_replace_the_masters():
     for after, at_once in minipar.run(loads_weights, world_size=2):
         assert all(torch.equal(x, torch.full_like(x, 7)) for x in after)
         assert all(torch.equal(x, torch.full_like(x, 8)) for x in at_once)
+
+
+# Steps inside no_sync ------------------------------------------------------------------------------------------------
+
+
+def steps_in_one_no_sync(make, model, backward, no_sync):
+    """The parameters after three steps inside one no_sync, one of two backwards, and one of a backward inside it."""
+    optimizer = make(model.parameters())
+    with no_sync(optimizer):
+        for step in range(3):
+            model.zero_grad()
+            backward(model, step)
+            if step == 1:
+                backward(model, 10)
+            optimizer.step()
+        model.zero_grad()
+        backward(model, 3)
+    optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def all_steps_in_one_no_sync(world):
+    def make(params, stage):
+        return ZeroOptimizer(params, torch.optim.SGD, world, stage, bucket_mb=1e-4, lr=0.1, momentum=0.9)
+
+    def backward(model, step):
+        loss_of(model, world.rank, step).backward()
+
+    return [
+        steps_in_one_no_sync(partial(make, stage=stage), network(), backward, ZeroOptimizer.no_sync)
+        for stage in (1, 2)
+    ]
+
+
+def test_every_step_inside_one_no_sync_uses_its_own_gradients():
+    def backward(model, step):
+        (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward()
+
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    want = steps_in_one_no_sync(make, network(), backward, nullcontext)
+    for stages in minipar.run(all_steps_in_one_no_sync, world_size=2):
+        for trained in stages:
+            for got, p in zip(trained, want):
+                assert_equal_to(got, p)
+
+
+# Exceptions ----------------------------------------------------------------------------------------------------------
+
+
+def disturbed_by_an_exception(world, stage, earlier, set_to_none):
+    """The same backward before and after one that an exception ended. With `earlier`, that one had gradients to add to."""
+    model = network()
+    optimizer = ZeroOptimizer(
+        model.parameters(), torch.optim.SGD, world, stage, bucket_mb=1e-6, first_bucket_mb=1e-6, lr=0.1
+    )
+    loss_of(model, world.rank, 0).backward()
+    want = [shard.grad.clone() for shard in optimizer.shards]
+    if not earlier:
+        optimizer.zero_grad()
+    hook = model[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, world.rank, 1).backward()
+    hook.remove()
+    optimizer.zero_grad(set_to_none)
+    loss_of(model, world.rank, 0).backward()
+    return all(torch.equal(shard.grad, x) for shard, x in zip(optimizer.shards, want))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_after_an_exception_in_a_backward_zero_grad_begins_anew(stage, set_to_none):
+    for earlier in (False, True):
+        equal = minipar.run(disturbed_by_an_exception, stage, earlier, set_to_none, world_size=2)
+        assert equal == [True, True], earlier
 
 
 # Refused in words ----------------------------------------------------------------------------------------------------

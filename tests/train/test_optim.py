@@ -95,6 +95,21 @@ def test_over_a_mesh_every_part_counts_once():
         assert unused is None
 
 
+def two_models(world, wrap):
+    """The norm of the gradients of two models whose parameters have the same names and shapes, and what it is."""
+    models = [wrap(nn.Linear(3, 2, bias=False), world) for _ in range(2)]
+    for factor, model in zip((2.0, 5.0), models):
+        (factor * model(torch.ones(1, 3))).sum().backward()
+    params = [p for model in models for p in model.parameters()]
+    return grad_norm(params, world).item(), (6 * 2.0**2 + 6 * 5.0**2) ** 0.5
+
+
+@pytest.mark.parametrize("wrap", [minipar.DDP, minipar.FSDP])
+def test_two_models_on_a_rank_with_the_same_names_are_not_taken_for_replicas(wrap):
+    for norm, want in minipar.run(two_models, wrap, world_size=2):
+        assert norm == pytest.approx(want)
+
+
 def norms_without_the_ranks(world):
     """What clipping without `comm` says of FSDP's shards, ZeroOptimizer's and tensor-parallel ones."""
     fsdp = minipar.FSDP(nn.Linear(8, 4), world)
