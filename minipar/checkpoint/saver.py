@@ -84,9 +84,9 @@ class Saver:
 
     `save` holds up the training loop while it all-gathers a digest per part and copies what this rank writes to the CPU;
     that copy is all the memory it takes. Then a thread on each rank writes the rank's file, and a thread on rank 0 adds the
-    manifest, then removes old checkpoints; threads send nothing. Between steps, `poll` all-reduces their progress, 24 bytes,
-    until all are done. So a slow disk does not hold up training, and a rank that cannot write raises its own error, while
-    the other ranks name it.
+    manifest, then removes old checkpoints; threads send nothing. Between steps, `poll` all-reduces their progress, 24
+    bytes, until all are done. So a slow disk does not hold up training, and a rank that cannot write raises its own error,
+    while the other ranks name it.
     All ranks must call `poll`, `save` and `finish`, which raise the error of a failed save: RuntimeError on the rank that
     failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks. If old checkpoints cannot be
     checked or removed, rank 0 only warns.

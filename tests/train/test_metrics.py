@@ -209,8 +209,9 @@ def test_tensorboard_reads_the_same_numbers(tmp_path):
 def test_tensorboard_shows_the_steps_of_a_resumed_run_once(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for second, (begin, end, loss) in enumerate([(0, 6, 0.5), (4, 5, 0.25)]):
+        now = time.time() + second  # it names the files, which are read in order
         with monkeypatch.context() as patch:
-            patch.setattr("time.time", lambda now=time.time() + second: now)  # it names the files, which are read in order
+            patch.setattr("time.time", lambda now=now: now)
             log = MetricsLog(tmp_path, tensorboard=True, begin=begin)
         for step in range(begin, end):
             log({"step": step, "loss": loss})
