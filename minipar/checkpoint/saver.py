@@ -122,7 +122,9 @@ class Saver:
         parts = list(parts)
         for kind, placement, tensor in parts:
             if tensor.dtype not in STORABLE:
-                raise ValueError(f"{kind} of {placement.name} is of {tensor.dtype}, which a checkpoint cannot hold")
+                raise ValueError(
+                    f"{kind} of {placement.name} is of {tensor.dtype}, which a checkpoint cannot hold"
+                )
         mine, held = [], set()
         for kind, placement, tensor in _to_write(self._comm, parts):
             # Write a copy, since ranks go on computing, and a file may not have two tensors that share memory.

@@ -284,7 +284,9 @@ def test_a_step_that_is_saved_again_replaces_its_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("new", ["complete", "cut", "without manifest"])
-def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_one_or_else_the_old(tmp_path, new):
+def test_a_save_that_was_killed_while_it_replaced_a_checkpoint_leaves_the_new_one_or_else_the_old(
+    tmp_path, new
+):
     for value in (1.0, 2.0):  # a save of the step that is killed between its two renames
         minipar.run(save_value, tmp_path / str(value), value, world_size=2)
     written = tmp_path / "2.0" / ".step-00000010.part"
@@ -339,7 +341,9 @@ def test_what_has_been_saved_can_be_read_whatever_its_dtype_is_and_other_dtypes_
 
 
 def test_a_dtype_that_could_not_be_read_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(minipar.RankError, match="parameter of w is of torch.complex128, which a checkpoint can"):
+    with pytest.raises(
+        minipar.RankError, match="parameter of w is of torch.complex128, which a checkpoint can"
+    ):
         minipar.run(save_dtype, tmp_path, torch.complex128, world_size=1)
     assert list(tmp_path.iterdir()) == []
 
