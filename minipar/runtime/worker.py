@@ -98,6 +98,7 @@ class Worker:
         self.size = size
         self._pipe = pipe
         self._sending = threading.Lock()
+        self._asking = threading.Lock()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._modules = CallerModules()
         self._torch = TorchState()
@@ -110,9 +111,13 @@ class Worker:
             self._pipe.send_bytes(dumps((what, value)))
 
     def ask(self, value: object) -> Any:
-        """Return the caller's answer to a value; the caller's other messages are read meanwhile."""
-        self.tell("ask", value)
-        return self._answers.get()
+        """Return the caller's answer to a value; the caller's other messages are read meanwhile.
+
+        Answers do not say to which question: one thread asks at a time.
+        """
+        with self._asking:
+            self.tell("ask", value)
+            return self._answers.get()
 
     def listen(self, jobs: queue.SimpleQueue[Job]) -> None:
         """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes.

@@ -90,6 +90,15 @@ def test_a_rank_asks_and_its_caller_answers():
     assert minipar.run(ask, world_size=1) == [[None] * 3]
 
 
+def test_threads_that_ask_at_the_same_time_get_their_own_answers():
+    def ask(world):
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(lambda k: [world.ask((k, i)) for i in range(300)], range(4)))
+
+    (answers,) = minipar.run(ask, world_size=1, on_ask=lambda rank, value: value)
+    assert answers == [[(k, i) for i in range(300)] for k in range(4)]
+
+
 def test_whoever_asks_outside_a_pool_is_told():
     elsewhere = SimpleNamespace(_transport=SimpleNamespace(ask=None))
     with pytest.raises(RuntimeError, match=r"ask was called outside minipar\.run"):
