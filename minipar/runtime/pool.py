@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from signal import Signals
 from typing import Any
 
-from minipar.runtime.call import Call, OnAsk, OnReport, results
+from minipar.runtime.call import Call, OnAsk, OnReport, loadable, results
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.protocol import Job
@@ -68,7 +68,7 @@ class Pool:
         counts = {rank: own for rank, (_, own) in answers.items()}
         if found := unmatched_messages(counts):
             sentences = "\n".join(pair.sentence for pair in found)
-            raise RankError(found[0].rank, sentences, returned=results(answers))
+            raise RankError(found[0].rank, sentences, returned=loadable(answers))
         by_rank = results(answers)
         return [by_rank[rank] for rank in range(world_size)]
 

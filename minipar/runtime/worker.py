@@ -99,7 +99,7 @@ class Worker:
         self._pipe = pipe
         self._sending = threading.Lock()
         self._asking = threading.Lock()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._modules = CallerModules()
         self._torch = TorchState()
         # The process groups, which last as long as the process.
@@ -107,8 +107,9 @@ class Worker:
         self._transport: Transport | None = None  # the transport of the call under way, or of the last call
 
     def tell(self, what: str, value: object) -> None:
+        message = dumps((what, value))  # here, so that what cannot travel raises
         with self._sending, contextlib.suppress(OSError):  # the caller has ended
-            self._pipe.send_bytes(dumps((what, value)))
+            self._pipe.send_bytes(message)
 
     def ask(self, value: object) -> Any:
         """Return the caller's answer to a value; the caller's other messages are read meanwhile.
@@ -117,7 +118,8 @@ class Worker:
         """
         with self._asking:
             self.tell("ask", value)
-            return self._answers.get()
+            answer = self._answers.get()
+        return loads(answer)
 
     def listen(self, jobs: queue.SimpleQueue[Job]) -> None:
         """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes.
@@ -130,7 +132,7 @@ class Worker:
                 if isinstance(message, Job):
                     jobs.put(message)
                 elif isinstance(message, Answer):
-                    self._answers.put(message.value)
+                    self._answers.put(message.payload)
                 else:
                     self.tell("status", self.status())
         except (EOFError, OSError):
