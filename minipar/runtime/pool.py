@@ -90,7 +90,7 @@ class Pool:
             self.ranks[rank].stopped = stopped
         elif what == "ended":
             rank, code = value
-            how = f"was killed by {Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             self.ranks[rank].ended = how
 
     def alive(self) -> bool:
@@ -111,3 +111,8 @@ class Pool:
         self.stacks.close()
         for rank in self.ranks:
             rank.close()
+
+
+def _signal_name(number: int) -> str:
+    """Return a signal's name; of the real-time signals, only the first and the last one have one."""
+    return Signals(number).name if number in list(Signals) else f"signal {number}"
