@@ -157,8 +157,9 @@ class Worker:
             answer = "done", (result, self._counts())
         except BaseException as error:
             answer = "failed", _failure(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
         self.tell(*answer)
 
     def _call(self, job: Job) -> Any:

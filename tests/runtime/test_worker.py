@@ -89,6 +89,21 @@ def test_what_ranks_print_appears_at_the_caller_with_the_rank(capsys):
         assert f"[rank {rank}] trouble" in shown.err.splitlines()
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_function_that_leaves_no_stream_to_print_to_returns_its_result(stream, closed, capfd):
+    def leave(world):
+        getattr(sys, stream).close() if closed else setattr(sys, stream, None)
+        return 7
+
+    def say(world):
+        print("again", file=getattr(sys, stream))
+
+    assert minipar.run(leave, world_size=1) == [7]
+    minipar.run(say, world_size=1)
+    assert "[rank 0] again\n" in capfd.readouterr()
+
+
 def test_what_a_failing_rank_printed_appears_before_its_error(capsys):
     def fail(world):
         print("last words", end="")
