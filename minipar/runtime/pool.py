@@ -55,11 +55,11 @@ class Pool:
         return [rank.pid for rank in self.ranks]
 
     def run(
-        self, payload: bytes, world_size: int, timeout_s: float, on_report: OnReport | None = None,
-        on_ask: OnAsk | None = None,
+        self, payload: bytes, environment: CallerEnvironment, world_size: int, timeout_s: float,
+        on_report: OnReport | None = None, on_ask: OnAsk | None = None,
     ) -> list[Any]:  # fmt: skip
         self._runs += 1
-        job = dumps(Job(payload, world_size, self._runs, timeout_s, CallerEnvironment.here()))
+        job = dumps(Job(payload, world_size, self._runs, timeout_s, environment))
         ranks = self.ranks[:world_size]
         for rank in ranks:
             with suppress(OSError):  # the process has ended; the keeper reports that

@@ -345,6 +345,18 @@ def test_a_bad_request_is_refused_before_a_process_is_started(message, monkeypat
         minipar.run(**{"fn": lambda world: None, **BAD_REQUESTS[message]})
 
 
+def test_a_run_from_a_folder_that_was_removed_says_so_and_leaves_the_pool_alone(tmp_path, monkeypatch):
+    pids = minipar.run(lambda world: os.getpid(), world_size=1)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match="^the working folder of this process has been removed"):
+        minipar.run(lambda world: None, world_size=1)
+    os.chdir(tmp_path)
+    assert minipar.run(lambda world: os.getpid(), world_size=1) == pids
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused():
     with pytest.raises(ValueError, match="nccl.* needs a GPU"):
