@@ -88,16 +88,18 @@ class Call:
             if output.open:
                 output.forward()
         try:
-            what, value = loads(rank.pipe.recv_bytes())
+            message = rank.pipe.recv_bytes()
         except (EOFError, OSError):
             self._closed.add(rank.rank)  # the process has ended; the keeper reports that
             return
+        what, value = loads(message)
         if what == "report" and self._on_report is not None:
             self._on_report(rank.rank, value)
         elif what == "ask":
             answer = None if self._on_ask is None else self._on_ask(rank.rank, value)
+            message = dumps(Answer(dumps(answer)))
             with suppress(OSError):  # the process has ended; the keeper reports that
-                rank.pipe.send_bytes(dumps(Answer(answer)))
+                rank.pipe.send_bytes(message)
         elif what == "status":
             self._statuses[rank.rank] = value
         elif what == "failed":
@@ -144,7 +146,7 @@ class Call:
             rank = min(why)
             at = {r: f" ({line})" for r in why if (line := self._statuses[r].line)}
             sentences = "\n  ".join(f"{reason}{at.get(r, '')}" for r, reason in why.items())
-            raise RankError(rank, f"deadlock: {sentences}", self._others(rank), results(self._answers))
+            raise RankError(rank, f"deadlock: {sentences}", self._others(rank), loadable(self._answers))
         self._stuck = why
 
     def _explain_failure(self) -> None:
@@ -166,7 +168,7 @@ class Call:
             # Without a timeout of its own, a rank can fail because another one ended its connection after one.
             self._name_who_is_late(rank, failure)
         traceback = failure if isinstance(failure, str) else failure.traceback
-        raise RankError(rank, traceback, self._others(rank), results(self._answers))
+        raise RankError(rank, traceback, self._others(rank), loadable(self._answers))
 
     def _name_who_is_late(self, rank: int, failure: Failure) -> None:
         """Raise RankError for the rank that `rank`, which timed out, waits for, if that rank is running.
@@ -192,7 +194,7 @@ class Call:
             else:
                 where = self._statuses[late].where
             said = f"rank {late} is late: {why}\nit is {where}:\n{stacks.as_text(stack[late])}"
-            raise RankError(late, said, self._others(late), results(self._answers))
+            raise RankError(late, said, self._others(late), loadable(self._answers))
 
     def _name_who_is_behind(self, rank: int, stuck: Stuck) -> None:
         """Raise RankError for the first rank that has not called the operation in which this rank's GPU waits."""
@@ -205,7 +207,7 @@ class Call:
         also = f" (nor have ranks {behind[1:]})" if behind[1:] else ""
         where = self._statuses[late].where if late in self._statuses else "done: its function has returned"
         said = f"rank {late} is late: rank {rank} waits: {stuck}, which rank {late} has not called{also}; it is {where}"
-        raise RankError(late, said, self._others(late), results(self._answers))
+        raise RankError(late, said, self._others(late), loadable(self._answers))
 
     def _waits_for(self) -> dict[int, int]:
         """Return, for each rank that waits or has waited for a message, the rank at the message's other end."""
@@ -237,6 +239,15 @@ class Call:
 def results(answers: dict[int, Any]) -> dict[int, Any]:
     """Return the ranks' results from their answers to a run; answers to other requests carry none."""
     return {rank: loads(answer[0]) for rank, answer in answers.items() if answer}
+
+
+def loadable(answers: dict[int, Any]) -> dict[int, Any]:
+    """Return the results but those that cannot be unpickled here, which must not hide a rank's failure."""
+    found: dict[int, Any] = {}
+    for rank, answer in answers.items():
+        with suppress(Exception):
+            found |= results({rank: answer})
+    return found
 
 
 def _is_secondary(failure: Failure | str) -> bool:

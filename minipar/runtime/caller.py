@@ -24,7 +24,14 @@ class CallerEnvironment(NamedTuple):
 
     @classmethod
     def here(cls) -> CallerEnvironment:
-        return cls(list(sys.path), os.getcwd(), dict(os.environ), list(sys.argv))
+        """Raises ValueError if the working directory no longer exists: ranks would go on in that of an earlier run."""
+        try:
+            directory = os.getcwd()
+        except FileNotFoundError:
+            raise ValueError(
+                "the working folder of this process has been removed; call os.chdir with one that exists"
+            ) from None
+        return cls(list(sys.path), directory, dict(os.environ), list(sys.argv))
 
 
 class CallerModules:

@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 
 from minipar.comm.communicator import Comm
 from minipar.runtime.call import OnAsk, OnReport
+from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.devices import Machine, choose_backend, device_of, group_options
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.pool import Pool
@@ -56,14 +57,15 @@ def run(
     """
     backend = _check_request(fn, world_size, backend, timeout_s)
     world_size = int(world_size)
-    payload = _packed(fn, args)
+    payload, environment = _packed(fn, args), CallerEnvironment.here()
     turn = object()
     try:
         if _turns.setdefault("run", turn) is not turn:
             raise ValueError(
                 "run was called while another one is under way; call it again when that one has returned"
             )
-        return _pool_of(world_size, backend).run(payload, world_size, float(timeout_s), on_report, on_ask)
+        pool = _pool_of(world_size, backend)
+        return pool.run(payload, environment, world_size, float(timeout_s), on_report, on_ask)
     except BaseException:
         if _turns.get("run") is turn and backend in _pools:
             _pools.pop(backend).close()

@@ -9,7 +9,7 @@ from multiprocessing import Pipe
 from signal import Signals
 from typing import Any
 
-from minipar.runtime.call import Call, OnAsk, OnReport, results
+from minipar.runtime.call import Call, OnAsk, OnReport, loadable, results
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.forkserver import ForkServer
 from minipar.runtime.protocol import Job
@@ -55,11 +55,11 @@ class Pool:
         return [rank.pid for rank in self.ranks]
 
     def run(
-        self, payload: bytes, world_size: int, timeout_s: float, on_report: OnReport | None = None,
-        on_ask: OnAsk | None = None,
+        self, payload: bytes, environment: CallerEnvironment, world_size: int, timeout_s: float,
+        on_report: OnReport | None = None, on_ask: OnAsk | None = None,
     ) -> list[Any]:  # fmt: skip
         self._runs += 1
-        job = dumps(Job(payload, world_size, self._runs, timeout_s, CallerEnvironment.here()))
+        job = dumps(Job(payload, world_size, self._runs, timeout_s, environment))
         ranks = self.ranks[:world_size]
         for rank in ranks:
             with suppress(OSError):  # the process has ended; the keeper reports that
@@ -68,7 +68,7 @@ class Pool:
         counts = {rank: own for rank, (_, own) in answers.items()}
         if found := unmatched_messages(counts):
             sentences = "\n".join(pair.sentence for pair in found)
-            raise RankError(found[0].rank, sentences, returned=results(answers))
+            raise RankError(found[0].rank, sentences, returned=loadable(answers))
         by_rank = results(answers)
         return [by_rank[rank] for rank in range(world_size)]
 
@@ -90,7 +90,7 @@ class Pool:
             self.ranks[rank].stopped = stopped
         elif what == "ended":
             rank, code = value
-            how = f"was killed by {Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
             self.ranks[rank].ended = how
 
     def alive(self) -> bool:
@@ -111,3 +111,8 @@ class Pool:
         self.stacks.close()
         for rank in self.ranks:
             rank.close()
+
+
+def _signal_name(number: int) -> str:
+    """Return a signal's name; of the real-time signals, only the first and the last one have one."""
+    return Signals(number).name if number in list(Signals) else f"signal {number}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minipar.runtime.caller import CallerEnvironment
 from minipar.runtime.stacks import Frame
@@ -26,9 +26,9 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The caller's answer to what a rank has asked."""
+    """The caller's answer to what a rank has asked, which the thread that asked unpickles: what fails then, fails there."""
 
-    value: Any
+    payload: bytes
 
 
 class Status(NamedTuple):

@@ -17,7 +17,8 @@ class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if (
             isinstance(obj, torch.Tensor)
-            and not obj.is_sparse
+            and obj.layout == torch.strided  # others have no storage of their own
+            and not obj.is_meta
             and (obj.is_cuda or obj.untyped_storage().nbytes() > obj.nbytes)
         ):
             with torch.no_grad():

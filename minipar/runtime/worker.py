@@ -98,7 +98,8 @@ class Worker:
         self.size = size
         self._pipe = pipe
         self._sending = threading.Lock()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._asking = threading.Lock()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._modules = CallerModules()
         self._torch = TorchState()
         # The process groups, which last as long as the process.
@@ -106,13 +107,19 @@ class Worker:
         self._transport: Transport | None = None  # the transport of the call under way, or of the last call
 
     def tell(self, what: str, value: object) -> None:
+        message = dumps((what, value))  # here, so that what cannot travel raises
         with self._sending, contextlib.suppress(OSError):  # the caller has ended
-            self._pipe.send_bytes(dumps((what, value)))
+            self._pipe.send_bytes(message)
 
     def ask(self, value: object) -> Any:
-        """Return the caller's answer to a value; the caller's other messages are read meanwhile."""
-        self.tell("ask", value)
-        return self._answers.get()
+        """Return the caller's answer to a value; the caller's other messages are read meanwhile.
+
+        Answers do not say to which question: one thread asks at a time.
+        """
+        with self._asking:
+            self.tell("ask", value)
+            answer = self._answers.get()
+        return loads(answer)
 
     def listen(self, jobs: queue.SimpleQueue[Job]) -> None:
         """Queue jobs, answer status requests, and end the process when the caller's end of the pipe closes.
@@ -125,7 +132,7 @@ class Worker:
                 if isinstance(message, Job):
                     jobs.put(message)
                 elif isinstance(message, Answer):
-                    self._answers.put(message.value)
+                    self._answers.put(message.payload)
                 else:
                     self.tell("status", self.status())
         except (EOFError, OSError):
@@ -150,8 +157,9 @@ class Worker:
             answer = "done", (result, self._counts())
         except BaseException as error:
             answer = "failed", _failure(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # the function may have closed or replaced it
+                stream.flush()
         self.tell(*answer)
 
     def _call(self, job: Job) -> Any:

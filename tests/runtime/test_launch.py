@@ -1,9 +1,12 @@
 """`run` from wherever a user calls it, the requests it refuses, and worlds that torchrun started."""
 
+import faulthandler
+import importlib
 import math
 import os
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -88,6 +91,98 @@ def test_a_rank_asks_and_its_caller_answers():
     answers = minipar.run(ask, world_size=2, on_ask=lambda rank, value: (rank, *value, "answer"))
     assert answers == [[(rank, rank, i, "answer") for i in range(3)] for rank in range(2)]
     assert minipar.run(ask, world_size=1) == [[None] * 3]
+
+
+def test_threads_that_ask_at_the_same_time_get_their_own_answers():
+    def ask(world):
+        with ThreadPoolExecutor(4) as threads:
+            return list(threads.map(lambda k: [world.ask((k, i)) for i in range(300)], range(4)))
+
+    (answers,) = minipar.run(ask, world_size=1, on_ask=lambda rank, value: value)
+    assert answers == [[(k, i) for i in range(300)] for k in range(4)]
+
+
+class Breaks:
+    """What is pickled by the call of a function, and unpickled by that of another one: either may fail."""
+
+    def __init__(self, pickle, unpickle, *args):
+        self.pickle, self.unpickle, self.args = pickle, unpickle, args
+
+    def __reduce__(self):
+        self.pickle()
+        return self.unpickle, self.args
+
+
+CANNOT_LOAD = {
+    ModuleNotFoundError: (importlib.import_module, "no_such_module"),
+    FileNotFoundError: (os.listdir, "/no/such/folder"),
+}
+CANNOT_DUMP = partial(os.listdir, "/no/such/folder"), dict
+
+
+def not_for_ever():
+    """End this rank, should it still run in two minutes: a rank and its caller that wait for each other are a failure."""
+    faulthandler.dump_traceback_later(120, exit=True)
+
+
+@pytest.mark.parametrize("error", CANNOT_LOAD)
+def test_an_answer_that_the_rank_cannot_load_raises_where_it_was_asked_for(error):
+    def ask(world):
+        not_for_ever()
+        with pytest.raises(error):
+            world.ask(1)
+        faulthandler.cancel_dump_traceback_later()
+        return world.ask(2)
+
+    answers = {1: Breaks(dict, *CANNOT_LOAD[error]), 2: "fine"}
+    assert minipar.run(ask, world_size=1, on_ask=lambda rank, value: answers[value]) == ["fine"]
+
+
+@pytest.mark.parametrize("what", ["report", "ask"])
+@pytest.mark.parametrize("error", CANNOT_LOAD)
+def test_what_the_caller_cannot_load_raises_there_and_the_next_run_works(error, what):
+    how = CANNOT_LOAD[error]
+
+    def tell(world):
+        not_for_ever()
+        getattr(world, what)(Breaks(dict, *how))
+
+    with pytest.raises(error):
+        minipar.run(tell, world_size=1)
+    assert minipar.run(lambda world: world.ask(1), world_size=1, on_ask=lambda rank, value: value) == [1]
+
+
+@pytest.mark.parametrize("what", ["report", "ask"])
+def test_what_a_rank_cannot_pickle_raises_on_the_rank(what):
+    def tell(world):
+        not_for_ever()
+        getattr(world, what)(Breaks(*CANNOT_DUMP))
+
+    with pytest.raises(minipar.RankError, match="No such file or directory: '/no/such/folder'"):
+        minipar.run(tell, world_size=1)
+
+
+def test_an_answer_that_cannot_be_pickled_raises_in_the_caller():
+    def ask(world):
+        not_for_ever()
+        world.ask(1)
+
+    with pytest.raises(FileNotFoundError):
+        minipar.run(ask, world_size=1, on_ask=lambda rank, value: Breaks(*CANNOT_DUMP))
+
+
+def test_a_result_that_cannot_be_loaded_does_not_hide_why_another_rank_failed():
+    def fail(world):
+        if world.rank == 0:
+            return Breaks(dict, *CANNOT_LOAD[ModuleNotFoundError])
+        if world.rank == 1:
+            return "a result"
+        time.sleep(1)  # most likely the others have returned then; the verdict is the same if they have not
+        raise ValueError("the real cause")
+
+    with pytest.raises(minipar.RankError, match="the real cause") as caught:
+        minipar.run(fail, world_size=3)
+    assert 0 not in caught.value.returned
 
 
 def test_whoever_asks_outside_a_pool_is_told():
@@ -248,6 +343,18 @@ def test_a_bad_request_is_refused_before_a_process_is_started(message, monkeypat
     monkeypatch.setattr(launch, "Pool", started)
     with pytest.raises(ValueError, match=message):
         minipar.run(**{"fn": lambda world: None, **BAD_REQUESTS[message]})
+
+
+def test_a_run_from_a_folder_that_was_removed_says_so_and_leaves_the_pool_alone(tmp_path, monkeypatch):
+    pids = minipar.run(lambda world: os.getpid(), world_size=1)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ValueError, match="^the working folder of this process has been removed"):
+        minipar.run(lambda world: None, world_size=1)
+    os.chdir(tmp_path)
+    assert minipar.run(lambda world: os.getpid(), world_size=1) == pids
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

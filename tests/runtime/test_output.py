@@ -2,13 +2,18 @@
 
 import ctypes
 import faulthandler
+import io
+import itertools
 import os
 import subprocess
 import sys
+import tracemalloc
+from multiprocessing import Pipe
 
 import pytest
 
 import minipar
+from minipar.runtime.output import Output
 
 
 def shown(capsys, fn, world_size=1):
@@ -35,6 +40,61 @@ def test_every_state_of_a_progress_bar_is_a_line(capsys):
         print("\n\ndone")
 
     assert shown(capsys, progress) == ["[rank 0]  50%", "[rank 0] 100%", "[rank 0] ", "[rank 0] done"]
+
+
+@pytest.fixture
+def written(capsys):
+    """written(*parts): the lines that are shown if a rank writes these parts one after another."""
+    here, there = Pipe(duplex=False)
+    output = Output(here, 0, "stdout")
+
+    def write(*parts: bytes) -> list[str]:
+        for part in filter(None, parts):
+            os.write(there.fileno(), part)
+            output.forward()
+        os.write(there.fileno(), b"-\n")  # ends the last line
+        output.forward()
+        return [line.removeprefix("[rank 0] ") for line in capsys.readouterr().out.splitlines()]
+
+    yield write
+    output.close()
+    there.close()
+
+
+def test_what_is_shown_does_not_depend_on_the_parts_in_which_it_is_written(written):
+    """An empty line is shown where there is nothing between two newlines, and no carriage return shows one."""
+    for length in range(6):
+        for text in map(bytes, itertools.product(b"a\r\n", repeat=length)):
+            lines = (text + b"-").decode().split("\n")
+            want = [part for line in lines for part in list(filter(None, line.split("\r"))) or [""]]
+            for cut in range(max(1, length)):
+                assert written(text[:cut], text[cut:]) == want, (text[:cut], text[cut:])
+
+
+def test_a_long_line_is_not_read_again_whenever_more_of_it_comes():
+    """That would take time quadratic in its length. It is seen by the copies that are made."""
+    here, there = Pipe(duplex=False)
+    output, part, parts = Output(here, 0, "stdout"), b"x" * 50_000, 200
+    for _ in range(parts):
+        os.write(there.fileno(), part)
+        output.forward()
+    os.write(there.fileno(), b"y")
+    tracemalloc.start()
+    try:
+        output.forward()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < parts * len(part) / 2  # which is more than the buffer of 1 MiB for what is read
+    output.close()
+    there.close()
+
+
+def test_what_the_callers_stream_cannot_encode_is_shown_escaped(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "latin-1"))
+    minipar.run(lambda world: print("Größe ≤ 3"), world_size=1)
+    assert shown.getvalue() == "[rank 0] Größe \\u2264 3\n".encode("latin-1")
 
 
 def test_more_than_a_pipe_holds_arrives_whole(capsys):

@@ -179,6 +179,13 @@ def test_an_answer_that_comes_while_ranks_are_asked_what_they_do_is_not_lost():
     thread.join()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="there are no real-time signals")
+def test_a_signal_without_a_name_is_named_by_its_number():
+    number = signal.SIGRTMIN + 6
+    with pytest.raises(minipar.RankError, match=f"its process was killed by signal {number}$"):
+        minipar.run(lambda world: os.kill(os.getpid(), number), world_size=1)
+
+
 def test_a_rank_that_died_between_two_runs_is_replaced():
     pids = minipar.run(lambda world: os.getpid(), world_size=2)
     os.kill(pids[1], signal.SIGKILL)

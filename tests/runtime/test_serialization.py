@@ -72,6 +72,21 @@ def test_every_tensor_arrives_as_it_was(shape, dtype, transposed, large_storage)
     assert torch.equal(again, x)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("form", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_tensor_arrives_as_it_was(form):
+    x = getattr(torch.eye(3), form)()
+    again = loads(dumps(x))
+    assert again.layout == x.layout
+    assert torch.equal(again.to_dense(), torch.eye(3))
+
+
+def test_a_view_of_a_tensor_without_data_arrives_as_it_was():
+    x = torch.empty(4, device="meta")[:2]
+    again = loads(dumps(x))
+    assert (again.device, again.shape, again.dtype) == (x.device, x.shape, x.dtype)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_whether_a_view_requires_grad_arrives_too(grad):
     x = torch.zeros(10, requires_grad=grad)[:2]

@@ -62,6 +62,55 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
     assert minipar.run(state, world_size=1) == before
 
 
+SPOILS = {
+    "all": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "all, bf16": lambda: setattr(torch.backends, "fp32_precision", "bf16"),
+    "cudnn": lambda: setattr(torch.backends.cudnn, "fp32_precision", "ieee"),
+    "cudnn.conv": lambda: setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee"),
+    "cudnn, older": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "cuda": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "cuda, older": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "mkldnn": lambda: setattr(torch.backends.mkldnn, "fp32_precision", "bf16"),
+    "mkldnn.matmul": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "products": lambda: torch.set_float32_matmul_precision("medium"),
+    "autocast": lambda: torch.set_autocast_enabled("cpu", True),
+    "autocast's dtype": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+    "autocast on GPUs": lambda: torch.set_autocast_enabled("cuda", True),
+    "autocast's cache": lambda: torch.set_autocast_cache_enabled(False),
+    "fast path": lambda: torch.backends.mha.set_fastpath_enabled(False),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="settings of newer versions of torch"
+)
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_no_precision_or_fast_path_that_an_earlier_function_set_is_left(spoil):
+    def state(world):
+        backends = torch.backends
+        of = [backends, backends.cudnn, backends.mkldnn, backends.cuda.matmul]
+        of += [backends.cudnn.conv, backends.cudnn.rnn]
+        of += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+        return (
+            os.getpid(),
+            [each.fp32_precision for each in of],
+            (backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.mkldnn.allow_tf32),
+            torch.get_float32_matmul_precision(),
+            [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
+            [str(torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")],
+            torch.is_autocast_cache_enabled(),
+            backends.mha.get_fastpath_enabled(),
+        )
+
+    def change(world, setting):
+        before = state(world)
+        setting()
+        return before
+
+    before = minipar.run(change, SPOILS[spoil], world_size=1)
+    assert minipar.run(state, world_size=1) == before
+
+
 def test_a_rank_takes_over_environment_folder_and_arguments(monkeypatch, tmp_path):
     monkeypatch.setenv("COLOUR", "blue")
     monkeypatch.chdir(tmp_path)
@@ -87,6 +136,21 @@ def test_what_ranks_print_appears_at_the_caller_with_the_rank(capsys):
         lines = [line for line in shown.out.splitlines() if line.startswith(f"[rank {rank}] ")]
         assert lines == [f"[rank {rank}] {text}" for text in ("one", f"two {rank}", "no newline")]
         assert f"[rank {rank}] trouble" in shown.err.splitlines()
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_function_that_leaves_no_stream_to_print_to_returns_its_result(stream, closed, capfd):
+    def leave(world):
+        getattr(sys, stream).close() if closed else setattr(sys, stream, None)
+        return 7
+
+    def say(world):
+        print("again", file=getattr(sys, stream))
+
+    assert minipar.run(leave, world_size=1) == [7]
+    minipar.run(say, world_size=1)
+    assert "[rank 0] again\n" in capfd.readouterr()
 
 
 def test_what_a_failing_rank_printed_appears_before_its_error(capsys):
