@@ -311,12 +311,16 @@ def _evaluated(world, config, schedule, batch):
     modules = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
     pipeline = Pipeline(modules, world, schedule)
     pipeline.step(*batch, stage_kwargs={"step": 3})  # the first step tells shapes
+    frozen = next(iter(modules[0].layers.values())).eval()
+    modes = [m.training for module in modules for m in module.modules()]
     before = [None if p.grad is None else p.grad.clone() for m in modules for p in m.parameters()]
     world.traffic.reset()
     loss = pipeline.evaluate(*batch, stage_kwargs={"step": 3})
     after = [p.grad for m in modules for p in m.parameters()]
     alike = all(a is b is None or torch.equal(a, b) for a, b in zip(before, after))
-    return loss, world.traffic.sent_bytes, alike and all(m.training for m in modules)
+    assert not frozen.training
+    assert [m.training for module in modules for m in module.modules()] == modes
+    return loss, world.traffic.sent_bytes, alike
 
 
 @pytest.mark.parametrize(
