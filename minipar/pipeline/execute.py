@@ -121,8 +121,12 @@ class Pipeline:
         """
         step = self._prepare(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
-        loss = step.run(self._program)
-        self._tied.finish()
+        try:
+            loss = step.run(self._program)
+            self._tied.finish()
+        except BaseException:
+            self._tied.restore()
+            raise
         return loss
 
     @torch.no_grad()

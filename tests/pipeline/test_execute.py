@@ -14,7 +14,7 @@ from minipar.data_parallel import DDP
 from minipar.data_parallel.fsdp import FSDP
 from minipar.mesh import Mesh, placement_of
 from minipar.model import IGNORE_INDEX, Block, Transformer
-from minipar.pipeline import Pipeline
+from minipar.pipeline import Pipeline, execute
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
 from minipar.schedules.gpipe import breadth_first, gpipe
@@ -125,6 +125,62 @@ def test_tied_embeddings_get_the_sum_of_both_ends(sizes, dtype, steps):
     assert torch.equal(loss, want_loss)
     assert got.keys() == want.keys()
     assert_same(got, want, LIMITS[dtype])
+
+
+def _tied_weights(stages) -> list[torch.Tensor]:
+    return [
+        p for stage in stages for n, p in stage.named_parameters() if n in ("embedding.weight", "head.weight")
+    ]
+
+
+def _with_trained(world, config, schedule, batch, at_first):
+    """Gradients of a step before which the tied weight is frozen if it was trained at first, or the other way round."""
+    stages = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    for weight in _tied_weights(stages):
+        weight.requires_grad_(at_first)
+    pipeline = Pipeline(stages, world, schedule)
+    for weight in _tied_weights(stages):
+        weight.requires_grad_(not at_first)
+    loss = pipeline.step(*batch, stage_kwargs={"step": 3})
+    return loss, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("at_first", [False, True], ids=["thawed later", "frozen later"])
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), zb_v(2, 3)], ids=lambda s: s.name)
+def test_a_tied_weight_may_be_thawed_or_frozen_between_steps(schedule, at_first):
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    batch = make_batch(config, 3)
+    _, got = together(minipar.run(_with_trained, config, schedule, batch, at_first, world_size=2))
+    _, want = one_process(config, torch.float64, batch, 3)
+    if at_first:
+        assert got["embedding.weight"] is got["head.weight"] is None
+        del want["embedding.weight"]
+    else:
+        assert torch.equal(got["head.weight"], got["embedding.weight"])
+    assert_same(got, want)
+
+
+def _stopped(world, config, schedule, batch):
+    """Whether a step that fails leaves the gradients of a tied weight as they were."""
+    stages = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    pipeline = Pipeline(stages, world, schedule)
+    pipeline.step(*batch)
+    before = [weight.grad.clone() for weight in _tied_weights(stages)]
+
+    def stop(self, program, run=execute._Step.run):
+        run(self, program)
+        raise RuntimeError("stopped")
+
+    with mock.patch.object(execute._Step, "run", stop), pytest.raises(RuntimeError, match="stopped"):
+        pipeline.step(*batch)
+    return [torch.equal(weight.grad, grad) for weight, grad in zip(_tied_weights(stages), before)]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 2), zb_v(2, 2)], ids=lambda s: s.name)
+def test_a_step_that_fails_loses_no_gradient_of_a_tied_weight(schedule):
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    alike = minipar.run(_stopped, config, schedule, make_batch(config, 2), world_size=2)
+    assert [same for of_rank in alike for same in of_rank] == [True, True]
 
 
 def _with_fault(world, fault, *program):
