@@ -171,6 +171,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        autograd.refuse_second_derivatives("vocab_parallel_cross_entropy")
         logits, max_logit, log_sum, local, not_local, counted = ctx.saved_tensors
         dloss = torch.where(counted, dloss, 0.0)
         at_target = (ctx.smoothing - 1) * (~not_local).to(log_sum.dtype)
