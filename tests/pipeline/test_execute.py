@@ -318,6 +318,24 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, wrappe
     assert_gathered([grads for _, grads in parts], want)
 
 
+def _frozen_block(world, config, batch):
+    model = Transformer(config, dtype=torch.float64)
+    model.embedding.requires_grad_(False)
+    model.layers["0"].requires_grad_(False)
+    (stage,) = own_stages(model, zb_h1(1, 3), 0)
+    stage = FSDP(stage, world, units=Block, reduce="sum")
+    Pipeline([stage], world.subgroup([world.rank], "pp"), zb_h1(1, 3)).step(*batch, stage_kwargs={"step": 3})
+    return [(placement_of(p), p.grad / world.size) for p in stage.parameters() if p.requires_grad]
+
+
+def test_a_frozen_block_is_no_obstacle_to_fsdp_where_weight_gradients_are_deferred():
+    config = small_config(2)
+    batch = make_batch(config, 6)
+    _, want = one_process(config, torch.float64, batch, 3)
+    want = {name: grad for name, grad in want.items() if not name.startswith(("embedding.", "layers.0."))}
+    assert_gathered(minipar.run(_frozen_block, config, batch, world_size=2), want)
+
+
 def _tied_shards(world):
     stages = own_stages(Transformer(small_config(2, tie_embeddings=True)), one_f_one_b(2, 1), world.rank)
     alone = world.subgroup([world.rank], "alone")
