@@ -54,6 +54,17 @@ def _conjugate(x: Tensor, operator: Operator, adjoint: Operator) -> Tensor:
     return y
 
 
+def refuse_second_derivatives(of: str, instead: str = "DDP or ZeroOptimizer for a gradient penalty") -> None:
+    """Raise RuntimeError in a backward with create_graph=True; call it where autograd cannot follow the backward.
+
+    `once_differentiable` would not do: it lets a backward pass whose incoming gradient is a constant, as a loss's is.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"create_graph=True in a backward through {of}, whose second derivative would be wrong; use {instead}"
+        )
+
+
 class _PointToPoint(Function):
     """An operator and its adjoint, as in `_Conjugate`, but differentiable only once."""
 
@@ -64,11 +75,7 @@ class _PointToPoint(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True in a backward through comm.autograd.send or recv, which have no second derivative; "
-                "use comm.autograd.all_to_all"
-            )
+        refuse_second_derivatives("comm.autograd.send or recv", "comm.autograd.all_to_all")
         return ctx.adjoint(grad), None, None
 
 

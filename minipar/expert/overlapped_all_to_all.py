@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from minipar.comm import Comm
+from minipar.comm.autograd import refuse_second_derivatives
 from minipar.support.errors import require_divides
 
 Sizes = Sequence[Sequence[int]]
@@ -121,6 +122,7 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        refuse_second_derivatives("an overlapped all-to-all")
         ctx.exchange.begin(grad, list(zip(*ctx.exchange.sizes)))
         # A placeholder of the right shape: the gradient itself comes from `_Start.backward`.
         return grad.new_zeros(()).expand(ctx.shape), None

@@ -37,6 +37,7 @@ from minipar.inference.quantized_blocks import QuantizedBlockMemory, check_quant
 from minipar.inference.split_keys import SplitCore, SplitPass, goes_by_ring
 from minipar.mesh import Mesh
 from minipar.model.attention import Attention
+from minipar.model.evaluating import evaluating
 from minipar.model.latent_attention import LatentAttention
 from minipar.model.overrides import AttentionCore
 from minipar.model.transformer import Transformer
@@ -224,14 +225,13 @@ class PagedModel:
 
     def _read(self, requests: Sequence[Rows], hidden: Tensor | None) -> Tensor:
         of_pass = Pass.of(requests, self.pool.block_size, self.device, self.share)
-        with self._paged(of_pass):
+        with evaluating(self.model), self._paged(of_pass):
             out: Tensor = self.model(of_pass.tokens if hidden is None else hidden)
         return out.squeeze(1) if self.model.last else out
 
     @contextmanager
     def _paged(self, of_pass: Pass) -> Iterator[None]:
-        was_training, cores = self.model.training, [a.overrides.core for a in self.attentions]
-        self.model.eval()
+        cores = [a.overrides.core for a in self.attentions]
         self.model.overrides.default_positions = lambda T, device: of_pass.positions
         for attention, core in zip(self.attentions, self._cores(of_pass)):
             attention.overrides.core, attention.overrides.absorbed = core, True
@@ -242,7 +242,6 @@ class PagedModel:
         try:
             yield
         finally:
-            self.model.train(was_training)
             self.model.overrides.default_positions = None
             for attention, old in zip(self.attentions, cores):
                 attention.overrides.core, attention.overrides.absorbed = old, False

@@ -28,6 +28,7 @@ block.py              one layer
 vocabulary.py         the check that tokens are in the vocabulary
 transformer.py        the whole model, a stage of it, and the loss
 cache.py              the KV cache
+evaluating.py         evaluation mode for a while
 sampling.py           text generation
 huggingface.py        loading Hugging Face's Llama under this model's parameter names
 """

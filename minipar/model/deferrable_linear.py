@@ -155,8 +155,9 @@ def linear(
             _DeferredParameter(p, deferred) if p is not None and p.requires_grad and p.is_leaf else p
             for p in (weight, bias)
         ]
-        # The anchor makes y require a gradient where x does not, since autograd sees no parameter.
-        anchor = None if x.requires_grad else deferred.anchor
+        # The anchor makes y require a gradient where x does not, since autograd sees no deferred parameter.
+        waits = any(isinstance(p, _DeferredParameter) for p in parameters)
+        anchor = deferred.anchor if waits and not x.requires_grad else None
     y: Tensor = _Linear.apply(x, *parameters, anchor, products)  # type: ignore[no-untyped-call]
     return y
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from minipar.config.model_config import ModelConfig
 from minipar.model.cache import caching
+from minipar.model.evaluating import evaluating
 from minipar.model.transformer import Transformer
 from minipar.model.vocabulary import check_vocabulary
 
@@ -48,14 +49,9 @@ def continue_text(
     next_token  [B, new] -> [B, 1]    runs the model, or this stage of it, on the new tokens
     """
     batch = batch.to(next(model.parameters()).device)
-    was_training = model.training
-    model.eval()
-    try:
-        with caching(model, max_tokens=batch.shape[1] + num_tokens) as cache:
-            for _ in range(num_tokens):
-                batch = torch.cat((batch, next_token(cache.unread(batch))), dim=1)
-    finally:
-        model.train(was_training)
+    with evaluating(model), caching(model, max_tokens=batch.shape[1] + num_tokens) as cache:
+        for _ in range(num_tokens):
+            batch = torch.cat((batch, next_token(cache.unread(batch))), dim=1)
     return batch
 
 

@@ -192,7 +192,10 @@ class Transformer(nn.Module):
                 part.head = copy.deepcopy(self.head)
             elif not first:
                 part.head.weight = copy.deepcopy(self.embedding.weight)
-        return part.train(self.training)
+        modes = {name: module.training for name, module in self.named_modules()}
+        for name, module in part.named_modules():
+            module.training = modes[name]
+        return part
 
     def _check_input(self, x: Tensor) -> None:
         if self.first and (x.dim() != 2 or x.dtype != torch.int64):

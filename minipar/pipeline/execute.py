@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.model import IGNORE_INDEX
+from minipar.model.evaluating import evaluating
 from minipar.pipeline.batch import Batch, split_batch, split_units
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.stage import Stage
@@ -120,8 +121,12 @@ class Pipeline:
         """
         step = self._prepare(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
-        loss = step.run(self._program)
-        self._tied.finish()
+        try:
+            loss = step.run(self._program)
+            self._tied.finish()
+        except BaseException:
+            self._tied.restore()
+            raise
         return loss
 
     @torch.no_grad()
@@ -133,14 +138,8 @@ class Pipeline:
         Runs only the schedule's forwards. Each boundary between ranks sends m times the elements of a stage's output.
         """
         step = self._prepare(inputs, targets, **options)
-        modules = [stage.module for stage in self.stages.values() if stage.module.training]
-        for module in modules:
-            module.eval()
-        try:
+        with evaluating(*(stage.module for stage in self.stages.values())):
             return step.run(instruction for instruction in self._program if instruction.action.op == "F")
-        finally:
-            for module in modules:
-                module.train()
 
     def forget_shapes(self) -> None:
         """Allow outputs to change their shapes in the next step. Call it on every rank."""

@@ -43,7 +43,8 @@ def partition(
     costs   one per layer; a Transformer's first includes the embedding, its last the head. None: `layer_costs(model)`
     speeds  one per stage, as in `balance`
 
-    Raises ValueError if there are fewer layers than stages, or if costs and layers differ in number.
+    Raises ValueError if there are fewer layers than stages, if costs and layers differ in number, or if a trained parameter
+    of a Sequential would be in two stages.
     """
     num_layers = len(model if isinstance(model, nn.Sequential) else model.layers)
     costs = layer_costs(model) if costs is None else costs
@@ -51,11 +52,26 @@ def partition(
         raise ValueError(f"costs has {len(costs)} entries for {num_layers} layers; give one per layer")
     cuts = balance(costs, num_stages, speeds)
     if isinstance(model, nn.Sequential):
-        return [copy.deepcopy(model[layers.start : layers.stop]) for layers in cuts]
+        slices = [model[layers.start : layers.stop] for layers in cuts]
+        _require_unshared(slices)
+        return [copy.deepcopy(layers) for layers in slices]
     return [
         model.stage(layers, first=stage == 0, last=stage == num_stages - 1)
         for stage, layers in enumerate(cuts)
     ]
+
+
+def _require_unshared(slices: Sequence[nn.Module]) -> None:
+    """Raise ValueError if two slices share a trained parameter: each copy would get only a part of its gradient."""
+    owners: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, layers in enumerate(slices):
+        for name, parameter in layers.named_parameters():
+            first, first_name = owners.setdefault(parameter, (stage, name))
+            if first != stage and parameter.requires_grad:
+                raise ValueError(
+                    f"{name} of stage {stage} is {first_name} of stage {first}, and each would train a copy; untie them, "
+                    "or cut elsewhere"
+                )
 
 
 def layer_costs(model: Transformer | nn.Sequential) -> list[float]:

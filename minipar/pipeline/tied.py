@@ -21,23 +21,31 @@ class TiedGradients:
     afterwards. Both ranks add in the same order, so equal weights stay equal bit for bit.
     Sends V * D elements each way; nothing where one rank holds both stages, as in a V schedule or with two copies of the
     model.
-    Raises ValueError if the weight is held as a flat shard.
+    Whether the weight is trained is asked anew in each step; both stages must agree on it.
+    Raises ValueError if the weight is trained and held as a flat shard.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule, stages: list[Stage]):
         ends = schedule.stage_rank[0], schedule.stage_rank[-1]
         tied = (_tied_parameter(stage, schedule.model_stages) for stage in stages)
-        self._parameters = [p for p in tied if p is not None]  # this rank's: the embedding, the head, or both
+        self._tied = [t for t in tied if t is not None]  # this rank's: the embedding, the head, or both
+        self._parameters = self._trained()  # those that this step trains
         self._before: list[Tensor | None] = []
         self._comm = None
-        if self._parameters and ends[0] != ends[1]:
+        if self._tied and ends[0] != ends[1]:
             self._comm = comm.subgroup(ends, "tied")
 
     def begin(self) -> None:
         """Save a copy of `.grad`, which may be a view of a bucket that the step refills, and clear it."""
+        self._parameters = self._trained()
         self._before = [None if p.grad is None else p.grad.clone() for p in self._parameters]
         for p in self._parameters:
             p.grad = None
+
+    def restore(self) -> None:
+        """Write the saved `.grad` back, after a step that failed."""
+        for p, before in zip(self._parameters, self._before):
+            p.grad = before
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -54,21 +62,22 @@ class TiedGradients:
             value = total if before is None else before + total
             p.grad = value.clone() if p.grad is None else p.grad.copy_(value)
 
+    def _trained(self) -> list[nn.Parameter]:
+        """Return the tied weights that are trained now. Raises ValueError for a flat shard."""
+        trained = [(name, p) for name, p in self._tied if p.requires_grad]
+        for name, p in trained:
+            if p.dim() != 2:
+                raise ValueError(
+                    f"{name}, tied to the other end of the pipeline, is a flat shard of {p.numel()} elements; keep it "
+                    "whole (FSDP: shard_rest=False)"
+                )
+        return [p for _, p in trained]
 
-def _tied_parameter(stage: Stage, num_stages: int) -> nn.Parameter | None:
-    """Return the tied weight of this stage, None if it has none that is trained. Raises ValueError for a flat shard."""
+
+def _tied_parameter(stage: Stage, num_stages: int) -> tuple[str, nn.Parameter] | None:
+    """Return the name and the tied weight of this stage, None if it has none."""
     model = stage.transformer
     if model is None or not model.config.tie_embeddings or num_stages == 1:
         return None
     name = "embedding.weight" if stage.number == 0 else next(iter(model.tied_copies), None)
-    if name is None:
-        return None
-    parameter = model.get_parameter(name)
-    if not parameter.requires_grad:
-        return None
-    if parameter.dim() != 2:
-        raise ValueError(
-            f"{name}, tied to the other end of the pipeline, is a flat shard of {parameter.numel()} elements; keep it "
-            "whole (FSDP: shard_rest=False)"
-        )
-    return parameter
+    return None if name is None else (name, model.get_parameter(name))

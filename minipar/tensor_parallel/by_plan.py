@@ -62,7 +62,8 @@ def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> nn.Module:
     plan  shell-style pattern of module names -> cut; or "llama" or "gpt2": see `PLANS`
 
     Raises ValueError, before anything is changed, if a pattern matches no module, a module is matched twice, this number of
-    ranks cannot cut a module that way, a weight to be cut is tied to another module's, or the model is already wrapped.
+    ranks cannot cut a module that way, a module to be cut does more than its class in torch or has options that the cut
+    would drop, a weight to be cut is tied to another module's, or the model is already wrapped.
     """
     cuts = _cuts_of(model, _named_plan(plan, model) if isinstance(plan, str) else plan)
     _require_untied(model, cuts)
@@ -200,6 +201,7 @@ def _require_cuttable(name: str, module: Any, cut: Cut, tp: int) -> None:
     ):
         what = "an Embedding" if cut == "vocab" else "a Linear, or a Conv1D as in GPT-2"
         raise ValueError(f"{name} is a {type(module).__name__}; the cut {_named(cut)} is for {what}")
+    _require_plain(name, module)
     dim = 1 if (cut == "row") != _is_transposed(module) else 0
     size, unit = module.weight.shape[dim], cut.parts * cut.unit if isinstance(cut, Column) else 1
     if size % unit or size // unit % tp:
@@ -207,6 +209,20 @@ def _require_cuttable(name: str, module: Any, cut: Cut, tp: int) -> None:
         raise ValueError(
             f"{name} has {units}, which tp={tp} ranks cannot share equally; use another tp or plan"
         )
+
+
+def _require_plain(name: str, module: Any) -> None:
+    """Raise ValueError if the module that replaces this one would not do all that this one does."""
+    for plain in (nn.Embedding, nn.Linear):
+        if isinstance(module, plain) and type(module).forward is not plain.forward:
+            raise ValueError(
+                f"{name} is a {type(module).__name__} with a forward of its own, which a cut would drop; leave it out of "
+                "the plan"
+            )
+    for option in ("max_norm", "scale_grad_by_freq", "sparse") if isinstance(module, nn.Embedding) else ():
+        value = getattr(module, option)
+        if value is not None and value is not False:
+            raise ValueError(f"{name} has {option}={value}, which a cut would drop; leave it out of the plan")
 
 
 def _named(cut: Cut) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minipar.comm import Comm
+from minipar.comm import Comm, autograd
 from minipar.model.deferrable_linear import WeightGradients
 from minipar.model.products import PLAIN
 from minipar.support.errors import require_divides
@@ -100,6 +100,7 @@ class _GatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        autograd.refuse_second_derivatives("gather_matmul")
         x, *weights = ctx.saved_tensors
         comm, matrices = ctx.comm, ctx.matrices
         dx = None
@@ -170,6 +171,7 @@ class _MatmulScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        autograd.refuse_second_derivatives("matmul_scatter")
         x, weight = ctx.saved_tensors
         comm, sharded_weight = ctx.comm, ctx.sharded_weight
         needs_dx = ctx.needs_input_grad[0]

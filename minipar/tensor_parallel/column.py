@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.comm import Comm
+from minipar.comm import Comm, autograd
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.model.products import PLAIN, Products
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
@@ -89,6 +89,8 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.sequence_parallel or ctx.comm.size > 1:
+            autograd.refuse_second_derivatives("column_parallel")
         x, *weights = ctx.saved_tensors
         regather = ctx.sequence_parallel and any(ctx.needs_dw)
         whole = start_gather_tokens(ctx.comm, x) if regather else lambda: x

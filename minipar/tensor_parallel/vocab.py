@@ -39,15 +39,25 @@ class VocabParallelEmbedding(nn.Module):
     y       [B, T, D] on every rank; with `sequence_parallel` this rank's tokens [B, T/tp, D]
 
     backward   dw[v] = sum of dy over the occurrences of token v    local; with `sequence_parallel` dy is gathered
+               dw[padding_idx] = 0, as in torch                     where an embedding with `padding_idx` was split
 
     Sends 2(tp-1)/tp * B*T*D elements forward; with `sequence_parallel`, half of that forward and half backward.
     Raises ValueError if a token is not in the vocabulary.
     """
 
-    def __init__(self, weight: nn.Parameter, vocab_size: int, comm: Comm, sequence_parallel: bool = False):
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        vocab_size: int,
+        comm: Comm,
+        sequence_parallel: bool = False,
+        padding_idx: int | None = None,
+    ):
         super().__init__()
         self.weight, self.vocab_size, self.comm = weight, vocab_size, comm
         self.first_token = vocab_bounds(vocab_size, comm.size)[comm.rank]
+        row = -1 if padding_idx is None else padding_idx - self.first_token
+        self._padding_row = row if 0 <= row < weight.shape[0] else None
         self.sequence_parallel = sequence_parallel
 
     @classmethod
@@ -62,12 +72,12 @@ class VocabParallelEmbedding(nn.Module):
             require_divides("tp", comm.size, "num_embeddings", embedding.weight.shape[0])
         place_whole(embedding)
         weight = shard_parameter(embedding.weight, 0, comm.rank, comm.size)
-        return cls(weight, embedding.weight.shape[0], comm, sequence_parallel)
+        return cls(weight, embedding.weight.shape[0], comm, sequence_parallel, embedding.padding_idx)
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_vocabulary("tokens", tokens, self.vocab_size)
         local, not_local = _local_tokens(tokens, self.first_token, self.weight.shape[0])
-        y = F.embedding(local, self.weight).masked_fill(not_local[..., None], 0.0)
+        y = F.embedding(local, self.weight, self._padding_row).masked_fill(not_local[..., None], 0.0)
         if self.sequence_parallel:
             return reduce_scatter_tokens(self.comm, y)
         return autograd.all_reduce(self.comm, y)
@@ -161,6 +171,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        autograd.refuse_second_derivatives("vocab_parallel_cross_entropy")
         logits, max_logit, log_sum, local, not_local, counted = ctx.saved_tensors
         dloss = torch.where(counted, dloss, 0.0)
         at_target = (ctx.smoothing - 1) * (~not_local).to(log_sum.dtype)

@@ -8,6 +8,14 @@ from torch.autograd import Function, grad, gradcheck, gradgradcheck
 
 import minipar
 from minipar.comm import autograd as d
+from minipar.expert.overlapped_all_to_all import AllToAllRoute, OverlappedAllToAll
+from minipar.tensor_parallel import (
+    ShardedWeight,
+    column_parallel,
+    gather_matmul,
+    matmul_scatter,
+    vocab_parallel_cross_entropy,
+)
 from tests.comm.test_autograd import REPLICATED
 
 ROWS, STEP = 4, 1e-5
@@ -133,3 +141,49 @@ def test_send_and_recv_refuse_second_derivatives_in_words():
         world.barrier()
 
     minipar.run(message, world_size=2)
+
+
+def exchanged(comm, x, w):
+    exchange = OverlappedAllToAll(AllToAllRoute(comm), [[1] * comm.size] * comm.size, overlap=True)
+    return exchange.receive(exchange.start(x[0, : comm.size]))
+
+
+ONCE = {
+    "column_parallel": lambda comm, x, w: column_parallel(comm, x, [ShardedWeight(w)])[0],
+    "gather_matmul": lambda comm, x, w: gather_matmul(comm, x, [ShardedWeight(w)])[0],
+    "matmul_scatter": matmul_scatter,
+    "vocab_parallel_cross_entropy": lambda comm, x, w: vocab_parallel_cross_entropy(comm, x, torch.zeros(1, 4).long()),
+    "an overlapped all-to-all": exchanged,
+}  # fmt: skip
+
+
+def start() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 4, 3), (2, 3)
+    x, w = (torch.rand(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x.requires_grad_(), w.requires_grad_()
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_has_no_second_derivative_refuses_it_in_words_whatever_the_loss(name):
+    """A constant gradient of the output, too, with which only the weights would get a second derivative."""
+
+    def refused(world):
+        for loss in (lambda y: y.sum(), lambda y: (y**3).sum()):
+            x, w = start()
+            y = ONCE[name](world, x, w)
+            with pytest.raises(
+                RuntimeError, match=f"create_graph=True in a backward through {name}, .*use DDP or Zero"
+            ):
+                grad(loss(y), x, create_graph=True)
+        y = ONCE[name](world, *start())
+        y.sum().backward()  # an ordinary backward goes on as before
+
+    minipar.run(refused, world_size=2)
+
+
+def test_a_column_parallel_product_of_one_rank_has_second_derivatives():
+    def passes(world):
+        return gradgradcheck(lambda x, w: ONCE["column_parallel"](world, x, w) ** 3, start())
+
+    assert all(minipar.run(passes, world_size=1))

@@ -249,10 +249,11 @@ def test_experts_that_fill_up_are_refused():
 
 def test_afterwards_the_model_is_as_it_was():
     model = loud_model(SMALL).train()
-    before = {id(m): sorted(vars(m)) for m in model.modules()}
+    next(iter(model.layers.values())).eval()
+    before = {id(m): (m.training, sorted(vars(m))) for m in model.modules()}
     tokens = torch.tensor([[1, 2, 3]])
     want = model(tokens)
     Engine(model).run([Request((1, 2), 4)])
     assert model.training
-    assert {id(m): sorted(vars(m)) for m in model.modules()} == before
+    assert {id(m): (m.training, sorted(vars(m))) for m in model.modules()} == before
     assert torch.equal(model(tokens), want)

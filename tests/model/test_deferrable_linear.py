@@ -169,6 +169,19 @@ def test_a_frozen_weight_makes_no_entry_and_still_passes_the_gradient_on():
     assert torch.allclose(x.grad, layer.weight.sum(0).expand(3, 4))
 
 
+@pytest.mark.parametrize("trained", [(), ("weight",), ("bias",)], ids=["none", "weight", "bias"])
+def test_an_output_requires_a_gradient_only_where_a_parameter_is_trained(trained):
+    layer, queue = make_linear(4, 5, True, torch.float32, 0), WeightGradients()
+    for name, p in layer.named_parameters():
+        p.requires_grad_(name in trained)
+    layer.deferred = queue
+    y = layer(torch.ones(3, 4))
+    assert y.requires_grad == bool(trained)
+    if trained:
+        y.sum().backward()
+    assert len(queue) == len(trained)
+
+
 def test_a_weight_that_is_computed_gets_its_gradient_at_once():
     source, queue = torch.randn(5, 4, requires_grad=True), WeightGradients()
     linear(torch.randn(3, 4), 2 * source, None, queue).sum().backward()

@@ -71,10 +71,13 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_one_alone(model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_model_in_training_stays_in_training(model):
-    assert model.training
+def test_a_model_in_training_stays_in_training_and_a_frozen_block_in_evaluation(model):
+    model.layers["1"].eval()
+    modes = [m.training for m in model.modules()]
     generate(model, [1], 2)
+    assert [m.training for m in model.modules()] == modes
     assert model.training
+    assert not model.layers["1"].mlp.training
 
 
 @pytest.mark.parametrize(

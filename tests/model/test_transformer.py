@@ -96,6 +96,20 @@ def test_a_tied_weight_gets_the_gradients_of_both_its_uses():
     assert not torch.allclose(tied.embedding.weight.grad, free.embedding.weight.grad)
 
 
+@pytest.mark.parametrize("config", [CONFIG, TIED], ids=["own head", "tied"])
+def test_the_blocks_of_a_stage_are_in_the_modes_that_they_had(config):
+    whole = Transformer(config)
+    whole.layers["1"].eval()
+    for stage in (
+        whole.stage(range(2), first=True, last=False),
+        whole.stage(range(3), first=True, last=True),
+    ):
+        modes = {name: module.training for name, module in whole.named_modules()}
+        assert all(module.training == modes[name] for name, module in stage.named_modules())
+        assert stage.training
+        assert not stage.layers["1"].training
+
+
 def test_a_stage_is_a_copy():
     whole = Transformer(CONFIG).eval()
     stage = whole.stage([1], first=False, last=False)

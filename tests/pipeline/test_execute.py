@@ -14,7 +14,7 @@ from minipar.data_parallel import DDP
 from minipar.data_parallel.fsdp import FSDP
 from minipar.mesh import Mesh, placement_of
 from minipar.model import IGNORE_INDEX, Block, Transformer
-from minipar.pipeline import Pipeline
+from minipar.pipeline import Pipeline, execute
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
 from minipar.schedules.gpipe import breadth_first, gpipe
@@ -125,6 +125,62 @@ def test_tied_embeddings_get_the_sum_of_both_ends(sizes, dtype, steps):
     assert torch.equal(loss, want_loss)
     assert got.keys() == want.keys()
     assert_same(got, want, LIMITS[dtype])
+
+
+def _tied_weights(stages) -> list[torch.Tensor]:
+    return [
+        p for stage in stages for n, p in stage.named_parameters() if n in ("embedding.weight", "head.weight")
+    ]
+
+
+def _with_trained(world, config, schedule, batch, at_first):
+    """Gradients of a step before which the tied weight is frozen if it was trained at first, or the other way round."""
+    stages = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    for weight in _tied_weights(stages):
+        weight.requires_grad_(at_first)
+    pipeline = Pipeline(stages, world, schedule)
+    for weight in _tied_weights(stages):
+        weight.requires_grad_(not at_first)
+    loss = pipeline.step(*batch, stage_kwargs={"step": 3})
+    return loss, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+
+
+@pytest.mark.parametrize("at_first", [False, True], ids=["thawed later", "frozen later"])
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 3), zb_v(2, 3)], ids=lambda s: s.name)
+def test_a_tied_weight_may_be_thawed_or_frozen_between_steps(schedule, at_first):
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    batch = make_batch(config, 3)
+    _, got = together(minipar.run(_with_trained, config, schedule, batch, at_first, world_size=2))
+    _, want = one_process(config, torch.float64, batch, 3)
+    if at_first:
+        assert got["embedding.weight"] is got["head.weight"] is None
+        del want["embedding.weight"]
+    else:
+        assert torch.equal(got["head.weight"], got["embedding.weight"])
+    assert_same(got, want)
+
+
+def _stopped(world, config, schedule, batch):
+    """Whether a step that fails leaves the gradients of a tied weight as they were."""
+    stages = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
+    pipeline = Pipeline(stages, world, schedule)
+    pipeline.step(*batch)
+    before = [weight.grad.clone() for weight in _tied_weights(stages)]
+
+    def stop(self, program, run=execute._Step.run):
+        run(self, program)
+        raise RuntimeError("stopped")
+
+    with mock.patch.object(execute._Step, "run", stop), pytest.raises(RuntimeError, match="stopped"):
+        pipeline.step(*batch)
+    return [torch.equal(weight.grad, grad) for weight, grad in zip(_tied_weights(stages), before)]
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b(2, 2), zb_v(2, 2)], ids=lambda s: s.name)
+def test_a_step_that_fails_loses_no_gradient_of_a_tied_weight(schedule):
+    config = small_config(schedule.num_stages, tie_embeddings=True)
+    alike = minipar.run(_stopped, config, schedule, make_batch(config, 2), world_size=2)
+    assert [same for of_rank in alike for same in of_rank] == [True, True]
 
 
 def _with_fault(world, fault, *program):
@@ -262,6 +318,24 @@ def test_replicas_of_a_pipeline_sum_their_gradients_once_a_step(schedule, wrappe
     assert_gathered([grads for _, grads in parts], want)
 
 
+def _frozen_block(world, config, batch):
+    model = Transformer(config, dtype=torch.float64)
+    model.embedding.requires_grad_(False)
+    model.layers["0"].requires_grad_(False)
+    (stage,) = own_stages(model, zb_h1(1, 3), 0)
+    stage = FSDP(stage, world, units=Block, reduce="sum")
+    Pipeline([stage], world.subgroup([world.rank], "pp"), zb_h1(1, 3)).step(*batch, stage_kwargs={"step": 3})
+    return [(placement_of(p), p.grad / world.size) for p in stage.parameters() if p.requires_grad]
+
+
+def test_a_frozen_block_is_no_obstacle_to_fsdp_where_weight_gradients_are_deferred():
+    config = small_config(2)
+    batch = make_batch(config, 6)
+    _, want = one_process(config, torch.float64, batch, 3)
+    want = {name: grad for name, grad in want.items() if not name.startswith(("embedding.", "layers.0."))}
+    assert_gathered(minipar.run(_frozen_block, config, batch, world_size=2), want)
+
+
 def _tied_shards(world):
     stages = own_stages(Transformer(small_config(2, tie_embeddings=True)), one_f_one_b(2, 1), world.rank)
     alone = world.subgroup([world.rank], "alone")
@@ -311,12 +385,16 @@ def _evaluated(world, config, schedule, batch):
     modules = own_stages(Transformer(config, dtype=torch.float64), schedule, world.rank)
     pipeline = Pipeline(modules, world, schedule)
     pipeline.step(*batch, stage_kwargs={"step": 3})  # the first step tells shapes
+    frozen = next(iter(modules[0].layers.values())).eval()
+    modes = [m.training for module in modules for m in module.modules()]
     before = [None if p.grad is None else p.grad.clone() for m in modules for p in m.parameters()]
     world.traffic.reset()
     loss = pipeline.evaluate(*batch, stage_kwargs={"step": 3})
     after = [p.grad for m in modules for p in m.parameters()]
     alike = all(a is b is None or torch.equal(a, b) for a, b in zip(before, after))
-    return loss, world.traffic.sent_bytes, alike and all(m.training for m in modules)
+    assert not frozen.training
+    assert [m.training for module in modules for m in module.modules()] == modes
+    return loss, world.traffic.sent_bytes, alike
 
 
 @pytest.mark.parametrize(

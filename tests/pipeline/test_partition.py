@@ -135,3 +135,19 @@ def test_fewer_layers_than_stages_are_refused():
         partition(model, 2, costs=[1, 1, 1])
     with pytest.raises(ValueError, match="negative"):
         balance([1, -1], 1)
+
+
+def test_a_layer_that_two_stages_would_share_is_refused():
+    shared = torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(shared, torch.nn.Linear(4, 4), shared)
+    with pytest.raises(
+        ValueError,
+        match=r"2\.weight of stage 1 is 0\.weight of stage 0, and each would train a copy; untie them",
+    ):
+        partition(model, 2, costs=[1, 1, 1])
+    (whole,) = partition(model, 1)
+    assert whole[0] is whole[2]
+    inside = torch.nn.Sequential(torch.nn.Linear(4, 4), shared, shared)
+    assert [len(stage) for stage in partition(inside, 2, costs=[2, 1, 1])] == [1, 2]
+    shared.requires_grad_(False)  # then the copies stay equal
+    assert len(partition(model, 3)) == 3

@@ -204,6 +204,51 @@ def test_what_cannot_be_cut_is_refused_by_name_before_anything_changes(plan, wra
     assert says in minipar.run(_refused, plan, wrap, options, world_size=2)[0]
 
 
+class Scaled(nn.Embedding):
+    def forward(self, tokens):
+        return super().forward(tokens) * 2
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize(
+    ("module", "cut", "says"),
+    [
+        (lambda: Scaled(4, 2), "vocab", "0 is a Scaled with a forward of its own, which a cut would drop; leave it out"),
+        (lambda: Doubled(4, 4), "column", "0 is a Doubled with a forward of its own, which a cut would drop"),
+        (lambda: nn.Embedding(4, 2, max_norm=0.0), "vocab", "0 has max_norm=0.0, which a cut would drop; leave it out of"),
+        (lambda: nn.Embedding(4, 2, scale_grad_by_freq=True), "vocab", "0 has scale_grad_by_freq=True, which a cut would"),
+        (lambda: nn.Embedding(4, 2, sparse=True), "vocab", "0 has sparse=True, which a cut would drop"),
+    ],
+)  # fmt: skip
+def test_a_layer_that_does_more_than_its_product_is_refused(module, cut, says):
+    def refused(world):
+        model = nn.Sequential(module())
+        with pytest.raises(ValueError, match=says):
+            tensor_parallel(model, world, plan={"0": cut})
+
+    minipar.run(refused, world_size=2)
+
+
+def _padded(world, padding_idx):
+    """This rank's rows of the gradient of an embedding in which one row is padding."""
+    model = nn.Sequential(nn.Embedding(6, 2, padding_idx=padding_idx))
+    tensor_parallel(model, world, plan={"0": "vocab"})
+    model(torch.arange(6)[None]).sum().backward()
+    return model[0].weight.grad
+
+
+@pytest.mark.parametrize("padding_idx", [0, 2, 3, -1])
+def test_a_row_of_padding_gets_no_gradient_whichever_rank_has_it(padding_idx):
+    parts = minipar.run(_padded, padding_idx, world_size=3)
+    want = torch.ones(6, 2)
+    want[padding_idx] = 0
+    assert torch.equal(torch.cat(parts), want)
+
+
 def test_a_convolution_called_conv1d_is_no_linear_layer():
     def refused(world):
         convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)

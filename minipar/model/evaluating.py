@@ -1,0 +1,24 @@
+"""Evaluation mode for a while, after which every submodule has the mode that it had."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Put modules in evaluation mode; at the end, restore the mode of each submodule.
+
+    `module.train()` would not do: it also wakes submodules that were in evaluation mode before, such as a frozen BatchNorm.
+    """
+    before = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for submodule, training in before:
+            submodule.training = training
