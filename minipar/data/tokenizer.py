@@ -68,6 +68,7 @@ class Tokenizer:
         return digest_of_tokenizer(self.content)
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for a text that is no Unicode; the package a TypeError
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

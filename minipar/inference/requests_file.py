@@ -45,6 +45,8 @@ def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Requ
         return Request(**values)
     except json.JSONDecodeError as error:
         return f"line {number}: no JSON: {error.msg} at column {error.colno}"
+    except RecursionError:
+        return f"line {number}: its values are nested too deeply"
     except ValueError as error:
         return f"line {number}: {error}"
 

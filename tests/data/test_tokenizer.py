@@ -64,6 +64,12 @@ def test_bytes_and_ids_come_back(text):
     assert Ids().encode(Ids().decode([3, 14, 15])) == [3, 14, 15]
 
 
+def test_a_text_with_half_of_a_surrogate_pair_is_refused_by_each_codec(path):
+    for codec in (Tokenizer(path), Bytes(), Ids()):
+        with pytest.raises(ValueError, match=r"\\ud800"):
+            codec.encode("a \ud800")
+
+
 RUN = dict(batch_size=4, seq_len=16, steps=2, warmup=1, verify_steps=1, trace_steps=0)
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, vocab_size=300)
 

@@ -294,3 +294,11 @@ def test_a_request_of_text_has_the_tokens_of_its_text(tmp_path):
     assert read_requests(path, lambda text: list(text.encode())) == [
         Request((97, 98), 2, top_k=3, end_tokens=frozenset({10}))
     ]
+
+
+def test_a_line_nested_too_deeply_is_an_error_of_its_own(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("[" * 100_000 + '\n{"prompt": [1], "max_new_tokens": 2}')
+    wrong, right = read_requests(path, lambda text: list(text.encode()))
+    assert wrong == "line 1: its values are nested too deeply"
+    assert right == Request((1,), 2)

@@ -48,7 +48,7 @@ def make_app(served: Served) -> Starlette:
     def completions(shape: str) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             try:
-                asked = read_body(shape, await _json(http), served.name, served.config, served.codec)
+                asked = await _asked(http, shape, served)
                 return await _answer(http, asked, served)
             except BadRequest as error:
                 return JSONResponse(error.body, error.status)
@@ -191,8 +191,16 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-async def _json(http: HttpRequest) -> Any:
+async def _asked(http: HttpRequest, shape: str, served: Served) -> Asked:
+    content = await http.body()
     try:
-        return json.loads(await http.body())
+        return read_body(shape, _json(content), served.name, served.config, served.codec)
+    except RecursionError:
+        raise BadRequest("the body's values are nested too deeply") from None
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from None

@@ -37,12 +37,18 @@ class BadRequest(Exception):
     """A body that cannot be served. `body` is the error in OpenAI's format; `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        super().__init__(_encodable(message))
+        self.param = None if param is None else _encodable(param)
+        self.status, self.code = status, code
 
     @property
     def body(self) -> dict[str, Any]:
         return error_body(str(self), "invalid_request_error", self.param, self.code)
+
+
+def _encodable(text: str) -> str:
+    """Escape what UTF-8 cannot encode: half of a surrogate pair, which JSON can spell in the name of a field."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

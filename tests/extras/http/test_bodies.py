@@ -70,6 +70,18 @@ def test_what_is_not_served_is_refused_by_name(shape, body, field, says):
     assert "\n" not in told["message"]
 
 
+def test_a_name_that_cannot_be_encoded_is_escaped():
+    for shape, body in [
+        ("completions", {"prompt": "a", "\ud800": 1}),
+        ("chat", dict(messages=[{**HELLO[0], "\ud800": 1}])),
+    ]:
+        with pytest.raises(BadRequest) as error:
+            read(shape, **body)
+        told = error.value.body["error"]
+        assert told["param"].encode().endswith(rb"\ud800")
+        assert rb"\ud800" in told["message"].encode()
+
+
 def test_another_model_is_not_found():
     with pytest.raises(BadRequest, match="the model 'gpt' is not served; use 'dp4'") as error:
         read(prompt="a", model="gpt")

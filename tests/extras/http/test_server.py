@@ -204,6 +204,19 @@ def test_a_full_queue_is_refused():
     assert desk.totals.turned_away == 1
 
 
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    app = make_app(Served("x", ModelConfig(dim=8, num_layers=1, num_heads=1), Bytes(), Desk(max_open=1)))
+
+    async def ask(content):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post("/v1/completions", content=content)
+
+    answer = asyncio.run(ask("[" * 100_000))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body's values are nested too deeply"
+
+
 def test_when_a_rank_dies_clients_are_told_and_the_service_ends(folder, monkeypatch):
     def serve_and_die(world, *args, serve_rank=server.serve_rank):
         def asks(progress, ask=world.ask):
