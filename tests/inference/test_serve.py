@@ -296,6 +296,16 @@ def test_a_request_of_text_has_the_tokens_of_its_text(tmp_path):
     ]
 
 
+def test_a_line_ends_at_a_newline_alone_and_may_be_no_utf8(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    lines = [f'{{"prompt": "{text}", "max_new_tokens": 2}}' for text in ("a\u2028b", "c\x85d", "\u2029")]
+    wrong = lines[0].encode().replace(b"a", b"\xff")
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n \n" + wrong + b"\n")
+    *right, error = read_requests(path, lambda text: list(text.encode()))
+    assert [bytes(request.prompt).decode() for request in right] == ["a\u2028b", "c\x85d", "\u2029"]
+    assert error == "line 5: no UTF-8: invalid start byte at byte 12"
+
+
 def test_a_line_nested_too_deeply_is_an_error_of_its_own(tmp_path):
     path = tmp_path / "requests.jsonl"
     path.write_text("[" * 100_000 + '\n{"prompt": [1], "max_new_tokens": 2}')
