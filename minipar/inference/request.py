@@ -91,7 +91,8 @@ def distribution(logits: Tensor, request: Request) -> Tensor:
     logits = logits.detach().to("cpu", torch.float64)
     if request.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    probabilities = (logits / request.temperature).softmax(-1)
+    below = logits - logits.max()  # so that the quotient below cannot be +inf, however small the divisor
+    probabilities = (below / request.temperature).softmax(-1)
     if request.top_k is None and request.top_p == 1:
         return probabilities
     sorted_, order = probabilities.sort(descending=True, stable=True)
