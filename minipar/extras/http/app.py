@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Codec
 from minipar.extras.http.bodies import (
     Asked,
@@ -33,10 +32,13 @@ from minipar.extras.http.prometheus import CONTENT_TYPE, metrics_text
 
 @dataclass(frozen=True)
 class Served:
-    """The service behind the routes: a named model, and the Desk at which its ranks fetch requests."""
+    """The service behind the routes: a named model, and the Desk at which its ranks fetch requests.
+
+    longest_text  maximum number of tokens of a text, including the prompt
+    """
 
     name: str
-    config: ModelConfig
+    longest_text: int
     codec: Codec
     desk: Desk
 
@@ -194,7 +196,7 @@ def _event(body: dict[str, Any]) -> str:
 async def _asked(http: HttpRequest, shape: str, served: Served) -> Asked:
     content = await http.body()
     try:
-        return read_body(shape, _json(content), served.name, served.config, served.codec)
+        return read_body(shape, _json(content), served.name, served.longest_text, served.codec)
     except RecursionError:
         raise BadRequest("the body's values are nested too deeply") from None
 
