@@ -150,6 +150,7 @@ def test_an_existing_run_is_generated_from_and_exported_to_only_what_can_be(caps
         (["generate", run, "--tokens", "-1"], "tokens=-1"),
         (["generate", run, "--temperature", "nan"], "temperature=nan"),
         (["generate", run, "--tp", "0"], "tp=0; use a whole number"),
+        (["generate", run, "--seed", f"{10**20}"], f"seed={10**20} is out of range; use 0 to 2**63 - 1"),
         (["export", run, "--out", run], "is a folder; use the name of a file"),
     ]:
         code, out, err = outcome(capsys, *argv)
