@@ -139,12 +139,19 @@ def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
         ("--prefill-tp 3", "tp=3 does not divide num_heads=2; use 1 or 2"),
         ("--prefill-tp -1", "prefill_tp=-1; use 0 or more"),
         (
+            "--num-blocks 100000000000000",
+            "num_blocks=100000000000000 is more than this machine's memory can hold",
+        ),
+        ("--num-blocks 100000000000000 --max-running 7 --block-size 10", "use 35 or less, which is enough"),
+        ("--targets -1 2", "targets=-1.0 2.0; use seconds, 0 or more; inf for none"),
+        ("--targets 1 nan", "targets=1.0 nan; use seconds"),
+        (
             "--prefill-tp 1 --cache-bits 8",
             "a cache that is rounded, or of latents, is not sent between ranks",
         ),
     ],
 )
-def test_a_mesh_that_cannot_serve_is_one_line(folder, requests, capsys, words, says):
+def test_words_that_cannot_serve_are_one_line(folder, requests, capsys, words, says):
     with pytest.raises(SystemExit) as end:
         main(["serve", str(folder), "--requests", str(requests), *words.split()])
     assert end.value.code == 2
