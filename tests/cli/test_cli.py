@@ -100,6 +100,10 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
         (["timeline", "--stages", "0"], "stages=0; use a whole number"),
         (["timeline", "--comm", "nan"], "comm=nan"),
         (["timeline", "--costs", "1", "inf", "1"], "I=inf"),
+        (
+            ["timeline", "--costs", "0", "0", "0"],
+            "costs=0 0 0 leave nothing to draw; use at least one above 0",
+        ),
         (["timeline", "--out", "/dev/null/x"], "cannot be written"),
         (["generate", "no/such/run"], "run=no/such/run has no whole checkpoint"),
         (["export", "no/such/run", "--out", "x"], "run=no/such/run has no whole checkpoint"),
