@@ -112,6 +112,23 @@ def test_a_run_on_ids_alone_is_continued_by_ids(tmp_path):
         generate_text(tmp_path / "run", "The", 4)
 
 
+@pytest.mark.parametrize("before", [b"", b"\n" * 100_000, "é".encode() * 4096 + b"x" * 200_001])
+@pytest.mark.parametrize("wrong", [b"\xffx", "é".encode()[:1]])
+def test_an_invalid_byte_is_named_by_its_place_in_the_file(tmp_path, path, before, wrong):
+    (tmp_path / "text").write_bytes(before + wrong)
+    with pytest.raises(ValueError, match=f"text is not UTF-8: .* at byte {len(before)}$"):
+        list(encoded(tmp_path / "text", Tokenizer(path)))
+
+
+def test_a_folder_is_refused_before_a_text_is_encoded(capsys, tmp_path, path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "encoded", lambda *args: pytest.fail("the text was encoded"))
+    (tmp_path / "text").write_text(WORDS[0])
+    words = ["tokenize", str(tmp_path / "text"), "--tokenizer", str(path), "--out", str(tmp_path)]
+    assert outcome(capsys, *words) == (
+        2, "", f"minipar: out={tmp_path} is a folder; use the name of a file\n"
+    )  # fmt: skip
+
+
 def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, path, monkeypatch):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
