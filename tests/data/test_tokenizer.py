@@ -140,7 +140,12 @@ def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, pa
             dict(model=replace(SMALL, vocab_size=299)),
         ),
         ("is not UTF-8: invalid start byte at byte 0", dict(text=tmp_path / "latin")),
+        (
+            f"text={tmp_path / 'short'} has [0-9]+ tokens, fewer than one sample",
+            dict(text=tmp_path / "short"),
+        ),
     ]:
+        (tmp_path / "short").write_text("the rank")
         (tmp_path / "latin").write_bytes(b"\xff" * 100)
         with pytest.raises(ValueError, match=says):
             train(
