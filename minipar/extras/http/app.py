@@ -108,8 +108,8 @@ class Answer:
             raise BadRequest(heard.error) if heard.was_refused else Stopped(heard.error)
         return heard
 
-    def close(self) -> None:
-        self._desk.cancel(self.number)
+    def close(self, is_complete: bool = False) -> None:
+        self._desk.cancel(self.number, is_complete)
 
 
 class Stream(StreamingResponse):
@@ -160,7 +160,7 @@ async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
     while not is_last and not text.has_stopped:
         heard = await answer.next()
         written, is_last = written + text.add(heard.tokens, heard.is_last), heard.is_last
-    answer.close()
+    answer.close(is_complete=True)
     return answer_body(asked, answer.number, written, _reason(text), len(text.tokens))
 
 
@@ -176,6 +176,7 @@ async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> A
             if heard.is_last or text.has_stopped:
                 break
             heard = await answer.next()
+        answer.close(is_complete=True)
         yield _event(chunk_body(asked, answer.number, "", _reason(text)))
         if asked.include_usage:
             yield _event(usage_chunk(asked, answer.number, len(text.tokens)))

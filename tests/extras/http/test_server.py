@@ -122,6 +122,9 @@ def test_a_text_over_http_is_the_text_of_a_file(folder, in_a_file, tp):
     assert metrics['minipar_requests_total{outcome="finished"}'] >= 12
     assert metrics["minipar_written_tokens_total"] >= sum(body["max_tokens"] for body in bodies())
     assert metrics["minipar_requests_open"] == 0
+    assert metrics['minipar_requests_total{outcome="cancelled"}'] == 0, (
+        "a text that ended at a stop was cancelled"
+    )
 
 
 def chat_and_stop(client, name):
