@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -52,6 +53,10 @@ def make_app(served: Served) -> Starlette:
             try:
                 asked = await _asked(http, shape, served)
                 return await _answer(http, asked, served)
+            except ClientDisconnect:
+                return Response(
+                    status_code=499
+                )  # it has gone before the end of its body, so nobody reads this
             except BadRequest as error:
                 return JSONResponse(error.body, error.status)
             except QueueFull:

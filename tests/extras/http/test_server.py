@@ -221,6 +221,22 @@ def test_a_body_that_is_nested_too_deeply_is_refused():
     assert answer.json()["error"]["message"] == "the body's values are nested too deeply"
 
 
+def test_a_client_that_goes_away_within_its_body_is_no_error():
+    desk, sent = Desk(max_open=1), []
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[])
+    asyncio.run(make_app(Served("x", 64, Bytes(), desk))(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert desk.num_open == 0
+
+
 def test_a_chat_without_a_limit_is_served_by_a_cache_smaller_than_the_context():
     config, codec = ModelConfig(dim=16, num_layers=1, num_heads=2, max_seq_len=256), Bytes()
     body = {"messages": [{"role": "user", "content": "Hi"}]}
