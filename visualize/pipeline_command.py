@@ -37,6 +37,8 @@ def timeline(
     """Print schedules as grids and, unless `out` is None, draw them to it; arguments as in `minipar timeline --help`."""
     sizes = dict(stages=stages, microbatches=microbatches, chunks=chunks, slices=slices)
     require_positive(**{name: size for name, size in sizes.items() if size is not None})
+    if not any(costs):
+        raise ValueError("costs=0 0 0 leave nothing to draw; use at least one above 0")
     choices = [(name, find_schedule(name)) for name in schedules]
     # Pass an option only to schedules that use it. If none does, pass it to the first, which raises an error.
     has_looped = any(choice.chunks is None for _, choice in choices)

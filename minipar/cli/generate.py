@@ -36,7 +36,7 @@ def generate_command(
 
 
 def _generate(run: Path, prompt: str, tokens: int, temperature: float, **options: Any) -> None:
-    check_generate(run, tokens, temperature, options["tp"], options["pp"])
+    check_generate(run, tokens, temperature, options["tp"], options["pp"], options["seed"])
     from minipar.train import generate_text
 
     text = generate_text(run, prompt, tokens, temperature, **options)

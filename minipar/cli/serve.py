@@ -119,6 +119,8 @@ def _serve_file(
     require_checkpoint("run", run)
     require_readable("requests", requests)
     require_writable(out)
+    if not all(target >= 0 for target in targets):  # nan is no target either
+        raise ValueError(f"targets={targets[0]} {targets[1]}; use seconds, 0 or more; inf for none")
     options, draft = _engine(mesh, sizes, how, speculation)
     from tqdm import tqdm
 

@@ -25,6 +25,8 @@ def tokenize_command(text: tyro.conf.Positional[Path], tokenizer: Path, out: Pat
 def _tokenize(text: Path, tokenizer: Path, out: Path) -> None:
     require_readable("text", text)
     require_readable("tokenizer", tokenizer)
+    if out.is_dir():
+        raise ValueError(f"out={out} is a folder; use the name of a file")
     require_writable(out.parent)
     from minipar.data.tokenizer import Tokenizer, write_tokens
     from minipar.support.atomic_files import prepare_folder

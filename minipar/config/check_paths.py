@@ -29,7 +29,7 @@ def check_paths(config: TrainConfig, writes: bool = True) -> None:
         require_writable(config.folder)
 
 
-def check_generate(run: Path, tokens: int, temperature: float, tp: int, pp: int) -> None:
+def check_generate(run: Path, tokens: int, temperature: float, tp: int, pp: int, seed: int = 0) -> None:
     """Raise ValueError if `minipar generate` has no checkpoint to load, or its arguments are out of range."""
     require_checkpoint("run", run)
     require_positive(tp=tp, pp=pp)
@@ -37,6 +37,8 @@ def check_generate(run: Path, tokens: int, temperature: float, tp: int, pp: int)
         raise ValueError(
             f"tokens={tokens} and temperature={temperature} are out of range; use finite numbers, 0 or more"
         )
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed} is out of range; use 0 to 2**63 - 1")
 
 
 def check_export(run: Path, out: Path, layout: str) -> None:

@@ -64,16 +64,19 @@ def load_data(config: TrainConfig) -> tuple[torch.Tensor | TokenFile, str]:
     else:
         text = load_text(config.text)
     path = config.text if config.tokens is None else config.tokens
-    require_samples(text, config.seq_len, path, "text" if config.tokens is None else "tokens")
+    unit = "bytes" if config.tokens is None and codec is None else "tokens"
+    require_samples(text, config.seq_len, path, "text" if config.tokens is None else "tokens", unit)
     return text, digest_of(text, config.model.vocab_size, path)
 
 
-def require_samples(text: Text, seq_len: int, path: Path | None = None, name: str = "text") -> None:
-    """Raise ValueError if the text is shorter than one sample with its targets."""
+def require_samples(
+    text: Text, seq_len: int, path: Path | None = None, name: str = "text", unit: str = "bytes"
+) -> None:
+    """Raise ValueError if the text is shorter than one sample with its targets. Without a path, it is the embedded text."""
     if len(text) < seq_len + 1:
-        unit = "bytes" if name == "text" else "tokens"
+        what = "the embedded text" if path is None else f"{name}={path}"
         raise ValueError(
-            f"{name}={path} has {len(text)} {unit}, fewer than one sample of seq_len={seq_len} and its last target; "
+            f"{what} has {len(text)} {unit}, fewer than one sample of seq_len={seq_len} and its last target; "
             f"use seq_len={max(1, len(text) - 1)} or less"
         )
 
@@ -81,8 +84,8 @@ def require_samples(text: Text, seq_len: int, path: Path | None = None, name: st
 def digest_of(text: torch.Tensor | TokenFile, vocab_size: int = 1 << 32, path: Path | None = None) -> str:
     """Return a checksum of the text, by which a checkpoint recognises it. It does not depend on the dtype of the ids.
 
-    Raises ValueError if a token is outside the vocabulary (the message says where), or if 32-bit ids were read as 16-bit
-    ids.
+    Raises ValueError if a token is outside the vocabulary (the message says where), or if 32-bit ids of a headerless file
+    were read as 16-bit ids.
     """
     digest, place, only_zeros = hashlib.blake2b(digest_size=16), 0, len(text) > 1
     for piece in pieces_of(text):
@@ -95,7 +98,8 @@ def digest_of(text: torch.Tensor | TokenFile, vocab_size: int = 1 << 32, path: P
             )
         digest.update(piece.data)
         place += len(piece)
-    if only_zeros and isinstance(text, TokenFile) and text.array.dtype == "uint16":
+    has_header = path is not None and path.suffix == ".npy"  # which says the dtype
+    if only_zeros and not has_header and isinstance(text, TokenFile) and text.array.dtype == "uint16":
         raise ValueError(
             f"tokens={path}: every second token is 0, as if ids of 32 bits were read as 16; use a .npy file, which says "
             "its dtype"

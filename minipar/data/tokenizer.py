@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from io import TextIOWrapper
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -68,6 +69,7 @@ class Tokenizer:
         return digest_of_tokenizer(self.content)
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # raises UnicodeEncodeError, a ValueError, for a text that is no Unicode; the package a TypeError
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -125,13 +127,20 @@ def encoded(path: Path, codec: Tokenizer) -> Iterator[np.ndarray[Any, np.dtype[n
     Raises ValueError if the file cannot be read, or is not UTF-8.
     """
     try:
-        with Path(path).open(encoding="utf-8", newline="") as file:
-            while lines := file.readlines(PIECE):
+        with Path(path).open("rb") as file, TextIOWrapper(file, encoding="utf-8", newline="") as text:
+            while lines := _lines(path, file, text):
                 yield np.array(codec.encode("".join(lines)), np.uint32)
     except OSError as error:
         raise ValueError(f"text={path}: {error.strerror}; give a readable file") from None
+
+
+def _lines(path: Path, file: BinaryIO, text: TextIOWrapper) -> list[str]:
+    try:
+        return text.readlines(PIECE)
     except UnicodeDecodeError as error:
-        raise ValueError(f"text={path} is not UTF-8: {error.reason} at byte {error.start}") from None
+        # The error counts from the first of the bytes that were being decoded, which are the last that were read.
+        place = file.tell() - len(error.object) + error.start
+        raise ValueError(f"text={path} is not UTF-8: {error.reason} at byte {place}") from None
 
 
 def tokens_of_text(path: Path | None, codec: Tokenizer) -> torch.Tensor:

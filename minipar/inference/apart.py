@@ -21,7 +21,7 @@ Source: DistServe, arXiv:2401.09670; Splitwise, arXiv:2311.18677.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import NamedTuple
@@ -96,7 +96,7 @@ def serve_apart(
     def predicted(num_tokens: int, measured_s: float) -> float:
         return duration(num_tokens, 0.0)
 
-    side: Side
+    side: PrefillSide | DecodeSide
     if prefills:
         side = PrefillSide(model, replace(options, draft=None), mesh, predicted, world, prefill_tp)
         side.read_prompts(served, results)
@@ -105,6 +105,7 @@ def serve_apart(
         told = on_result if world.rank == prefill_tp else _to_nobody
         for number, error in refused.items():
             told(number, Result(error=error))
+        side.coming.extend((number, len(served[number].prompt)) for number in times)
         arrivals = transfer_ends(times, served, transfer_s)
         arriving = [replace(request, arrival_s=time) for request, time in zip(served, arrivals)]
         for number in side.ended(arriving, results):
@@ -124,7 +125,7 @@ def serve_apart(
 
 
 def transfer_ends(
-    times: Items[float], requests: Items[Request], transfer_s: Callable[[int], float]
+    times: Mapping[int, float], requests: Items[Request], transfer_s: Callable[[int], float]
 ) -> list[float]:
     """Return when each request's cache arrives, if one link sends all caches in the order of their first tokens."""
     arrivals, free_s = [0.0] * len(requests), 0.0
@@ -154,9 +155,14 @@ def refusals(requests: Items[Request], options: Options, config: ModelConfig) ->
     return found
 
 
-def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> list[float]:
-    """Return when the prefill side generates each request's first token, by running its schedule without a model."""
-    scheduler, now_s, times = _scheduler(options), 0.0, [0.0] * len(requests)
+def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> dict[int, float]:
+    """Return when the prefill side generates each request's first token, by running its schedule without a model.
+
+    The keys are the requests' numbers, in the order in which `hand_over` sends them. Times alone do not give that order: a
+    time may be so large that no step increases it.
+    """
+    times: dict[int, float] = {}
+    scheduler, now_s = _scheduler(options), 0.0
     coming = sorted(enumerate(requests), key=lambda item: item[1].arrival_s)
     while coming or scheduler.sequences:
         if not scheduler.sequences:
@@ -166,12 +172,14 @@ def first_tokens(requests: Items[Request], options: Options, duration: Duration)
             scheduler.add(Sequence.of(number, replace(request, max_new_tokens=1)))
         plan = scheduler.plan()
         now_s += duration(plan.num_tokens, 0.0)
+        finished = []
         for read in plan.reads:
             writes = read.writes
             scheduler.advance(read.sequence, read.count)
             if writes:
                 scheduler.remove(read.sequence)
-                times[read.sequence.number] = now_s
+                finished.append(read.sequence.number)
+        times |= {number: now_s for number in sorted(finished)}
     return times
 
 
@@ -202,6 +210,10 @@ class Side(Engine):
         # Request's number -> its first token, its blocks, and the number of its tokens in the cache.
         self._finished: dict[int, tuple[int, list[int], int]] = {}
         self._unsent: deque[list[Pending]] = deque()  # for each request, its messages
+        # On the decode side: the requests that the prefill side will send, in its order, as (number, tokens of the prompt),
+        # and those received before they were added: number -> first token, cache.
+        self.coming: deque[tuple[int, int]] = deque()
+        self._received: dict[int, tuple[int, list[list[torch.Tensor]]]] = {}
 
 
 class PrefillSide(Side):
@@ -246,10 +258,14 @@ class DecodeSide(Side):
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Receive a request's first token and cache; queue it as if its blocks had been swapped out."""
-        token = int(self.world.recv((1,), torch.int64, 0).item())
-        num_tokens = len(request.prompt)
-        self._saved[number] = recv_cache(self.world, self.prefill_tp, self.paged, num_tokens)
-        sequence = Sequence(number, request, [*request.prompt, token], num_read=num_tokens, is_swapped=True)
+        while number not in self._received:
+            sent, num_tokens = self.coming.popleft()
+            token = int(self.world.recv((1,), torch.int64, 0).item())
+            self._received[sent] = token, recv_cache(self.world, self.prefill_tp, self.paged, num_tokens)
+        token, self._saved[number] = self._received.pop(number)
+        sequence = Sequence(
+            number, request, [*request.prompt, token], num_read=len(request.prompt), is_swapped=True
+        )
         results[number].tokens.append(token)
         if request.is_finished_by(sequence.text):
             del self._saved[number]

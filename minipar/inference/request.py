@@ -48,11 +48,12 @@ class Request:
         if self.top_k is not None:
             require_positive(top_k=self.top_k)
         for name in ("temperature", "arrival_s"):
-            value = getattr(self, name)
-            if not _is_number(value) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r}; use a finite number, 0 or more")
-        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            if not 0 <= (value := _as_float(getattr(self, name))) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)!r}; use a finite number, 0 or more")
+            object.__setattr__(self, name, value)
+        if not 0 < (top_p := _as_float(self.top_p)) <= 1:
             raise ValueError(f"top_p={self.top_p!r}; use a number above 0, and at most 1")
+        object.__setattr__(self, "top_p", top_p)
         if not isinstance(self.seed, Integral):
             raise ValueError(f"seed={self.seed!r}; use a whole number")
 
@@ -90,7 +91,8 @@ def distribution(logits: Tensor, request: Request) -> Tensor:
     logits = logits.detach().to("cpu", torch.float64)
     if request.temperature == 0:
         return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    probabilities = (logits / request.temperature).softmax(-1)
+    below = logits - logits.max()  # so that the quotient below cannot be +inf, however small the divisor
+    probabilities = (below / request.temperature).softmax(-1)
     if request.top_k is None and request.top_p == 1:
         return probabilities
     sorted_, order = probabilities.sort(descending=True, stable=True)
@@ -132,5 +134,11 @@ def _token_ids(name: str, tokens: Iterable[int]) -> tuple[int, ...]:
     return tuple(int(token) for token in ids)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+def _as_float(value: object) -> float:
+    """Return a number as a float; nan for what is no number, and inf for one beyond all floats."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

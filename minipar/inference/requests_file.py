@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import dataclasses
 import json
@@ -19,17 +20,19 @@ FIELDS = [field.name for field in dataclasses.fields(Request)]
 def read_requests(path: Path, encode: Callable[[str], list[int]]) -> list[Request | str]:
     """Return the request of each line that is not blank, or a one-line message where a line is not a request.
 
+    Lines end at newlines alone: JSON's texts may have other line separators in them, such as U+2028.
+
     A line has the fields of `Request`; its prompt is a text, or a list of token ids:
 
         {"prompt": "The ", "max_new_tokens": 20, "temperature": 0.7, "seed": 3, "arrival_s": 0.5}
     """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     return [_request(number, line, encode) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Request | str:
+def _request(number: int, line: bytes, encode: Callable[[str], list[int]]) -> Request | str:
     try:
-        values = json.loads(line)
+        values = json.loads(line.decode())
         if not isinstance(values, dict):
             raise ValueError(
                 'a request is an object of JSON, such as {"prompt": "The ", "max_new_tokens": 20}'
@@ -45,6 +48,10 @@ def _request(number: int, line: str, encode: Callable[[str], list[int]]) -> Requ
         return Request(**values)
     except json.JSONDecodeError as error:
         return f"line {number}: no JSON: {error.msg} at column {error.colno}"
+    except UnicodeDecodeError as error:
+        return f"line {number}: no UTF-8: {error.reason} at byte {error.start}"
+    except RecursionError:
+        return f"line {number}: its values are nested too deeply"
     except ValueError as error:
         return f"line {number}: {error}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Codec, codec_of_run
 from minipar.inference.apart import check_sides, serve_apart
+from minipar.inference.blocks import blocks_for
 from minipar.inference.draft_choice import DraftChoice
 from minipar.inference.engine import Duration, Engine, Options, Result, as_measured
 from minipar.inference.events import Event, StepCounts
@@ -166,6 +168,7 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
         raise ValueError(f"{run_folder} has no whole checkpoint; train with --checkpoint-every first")
     checkpoint = Checkpoint(path)
     config = ModelConfig(**checkpoint.extra["model"])
+    check_num_blocks(config, options)
     require_cacheable(config, sizes.cp, options.cache_bits)
     if options.cache_bits is not None:
         check_quantization(config, options.cache_bits, min(options.cache_group, config.head_dim))
@@ -181,6 +184,16 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
     if options.weight_bits is not None:
         check_quantized_weights(config, options.weight_bits, options.weight_group, sizes.tp)
     return checkpoint, config, codec_of_run(Path(run_folder), checkpoint.extra)
+
+
+def check_num_blocks(config: ModelConfig, options: Options) -> None:
+    """Raise ValueError if this machine's memory cannot even hold a pool's two lists, with 8 bytes per block each."""
+    if 16 * options.num_blocks > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        enough = options.max_running * blocks_for(config.max_seq_len, options.block_size)
+        raise ValueError(
+            f"num_blocks={options.num_blocks} is more than this machine's memory can hold; use {enough} or less, which is "
+            f"enough for max_running={options.max_running} texts of max_seq_len={config.max_seq_len}"
+        )
 
 
 def _write(path: Path, content: str) -> None:

@@ -59,7 +59,9 @@ def choose(logits: Tensor, temperature: float, generator: torch.Generator) -> Te
     """Choose a token for each sample: [B, V] -> [B, 1]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    odds = (logits.double() / temperature).softmax(-1).cpu()  # on the CPU, every device draws the same tokens
+    # Of differences to the maximum, no quotient overflows to inf, however small the temperature.
+    below = logits.double() - logits.double().amax(-1, keepdim=True)
+    odds = (below / temperature).softmax(-1).cpu()  # on the CPU, every device draws the same tokens
     return torch.multinomial(odds, 1, generator=generator).to(logits.device)
 
 

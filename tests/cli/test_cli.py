@@ -100,6 +100,10 @@ def test_a_bad_request_is_one_line_and_exit_2(capsys, argv, says):
         (["timeline", "--stages", "0"], "stages=0; use a whole number"),
         (["timeline", "--comm", "nan"], "comm=nan"),
         (["timeline", "--costs", "1", "inf", "1"], "I=inf"),
+        (
+            ["timeline", "--costs", "0", "0", "0"],
+            "costs=0 0 0 leave nothing to draw; use at least one above 0",
+        ),
         (["timeline", "--out", "/dev/null/x"], "cannot be written"),
         (["generate", "no/such/run"], "run=no/such/run has no whole checkpoint"),
         (["export", "no/such/run", "--out", "x"], "run=no/such/run has no whole checkpoint"),
@@ -150,6 +154,7 @@ def test_an_existing_run_is_generated_from_and_exported_to_only_what_can_be(caps
         (["generate", run, "--tokens", "-1"], "tokens=-1"),
         (["generate", run, "--temperature", "nan"], "temperature=nan"),
         (["generate", run, "--tp", "0"], "tp=0; use a whole number"),
+        (["generate", run, "--seed", f"{10**20}"], f"seed={10**20} is out of range; use 0 to 2**63 - 1"),
         (["export", run, "--out", run], "is a folder; use the name of a file"),
     ]:
         code, out, err = outcome(capsys, *argv)

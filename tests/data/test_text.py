@@ -54,6 +54,8 @@ def test_a_text_that_cannot_be_used_is_refused_by_name(tmp_path):
     ):
         require_samples(load_text(short), 12, short)
     require_samples(load_text(short), 11, short)
+    with pytest.raises(ValueError, match="^the embedded text has 2 tokens, fewer than one sample"):
+        require_samples(torch.tensor([1, 2]), 2, None, unit="tokens")
 
 
 def whole(part):

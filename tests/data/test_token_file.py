@@ -107,6 +107,12 @@ def test_what_cannot_be_trained_on_is_refused_before_a_rank_starts(tmp_path, mon
     refused("tokens=.* is used in place of text", saved(tmp_path, ids, "uint16", ".bin"), text=tmp_path)
 
 
+def test_a_file_that_says_its_dtype_may_have_a_zero_in_every_second_place(tmp_path):
+    path = saved(tmp_path, [1, 0] * 20, "uint16", ".npy")
+    _, digest = load_data(TrainConfig(model=SMALL, batch_size=2, seq_len=16, tokens=path))
+    assert digest == digest_of(torch.tensor([1, 0] * 20))
+
+
 def test_the_file_is_read_once_before_the_ranks_start(tmp_path, monkeypatch):
     config = TrainConfig(
         model=SMALL, batch_size=2, seq_len=16, tokens=saved(tmp_path, range(1, 300), "uint32", ".npy")

@@ -64,6 +64,12 @@ def test_bytes_and_ids_come_back(text):
     assert Ids().encode(Ids().decode([3, 14, 15])) == [3, 14, 15]
 
 
+def test_a_text_with_half_of_a_surrogate_pair_is_refused_by_each_codec(path):
+    for codec in (Tokenizer(path), Bytes(), Ids()):
+        with pytest.raises(ValueError, match=r"\\ud800"):
+            codec.encode("a \ud800")
+
+
 RUN = dict(batch_size=4, seq_len=16, steps=2, warmup=1, verify_steps=1, trace_steps=0)
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, max_seq_len=32, vocab_size=300)
 
@@ -106,6 +112,23 @@ def test_a_run_on_ids_alone_is_continued_by_ids(tmp_path):
         generate_text(tmp_path / "run", "The", 4)
 
 
+@pytest.mark.parametrize("before", [b"", b"\n" * 100_000, "é".encode() * 4096 + b"x" * 200_001])
+@pytest.mark.parametrize("wrong", [b"\xffx", "é".encode()[:1]])
+def test_an_invalid_byte_is_named_by_its_place_in_the_file(tmp_path, path, before, wrong):
+    (tmp_path / "text").write_bytes(before + wrong)
+    with pytest.raises(ValueError, match=f"text is not UTF-8: .* at byte {len(before)}$"):
+        list(encoded(tmp_path / "text", Tokenizer(path)))
+
+
+def test_a_folder_is_refused_before_a_text_is_encoded(capsys, tmp_path, path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "encoded", lambda *args: pytest.fail("the text was encoded"))
+    (tmp_path / "text").write_text(WORDS[0])
+    words = ["tokenize", str(tmp_path / "text"), "--tokenizer", str(path), "--out", str(tmp_path)]
+    assert outcome(capsys, *words) == (
+        2, "", f"minipar: out={tmp_path} is a folder; use the name of a file\n"
+    )  # fmt: skip
+
+
 def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, path, monkeypatch):
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{}")
@@ -117,7 +140,12 @@ def test_what_is_no_tokenizer_or_too_large_for_the_model_is_refused(tmp_path, pa
             dict(model=replace(SMALL, vocab_size=299)),
         ),
         ("is not UTF-8: invalid start byte at byte 0", dict(text=tmp_path / "latin")),
+        (
+            f"text={tmp_path / 'short'} has [0-9]+ tokens, fewer than one sample",
+            dict(text=tmp_path / "short"),
+        ),
     ]:
+        (tmp_path / "short").write_text("the rank")
         (tmp_path / "latin").write_bytes(b"\xff" * 100)
         with pytest.raises(ValueError, match=says):
             train(

@@ -94,9 +94,20 @@ def test_a_long_prompt_delays_nobody_who_writes():
 def test_the_times_of_first_tokens_are_those_of_the_prefill_side():
     outcome = texts_on((2, 1), REQUESTS, TIGHT)
     times = first_tokens(REQUESTS, TIGHT, per_token)
-    for number, time in enumerate(times):
+    for number, time in times.items():
         first = min(e.end_s for e in outcome.events if e.number == number and e.kind == Kind.WRITE)
         assert first == time
+
+
+def test_arrivals_that_no_step_increases_are_served_in_the_prefill_sides_order():
+    """At 1e20 s, all steps end at the same time, and the second request is read before the first."""
+    several = [Request(PROMPTS[i][: 7 - 3 * i], 4, arrival_s=1e20) for i in range(2)]
+    narrow = replace(TIGHT, token_budget=5, policy="shortest-remaining")
+    outcome = texts_on((1, 1), several, narrow)
+    assert [result.tokens for result in outcome.results] == [
+        alone(loud_model(CONFIG), request) for request in several
+    ]
+    assert [*first_tokens(several, narrow, per_token).items()] == [(1, 1e20), (0, 1e20)]
 
 
 def unsent_at_most(world, most):

@@ -70,17 +70,34 @@ def test_a_similar_distribution_mostly_chooses_the_same():
         (dict(temperature=-0.1), r"temperature=-0\.1; use a finite number, 0 or more"),
         (dict(temperature=math.nan), "temperature=nan"),
         (dict(temperature="hot"), "temperature='hot'"),
+        (dict(temperature=10**400), "temperature=10+; use a finite number, 0 or more"),
         (dict(top_k=0), "top_k=0; use a whole number of 1 or more"),
         (dict(top_p=0), "top_p=0; use a number above 0, and at most 1"),
         (dict(top_p=1.1), r"top_p=1\.1"),
+        (dict(top_p=10**400), "top_p=10+; use a number above 0"),
         (dict(seed=1.5), r"seed=1\.5; use a whole number"),
         (dict(arrival_s=-1), "arrival_s=-1"),
+        (dict(arrival_s=10**400), "arrival_s=10+; use a finite number"),
         (dict(end_tokens=7), "end_tokens=7; use a list of token ids"),
     ],
 )
 def test_what_is_out_of_range_is_named(wrong, says):
     with pytest.raises(ValueError, match=says):
         Request(**{"prompt": (1, 2), "max_new_tokens": 3, **wrong})
+
+
+def test_a_whole_number_of_any_size_is_a_temperature():
+    """A rank divides logits by it, and a tensor cannot be divided by an int beyond 64 bits."""
+    request = Request((1,), 1, temperature=10**20, top_p=1, arrival_s=10**20)
+    assert [type(x) for x in (request.temperature, request.top_p, request.arrival_s)] == [float] * 3
+    assert distribution(torch.tensor([1.0, 2.0]), request).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_the_smallest_temperature_takes_the_most_likely_token():
+    logits = torch.tensor([1.0, 3.0, -2.0])
+    for top_k in (None, 2):
+        request = Request((1,), 1, temperature=1e-320, top_k=top_k)
+        assert distribution(logits, request).tolist() == [0.0, 1.0, 0.0]
 
 
 def test_a_request_longer_than_the_model_is_refused():

@@ -139,12 +139,19 @@ def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
         ("--prefill-tp 3", "tp=3 does not divide num_heads=2; use 1 or 2"),
         ("--prefill-tp -1", "prefill_tp=-1; use 0 or more"),
         (
+            "--num-blocks 100000000000000",
+            "num_blocks=100000000000000 is more than this machine's memory can hold",
+        ),
+        ("--num-blocks 100000000000000 --max-running 7 --block-size 10", "use 35 or less, which is enough"),
+        ("--targets -1 2", "targets=-1.0 2.0; use seconds, 0 or more; inf for none"),
+        ("--targets 1 nan", "targets=1.0 nan; use seconds"),
+        (
             "--prefill-tp 1 --cache-bits 8",
             "a cache that is rounded, or of latents, is not sent between ranks",
         ),
     ],
 )
-def test_a_mesh_that_cannot_serve_is_one_line(folder, requests, capsys, words, says):
+def test_words_that_cannot_serve_are_one_line(folder, requests, capsys, words, says):
     with pytest.raises(SystemExit) as end:
         main(["serve", str(folder), "--requests", str(requests), *words.split()])
     assert end.value.code == 2
@@ -294,3 +301,21 @@ def test_a_request_of_text_has_the_tokens_of_its_text(tmp_path):
     assert read_requests(path, lambda text: list(text.encode())) == [
         Request((97, 98), 2, top_k=3, end_tokens=frozenset({10}))
     ]
+
+
+def test_a_line_ends_at_a_newline_alone_and_may_be_no_utf8(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    lines = [f'{{"prompt": "{text}", "max_new_tokens": 2}}' for text in ("a\u2028b", "c\x85d", "\u2029")]
+    wrong = lines[0].encode().replace(b"a", b"\xff")
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\n \n" + wrong + b"\n")
+    *right, error = read_requests(path, lambda text: list(text.encode()))
+    assert [bytes(request.prompt).decode() for request in right] == ["a\u2028b", "c\x85d", "\u2029"]
+    assert error == "line 5: no UTF-8: invalid start byte at byte 12"
+
+
+def test_a_line_nested_too_deeply_is_an_error_of_its_own(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("[" * 100_000 + '\n{"prompt": [1], "max_new_tokens": 2}')
+    wrong, right = read_requests(path, lambda text: list(text.encode()))
+    assert wrong == "line 1: its values are nested too deeply"
+    assert right == Request((1,), 2)

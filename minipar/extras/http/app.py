@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Codec
 from minipar.extras.http.bodies import (
     Asked,
@@ -33,10 +33,13 @@ from minipar.extras.http.prometheus import CONTENT_TYPE, metrics_text
 
 @dataclass(frozen=True)
 class Served:
-    """The service behind the routes: a named model, and the Desk at which its ranks fetch requests."""
+    """The service behind the routes: a named model, and the Desk at which its ranks fetch requests.
+
+    longest_text  maximum number of tokens of a text, including the prompt
+    """
 
     name: str
-    config: ModelConfig
+    longest_text: int
     codec: Codec
     desk: Desk
 
@@ -48,8 +51,10 @@ def make_app(served: Served) -> Starlette:
     def completions(shape: str) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
             try:
-                asked = read_body(shape, await _json(http), served.name, served.config, served.codec)
+                asked = await _asked(http, shape, served)
                 return await _answer(http, asked, served)
+            except ClientDisconnect:  # before the end of its body, so nobody reads this answer
+                return Response(status_code=499)
             except BadRequest as error:
                 return JSONResponse(error.body, error.status)
             except QueueFull:
@@ -106,8 +111,8 @@ class Answer:
             raise BadRequest(heard.error) if heard.was_refused else Stopped(heard.error)
         return heard
 
-    def close(self) -> None:
-        self._desk.cancel(self.number)
+    def close(self, is_complete: bool = False) -> None:
+        self._desk.cancel(self.number, is_complete)
 
 
 class Stream(StreamingResponse):
@@ -158,7 +163,7 @@ async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
     while not is_last and not text.has_stopped:
         heard = await answer.next()
         written, is_last = written + text.add(heard.tokens, heard.is_last), heard.is_last
-    answer.close()
+    answer.close(is_complete=True)
     return answer_body(asked, answer.number, written, _reason(text), len(text.tokens))
 
 
@@ -174,6 +179,7 @@ async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> A
             if heard.is_last or text.has_stopped:
                 break
             heard = await answer.next()
+        answer.close(is_complete=True)
         yield _event(chunk_body(asked, answer.number, "", _reason(text)))
         if asked.include_usage:
             yield _event(usage_chunk(asked, answer.number, len(text.tokens)))
@@ -191,8 +197,16 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-async def _json(http: HttpRequest) -> Any:
+async def _asked(http: HttpRequest, shape: str, served: Served) -> Asked:
+    content = await http.body()
     try:
-        return json.loads(await http.body())
+        return read_body(shape, _json(content), served.name, served.longest_text, served.codec)
+    except RecursionError:
+        raise BadRequest("the body's values are nested too deeply") from None
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from None

@@ -1,8 +1,9 @@
 """Convert HTTP request bodies to engine requests, and texts to response bodies, in the format of OpenAI's API.
 
 A field that is left out or null has the default that it has in a requests file: temperature 0, seed 0, top_p 1. The default
-of max_tokens is 16 for completions, as in OpenAI's API, and for chat the rest of the model's context. An unsupported field
-is refused by name, because ignoring it would give a different text from the one that the client asked for.
+of max_tokens is 16 for completions, as in OpenAI's API, and for chat the rest of the model's context, or of what the
+cache holds. An unsupported field is refused by name, because ignoring it would give a different text from the one that the
+client asked for.
 
 The model continues text and was not trained on dialogue, so a plain template joins the messages into one text:
 
@@ -19,7 +20,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Codec
 from minipar.inference.request import Request
 from minipar.support.errors import one_of
@@ -37,12 +37,18 @@ class BadRequest(Exception):
     """A body that cannot be served. `body` is the error in OpenAI's format; `param` names the field."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
-        super().__init__(message)
-        self.param, self.status, self.code = param, status, code
+        super().__init__(_encodable(message))
+        self.param = None if param is None else _encodable(param)
+        self.status, self.code = status, code
 
     @property
     def body(self) -> dict[str, Any]:
         return error_body(str(self), "invalid_request_error", self.param, self.code)
+
+
+def _encodable(text: str) -> str:
+    """Escape what UTF-8 cannot encode: half of a surrogate pair, which JSON can spell in the name of a field."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -64,8 +70,11 @@ class Asked(NamedTuple):
     include_usage: bool
 
 
-def read_body(shape: str, body: Any, model: str, config: ModelConfig, codec: Codec) -> Asked:
-    """Parse a body of this shape. Raises BadRequest, which names the field."""
+def read_body(shape: str, body: Any, model: str, longest_text: int, codec: Codec) -> Asked:
+    """Parse a body of this shape. Raises BadRequest, which names the field.
+
+    longest_text  number of tokens up to which a chat may continue if the body sets no limit
+    """
     if not isinstance(body, dict):
         raise BadRequest("the body is no object of JSON")
     for name in body:
@@ -83,7 +92,7 @@ def read_body(shape: str, body: Any, model: str, config: ModelConfig, codec: Cod
     prompt = _prompt(shape, given, codec)
     longest = _field(given, "max_tokens", given.get("max_completion_tokens"))
     if longest is None:
-        longest = 16 if shape == "completions" else max(1, config.max_seq_len - len(prompt))
+        longest = 16 if shape == "completions" else max(1, longest_text - len(prompt))
     values: dict[str, Any] = {name: given[name] for name in ("temperature", "top_p", "seed") if name in given}
     request = _request(prompt, longest, values, "max_tokens" if "max_tokens" in given else None)
     return Asked(shape, model, request, _stop(given), stream, _include_usage(given))

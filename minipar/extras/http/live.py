@@ -143,6 +143,7 @@ class Desk:
         self._open: dict[int, _Open] = {}
         self._arrived: list[tuple[int, Request]] = []
         self._cancelled: list[int] = []
+        self._complete: set[int] = set()  # those of the cancelled requests whose texts were complete
         self._next = 0
 
     @property
@@ -166,11 +167,16 @@ class Desk:
             self._changed.notify_all()
             return number
 
-    def cancel(self, number: int) -> None:
-        """Cancel a request, so that its listener is not called again. Do nothing if the request is finished."""
+    def cancel(self, number: int, is_complete: bool = False) -> None:
+        """Cancel a request, so that its listener is not called again. Do nothing if the request is finished.
+
+        is_complete  the client has its whole text, which ended at a stop string: the request counts as finished
+        """
         with self._changed:
             if self._open.pop(number, None) is not None:
                 self._cancelled.append(number)
+                if is_complete:
+                    self._complete.add(number)
                 self._changed.notify_all()
 
     def answer(self, rank: int, progress: Progress) -> News:
@@ -178,6 +184,9 @@ class Desk:
         with self._changed:
             self.is_ready, self.progress = True, progress
             for event in progress.events:
+                if event.kind in (Kind.FINISH, Kind.CANCEL) and event.number in self._complete:
+                    self._complete.remove(event.number)
+                    event = event._replace(kind=Kind.FINISH)
                 self.totals.add(event)
             for number in {event.number: None for event in progress.events}:
                 self._tell(number, progress)

@@ -10,6 +10,7 @@ from types import TracebackType
 
 import uvicorn
 
+from minipar.config.model_config import ModelConfig
 from minipar.extras.http.app import Served, make_app
 from minipar.extras.http.live import Desk, serve_rank
 from minipar.inference.draft_choice import DraftChoice
@@ -47,7 +48,7 @@ class HttpService:
         self._job = serve_rank, checkpoint.chosen, sizes, options, draft
         self._world_size, self._timeout_s = sizes.num_ranks, timeout_s
         self._socket = bound_socket(host, port)
-        app = make_app(Served(self.name, config, codec, self.desk))
+        app = make_app(Served(self.name, longest_text(config, options), codec, self.desk))
         self._server = uvicorn.Server(
             uvicorn.Config(app, log_level="warning", log_config=None, lifespan="off")
         )
@@ -91,6 +92,11 @@ class HttpService:
         finally:
             self.desk.close("the ranks have ended")
             self.stop()
+
+
+def longest_text(config: ModelConfig, options: Options) -> int:
+    """Return the number of tokens of the longest text that can be served: a text's last token is not in the cache."""
+    return min(config.max_seq_len, options.num_blocks * options.block_size + 1)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

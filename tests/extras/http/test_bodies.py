@@ -4,18 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Bytes, Ids
 from minipar.extras.http.bodies import BadRequest, Text, read_body
 from minipar.inference import Request
 
-CONFIG = ModelConfig(vocab_size=256, dim=8, num_layers=1, num_heads=1, max_seq_len=64)
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 TEMPLATE = "system: Be brief.\nuser: Hi\nassistant: "
 
 
 def read(shape="completions", codec=None, **body):
-    return read_body(shape, body, "dp4", CONFIG, codec or Bytes())
+    return read_body(shape, body, "dp4", 64, codec or Bytes())
 
 
 def test_what_is_left_out_is_as_in_a_file():
@@ -68,6 +66,18 @@ def test_what_is_not_served_is_refused_by_name(shape, body, field, says):
     assert (told["param"], told["type"], error.value.status) == (field, "invalid_request_error", 400)
     assert says in told["message"]
     assert "\n" not in told["message"]
+
+
+def test_a_name_that_cannot_be_encoded_is_escaped():
+    for shape, body in [
+        ("completions", {"prompt": "a", "\ud800": 1}),
+        ("chat", dict(messages=[{**HELLO[0], "\ud800": 1}])),
+    ]:
+        with pytest.raises(BadRequest) as error:
+            read(shape, **body)
+        told = error.value.body["error"]
+        assert told["param"].encode().endswith(rb"\ud800")
+        assert rb"\ud800" in told["message"].encode()
 
 
 def test_another_model_is_not_found():

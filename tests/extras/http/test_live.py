@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from minipar.extras.http.live import Closed, Desk, Progress, QueueFull, serve_live
 from minipar.inference import Engine, Options, Request
+from minipar.inference.events import Event, Kind
 from tests.inference.test_engine import LONGEST, SMALL, check_blocks, options, plant
 from tests.inference.texts import PROMPTS, VOCAB, alone, requests
 from tests.model.texts import loud_model
@@ -161,6 +162,22 @@ def test_a_request_that_cannot_be_served_is_told_why():
     assert fine.ended
     assert fine.error is None
     assert (desk.totals.refused, desk.totals.finished) == (1, 1)
+
+
+def test_a_text_that_is_complete_is_finished_however_its_request_ends():
+    desk = Desk(max_open=3, idle_s=0)
+    for number in range(3):
+        assert desk.submit(Request((1,), 5), lambda heard: None) == number
+        desk.cancel(number, is_complete=number < 2)
+    kinds = (
+        Kind.CANCEL,
+        Kind.FINISH,
+        Kind.CANCEL,
+    )  # the second ended in the very step in which it was cancelled
+    events = tuple(Event(kind, number, 0.0, 0.0, 1) for number, kind in enumerate(kinds))
+    assert desk.answer(0, Progress(events)).cancelled == (0, 1, 2)
+    assert (desk.totals.finished, desk.totals.cancelled) == (2, 1)
+    assert not desk._complete
 
 
 def test_a_desk_that_closes_tells_those_who_wait():

@@ -20,11 +20,13 @@ from minipar.config.train_config import TrainConfig
 from minipar.data.tokenizer import Bytes
 from minipar.extras.http import server
 from minipar.extras.http.app import Served, make_app
+from minipar.extras.http.bodies import read_body
 from minipar.extras.http.choices import HTTP
 from minipar.extras.http.live import Desk
-from minipar.extras.http.server import HttpService, bound_socket
-from minipar.inference import Options, Request
+from minipar.extras.http.server import HttpService, bound_socket, longest_text
+from minipar.inference import Engine, Options, Request
 from minipar.inference.serve import MeshSizes, serve_file
+from minipar.model import Transformer
 from minipar.support.errors import RankError
 from minipar.train import train
 
@@ -120,6 +122,9 @@ def test_a_text_over_http_is_the_text_of_a_file(folder, in_a_file, tp):
     assert metrics['minipar_requests_total{outcome="finished"}'] >= 12
     assert metrics["minipar_written_tokens_total"] >= sum(body["max_tokens"] for body in bodies())
     assert metrics["minipar_requests_open"] == 0
+    assert metrics['minipar_requests_total{outcome="cancelled"}'] == 0, (
+        "a text that ended at a stop was cancelled"
+    )
 
 
 def chat_and_stop(client, name):
@@ -185,8 +190,7 @@ def wait_until(true):
 def test_a_full_queue_is_refused():
     desk = Desk(max_open=1)
     desk.submit(Request((1,), 1), lambda heard: None)
-    config = ModelConfig(dim=8, num_layers=1, num_heads=1)
-    app = make_app(Served("x", config, Bytes(), desk))
+    app = make_app(Served("x", 64, Bytes(), desk))
 
     async def ask():
         transport = httpx.ASGITransport(app=app)
@@ -202,6 +206,45 @@ def test_a_full_queue_is_refused():
     assert broken.status_code == 400
     assert "the body is no JSON" in broken.json()["error"]["message"]
     assert desk.totals.turned_away == 1
+
+
+def test_a_body_that_is_nested_too_deeply_is_refused():
+    app = make_app(Served("x", 64, Bytes(), Desk(max_open=1)))
+
+    async def ask(content):
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post("/v1/completions", content=content)
+
+    answer = asyncio.run(ask("[" * 100_000))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "the body's values are nested too deeply"
+
+
+def test_a_client_that_goes_away_within_its_body_is_no_error():
+    desk, sent = Desk(max_open=1), []
+    messages = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message)
+
+    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[])
+    asyncio.run(make_app(Served("x", 64, Bytes(), desk))(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert desk.num_open == 0
+
+
+def test_a_chat_without_a_limit_is_served_by_a_cache_smaller_than_the_context():
+    config, codec = ModelConfig(dim=16, num_layers=1, num_heads=2, max_seq_len=256), Bytes()
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    for blocks, longest in [(8, 8 * 16 + 1), (16, 256)]:
+        options = Options(num_blocks=blocks)
+        request = read_body("chat", body, "x", longest_text(config, options), codec).request
+        assert request.max_tokens == longest
+        assert Engine(Transformer(config), options).run([request])[0].error is None
 
 
 def test_when_a_rank_dies_clients_are_told_and_the_service_ends(folder, monkeypatch):
