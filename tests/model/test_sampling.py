@@ -72,19 +72,14 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_one_alone(model):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-<<<<<<< HEAD
-def test_a_model_in_training_stays_in_training_and_a_frozen_block_in_evaluation(model):
-    model.layers["1"].eval()
-    modes = [m.training for m in model.modules()]
-=======
 def test_the_smallest_temperature_takes_the_most_likely_token():
     logits = torch.tensor([[1.0, 3.0, -2.0], [4.0, 3.0, -2.0]])
     assert choose(logits, 1e-320, torch.Generator()).tolist() == [[1], [0]]
 
 
-def test_a_model_in_training_stays_in_training(model):
-    assert model.training
->>>>>>> inf
+def test_a_model_in_training_stays_in_training_and_a_frozen_block_in_evaluation(model):
+    model.layers["1"].eval()
+    modes = [m.training for m in model.modules()]
     generate(model, [1], 2)
     assert [m.training for m in model.modules()] == modes
     assert model.training
