@@ -6,7 +6,7 @@ import re
 import resource
 import signal
 import time
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from unittest import mock
 
@@ -181,25 +181,36 @@ def test_a_rank_whose_system_has_no_memory_files_sends_through_gloo_without_a_wo
     assert capfd.readouterr().err == ""
 
 
+@contextmanager
+def few_descriptors(spare):
+    """Leave this process so many descriptors, and no gaps below the ones in use."""
+    old, used = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    while used[-1] < highest:
+        used.append(os.dup(0))
+    free = used.pop()
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + spare, old[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, old)
+        for descriptor in used:
+            os.close(descriptor)
+
+
 def with_few_descriptors(world, spare, every):
     """Sum as above with so many descriptors left, on rank 1 or on every rank."""
     world.all_reduce(torch.ones(1))  # gloo's own connections
-    old = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if every or world.rank == 1:
-        used = [os.dup(0)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used[0] + spare, old[1]))
-        os.close(used[0])
-    try:
+    with few_descriptors(spare) if every or world.rank == 1 else nullcontext():
         return sums(world)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, old)
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["one rank", "every rank"])
 def test_ranks_short_of_descriptors_agree_on_gloo_at_each_step_of_making_a_link(every):
     """Each step needs one or two more: memory, its map, a socket, a connection, the descriptor that is passed."""
     kinds = set()
-    for spare in range(9):
+    for spare in range(12):
         (total, links), (same, others) = run_on("shared", with_few_descriptors, spare, every, world_size=2)
         assert total == same == [3.0]
         assert links["send", 1] == others["receive", 0]
