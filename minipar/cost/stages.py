@@ -174,7 +174,7 @@ class OwnForms:
         return m >= (2 * pp if schedule == "dualpipe-v" else 2 * pp - 1)
 
     def live_heads(self, schedule: str, m: int, slices: int) -> int:
-        """Return m for gpipe and breadth-first, else 1: each forward of the last stage is followed by its own backward."""
+        """Return m for gpipe and breadth-first, else 1: the last stage then runs a backward right after its forward."""
         return m if schedule in ("gpipe", "breadth-first") else 1
 
 

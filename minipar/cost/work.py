@@ -174,7 +174,7 @@ def _operand_bytes(job: Job, elems: int, tokens: float, tp: int, ep: int) -> flo
 
 
 def _held_weights(job: Job, elems: int, tp: int, ep: int) -> float:
-    """Return the elements of the matrices of a layer that a rank holds; `elems` are those that a token uses."""
+    """Return how many elements of a layer's matrices a rank holds. A token uses `elems` of the whole layer's."""
     if not ep:
         return elems / tp
     shape, used = job.shape, job.shape.top_k * expert_elems(job.shape)

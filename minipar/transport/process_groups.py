@@ -69,7 +69,7 @@ def named_group(
 
     dist.new_group instead matches members by the number of groups that each process has created so far. It hangs if these
     numbers differ, as in a pool that serves worlds of several sizes.
-    It has the backend of the group `like`, by default of torch's default group.
+    The new group has the backend of `like`, by default that of torch's default group.
     On a GPU NCCL connects the members here, and not by ncclCommSplit, which all ranks of the world would have to call.
     """
     c10d: Any = dist.distributed_c10d
