@@ -15,6 +15,7 @@ communicator.py      Comm: a group of ranks, with the collectives as methods
 repeated.py          a forward repeated without its messages, for activation checkpointing
 host.py              a Comm of the same ranks for tensors on the CPU
 objects.py           gathers Python values
+agreement.py         values that must be equal on all ranks
 autograd.py          collectives with their adjoints as backward
 
 `minipar.transport` moves the bytes; `minipar.extras.collectives` has further algorithms.
