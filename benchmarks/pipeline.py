@@ -133,7 +133,7 @@ def _clear_and_run(modules: list[nn.Module], step: Step) -> None:
 
 def _costs(schedule: Schedule) -> Costs:
     """Return costs per stage: each op takes UNIT_S per rank, divided equally among the rank's stages."""
-    return Costs(*[UNIT_S * schedule.num_ranks / schedule.model_stages] * 3)
+    return Costs(*[UNIT_S * schedule.num_ranks / schedule.num_stages] * 3)
 
 
 def _emulated(name: str, runs: int) -> Timeline:

@@ -141,7 +141,7 @@ def _kind(timeline: Timeline, action: Action) -> tuple[str, int]:
 def _write_number(axes: Axes, timeline: Timeline, action: Action, rank: int, duration: float) -> None:
     """Write the unit's number as large as its box allows, or not at all where it would be too small to read."""
     start, end = timeline.spans[action]
-    number = timeline.schedule.unit_label(action.microbatch)
+    number = timeline.schedule.label(action.microbatch)
     room_points = (end - start) / duration * WIDTH_INCHES * 72 * 0.9
     size = min(9.0, room_points / (0.7 * len(number)))
     if size >= 4:
@@ -183,9 +183,8 @@ def _draw_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         if timeline.schedule.num_stages > timeline.schedule.num_ranks
     ]
     if drawn:
-        kinds = {"on the way up" if schedule.copies > 1 else "a rank's later stages" for schedule in drawn}
         lighter = tuple(Patch(facecolor=_lighter(STYLE[op][0], 1)) for op in ops)
-        entries.append((lighter, f"lighter: {' or '.join(sorted(kinds))}"))
+        entries.append((lighter, "lighter: a rank's later stages"))
     entries.append((Patch(**BUBBLE), "bubble"))
     handles, labels = zip(*entries)
     place: Style = dict(loc="outside lower center", ncols=len(entries), fontsize=9, frameon=False)

@@ -5,21 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minipar.schedules import SCHEDULES, Costs, Timeline, simulate
-from minipar.schedules.registry import ScheduleChoice, chunks_per_rank, make_schedule
+from minipar.schedules import Costs, Timeline, simulate
+from minipar.schedules.registry import ScheduleChoice, chunks_per_rank, find_schedule, make_schedule
 from minipar.support.errors import require_positive
-from minipar.support.registry import Kind
 from visualize.pipeline_text import grid_text, headline
 
 MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
-
-# Schedules that are only drawn: no run can choose them. An extra provides one by an entry point "timeline.NAME".
-DRAWN: Kind[ScheduleChoice] = Kind("timeline", {})
-
-
-def find_schedule(name: str) -> ScheduleChoice:
-    """Return the schedule of this name, for runs or only for `minipar timeline`. Raises ValueError for an unknown name."""
-    return DRAWN[name] if name in DRAWN and name not in SCHEDULES else SCHEDULES[name]
 
 
 def timeline(
@@ -76,17 +67,13 @@ def _simulate(
     arguments: dict[str, Any] = {} if slices is None else {"slices": slices}
     if "slices" in choice.takes:
         arguments.setdefault("slices", 2)
-    v = chunks_per_rank(name, chunks) if name in SCHEDULES else 1
+    v = chunks_per_rank(name, chunks)
     *seconds, comm = costs
     f, i, w = (cost / (v * arguments.get("slices", 1)) for cost in seconds)
     chunk_costs = Costs(f, i, w, comm)
     search = {"costs": chunk_costs, "memory_limit": memory_limit}
     arguments |= {key: value for key, value in search.items() if key in choice.takes}
-    if name in SCHEDULES:
-        made = make_schedule(name, stages, microbatches, v, **arguments)
-    else:
-        made = choice.build(stages, microbatches, **arguments)
-    return simulate(made, chunk_costs)
+    return simulate(make_schedule(name, stages, microbatches, v, **arguments), chunk_costs)
 
 
 def _run(simulated: Timeline) -> Timeline:

@@ -34,25 +34,22 @@ def headline(timeline: Timeline, unit: str = "") -> str:
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
     own_span = f" (longest own span {timeline.longest_own_span:.4g}{unit})" if shorter else ""
-    slices = f" of {schedule.slices} slices" if schedule.slices > 1 else ""
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}; "
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches; "
         f"makespan {timeline.makespan:.4g}{unit}{own_span}; "
         f"bubble {timeline.bubble_over_total:.1%} of total time, {timeline.bubble_over_ideal:.1%} of ideal time"
     )
 
 
 def chunk_of(timeline: Timeline, action: Action) -> int:
-    """Return the index (0, 1, ...) of the action's stage among its rank's stages; with two model copies, the copy's."""
+    """Return the index (0, 1, ...) of the action's stage among its rank's stages."""
     schedule = timeline.schedule
-    if schedule.copies > 1:
-        return action.stage // schedule.model_stages
     return schedule.stages_of(schedule.stage_rank[action.stage]).index(action.stage)
 
 
 def _label(timeline: Timeline, action: Action) -> str:
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
-    name = action.op + timeline.schedule.unit_label(action.microbatch)
+    name = action.op + timeline.schedule.label(action.microbatch)
     return name + (_letters(chunk_of(timeline, action)) if several else "")
 
 

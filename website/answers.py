@@ -28,12 +28,11 @@ from minipar.schedules import (
     Deadlock,
     Schedule,
     make_schedule,
-    needs,
     simulate,
     to_torch,
     validate,
 )
-from minipar.schedules.registry import SCHEDULES, chunks_per_rank
+from minipar.schedules.registry import SCHEDULES, chunks_per_rank, find_schedule
 from minipar.schedules.schedule import output_key
 from minipar.schedules.timeline import Timeline
 from minipar.support.errors import one_of
@@ -86,7 +85,7 @@ def seconds(request: dict, name: str, default: float = 1.0):
 def timeline_of(request: dict) -> Timeline:
     """Simulate the schedule that the page's settings describe, or the order into which the reader has changed it."""
     name, p, m = request.get("schedule", "1f1b"), whole(request, "p", 4), whole(request, "m", 8)
-    choice = SCHEDULES[name]
+    choice = find_schedule(name)
     v = chunks_per_rank(name, whole(request, "v", 2) if choice.chunks is None else None)
     slices = whole(request, "slices", 2) if choice.sliced else 1
     if (actions := p * m * v * slices * 3) > MOST_ACTIONS:
@@ -127,7 +126,7 @@ def pipeline(request: dict) -> dict:
         "peak_live": timeline.peak_live,
         "live": [timeline.live(rank) for rank in range(schedule.num_ranks)],
         "critical": timeline.critical_path,
-        "slices": schedule.slices,
+        "slices": getattr(schedule, "slices", 1),
         **in_torch(schedule),
     }
 
@@ -145,9 +144,8 @@ def action(request: dict) -> dict:
     timeline = timeline_of(request)
     schedule, asked = timeline.schedule, Action(*request["action"])
     by_result = {output_key(a): a for a in timeline.spans}
-    sizes = schedule.model_stages, schedule.slices
-    own = [by_result[output_key(need)] for need in needs(asked, *sizes)]
-    waiting = [a for a in timeline.spans if output_key(asked) in map(output_key, needs(a, *sizes))]
+    own = [by_result[output_key(need)] for need in schedule.needs(asked)]
+    waiting = [a for a in timeline.spans if output_key(asked) in map(output_key, schedule.needs(a))]
     start, end = timeline.spans[asked]
     return {
         "text": f"{asked}, on rank {schedule.stage_rank[asked.stage]}, from {start:g} to {end:g}",

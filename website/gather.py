@@ -9,7 +9,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from minipar.schedules import SCHEDULES
+from minipar.schedules.registry import DRAWN, SCHEDULES
 from website.answers import choices, curves, mesh, pipeline, planned
 from website.explorables import HOME, explorable, explorable_box
 from website.puzzles import buttons, sections, stubs
@@ -207,7 +207,7 @@ def _write(path: Path, text: str) -> None:
 
 def _interactive(docs: Path) -> None:
     values: dict[str, Callable[[], object]] = {
-        "SCHEDULES_JSON": lambda: list(SCHEDULES),
+        "SCHEDULES_JSON": lambda: [*SCHEDULES, *(name for name in DRAWN if name != "optimal")],
         "FIRST_PICTURE_JSON": lambda: {"request": FIRST, "answer": pipeline(FIRST)},
         "RECORDINGS_JSON": recordings,
         "CHOICES_JSON": lambda: choices({}),

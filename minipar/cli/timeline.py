@@ -15,8 +15,7 @@ from minipar.config.check_paths import require_writable
 
 def timeline_flags(argv: Sequence[str] | None) -> Parsed:
     """Return the command's function for tyro. Of the schedules in extras, only those that `argv` names are imported."""
-    from minipar.schedules import SCHEDULES
-    from visualize.pipeline_command import DRAWN, find_schedule
+    from minipar.schedules.registry import DRAWN, SCHEDULES, find_schedule
 
     for name in words_of(argv or (), "schedule"):
         find_schedule(name)

@@ -41,8 +41,7 @@ def blocks_per_unit(recompute: str) -> int | None:
 
 def schedule_of(config: TrainConfig, dp_rank: int = 0) -> Schedule:
     """Return the schedule of a dp rank's pipeline. With `dp_speeds`, dp ranks may run different numbers of microbatches."""
-    options = config.options.get("schedule")
-    arguments = () if options is None else tuple(sorted(vars(options).items()))
+    arguments = tuple(sorted(config.choice("schedule").arguments(config).items()))
     microbatches = config.dp_microbatches[dp_rank]
     return _schedule(config.schedule, config.pp, microbatches, config.chunks, arguments)
 
@@ -76,7 +75,7 @@ def check_layout(config: TrainConfig) -> None:
     check_mesh(config.world_size, config.pp, config.dp, config.cp, config.tp, config.ep)
     _check_batch(config)
     schedule = _check_stages(config)
-    _check_replicas(config, schedule.copies)
+    _check_replicas(config)
     _check_reduction(config, schedule)
     _check_tokens(config)
     check_experts(config)
@@ -117,7 +116,7 @@ def _check_stages(config: TrainConfig) -> Schedule:
         schedule_of(config, rank) for rank in range(config.dp)
     ]  # raises ValueError where one is impossible
     schedule = schedules[0]
-    if why := why_stages_illegal(schedule.model_stages, config.model.num_layers, config.pp, config.schedule):
+    if why := why_stages_illegal(schedule.num_stages, config.model.num_layers, config.pp, config.schedule):
         raise ValueError(why)
     return schedule
 
@@ -174,7 +173,7 @@ def _check_reduction(config: TrainConfig, schedule: Schedule) -> None:
         )
 
 
-def _check_replicas(config: TrainConfig, copies: int) -> None:
+def _check_replicas(config: TrainConfig) -> None:
     """Check hybrid sharding: the ranks that share parameters must form `replicate` groups of equal size."""
     if config.replicate == 1:
         return
@@ -182,12 +181,10 @@ def _check_replicas(config: TrainConfig, copies: int) -> None:
         raise ValueError(
             f"replicate={config.replicate} copies the shards of zero=3, and zero={config.zero}; use zero=3"
         )
-    data, times = config.dp * config.cp * copies, "*2" * (copies == 2)
-    require_divides("replicate", config.replicate, f"dp*cp{times}", data)
+    data = config.dp * config.cp
+    require_divides("replicate", config.replicate, "dp*cp", data)
     if config.model.num_experts:
-        require_divides(
-            "replicate", config.replicate, f"an expert's ranks (dp*cp{times}/ep)", data // config.ep
-        )
+        require_divides("replicate", config.replicate, "an expert's ranks (dp*cp/ep)", data // config.ep)
 
 
 def _check_activations(config: TrainConfig) -> None:

@@ -8,21 +8,14 @@ from math import prod
 from minipar.support.errors import one_of, require_divides, require_positive, why_not_divisor
 
 
-def check_mesh(
-    world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1, mirrored: bool = False
-) -> None:
+def check_mesh(world_size: int, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
     """Raise ValueError, saying what would work, if `world_size` ranks cannot form a mesh of these sizes.
 
-    They cannot if a size is not a positive int, pp*dp*cp*tp is not `world_size`, ep does not divide dp*cp, or pp is odd in
-    a mirrored mesh.
+    They cannot if a size is not a positive int, pp*dp*cp*tp is not `world_size`, or ep does not divide dp*cp.
     """
     require_positive(world=world_size, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
     _require_product(world_size, dict(pp=pp, dp=dp, cp=cp, tp=tp))
     require_divides("ep", ep, "dp*cp", dp * cp)
-    if mirrored and pp % 2:
-        raise ValueError(
-            f"pp={pp} of a mirrored mesh: each rank mirrors another; use an even number, such as {pp + 1}"
-        )
 
 
 def _require_product(world_size: int, sizes: dict[str, int]) -> None:

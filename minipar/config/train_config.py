@@ -362,7 +362,7 @@ class TrainConfig:
     @property
     def equal_microbatches(self) -> bool:
         """Whether all dp ranks run the same number of microbatches: one each, or they communicate in every microbatch."""
-        if self.microbatches == 1 or self.choice("schedule").copies > 1:
+        if self.microbatches == 1:
             return True
         return self.zero == 3 or self.ep > 1 or self.reduce_every == "microbatch"
 

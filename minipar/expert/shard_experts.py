@@ -88,4 +88,4 @@ def gradient_comm(mesh: Mesh) -> Callable[[Tensor], Comm]:
 
     Pass it as `comm` to DDP, ZeroOptimizer and FSDP, with reduce="sum".
     """
-    return lambda parameter: mesh.sharing("edp") if is_expert(parameter) else mesh.sharing("dp", "cp")
+    return lambda parameter: mesh.comm("edp") if is_expert(parameter) else mesh.comm("dp", "cp")

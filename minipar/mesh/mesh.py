@@ -59,12 +59,10 @@ class Mesh:
     """The world's ranks arranged along pp, dp, cp and tp, with ep inside dp x cp.
 
     world        a Comm, or the number of ranks, for arithmetic without communication
-    mirrored     whether rank p-1-r of a pipeline has the parameters of rank r, as in a schedule in two directions
     sizes        {"pp", "dp", "cp", "tp", "ep", "edp"} -> number of ranks along that axis
     coordinates  the coordinates of this rank (needs a Comm)
 
-    Raises ValueError if a size is not a positive int, pp*dp*cp*tp is not the world's size, ep does not
-    divide dp*cp, or pp is odd in a mirrored mesh.
+    Raises ValueError if a size is not a positive int, pp*dp*cp*tp is not the world's size, or ep does not divide dp*cp.
     """
 
     def __init__(
@@ -75,13 +73,11 @@ class Mesh:
         cp: int = 1,
         tp: int = 1,
         ep: int = 1,
-        mirrored: bool = False,
     ):
-        self.mirrored = mirrored
         # A caller without a type checker may give anything; check_mesh checks whatever is not a Comm as a number.
         self.world: Comm | None = cast("Comm", world) if hasattr(world, "subgroup") else None
         self.world_size = cast(int, world) if self.world is None else self.world.size
-        check_mesh(self.world_size, pp, dp, cp, tp, ep, mirrored)
+        check_mesh(self.world_size, pp, dp, cp, tp, ep)
         self.sizes = dict(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=dp * cp // ep)
         self._strides = dict(pp=dp * cp * tp, dp=cp * tp, cp=tp, tp=1, ep=tp, edp=ep * tp)
         self._comms: dict[tuple[str, ...], Comm] = {}
@@ -145,22 +141,6 @@ class Mesh:
         if axes not in self._comms:
             self._comms[axes] = world.subgroup(self.group(world.rank, *axes), ".".join(axes) or "self")
         return self._comms[axes]
-
-    def sharing(self, *axes: str) -> Comm:
-        """Return the Comm of the ranks with this rank's parameters, if ranks along `axes` have the same parameters.
-
-        That is comm(*axes); in a mirrored mesh it also has the ranks at p-1-pp. Every call returns the same object.
-        """
-        world = self._require_comm()
-        if not self.mirrored:
-            return self.comm(*axes)
-        key = ("mirrored", *_in_grid_order(axes))
-        if key not in self._comms:
-            other = self.sizes["pp"] - 1 - 2 * self.coordinates.pp
-            own = self.group(world.rank, *axes)
-            ranks = sorted({*own, *(rank + other * self.stride("pp") for rank in own)})
-            self._comms[key] = world.subgroup(ranks, ".".join(key))
-        return self._comms[key]
 
     def _require_comm(self) -> Comm:
         if self.world is None:

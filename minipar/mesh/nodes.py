@@ -41,4 +41,4 @@ def members_per_node(group: Sequence[int], ranks_per_node: int) -> int | None:
 def mesh_without_comm(sizes: dict[str, int]) -> Mesh:
     """Make a Mesh without a Comm, for arithmetic; its number of ranks is the product of the sizes."""
     world_size = prod(sizes.get(axis, 1) for axis in DENSE)
-    return Mesh(world_size, mirrored=False, **sizes)
+    return Mesh(world_size, **sizes)

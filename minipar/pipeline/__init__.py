@@ -8,7 +8,6 @@ tied.py         sum the gradient of a weight that the first and the last stage s
 execute.py      Pipeline: one executor for any schedule
 measure.py      the timeline and the costs of a real run, in the same form as a simulated run's; seconds of single layers
 emulate.py      stages that sleep, to run a schedule on fewer cores than ranks
-stage_state.py  the state that a stage keeps between the slices of a sample, where a schedule has slices
 
 Also exports the names of `minipar.schedules`.
 """

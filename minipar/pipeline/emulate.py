@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,9 +56,16 @@ def emulate(comm: Comm, schedule: Schedule, costs: Costs, steps: int = 2) -> dic
 
     Call it on every rank of `comm`; `measured` turns the returned spans into a timeline. The first step, in which the
     ranks agree on shapes, is a little slower.
+    Raises ValueError for a schedule whose microbatches do not all pass through all stages.
     """
-    # A sleeping stage keeps nothing, so it can treat slices as microbatches, and has nothing to offload.
-    schedule = replace(schedule, num_microbatches=schedule.num_units, slices=1, offloaded=frozenset())
+    # A sleeping stage keeps nothing, so whatever work a schedule numbers can be microbatches.
+    work = schedule.work()
+    plain = Schedule(schedule.actions, schedule.stage_rank, 1 + max(k for _, k in work), schedule.name)
+    if plain.work() != work:
+        raise ValueError(
+            f"schedule {schedule.name} is only drawn: no pipeline runs a {type(schedule).__name__}; leave out measuring"
+        )
+    schedule = plain
     table = costs.table(schedule.num_stages)
     own = schedule.stages_of(comm.rank)
     stages = [EmulatedStage(*(table[op][s] for op in HALVES)) for s in own]

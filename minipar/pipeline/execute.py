@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.model import IGNORE_INDEX
 from minipar.model.evaluating import evaluating
-from minipar.pipeline.batch import Batch, split_batch, split_units
+from minipar.pipeline.batch import Batch, split_batch
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.stage import Stage
 from minipar.pipeline.tied import TiedGradients
@@ -41,7 +41,6 @@ class Pipeline:
                 `targets=`, returns a sum over tokens, as Transformer does
     checkpoint  activation checkpointing: True for all stages, or the numbers of the stages that save only each
                 microbatch's input and recompute its forward in the backward
-    slice_sizes  tokens of each slice of a sample, where the schedule has slices; None: as equal as possible
     reshard_stages  reshard a stage wrapped in FSDP when this rank turns to another stage. With
                 FSDP(reshard_after_forward=False) a stage is then gathered once per visit (`Schedule.visits`), not twice
                 per microbatch
@@ -49,18 +48,18 @@ class Pipeline:
     A stage wrapped in data parallelism (with `no_sync()` and `synchronize()`) is synchronised once per step: during
     its last backward, or right after its last W. After that, at the end of the step, the first and the last stage of
     a model with tied embeddings sum their gradients. An optimizer that shards gradients (ZeRO) must reduce them after
-    the step: run the step under its `no_sync()`. Where a schedule has two copies of the model, each copy computes a part of
-    the gradients: wrap the stages in data parallelism over the ranks that hold the same stage, too.
+    the step: run the step under its `no_sync()`.
 
     Gradients equal those accumulated over the microbatches in one process, bit for bit wherever each stage runs its B
     (or its I and its W) in ascending order of microbatches, as in every generated schedule. A tied weight's gradient is
-    equal up to rounding, because its two parts are accumulated separately; so are all gradients where samples are cut
-    into slices.
+    equal up to rounding, because its two parts are accumulated separately.
 
     Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
-    80 bytes once for the shape of each slice; with tied embeddings, also V * D elements per step each way.
+    80 bytes once for its shape; with tied embeddings, also V * D elements per step each way.
     Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
     """
+
+    runs: ClassVar[type[Schedule]] = Schedule  # a schedule with rules of its own has a subclass of Pipeline
 
     def __init__(
         self,
@@ -69,30 +68,22 @@ class Pipeline:
         schedule: Schedule,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         checkpoint: bool | Collection[int] = False,
-        slice_sizes: Sequence[int] | None = None,
         reshard_stages: bool = False,
     ):
         validate(schedule)
-        numbers = _require_fit(stages, comm, schedule, loss_fn)
-        self.comm, self.schedule = comm, schedule
-        self.loss_fn, self.slice_sizes = loss_fn, slice_sizes
+        numbers = self._require_fit(stages, comm, schedule)
+        self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
         self.stages: dict[int, Stage] = {}
         for number, module in zip(numbers, stages):
             recompute = checkpoint if isinstance(checkpoint, bool) else number in checkpoint
-            split = {k for op, stage, k in schedule.actions[comm.rank] if op == "W" and stage == number}
-            away = {k for stage, k in schedule.offloaded if stage == number}
-            if away and recompute:
-                raise ValueError(
-                    f"checkpoint={checkpoint} of stage {number}, whose units {schedule.name} offloads; checkpoint its "
-                    "blocks instead (minipar.train.recompute)"
-                )
-            self.stages[number] = Stage(
-                module, schedule.part(number), split, recompute, schedule.slices, away
-            )
+            own = [action for action in schedule.actions[comm.rank] if action.stage == number]
+            split = {action.microbatch for action in own if action.op == "W"}
+            forwards = sum(action.op == "F" for action in own)
+            self.stages[number] = self._make_stage(module, number, forwards, split, recompute)
         self.spans: dict[Action, Span] = {}  # when each action of the last step ran, by the host's clock
         self._leaves = {visit[-1] for visit in schedule.visits(comm.rank)} if reshard_stages else set()
         self._program = lower(schedule)[comm.rank]
-        self._mailbox = Mailbox(comm, schedule)
+        self._mailbox = self._make_mailbox()
         self._tied = TiedGradients(comm, schedule, list(self.stages.values()))
 
     def step(
@@ -116,8 +107,7 @@ class Pipeline:
         stage_kwargs  keyword arguments that are not cut, such as `positions` and `step`
         loss_scale    multiplies the gradients, not the loss that is returned
 
-        A Transformer without `sample_ids` gets 0 ... B-1. With two copies of the model, each last stage returns a part of
-        the loss.
+        A Transformer without `sample_ids` gets 0 ... B-1.
         """
         step = self._prepare(inputs, targets, count, per_sample, stage_kwargs, loss_scale)
         self._tied.begin()
@@ -154,25 +144,52 @@ class Pipeline:
         stage_kwargs: dict[str, Any] | None = None,
         loss_scale: float = 1.0,
     ) -> _Step:
-        m = self.schedule.num_microbatches
-        reads_inputs = any(map(self.schedule.is_first, self.stages))
-        has_loss = any(map(self.schedule.is_last, self.stages))
+        has_loss = self.schedule.num_stages - 1 in self.stages
         batch = Batch(
-            self._cut("inputs", inputs) if reads_inputs else (),
-            self._cut("targets", targets) if has_loss else (),
-            {name: split_batch(name, x, m) for name, x in (per_sample or {}).items()},
+            self._cut_tokens("inputs", inputs) if 0 in self.stages else (),
+            self._cut_tokens("targets", targets) if has_loss else (),
+            {name: self._cut_samples(name, x) for name, x in (per_sample or {}).items()},
             stage_kwargs or {},
-            self.schedule.slices,
         )
         return _Step(self, batch, self._divisor(targets if has_loss else None, count), loss_scale)
 
-    def _cut(self, name: str, x: Tensor | None) -> tuple[Tensor, ...]:
-        """Cut the inputs (which the first stage's rank needs) or the targets (the last stage's rank) into units."""
+    def _require_fit(self, stages: Sequence[nn.Module], comm: Comm, schedule: Schedule) -> tuple[int, ...]:
+        """Return the numbers of this rank's stages. Raises ValueError if schedule, ranks and modules do not match."""
+        if type(schedule) is not self.runs:
+            raise ValueError(
+                f"schedule {schedule.name} is a {type(schedule).__name__}, and this pipeline runs a {self.runs.__name__}; "
+                "use the pipeline that comes with the schedule"
+            )
+        if comm.size != schedule.num_ranks:
+            raise ValueError(
+                f"schedule {schedule.name} is for {schedule.num_ranks} ranks, the pipeline's comm has {comm.size}"
+            )
+        own = schedule.stages_of(comm.rank)
+        if len(stages) != len(own):
+            raise ValueError(
+                f"{len(stages)} stages given on rank {comm.rank}, to which schedule {schedule.name} gives {len(own)}: "
+                f"numbers {list(own)}"
+            )
+        return own
+
+    def _make_mailbox(self) -> Mailbox:
+        return Mailbox(self.comm, self.schedule)
+
+    def _make_stage(
+        self, module: nn.Module, number: int, num_microbatches: int, split: set[int], recompute: bool
+    ) -> Stage:
+        return Stage(module, number, num_microbatches, split, recompute)
+
+    def _cut_tokens(self, name: str, x: Tensor | None) -> tuple[Tensor, ...]:
+        """Cut the inputs (which the first stage's rank needs) or the targets (the last stage's rank) into microbatches."""
         if x is None:
             raise ValueError(
                 f"{name}=None on rank {self.comm.rank}, which holds stages {[*self.stages]}; give the batch"
             )
-        return split_units(name, x, self.schedule.num_microbatches, self.schedule.slices, self.slice_sizes)
+        return self._cut_samples(name, x)
+
+    def _cut_samples(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
+        return split_batch(name, x, self.schedule.num_microbatches)
 
     def _divisor(self, targets: Tensor | None, count: int | Tensor | None) -> Tensor:
         """Return the divisor of the sum of the microbatches' losses; 1 on a rank without targets, which has no loss."""
@@ -200,7 +217,7 @@ class _Step:
         self._pipeline.spans = {}
         self._mailbox.begin()
         for stage in stages:
-            stage.begin(self._schedule.num_units // self._schedule.copies)
+            stage.begin()
         try:
             for instruction in program:
                 self._run(instruction)
@@ -239,25 +256,22 @@ class _Step:
             stage.reshard()
 
     def _forward(self, stage: Stage, action: Action) -> None:
-        _, number, unit = action
-        if self._schedule.is_first(number):
-            x = self._batch.inputs[unit]
-        else:
-            x = self._results.pop(Action("F", number - 1, unit))
-        if self._schedule.is_last(number):
-            loss = self._forward_to_loss(stage, unit, x)
+        _, number, k = action
+        x = self._results.pop(Action("F", number - 1, k)) if number else self._batch.inputs[k]
+        if number == self._schedule.num_stages - 1:
+            loss = self._forward_to_loss(stage, k, x)
             self._loss = loss if self._loss is None else self._loss + loss
         else:
-            out = stage.forward(unit, x, self._batch.kwargs(unit))
+            out = stage.forward(k, x, self._batch.kwargs(k))
             self._mailbox.agree(action, out)
             self._results[action] = out
 
-    def _forward_to_loss(self, stage: Stage, unit: int, x: Tensor) -> Tensor:
-        """Run the last stage; return the unit's share of the batch's loss."""
-        loss_fn, target, kwargs = self._pipeline.loss_fn, self._batch.targets[unit], self._batch.kwargs(unit)
+    def _forward_to_loss(self, stage: Stage, k: int, x: Tensor) -> Tensor:
+        """Run the last stage; return the microbatch's share of the batch's loss."""
+        loss_fn, target, kwargs = self._pipeline.loss_fn, self._batch.targets[k], self._batch.kwargs(k)
         if loss_fn is None:
-            return stage.forward(unit, x, {**kwargs, "targets": target}, self._share)
-        return stage.forward(unit, x, kwargs, lambda out: self._share(loss_fn(out, target)))
+            return stage.forward(k, x, {**kwargs, "targets": target}, self._share)
+        return stage.forward(k, x, kwargs, lambda out: self._share(loss_fn(out, target)))
 
     def _share(self, loss: Tensor) -> Tensor:
         if loss.dim():
@@ -267,31 +281,12 @@ class _Step:
         return loss / self._divisor
 
     def _backward(self, stage: Stage, action: Action) -> None:
-        _, number, unit = action
-        if self._schedule.is_last(number):
+        _, number, k = action
+        if number == self._schedule.num_stages - 1:
             assert self._loss is not None, "the forward came before"
             gradient = torch.full_like(self._loss, self._loss_scale)
         else:
-            gradient = self._results.pop(Action("I", number + 1, unit))
-        of_input = stage.backward(unit, gradient)
+            gradient = self._results.pop(Action("I", number + 1, k))
+        of_input = stage.backward(k, gradient)
         if of_input is not None:
-            self._results[Action("I", number, unit)] = of_input
-
-
-def _require_fit(
-    stages: Sequence[nn.Module], comm: Comm, schedule: Schedule, loss_fn: object
-) -> tuple[int, ...]:
-    """Return the numbers of this rank's stages. Raises ValueError if schedule, ranks and modules do not match."""
-    if schedule.slices > 1 and loss_fn is not None:
-        raise ValueError(f"slices={schedule.slices} with a loss_fn: means do not add up; use loss_fn=None")
-    if comm.size != schedule.num_ranks:
-        raise ValueError(
-            f"schedule {schedule.name} is for {schedule.num_ranks} ranks, the pipeline's comm has {comm.size}"
-        )
-    own = schedule.stages_of(comm.rank)
-    if len(stages) != len(own):
-        raise ValueError(
-            f"{len(stages)} stages given on rank {comm.rank}, to which schedule {schedule.name} gives {len(own)}: "
-            f"numbers {list(own)}"
-        )
-    return own
+            self._results[Action("I", number, k)] = of_input

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
+from collections.abc import Hashable
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +22,6 @@ HEADER_BYTES = 8 * (2 + MAX_DIMS)
 HELD_BYTES = 2**23  # keep at most this many bytes of sent messages until the end of the step
 
 Pair = tuple[int, int]  # (source, to)
-Boundary = tuple[int, int]  # (stage before it, slice)
 
 
 class Sending(Protocol):
@@ -35,19 +35,18 @@ class Mailbox:
 
     Each pair of ranks has one Comm per direction, so that a receive posted early delays no other message. All
     messages across boundary s, between stages s and s+1, have the shape and dtype of stage s's output, in both
-    directions; where samples are cut into slices, each slice has its own shape. The sender knows shape and dtype from its
-    first forward. The receiver gets them in a header, sent once before the first message. Until then, the receiver posts
-    the receives of a pair in order, and only when it waits for one of them; afterwards it posts them ahead of time.
+    directions. The sender knows shape and dtype from its first forward. The receiver gets them in a header, sent once
+    before the first message. Until then, the receiver posts the receives of a pair in order, and only when it waits for one
+    of them; afterwards it posts them ahead of time.
 
     Sends m * elements of a stage's output per direction for every boundary between ranks, and HEADER_BYTES once for each
-    boundary and slice.
+    boundary.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule):
-        self._rank, self._device, self._slices = comm.rank, comm.device, schedule.slices
+        self._rank, self._device = comm.rank, comm.device
         ranks = schedule.stage_rank
-        boundaries = [(a, b) for s, (a, b) in enumerate(zip(ranks, ranks[1:])) if not schedule.is_last(s)]
-        pairs = {pair for a, b in boundaries if a != b for pair in ((a, b), (b, a))}
+        pairs = {pair for a, b in zip(ranks, ranks[1:]) if a != b for pair in ((a, b), (b, a))}
         self._comms: dict[Pair, Comm] = {
             pair: comm.subgroup(pair, f"pipe {pair[0]} to {pair[1]}")
             for pair in sorted(pairs)  # the same order on every rank, as NCCL needs
@@ -59,8 +58,8 @@ class Mailbox:
 
     def forget(self) -> None:
         """Forget the shapes; the next step agrees on new shapes."""
-        self._boundaries: dict[Boundary, tuple[torch.Size, torch.dtype]] = {}
-        self._announced: set[Boundary] = set()
+        self._shapes: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
+        self._announced: set[Hashable] = set()
 
     def begin(self) -> None:
         """Start a step: no message is under way."""
@@ -74,7 +73,7 @@ class Mailbox:
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)}; the next stage takes a tensor of "
                 f"floats of at most {MAX_DIMS} dims"
             )
-        agreed = self._boundaries.setdefault(self._boundary(action), (x.shape, x.dtype))
+        agreed = self._shapes.setdefault(self._boundary(action), (x.shape, x.dtype))
         if agreed != (x.shape, x.dtype):
             raise ValueError(
                 f"stage {action.stage} returned {_describe(x.shape, x.dtype)} for microbatch {action.microbatch} "
@@ -94,7 +93,7 @@ class Mailbox:
     def receive(self, action: Action, source: int) -> None:
         """Post a receive, or queue it as long as its shape is not known."""
         pair = (source, self._rank)
-        if self._late[pair] or self._boundary(action) not in self._boundaries:
+        if self._late[pair] or self._boundary(action) not in self._shapes:
             self._late[pair].append(action)
         else:
             self._post(action, pair)
@@ -115,14 +114,14 @@ class Mailbox:
 
     def _post(self, action: Action, pair: Pair) -> None:
         comm, boundary = self._comms[pair], self._boundary(action)
-        if boundary not in self._boundaries:
-            self._boundaries[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
-        shape, dtype = self._boundaries[boundary]
+        if boundary not in self._shapes:
+            self._shapes[boundary] = _parse(comm.recv((2 + MAX_DIMS,), torch.int64, 0))
+        shape, dtype = self._shapes[boundary]
         self._arriving[output_key(action)] = comm.recv(shape, dtype, 0, async_op=True)
 
-    def _boundary(self, action: Action) -> Boundary:
-        stage = action.stage if action.op == "F" else action.stage - 1
-        return stage, action.microbatch % self._slices
+    def _boundary(self, action: Action) -> Hashable:
+        """Return the key of the messages with the shape of this one: the stage before the boundary that it crosses."""
+        return action.stage if action.op == "F" else action.stage - 1
 
 
 class Outbox:

@@ -19,15 +19,14 @@ class TiedGradients:
     sums does not matter. But it must run before gradients are sharded, because the two stages would shard the weight at
     different offsets. Only this step's gradients are summed; gradients of earlier steps are summed already, and are added
     afterwards. Both ranks add in the same order, so equal weights stay equal bit for bit.
-    Sends V * D elements each way; nothing where one rank holds both stages, as in a V schedule or with two copies of the
-    model.
+    Sends V * D elements each way; nothing where one rank holds both stages, as in a V schedule.
     Whether the weight is trained is asked anew in each step; both stages must agree on it.
     Raises ValueError if the weight is trained and held as a flat shard.
     """
 
     def __init__(self, comm: Comm, schedule: Schedule, stages: list[Stage]):
         ends = schedule.stage_rank[0], schedule.stage_rank[-1]
-        tied = (_tied_parameter(stage, schedule.model_stages) for stage in stages)
+        tied = (_tied_parameter(stage, schedule.num_stages) for stage in stages)
         self._tied = [t for t in tied if t is not None]  # this rank's: the embedding, the head, or both
         self._parameters = self._trained()  # those that this step trains
         self._before: list[Tensor | None] = []

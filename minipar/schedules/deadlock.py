@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import Action, Schedule, output_key
 
 
 class Deadlock(ValueError):
@@ -25,9 +25,7 @@ class Deadlock(ValueError):
         ran = {output_key(a) for actions, done in zip(schedule.actions, position) for a in actions[:done]}
         home = {output_key(a): rank for rank, actions in enumerate(schedule.actions) for a in actions}
         missing = {
-            rank: next(
-                n for n in needs(action, schedule.model_stages, schedule.slices) if output_key(n) not in ran
-            )
+            rank: next(n for n in schedule.needs(action) if output_key(n) not in ran)
             for rank, action in self.blocked.items()
         }
         waits = {rank: home.get(output_key(need)) for rank, need in missing.items()}

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import Action, Schedule, output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 
@@ -70,8 +70,7 @@ class Transfer(NamedTuple):
 def lower(schedule: Schedule) -> tuple[Program, ...]:
     """Return one program per rank: its actions in the schedule's order, each after a `Wait` for every remote result.
 
-    A result is sent once, and only between different ranks. p stages on p ranks send 2m(p-1) messages or, with s slices,
-    2ms(p-1). A schedule in two directions sends as many, half of them for each direction.
+    A result is sent once, and only between different ranks: p stages on p ranks send 2m(p-1) messages.
     Raises Deadlock for a schedule that cannot run to its end.
     """
     timeline = simulate(schedule)
@@ -82,7 +81,7 @@ def lower(schedule: Schedule) -> tuple[Program, ...]:
     def program(rank: int) -> Iterator[Instruction]:
         for position, action in enumerate(schedule.actions[rank]):
             yield from posts[rank, position]
-            for need in map(output_key, needs(action, schedule.model_stages, schedule.slices)):
+            for need in map(output_key, schedule.needs(action)):
                 if need in arriving and schedule.stage_rank[need.stage] != rank:
                     yield Wait(arriving[need])
             yield Compute(action)
@@ -97,7 +96,7 @@ def transfers(timeline: Timeline) -> list[Transfer]:
     producer = {output_key(action): action for action in timeline.spans}
     crossings = []
     for action in timeline.spans:
-        for need in needs(action, schedule.model_stages, schedule.slices):
+        for need in schedule.needs(action):
             source, to = schedule.stage_rank[need.stage], schedule.stage_rank[action.stage]
             if source != to:
                 made = producer[output_key(need)]

@@ -24,7 +24,7 @@ class ScheduleChoice(Choice):
     chunks        stages per rank; None: any number, 2 if not given
     v_shaped      each rank has two chunks, one on the way down and one on the way back up
     sliced        samples are cut into slices
-    copies        number of copies of the model, each spread over all ranks
+    pipeline      "module:name" of the `Pipeline` that runs it
     closed_forms  "module:name" of the planner's formulas (`minipar.cost.stages.ClosedForms`); "" if it has none
     instead       if the planner has no formulas: the reason, and the schedule to plan in its place
     """
@@ -36,25 +36,26 @@ class ScheduleChoice(Choice):
         *,
         v_shaped: bool = False,
         sliced: bool = False,
-        copies: int = 1,
+        pipeline: str = "minipar.pipeline:Pipeline",
         takes: Sequence[str] = (),
         closed_forms: str = "",
         instead: str = "",
         help: str = "",
         options: type | None = None,
     ):
-        super().__init__(help=help, options=options)
+        super().__init__(pipeline, help, options)
         self.build, self.chunks, self.v_shaped, self.sliced = build, chunks, v_shaped, sliced
-        self.copies, self.takes = copies, tuple(takes)
+        self.takes = tuple(takes)
         self.closed_forms, self.instead = closed_forms, instead
 
     def priced_as(self, config: Any) -> str:
-        """Return the name of the schedule, with one copy of the model, whose formulas predict this run."""
+        """Return the name of the schedule whose formulas predict this run."""
         return str(config.schedule)
 
-    def unit_sizes(self, config: Any) -> tuple[int, ...] | None:
-        """Return the number of tokens of each slice of a run's samples; None if samples are not sliced."""
-        return None
+    def arguments(self, config: Any) -> dict[str, Any]:
+        """Return the arguments of `build` that a run's settings give."""
+        options = config.options.get("schedule")
+        return {} if options is None else vars(options)
 
 
 def _search(p: int, m: int, costs: Costs | None = None, memory_limit: float | None = None) -> Schedule:
@@ -94,12 +95,21 @@ SCHEDULES: Kind[ScheduleChoice] = Kind(
 )
 
 
+# Schedules that are only drawn: no run can choose them. An extra provides one by an entry point "timeline.NAME".
+DRAWN: Kind[ScheduleChoice] = Kind("timeline", {})
+
+
+def find_schedule(name: str) -> ScheduleChoice:
+    """Return the schedule of this name, for runs or only to be drawn. Raises ValueError for an unknown name."""
+    return DRAWN[name] if name in DRAWN and name not in SCHEDULES else SCHEDULES[name]
+
+
 def chunks_per_rank(name: str, v: int | None = None) -> int:
     """Return the number of stages per rank: the schedule's fixed number or, if it has none, v (2 if v is None).
 
     Raises ValueError for an unknown name, or a v other than the fixed number.
     """
-    fixed = SCHEDULES[name].chunks
+    fixed = find_schedule(name).chunks
     if fixed is None:
         return 2 if v is None else v
     if v not in (None, fixed):
@@ -118,7 +128,7 @@ def make_schedule(name: str, p: int, m: int, v: int | None = None, **arguments: 
 
     Raises ValueError for an unknown name, a v or an argument that the schedule does not have, or a size below 1.
     """
-    choice = SCHEDULES[name]
+    choice = find_schedule(name)
     chunks = chunks_per_rank(name, v)
     for argument, value in arguments.items():
         if argument not in choice.takes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Literal, NamedTuple
 
 Op = Literal["F", "B", "I", "W"]
@@ -13,16 +13,12 @@ HALVES: tuple[Op, ...] = ("F", "I", "W")  # the parts of a stage's work if the b
 
 
 class Action(NamedTuple):
-    """One piece of work on one microbatch, or on one slice of its tokens, by one stage of the model.
+    """One piece of work on one microbatch by one stage of the model.
 
     F   forward
     B   the whole backward: I and W in one
     I   the input-gradient half: the gradient of the stage's input, for which the previous stage waits
     W   the weight-gradient half: the gradients of the stage's weights, for which no other rank waits
-
-    `microbatch` is a microbatch's number. In a schedule that cuts samples into slices it is a unit's number: unit k is
-    slice k % slices of microbatch k // slices.
-    In a schedule with several copies of the model, of S stages each, stage s is part s % S of copy s // S.
     """
 
     op: Op
@@ -33,10 +29,8 @@ class Action(NamedTuple):
         return f"{self.op} of microbatch {self.microbatch} on stage {self.stage}"
 
 
-def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...]:
+def needs(action: Action, num_stages: int) -> tuple[Action, ...]:
     """Return the actions whose results `action` consumes: the whole dependency rule of a pipeline.
-
-    num_stages   stages of one copy of the model; a copy's first and last stages need no stage of another copy
 
     F(s, k)   the activation from stage s-1        F(s-1, k)
     B(s, k)   what the stage's own forward saved   F(s, k)
@@ -44,30 +38,16 @@ def needs(action: Action, num_stages: int, slices: int = 1) -> tuple[Action, ...
     I(s, k)   the same two                         F(s, k), I(s+1, k)
     W(s, k)   what the stage's own I saved         I(s, k)
 
-    If samples are cut into slices, an action also needs, on the same stage,
-
-    F(s, k)   keys and values of earlier slices    F(s, k-1), unless k is a sample's first slice
-    B(s, k)   their gradients from later slices    B(s, k+1), unless k is a sample's last slice; the same for I
-
     A schedule may split the backward of stage s but not that of stage s+1. B(s+1, k) and I(s+1, k) both produce
     the gradient; `needs` returns the one with the op of `action`, and `output_key` is the same for both.
     """
     op, stage, k = action
     if op == "W":
         return (Action("I", stage, k),)
-    before: tuple[Action, ...] = ()
     if op == "F":
-        if stage % num_stages:
-            before += (Action("F", stage - 1, k),)
-        if k % slices:
-            before += (Action("F", stage, k - 1),)
-        return before
-    before += (Action("F", stage, k),)
-    if (stage + 1) % num_stages:
-        before += (Action(op, stage + 1, k),)
-    if (k + 1) % slices:
-        before += (Action(op, stage, k + 1),)
-    return before
+        return (Action("F", stage - 1, k),) if stage else ()
+    own = Action("F", stage, k)
+    return (own, Action(op, stage + 1, k)) if stage + 1 < num_stages else (own,)
 
 
 def output_key(action: Action) -> Action:
@@ -83,19 +63,15 @@ class Schedule:
     stage_rank         stage_rank[stage] is the rank that holds the stage
     num_microbatches   m; microbatches are numbered 0 ... m-1
     name               used in error messages and plots
-    slices             s, the number of slices into which the tokens of every sample are cut; an action works on one slice
-    copies             number of copies of the model; stages are numbered copy after copy, and a microbatch passes through
-                       one copy. With two copies, ranks r and p-1-r hold the same parts of the model
-    offloaded          (stage, unit) pairs whose activations are in CPU memory between forward and backward
+
+    `needs`, `work`, `live_change` and `label` are rules that everybody asks: validator, simulator, executor and plots. A
+    subclass may have other rules; then it also has a `Pipeline` of its own, unless it is only drawn.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     stage_rank: tuple[int, ...]
     num_microbatches: int
     name: str = "custom"
-    slices: int = 1
-    copies: int = 1
-    offloaded: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def num_ranks(self) -> int:
@@ -103,34 +79,26 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of all copies of the model together."""
         return len(self.stage_rank)
 
-    @property
-    def model_stages(self) -> int:
-        """The number of stages of one copy of the model."""
-        return len(self.stage_rank) // self.copies
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions whose results `action` consumes."""
+        return needs(action, self.num_stages)
 
-    @property
-    def num_units(self) -> int:
-        """The number of units of work, m * slices: each stage runs F once per unit."""
-        return self.num_microbatches * self.slices
+    def work(self) -> set[tuple[int, int]]:
+        """Return every (stage, microbatch) that has to run forward and backward, once each."""
+        return set(product(range(self.num_stages), range(self.num_microbatches)))
 
-    def unit_label(self, k: int) -> str:
-        """Return the name of unit k: its microbatch's number and, if there are slices, a dot and its slice's number."""
-        return str(k) if self.slices == 1 else f"{k // self.slices}.{k % self.slices}"
+    def live_change(self, action: Action) -> tuple[int, int]:
+        """Return the change of a rank's live activations at the start and at the end of `action`.
 
-    def part(self, stage: int) -> int:
-        """Return the stage's number within its copy of the model; with one copy, its own number."""
-        return stage % self.model_stages
+        Activations of a stage for a microbatch are live from the start of F to the end of B or, if it is split, of W.
+        """
+        return int(action.op == "F"), -int(action.op in "BW")
 
-    def is_first(self, stage: int) -> bool:
-        """Return whether the stage has the embedding."""
-        return self.part(stage) == 0
-
-    def is_last(self, stage: int) -> bool:
-        """Return whether the stage has the head and the loss."""
-        return self.part(stage) == self.model_stages - 1
+    def label(self, microbatch: int) -> str:
+        """Return the microbatch's number as plots show it."""
+        return str(microbatch)
 
     def visits(self, rank: int) -> tuple[tuple[Action, ...], ...]:
         """Return the rank's actions that compute with parameters, so without W, as runs of actions on one stage.
@@ -142,9 +110,8 @@ class Schedule:
         return tuple(tuple(run) for _, run in groupby(used, key=lambda action: action.stage))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages that `rank` holds, in the order of the model's parts."""
-        own = (stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
-        return tuple(sorted(own, key=self.part))
+        """Return the stages that `rank` holds, ascending."""
+        return tuple(stage for stage, owner in enumerate(self.stage_rank) if owner == rank)
 
 
 def first_microbatches(m: int, actions: Iterable[Action]) -> tuple[Action, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minipar.schedules.costs import Costs
 from minipar.schedules.deadlock import Deadlock
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import Action, Schedule, output_key
 from minipar.schedules.timeline import Timeline, hop
 
 
@@ -19,7 +19,6 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises ValueError for costs that do not fit the schedule, Deadlock if the schedule cannot run to its end.
     """
     costs = costs or Costs()
-    model_stages, slices = schedule.model_stages, schedule.slices
     seconds, hops = costs.table(schedule.num_stages), costs.hops(schedule.stage_rank)
     spans: dict[Action, tuple[float, float]] = {}
     ends: dict[Action, float] = {}
@@ -28,7 +27,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     def start_of(action: Action, rank: int) -> float | None:
         start = free[rank]
-        for need in needs(action, model_stages, slices):
+        for need in schedule.needs(action):
             key = output_key(need)
             end = ends.get(key)
             if end is None:

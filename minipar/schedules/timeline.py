@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from minipar.schedules.costs import Costs
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import Action, Schedule, output_key
 
 Span = tuple[float, float]
 
@@ -61,26 +61,19 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """The peak number of activations that each rank holds, counting one per stage and microbatch (or its slice)."""
+        """The peak number of activations that each rank holds, counting one per stage and microbatch."""
         return tuple(
             max((n for _, n in self.live(rank)), default=0) for rank in range(self.schedule.num_ranks)
         )
 
     def live(self, rank: int) -> list[tuple[float, int]]:
-        """Return (time, number live from then on) at each change; a unit is live from F's start to B's or W's end.
-
-        An offloaded unit is not live, though, from F's end to the start of B or I.
-        """
+        """Return (time, number live from then on) at each change, by the schedule's `live_change`."""
         changes, count = [], 0
         for action in self.schedule.actions[rank]:
-            start, end = self.spans[action]
-            away = action[1:] in self.schedule.offloaded
-            if action.op == "F" or (away and action.op in "BI"):
-                count += 1
-                changes.append((start, count))
-            if action.op in "BW" or (away and action.op == "F"):
-                count -= 1
-                changes.append((end, count))
+            for time, change in zip(self.spans[action], self.schedule.live_change(action)):
+                if change:
+                    count += change
+                    changes.append((time, count))
         return changes
 
     @cached_property
@@ -97,7 +90,7 @@ class Timeline:
                     self.spans[by_result[output_key(need)]][1] + hop(hops, need, action),
                     by_result[output_key(need)],
                 )
-                for need in needs(action, self.schedule.model_stages, self.schedule.slices)
+                for need in self.schedule.needs(action)
             ]
             if action in previous:
                 causes.append((self.spans[previous[action]][1], previous[action]))

@@ -15,15 +15,12 @@ def to_torch(schedule: Schedule) -> str:
         runtime._load_csv(path)                                   the file with this text
         runtime.step(inputs)                                      or runtime.step(target=targets) on the last stage's rank
 
-    Raises ValueError for a schedule with slices or with two copies of the model, which torch's runtime does not support.
+    Raises ValueError for a schedule whose rules are not the plain ones, since torch's runtime has no others.
     """
-    if schedule.slices > 1:
+    if type(schedule) is not Schedule:
         raise ValueError(
-            f"slices={schedule.slices}: torch's runtime keeps no keys and values between slices; use slices=1"
-        )
-    if schedule.copies > 1:
-        raise ValueError(
-            f"copies={schedule.copies} of the model: torch's runtime has one; use a schedule with copies=1"
+            f"schedule {schedule.name} is a {type(schedule).__name__}: torch's runtime runs whole microbatches, kept on "
+            "the device, of one copy of the model; use a schedule of these, such as 1f1b"
         )
     rows = (",".join(f"{stage}{op}{k}" for op, stage, k in actions) for actions in schedule.actions)
     return "".join(f"{row}\n" for row in rows)

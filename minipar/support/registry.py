@@ -13,7 +13,6 @@ else still works.
     kind         chosen by              a choice is                             the interface of what it loads
     algorithm    --algorithm            a way to compute collectives            comm/collectives.py
     schedule     --schedule             an order of the pipeline's work         schedules/registry.py
-    stage_state  a schedule's slices    a stage's state between two units       pipeline/stage_state.py
     timeline     minipar timeline       a schedule that is only drawn           schedules/registry.py
     optimizer    --optimizer            an optimizer over any mesh              train/optim.py
     compress     --compress             a way to average gradients              train/averaging.py

@@ -76,7 +76,7 @@ def routing(world: Comm, state: RankState, config: TrainConfig) -> dict[str, flo
     """
     if not config.model.num_experts:
         return {}
-    comm, sums = state.mesh.sharing("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
+    comm, sums = state.mesh.comm("dp", "cp"), torch.zeros(7, dtype=torch.float64, device=world.device)
     for stage in state.stages:
         for metrics in take_metrics(stage).values():
             load = comm.all_reduce(metrics.load)

@@ -7,7 +7,7 @@ Does what `simple/train.py` does, for any model and mesh:
     3. tensor     cut every matrix; autograd accumulates gradients that are already summed over tp
     4. context    replace the attention core by one that also attends to other ranks' keys; nothing else mixes tokens
     5. recompute  activation checkpointing; after all communication is in the blocks, since recomputation repeats it
-    6. data       last: shard the remaining parameters, and sum gradients over dp x cp and over all copies of the model
+    6. data       last: shard the remaining parameters, and sum gradients over dp x cp
 
 The model is on the meta device until its parameters are this rank's parts. Only then does each parameter get its value,
 made from (seed, name) or read from --init. So no rank ever holds more than its part and one unit, and no initial weight is
@@ -80,13 +80,13 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     The strategies' collectives use `config.algorithm` where they support it.
     """
     schedule = schedule_of(config, mesh.coordinates.dp)
-    mesh = _mesh_for(config, mesh, schedule)
+    mesh = _mesh_for(config, mesh)
     assert mesh.world is not None
     stages = [transformed_stage(config, mesh, device, stage) for stage in own_stages(config, mesh, schedule)]
-    modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.model_stages > 1)
-    sizes = config.choice("schedule").unit_sizes(config)
+    modules, optimizer = data_parallel(config, mesh, stages, ends_apart=schedule.num_stages > 1)
+    pipeline_class: type[Pipeline] = config.choice("schedule").load()
     stagewise = config.gather_every == "stage"
-    pipeline = Pipeline(modules, mesh.comm("pp"), schedule, slice_sizes=sizes, reshard_stages=stagewise)
+    pipeline = pipeline_class(modules, mesh.comm("pp"), schedule, reshard_stages=stagewise)
     state = RankState(mesh, stages, pipeline, optimizer, scaler=make_scaler(config, mesh.world))
     state.shares = norm_shares(optimizer.tensors, mesh.world)
     holders = [x for x in (*modules, optimizer) if isinstance(x, DDP | ZeroOptimizer | FSDP)]
@@ -94,14 +94,13 @@ def parallelize(config: TrainConfig, mesh: Mesh, device: torch.device) -> RankSt
     return state
 
 
-def _mesh_for(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Mesh:
-    """Return the mesh with the run's collective algorithm, mirrored if the schedule has two copies of the model."""
-    mirrored = schedule.copies == 2
-    if config.algorithm == "auto" and not mirrored:
+def _mesh_for(config: TrainConfig, mesh: Mesh) -> Mesh:
+    """Return the mesh with the run's collective algorithm."""
+    if config.algorithm == "auto":
         return mesh
     assert mesh.world is not None
     sizes = config.pp, config.dp, config.cp, config.tp, config.ep
-    return Mesh(mesh.world.using(config.algorithm), *sizes, mirrored)
+    return Mesh(mesh.world.using(config.algorithm), *sizes)
 
 
 # 1. pipeline --------------------------------------------------------------------------------------------------------
@@ -110,11 +109,10 @@ def _mesh_for(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Mesh:
 def own_stages(config: TrainConfig, mesh: Mesh, schedule: Schedule) -> Iterator[Transformer]:
     """Yield this rank's stages of the model, on the meta device."""
     assert mesh.world is not None
-    layers = stage_layers(config, mesh.world, schedule.model_stages)
+    layers = stage_layers(config, mesh.world, schedule.num_stages)
     for number in schedule.stages_of(mesh.coordinates.pp):
-        part = schedule.part(number)
-        first, last = part == 0, part == schedule.model_stages - 1
-        yield Transformer(config.model, config.seed, layers[part], first, last, "meta", config.torch_dtype)
+        ends = number == 0, number == schedule.num_stages - 1
+        yield Transformer(config.model, config.seed, layers[number], *ends, "meta", config.torch_dtype)
 
 
 def stage_layers(config: TrainConfig, world: Comm, num_stages: int) -> list[range]:

@@ -34,10 +34,10 @@ def job_and_layout(config: TrainConfig, machine: Machine) -> tuple[Job, Layout]:
     shape = ModelShape.of(config.model)
     job = Job(shape, machine, config.world_size, config.seq_len, config.batch_size, precision, how)
     microbatch = max(1, config.batch_size // config.dp // config.microbatches)
-    name, dp, pp, chunks = _planned_order(config)
+    name, chunks = _planned_order(config)
     slices = getattr(config.options.get("schedule"), "slices", 1) if SCHEDULES[name].sliced else 1
     return job, Layout(
-        dp, pp, config.cp, config.ep, config.tp, config.zero, name, chunks, microbatch, config.recompute,
+        config.dp, config.pp, config.cp, config.ep, config.tp, config.zero, name, chunks, microbatch, config.recompute,
         config.cp_attention, slices,
     )  # fmt: skip
 
@@ -48,17 +48,15 @@ def _reduce_bytes(config: TrainConfig) -> int:
     return {"float64": 8, "float32": 4}.get(name, 2)
 
 
-def _planned_order(config: TrainConfig) -> tuple[str, int, int, int]:
-    """Return (schedule, dp, pp, chunks per rank) for the planner. Two copies of a model count as twice the dp, half the pp.
+def _planned_order(config: TrainConfig) -> tuple[str, int]:
+    """Return (schedule, chunks per rank) for the planner.
 
     A schedule without closed formulas, or with too few microbatches, is predicted as 1F1B.
     """
-    choice = config.choice("schedule")
-    name = choice.priced_as(config)
-    dp, pp, m = config.dp * choice.copies, config.pp // choice.copies, config.microbatches // choice.copies
-    if not SCHEDULES[name].closed_forms or not enough_microbatches(name, pp, m):
-        return "1f1b", dp, pp, 1
-    return name, dp, pp, chunks_per_rank(name, config.chunks if SCHEDULES[name].chunks is None else None)
+    name = config.choice("schedule").priced_as(config)
+    if not SCHEDULES[name].closed_forms or not enough_microbatches(name, config.pp, config.microbatches):
+        return "1f1b", 1
+    return name, chunks_per_rank(name, config.chunks if SCHEDULES[name].chunks is None else None)
 
 
 def not_weighed(config: TrainConfig) -> list[str]:

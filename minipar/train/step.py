@@ -63,7 +63,7 @@ def train_step(
             state.optimizer.step(grad_scale=scale * clip_divisor)
         if config.model.balance_bias:
             for stage in state.stages:
-                update_balance_bias(stage, comm=state.mesh.sharing("dp", "cp"))
+                update_balance_bias(stage, comm=state.mesh.comm("dp", "cp"))
     config.choice("dispatch").end_step(config, state, step)
     return {
         "step": step,

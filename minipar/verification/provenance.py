@@ -28,7 +28,6 @@ def place_in_recipe(config: TrainConfig, placement: Placement, rank: int) -> str
     if placement.tied_to is not None:
         steps.append(f"tied to {placement.tied_to}, their gradients summed over pp")
     over = [axis for axis in ("dp", "cp") if getattr(config, axis) > 1]
-    over += ["both copies of the model"] if config.choice("schedule").copies > 1 else []
     if over:
         ranks = "the ranks with these experts" if expert and config.ep > 1 else " x ".join(over)
         steps.append(f"data: gradient summed over {ranks}")

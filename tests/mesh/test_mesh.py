@@ -158,10 +158,6 @@ def test_on_real_ranks_what_a_comm_gathers_comes_from_its_group_and_meshes_do_no
         (dict(dp=8, tp=True), "tp=True; use"),
         (dict(dp=8.0), "dp=8.0; use"),
         (dict(dp="8"), "dp='8'; use"),
-        (
-            dict(pp=1, dp=8, mirrored=True),
-            "pp=1 of a mirrored mesh: each rank mirrors another; use an even number, such as 2",
-        ),
     ],
 )
 def test_sizes_that_do_not_make_up_the_world_are_refused_with_what_would(sizes, message):
@@ -193,21 +189,3 @@ def test_what_a_mesh_cannot_answer_is_refused_with_the_numbers(ask, message):
     with pytest.raises(ValueError) as refusal:
         ask(Mesh(8, dp=4, tp=2, ep=2))
     assert message in str(refusal.value)
-
-
-@given(mesh_sizes(max_ranks=24), st.sampled_from([("dp", "cp"), ("edp",), ("dp", "cp", "tp")]))
-def test_in_a_mirrored_mesh_the_parameters_are_shared_with_the_other_end_of_the_pipeline(sizes, axes):
-    sizes = {**sizes, "pp": 2 * sizes["pp"]}
-    size = num_ranks(sizes)
-    for rank in range(size):
-        made = []
-        mesh = Mesh(FakeComm(rank, size, made), **sizes, mirrored=True)
-        comm = mesh.sharing(*axes)
-        at = mesh.coordinates_of(rank)
-        mirror = next(
-            r for r in range(size) if mesh.coordinates_of(r) == at._replace(pp=sizes["pp"] - 1 - at.pp)
-        )
-        assert made[-1][1] == tuple(sorted({*mesh.group(rank, *axes), *mesh.group(mirror, *axes)}))
-        assert mesh.sharing(*axes) is comm
-        plain = Mesh(FakeComm(rank, size), **sizes)
-        assert plain.sharing(*axes) is plain.comm(*axes)

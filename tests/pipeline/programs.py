@@ -13,6 +13,7 @@ from minipar.model import IGNORE_INDEX, Transformer
 from minipar.pipeline import Pipeline, measured, partition
 from minipar.pipeline.emulate import emulate
 from minipar.schedules.costs import Costs
+from minipar.schedules.registry import SCHEDULES
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.simulate import simulate
 from tests.strategies import assert_equal_to
@@ -41,8 +42,14 @@ def accumulate(model: Transformer, tokens, targets, m: int, step: int = 0):
 
 
 def own_stages(model: Transformer, schedule: Schedule, rank: int, costs=None):
-    stages = partition(model, schedule.model_stages, costs)
-    return [stages[schedule.part(s)] for s in schedule.stages_of(rank)]
+    stages = partition(model, schedule.num_stages, costs)
+    return [stages[s] for s in schedule.stages_of(rank)]
+
+
+def pipeline_for(schedule: Schedule) -> type[Pipeline]:
+    """The class that runs schedules of this kind: the core's, or the one that comes with an extra."""
+    classes = [choice.load() for choice in SCHEDULES.usable().values()]
+    return next(c for c in classes if c.runs is type(schedule))
 
 
 def gradients(stages) -> dict[str, torch.Tensor]:
@@ -58,7 +65,7 @@ def train_step(world, config, dtype, schedule, batch, seed=0, steps=1, costs=Non
         return None, {}
     model = Transformer(config, seed=seed, dtype=dtype, device=comm.device)
     stages = own_stages(model, schedule, comm.rank, costs)
-    pipeline = Pipeline(stages, comm, schedule, **options)
+    pipeline = pipeline_for(schedule)(stages, comm, schedule, **options)
     batch = [x.to(comm.device) for x in batch]
     for _ in range(steps):
         loss = pipeline.step(*batch, stage_kwargs={"step": 3})

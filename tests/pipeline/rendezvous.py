@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from random import Random
 
 from minipar.schedules.lower import Compute, Program, Receive, Send, Wait
-from minipar.schedules.schedule import Action, Schedule, needs, output_key
+from minipar.schedules.schedule import Action, Schedule, output_key
 
 
 class Hang(Exception):
@@ -43,7 +43,7 @@ class Machine:
     def _step(self, rank: int, instruction) -> None:
         self.counter[rank] += 1
         if isinstance(instruction, Compute):
-            wanted = {output_key(need) for need in needs(instruction.action, self.schedule.model_stages)}
+            wanted = {output_key(need) for need in self.schedule.needs(instruction.action)}
             assert wanted <= self.held[rank], f"{instruction} on rank {rank} lacks {wanted - self.held[rank]}"
             self.held[rank].add(output_key(instruction.action))
             self.ran[rank].append(instruction.action)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from minipar.schedules.costs import Costs
-from minipar.schedules.registry import SCHEDULES, make_schedule
+from minipar.schedules.registry import SCHEDULES, find_schedule, make_schedule
 from minipar.schedules.schedule import Schedule
-from tests.schedules.families import CHOICES, LOOPED, SLICED, TWO_COPIES
+from tests.schedules.families import CHOICES, LOOPED, SLICED, TWO_WAYS
 
 
 def chunks(name: str):
@@ -21,14 +21,14 @@ def chunks(name: str):
 
 @st.composite
 def schedules(
-    draw, names=tuple(CHOICES), max_ranks: int = 5, max_microbatches: int = 12, max_slices: int = 1
+    draw, names=(*CHOICES, *TWO_WAYS), max_ranks: int = 5, max_microbatches: int = 12, max_slices: int = 1
 ) -> Schedule:
     name = draw(st.sampled_from(names))
     p, m = draw(st.integers(1, max_ranks)), draw(st.integers(1, max_microbatches))
-    if name in TWO_COPIES:
+    if name in TWO_WAYS:
         p, m = 2 * max(1, p // 2), 2 * max(1, m // 2)
     arguments = {"slices": draw(st.integers(1, max_slices))} if name in SLICED else {}
-    if "limit" in CHOICES[name].takes:  # beyond reach: any module can then run it
+    if "limit" in find_schedule(name).takes:  # beyond reach: any module can then run it
         arguments["limit"] = max_microbatches
     return make_schedule(name, p, m, draw(chunks(name)), **arguments)
 

@@ -18,12 +18,13 @@ from minipar.pipeline import Pipeline, measured
 from minipar.pipeline.mailbox import Outbox
 from minipar.schedules.gpipe import gpipe
 from minipar.schedules.one_f_one_b import one_f_one_b
-from minipar.schedules.schedule import needs, output_key
+from minipar.schedules.schedule import output_key
 from minipar.schedules.simulate import simulate
 from minipar.schedules.zero_bubble import zb_h1, zb_h2
 from tests.model.products import CountProducts
-from tests.pipeline.programs import make_batch, mean_square, own_stages, small_config
+from tests.pipeline.programs import make_batch, mean_square, own_stages, pipeline_for, small_config
 from tests.pipeline.strategies import schedules
+from tests.schedules.families import CHOICES
 from tests.strategies import assert_equal_to
 
 
@@ -86,13 +87,13 @@ def _live(world, schedule, batch):
     comm = world.subgroup(range(schedule.num_ranks), "pp")
     stages = [Watched() for _ in schedule.stages_of(comm.rank)]
     counter = Both(stages)
-    pipeline = Pipeline(stages, comm, schedule, loss_fn=mean_square)
+    pipeline = pipeline_for(schedule)(stages, comm, schedule, loss_fn=mean_square)
     pipeline.step(*batch)
     left = sum(stage.live for stage in stages)
     return counter.peak, left, pipeline.spans
 
 
-@given(schedules(max_ranks=4, max_microbatches=8))
+@given(schedules(tuple(CHOICES), max_ranks=4, max_microbatches=8))
 def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_schedule(schedule):
     batch = torch.randn(schedule.num_microbatches, 4), torch.randn(schedule.num_microbatches, 4)
     found = minipar.run(_live, schedule, batch, world_size=4)[: schedule.num_ranks]
@@ -104,7 +105,7 @@ def test_a_rank_holds_as_many_activations_as_simulated_in_the_order_of_the_sched
         assert starts == sorted(starts)
     ends = {output_key(action): end for action, (_, end) in timeline.spans.items()}
     for action, (start, _) in timeline.spans.items():
-        assert all(ends[output_key(need)] <= start for need in needs(action, schedule.model_stages))
+        assert all(ends[output_key(need)] <= start for need in schedule.needs(action))
     assert timeline.peak_live == simulate(schedule).peak_live
 
 

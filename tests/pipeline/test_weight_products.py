@@ -12,10 +12,10 @@ def test_a_weight_gradient_that_is_computed_holds_its_input_no_longer():
     layers = torch.nn.Sequential(*(Linear(4, 4) for _ in range(3)))
     for layer in layers:
         torch.nn.init.normal_(layer.weight)
-    stage, inputs, alive = Stage(layers, number=0, split={0}, recompute=False), [], []
+    stage, inputs, alive = Stage(layers, number=0, num_microbatches=1, split={0}), [], []
     for layer in layers[1:]:
         layer.register_forward_pre_hook(lambda _, x: inputs.append(weakref.ref(x[0].untyped_storage())))
-    stage.begin(1)
+    stage.begin()
     stage.forward(0, torch.randn(2, 4), {})
     stage.backward(0, torch.ones(2, 4))
 

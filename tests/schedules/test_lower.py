@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minipar.schedules.gpipe import gpipe
 from minipar.schedules.lower import Compute, Receive, Send, Wait, lower
 from minipar.schedules.one_f_one_b import one_f_one_b
-from minipar.schedules.schedule import Action, needs, output_key
+from minipar.schedules.schedule import Action, output_key
 from minipar.schedules.validate import validate
 from tests.pipeline.rendezvous import Hang, Machine
 from tests.pipeline.strategies import mutants, schedules
@@ -41,14 +41,14 @@ def receive_just_in_time(schedule):
     wanted_by = {
         home[output_key(need)]: schedule.stage_rank[action.stage]
         for action in home.values()
-        for need in needs(action, schedule.model_stages, schedule.slices)
+        for need in schedule.needs(action)
         if schedule.stage_rank[action.stage] != schedule.stage_rank[need.stage]
     }
     programs = []
     for rank, actions in enumerate(schedule.actions):
         program = []
         for action in actions:
-            for need in needs(action, schedule.model_stages, schedule.slices):
+            for need in schedule.needs(action):
                 if (source := schedule.stage_rank[need.stage]) != rank:
                     program += [Receive(home[output_key(need)], source), Wait(home[output_key(need)])]
             program.append(Compute(action))
@@ -76,10 +76,11 @@ def test_every_boundary_between_ranks_carries_each_unit_once_a_direction(schedul
         if isinstance(instruction, Send)
     )
     ranks = schedule.stage_rank
-    inner = [stage for stage in range(schedule.num_stages) if not schedule.is_last(stage)]
-    apart = [stage for stage in inner if ranks[stage] != ranks[stage + 1]]
-    units = schedule.num_units // schedule.copies
-    assert sent == {**{(True, s): units for s in apart}, **{(False, s + 1): units for s in apart}}
+    work = schedule.work()
+    units = Counter(stage for stage, _ in work)
+    inner = [stage for stage, k in work if (stage + 1, k) in work]
+    apart = [stage for stage in set(inner) if ranks[stage] != ranks[stage + 1]]
+    assert sent == {**{(True, s): units[s] for s in apart}, **{(False, s + 1): units[s] for s in apart}}
 
 
 @given(schedules(max_slices=4))

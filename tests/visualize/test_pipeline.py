@@ -121,7 +121,7 @@ def test_every_schedule_has_a_grid_and_a_picture_with_all_its_actions():
         assert head == grid_text(simulate(schedule)).splitlines()[0]
         assert head.startswith(f"{schedule.name}: 2 ranks, 2 microbatches")
         numbers = sorted(text.get_text() for text in panel.texts)
-        assert numbers == sorted(schedule.unit_label(a.microbatch) for own in schedule.actions for a in own)
+        assert numbers == sorted(schedule.label(a.microbatch) for own in schedule.actions for a in own)
 
 
 @pytest.mark.thorough

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.cost.plan_command import plan_command
-from minipar.schedules import Action, make_schedule, needs, simulate
+from minipar.schedules import Action, Schedule, make_schedule, simulate
 from tests.pipeline.strategies import schedules
-from tests.schedules.families import CHOICES
+from tests.schedules.families import CHOICES, TWO_WAYS
 from website.answers import answer
 
 
@@ -21,15 +21,21 @@ def asked(name: str, **request) -> dict:
     return json.loads(answer(name, json.dumps(request)))
 
 
-NAMED = [name for name in CHOICES if name != "offloaded"]  # its name is that of its order, and of its limit
+NAMED = [
+    name for name in (*CHOICES, *TWO_WAYS) if name != "offloaded"
+]  # its name is that of its order, and of its limit
 
 
 @given(schedules(NAMED, max_ranks=5, max_microbatches=9, max_slices=3))
 def test_a_timeline_is_the_simulators(want):
-    p, m, v = want.num_ranks, want.num_microbatches, want.model_stages // want.num_ranks
-    got = asked("pipeline", schedule=want.name, p=p, m=m, v=v, slices=want.slices)
-    assert got["slices"] == want.slices
-    assert ("no_csv" in got) == (got["csv"] is None) == (want.slices > 1 or want.copies > 1)
+    p, m, v = (
+        want.num_ranks,
+        want.num_microbatches,
+        want.num_stages // want.num_ranks // (1 + (want.name in TWO_WAYS)),
+    )
+    got = asked("pipeline", schedule=want.name, p=p, m=m, v=v, slices=getattr(want, "slices", 1))
+    assert got["slices"] == getattr(want, "slices", 1)
+    assert ("no_csv" in got) == (got["csv"] is None) == (type(want) is not Schedule)
     assert [[tuple(action[:3]) for action in own] for own in got["ranks"]] == [
         list(own) for own in want.actions
     ]
@@ -40,11 +46,11 @@ def test_a_timeline_is_the_simulators(want):
 @given(schedules(["1f1b", "seq1f1b", "chimera"], max_ranks=4, max_microbatches=6, max_slices=3), st.data())
 def test_an_action_names_what_it_needs_and_who_waits_for_it(schedule, data):
     chosen = data.draw(st.sampled_from([a for own in schedule.actions for a in own]))
-    p, m, slices = schedule.num_ranks, schedule.num_microbatches, schedule.slices
+    p, m, slices = schedule.num_ranks, schedule.num_microbatches, getattr(schedule, "slices", 1)
     got = asked("action", schedule=schedule.name, p=p, m=m, slices=slices, action=list(chosen))
-    assert {tuple(a) for a in got["needs"]} == set(needs(chosen, p, slices))
+    assert {tuple(a) for a in got["needs"]} == set(schedule.needs(chosen))
     for waiting in got["waiting"]:
-        assert chosen in needs(Action(*waiting), p, slices)
+        assert chosen in schedule.needs(Action(*waiting))
 
 
 def test_a_valid_order_of_ones_own_is_simulated_and_a_deadlock_says_its_cycle():

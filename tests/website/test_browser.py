@@ -18,6 +18,8 @@ from minipar.cost.plan_command import plan_command
 from minipar.learn.puzzles.registry import PUZZLES
 from minipar.learn.puzzles.verdicts import check
 from minipar.schedules import SCHEDULES, make_schedule, simulate
+from minipar.schedules.registry import find_schedule
+from tests.schedules.families import TWO_WAYS
 from tests.website.serving import served
 from website import lesson_pictures as pictures
 from website.build import AXE, SITE, from_npm
@@ -123,14 +125,16 @@ def test_the_bubble_on_the_page_is_the_simulators(browser, site_url):
     opened(browser, site_url, "interactive/pipeline.html")
     until(browser, "document.querySelector('#status').textContent === ''")
     # Two directions at the end: p and m stay even then.
-    for name, schedule in sorted(SCHEDULES.usable().items(), key=lambda item: item[1].copies):
-        for p, m in ((2, 2), (4, 6)) if schedule.copies > 1 else ((1, 1), (2, 5), (4, 8)):
+    for name in (*SCHEDULES.usable(), *TWO_WAYS):
+        for p, m in ((2, 2), (4, 6)) if name in TWO_WAYS else ((1, 1), (2, 5), (4, 8)):
             for field, value in (("p", p), ("m", m)):
                 bubble_after(
                     browser, lambda field=field, value=value: set_field(browser, "#settings", field, value)
                 )
             shown = bubble_after(browser, lambda name=name: set_field(browser, "#settings", "schedule", name))
-            want = simulate(make_schedule(name, p, m, **({"slices": 2} if schedule.sliced else {})))
+            want = simulate(
+                make_schedule(name, p, m, **({"slices": 2} if find_schedule(name).sliced else {}))
+            )
             assert shown == pytest.approx(want.bubble_over_total, abs=1e-12), name
 
 

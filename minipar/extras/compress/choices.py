@@ -175,11 +175,6 @@ class Method(Averaging):
                 f"{of}: {axis}={getattr(config, axis)} ranks compute one sample together, and their weights would differ; "
                 f"use {axis}=1"
             )
-        if self.steps_locally and _copies(config) > 1:
-            raise ValueError(
-                f"{of}: the two copies of the model in schedule={config.schedule!r} compute one batch together, and their "
-                "weights would differ; use a schedule with one copy, such as dualpipe-v"
-            )
         if config.compress == "onebit-lamb" and (config.tp > 1 or config.ep > 1):
             axis = "tp" if config.tp > 1 else "ep"
             raise ValueError(
@@ -188,8 +183,7 @@ class Method(Averaging):
         node_size = getattr(config.options["compress"], "node_size", None)
         if node_size is not None:
             ranks = _ranks_of_a_parameter(config) // config.ep
-            what = f"dp*cp{'*2' * (_copies(config) > 1)}/ep"
-            require_divides("compress.node_size", node_size, f"the ranks of a parameter ({what})", ranks)
+            require_divides("compress.node_size", node_size, "the ranks of a parameter (dp*cp/ep)", ranks)
 
     def begins_after(self, stored: str) -> bool:
         return stored == "none" and self.averages == "gradient"
@@ -288,13 +282,9 @@ def _check_sketch(own: TagcOptions) -> None:
         )
 
 
-def _copies(config: Any) -> int:
-    return int(config.choice("schedule").copies)
-
-
 def _ranks_of_a_parameter(config: Any) -> int:
-    """Return the number of ranks over which a dense gradient is averaged, counting both copies of a two-copy schedule."""
-    return int(config.dp * config.cp) * _copies(config)
+    """Return the number of ranks over which a dense gradient is averaged."""
+    return int(config.dp * config.cp)
 
 
 SIGN = Method("gradient", CodecOptions, "signs of gradients, and a scale per block")

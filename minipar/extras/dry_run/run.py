@@ -244,8 +244,6 @@ def compare(config: TrainConfig, ranks: dict[int, DryRank]) -> list[Comparison]:
         job, layout = job_and_layout(config, MACHINES["h100"])
     except ValueError:  # no formulas for this configuration
         return []
-    if layout.pp != config.pp:  # two copies of a model are planned as another mesh
-        return []
     found: list[Comparison] = []
     for pp in range(config.pp):
         rank = next(rank for rank in ranks.values() if rank.coordinates.pp == pp)

@@ -120,7 +120,7 @@ class Balance(UnpricedDispatch):
             raise ValueError(f"dispatch=balance moves whole experts with their state, and {reason}")
 
     def _why_not(self, config: Any) -> str | None:
-        sharers = config.dp * config.cp * config.choice("schedule").copies
+        sharers = config.dp * config.cp
         replicas = sharers // config.ep
         reasons = {
             f"ep={config.ep} leaves no other rank for an expert; use ep=2 or more": config.ep == 1,

@@ -78,7 +78,7 @@ def balance_experts(config: TrainConfig, state: RankState, step: int) -> None:
     """
     if (step + 1) % config.options["dispatch"].every:
         return
-    ep, sharers = state.mesh.comm("ep"), state.mesh.sharing("dp", "cp")
+    ep, sharers = state.mesh.comm("ep"), state.mesh.comm("dp", "cp")
     for stage in state.stages:
         for _, moe in moe_layers(stage):
             dispatch = moe.overrides.dispatch

@@ -23,7 +23,7 @@ class LambFamily(AdamW):
     """LAMB, with the parameter groups of AdamW. Norms are summed over the ranks that hold parts of a parameter."""
 
     def optimizer_class(self, mesh: Mesh | None = None) -> type[torch.optim.Optimizer]:
-        return Lamb if mesh is None else lamb_over(mesh.sharing("dp", "cp", "tp"))
+        return Lamb if mesh is None else lamb_over(mesh.comm("dp", "cp", "tp"))
 
     def bucket_sizes(self, config: TrainConfig) -> dict[str, float]:
         """Return sizes with which a bucket has the same parameters on all tp ranks, since norms are summed by bucket.

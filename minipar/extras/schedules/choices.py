@@ -17,7 +17,6 @@ from minipar.schedules.registry import ScheduleChoice
 from minipar.schedules.schedule import Schedule
 from minipar.schedules.search import zb_auto
 from minipar.support.options import option
-from minipar.support.registry import Choice
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,17 @@ class SlicedSchedule(ScheduleChoice):
     def __init__(self, build: Any, whole: str, help: str):
         self.whole = whole  # name of the same schedule for samples that are not cut
         super().__init__(
-            build, sliced=True, takes=("slices",), options=SliceOptions, help=help,
+            build, sliced=True, takes=("slices", "sizes"), options=SliceOptions, help=help,
+            pipeline="minipar.extras.schedules.sliced_pipeline:SlicedPipeline",
             closed_forms="minipar.extras.schedules.slice_costs:SLICED_FORMS",
         )  # fmt: skip
-
-    def check(self, config: Any) -> None:
-        check_slices(config)
 
     def priced_as(self, config: Any) -> str:
         return self.whole if config.options["schedule"].slices == 1 else str(config.schedule)
 
-    def unit_sizes(self, config: Any) -> tuple[int, ...] | None:
-        return slice_sizes(config)
+    def arguments(self, config: Any) -> dict[str, Any]:
+        check_slices(config)
+        return {**super().arguments(config), "sizes": slice_sizes(config)}
 
     def variants(self, config: Any) -> list[dict[str, Any]]:
         return [{"slices": getattr(config.options.get("schedule"), "slices", 2)}]
@@ -62,20 +60,6 @@ def _optimal(p: int, m: int, costs: Costs | None = None, memory_limit: float | N
     if found.proved:
         return found.schedule
     return replace(found.schedule, name=f"optimal, not proved: none takes less than {found.bound:g}")
-
-
-class TwoCopies(ScheduleChoice):
-    """A schedule of two copies of the model. The planner uses the formulas of the V-shaped dualpipe-v for it."""
-
-    def priced_as(self, config: Any) -> str:
-        return "dualpipe-v"
-
-
-class Chimera(TwoCopies):
-    """Chimera. It orders its microbatches differently from dualpipe-v, so the planner's estimate is only approximate."""
-
-    def not_priced(self, config: Any) -> str:
-        return f"schedule={config.schedule} (as dualpipe-v)" if config.pp > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -119,27 +103,16 @@ V_HALF = ScheduleChoice(
 V_MIN = ScheduleChoice(
     v_min, 2, v_shaped=True, instead=f"{NO_FORM} zb-v", help="a V with a third of 1f1b's memory"
 )
-CHIMERA = Chimera(
-    chimera,
-    copies=2,
-    instead="holds two copies of the model, and is no better than twice the dp of a V on half the pp; use zb-v there",
-    help="1f1b from both ends, on two copies of the model",
-)
-DUALPIPE = TwoCopies(
-    dualpipe,
-    copies=2,
-    instead="holds two copies of the model, and is dualpipe-v with twice the dp on half the pp; use that",
-    help="dualpipe-v unfolded, on two copies of the model",
-)
+CHIMERA = ScheduleChoice(chimera, help="1f1b from both ends, on two copies of the model")
+DUALPIPE = ScheduleChoice(dualpipe, help="dualpipe-v unfolded, on two copies of the model")
 OFFLOADED = OffloadedSchedule(
     offloaded,
     takes=("of", "limit"),
     options=OffloadOptions,
+    pipeline="minipar.extras.schedules.offloaded_pipeline:OffloadedPipeline",
     instead=f"{NO_FORM} 1f1b",
     help="another schedule, whose ranks hold at most some activations; the others wait in CPU memory",
 )
 OPTIMAL = ScheduleChoice(
     _optimal, takes=("costs", "memory_limit"), help="the shortest schedule, by exact search (needs OR-tools)"
 )
-OFFLOAD = Choice("minipar.extras.schedules.offloaded_units:OffloadedUnits")
-STAGE_STATE = Choice("minipar.extras.schedules.stage_slices:SequenceSlices")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 from minipar.schedules.registry import make_schedule
 from minipar.schedules.schedule import Action, Schedule
@@ -10,7 +10,20 @@ from minipar.schedules.schedule import Action, Schedule
 WHOLE = ("1f1b", "gpipe", "breadth-first", "interleaved")  # schedules whose backwards are whole
 
 
-def offloaded(p: int, m: int, of: str = "1f1b", limit: int = 2) -> Schedule:
+@dataclass(frozen=True)
+class OffloadedSchedule(Schedule):
+    """A schedule that moves activations of some (stage, microbatch) pairs to CPU memory between forward and backward."""
+
+    offloaded: frozenset[tuple[int, int]] = frozenset()
+
+    def live_change(self, action: Action) -> tuple[int, int]:
+        """Return the changes of a unit that is live, if it is offloaded, during its forward and its backward alone."""
+        if action[1:] in self.offloaded:
+            return int(action.op in "FB"), -int(action.op in "FB")
+        return super().live_change(action)
+
+
+def offloaded(p: int, m: int, of: str = "1f1b", limit: int = 2) -> OffloadedSchedule:
     """Return the schedule `of`, with so many units offloaded that no rank has more than `limit` live at once.
 
     A unit is a microbatch on one stage. An offloaded one is live during its forward and its backward alone:
@@ -28,7 +41,8 @@ def offloaded(p: int, m: int, of: str = "1f1b", limit: int = 2) -> Schedule:
         raise ValueError(f"of={of!r} has no whole backwards to offload before; use {', '.join(WHOLE)}")
     schedule = make_schedule(of, p, m)
     away = frozenset(unit for actions in schedule.actions for unit in _beyond(actions, limit))
-    return replace(schedule, name=f"{of}, at most {limit} live", offloaded=away)
+    whole = schedule.actions, schedule.stage_rank, schedule.num_microbatches
+    return OffloadedSchedule(*whole, f"{of}, at most {limit} live", away)
 
 
 def _beyond(actions: tuple[Action, ...], limit: int) -> set[tuple[int, int]]:

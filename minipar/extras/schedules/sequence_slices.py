@@ -2,7 +2,7 @@
 
 With causal attention, a slice needs no later tokens. So m microbatches of s slices are m * s units of work, and ranks idle
 as little as with m * s microbatches. A slice attends to the keys and values of the earlier slices, which each stage keeps.
-So a sample's slices run forward in ascending order, and backward in descending order (see `needs`).
+So a sample's slices run forward in ascending order, and backward in descending order.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 from minipar.schedules.one_f_one_b import alternate
 from minipar.schedules.schedule import Action, Schedule
@@ -19,7 +21,41 @@ Cut = tuple[float, tuple[int, ...]]  # (seconds, number of tokens of each slice)
 SliceCost = Callable[[int, int], float]  # (tokens before the slice, its tokens) -> seconds
 
 
-def terapipe(p: int, m: int, slices: int = 2) -> Schedule:
+@dataclass(frozen=True)
+class SlicedSchedule(Schedule):
+    """A schedule whose actions each work on a unit, a slice of a microbatch: unit k is slice k % slices of k // slices.
+
+    In addition to what `needs` says of whole microbatches, an action needs, on the same stage,
+
+    F(s, k)   keys and values of earlier slices    F(s, k-1), unless k is a sample's first slice
+    B(s, k)   their gradients from later slices    B(s, k+1), unless k is a sample's last slice; the same for I
+
+    slices  the number of slices of every sample
+    sizes   the tokens of each slice; None: as equal as possible, larger slices first
+    """
+
+    slices: int = 1
+    sizes: tuple[int, ...] | None = None
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        op, stage, k = action
+        before = super().needs(action)
+        if op == "F" and k % self.slices:
+            before += (Action("F", stage, k - 1),)
+        if op in "BI" and (k + 1) % self.slices:
+            before += (Action(op, stage, k + 1),)
+        return before
+
+    def work(self) -> set[tuple[int, int]]:
+        return set(product(range(self.num_stages), range(self.num_microbatches * self.slices)))
+
+    def label(self, microbatch: int) -> str:
+        if self.slices == 1:
+            return str(microbatch)
+        return f"{microbatch // self.slices}.{microbatch % self.slices}"
+
+
+def terapipe(p: int, m: int, slices: int = 2, sizes: tuple[int, ...] | None = None) -> SlicedSchedule:
     """Return GPipe over slices: all m * slices forwards, then all backwards, each sample's last slice first.
 
     The bubble is (p-1)/(m * slices) of the ideal time for slices of equal cost. Every rank keeps m * slices units alive, as
@@ -28,10 +64,10 @@ def terapipe(p: int, m: int, slices: int = 2) -> Schedule:
     """
     require_positive(p=p, m=m, slices=slices)
     actions = tuple(tuple(_forwards(rank, m, slices) + _backwards(rank, m, slices)) for rank in range(p))
-    return Schedule(actions, tuple(range(p)), m, "terapipe", slices)
+    return SlicedSchedule(actions, tuple(range(p)), m, "terapipe", slices, sizes)
 
 
-def seq1f1b(p: int, m: int, slices: int = 2) -> Schedule:
+def seq1f1b(p: int, m: int, slices: int = 2, sizes: tuple[int, ...] | None = None) -> SlicedSchedule:
     """Return 1F1B over s slices, with s-1 more warm-up forwards, since a sample's last slice runs backward first.
 
     The bubble is (p-1)/(m s) of the ideal time for slices of equal cost. Rank r keeps min(p - r + s - 1, m s) units alive,
@@ -44,7 +80,7 @@ def seq1f1b(p: int, m: int, slices: int = 2) -> Schedule:
         alternate(p - 1 - rank + slices - 1, _forwards(rank, m, slices), _backwards(rank, m, slices))
         for rank in range(p)
     )
-    return Schedule(tuple(map(tuple, actions)), tuple(range(p)), m, "seq1f1b", slices)
+    return SlicedSchedule(tuple(map(tuple, actions)), tuple(range(p)), m, "seq1f1b", slices, sizes)
 
 
 def _forwards(stage: int, m: int, slices: int) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Chimera and DualPipe: half the microbatches enter at each end of the ranks, which hold two copies of the model.
+"""Chimera and DualPipe, drawn and simulated: half the microbatches enter at each end of the ranks, which hold two models.
 
 Rank r holds stage r of the copy that runs down, from rank 0 to p-1, and stage p-1-r of the copy that runs up. Rank p-1-r
 holds the same two stages, with the copies exchanged, and the two ranks sum their gradients.
@@ -11,12 +11,34 @@ DualPipe-V note this.
 
 from __future__ import annotations
 
-from minipar.schedules.schedule import Action, Schedule, first_microbatches
+from dataclasses import dataclass
+
+from minipar.schedules.schedule import Action, Schedule, first_microbatches, needs
 from minipar.schedules.v_shaped import dualpipe_v
 from minipar.support.errors import require_positive
 
 
-def chimera(p: int, m: int) -> Schedule:
+@dataclass(frozen=True)
+class TwoDirections(Schedule):
+    """A schedule of two copies of a model of S stages: stage s is part s % S of copy s // S. No pipeline runs it.
+
+    Microbatch 2k goes through the stages of copy 0, microbatch 2k+1 through those of copy 1. DualPipe-V on half the ranks,
+    with twice the dp, is as good, and runs.
+    """
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """Return what `needs` says of the action's own copy."""
+        parts = self.num_stages // 2
+        copy, part = divmod(action.stage, parts)
+        own = needs(action._replace(stage=part), parts)
+        return tuple(need._replace(stage=need.stage + copy * parts) for need in own)
+
+    def work(self) -> set[tuple[int, int]]:
+        parts = self.num_stages // 2
+        return {(stage, k) for stage, k in super().work() if k % 2 == stage // parts}
+
+
+def chimera(p: int, m: int) -> TwoDirections:
     """Return Chimera: 1F1B from both ends, merged. If F = B and p divides m, the two ends' actions never overlap on a rank.
 
     idle per rank, p dividing m   p-2 if F = B = 1, a fraction (p-2) / (2m + p-2) of the step, half of 1F1B's
@@ -50,7 +72,7 @@ def _folded_chimera(p: int, rounds: int, rank: int) -> list[Action]:
     return [slots[slot] for slot in sorted(slots)]
 
 
-def dualpipe(p: int, m: int) -> Schedule:
+def dualpipe(p: int, m: int) -> TwoDirections:
     """Return DualPipe: `dualpipe_v` on p/2 ranks with m/2 microbatches, unfolded.
 
     Each rank idles p/2 - 1 if F=I=W=1 and m >= 2p, and keeps at most p+1 activations, each of a stage of 1/p of the
@@ -60,19 +82,18 @@ def dualpipe(p: int, m: int) -> Schedule:
     return unfolded(dualpipe_v(_require_even(p, m), m // 2), "dualpipe")
 
 
-def unfolded(folded: Schedule, name: str | None = None) -> Schedule:
+def unfolded(folded: Schedule, name: str | None = None) -> TwoDirections:
     """Unfold a V-shaped schedule into two directions, with twice the ranks and twice the microbatches.
 
     Ranks r and p-1-r both run the actions of the folded rank r, each with the microbatches of its direction: the folded
     microbatch k becomes 2k on the way down, and 2k+1 on the way up.
-    Raises ValueError if `folded` is not a V of two chunks per rank, with one copy of the model and whole samples.
+    Raises ValueError if `folded` is not a V of two chunks per rank, of whole microbatches.
     """
     half = folded.num_ranks
     p = 2 * half
-    if folded.copies > 1 or folded.slices > 1:
+    if type(folded) is not Schedule:
         raise ValueError(
-            f"schedule {folded.name} has copies={folded.copies} and slices={folded.slices}; to be unfolded it must have "
-            "one of each, as zb-v has"
+            f"schedule {folded.name} is a {type(folded).__name__}; only a plain V can be unfolded, such as zb-v"
         )
     if folded.stage_rank != (*range(half), *reversed(range(half))):
         raise ValueError(
@@ -90,7 +111,7 @@ def unfolded(folded: Schedule, name: str | None = None) -> Schedule:
     lower = [tuple(unfold(a, up=False) for a in actions) for actions in folded.actions]
     upper = [tuple(unfold(a, up=True) for a in actions) for actions in reversed(folded.actions)]
     stage_rank = (*range(p), *reversed(range(p)))
-    return Schedule((*lower, *upper), stage_rank, 2 * folded.num_microbatches, name or folded.name, copies=2)
+    return TwoDirections((*lower, *upper), stage_rank, 2 * folded.num_microbatches, name or folded.name)
 
 
 def _require_even(p: int, m: int) -> int:

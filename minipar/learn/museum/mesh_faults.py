@@ -225,14 +225,9 @@ def norms_summed_over_one_square(world: Comm, change: Change) -> None:
 
 def earlier_slices_get_no_gradient(world: Comm, change: Change) -> None:
     """The keys and values that a stage keeps for later slices of a sample are detached, so they get no gradient."""
-    from minipar.extras.schedules import stage_slices
+    from minipar.extras.schedules import sliced_pipeline
 
-    change(stage_slices, "_kept", lambda x: stage_slices._Kept(None, x.detach()))
-
-
-def copies_keep_their_own_gradients(world: Comm, change: Change) -> None:
-    """In a bidirectional pipeline, the two ranks that hold the same stage do not sum their gradients."""
-    change(Mesh, "sharing", Mesh.comm)
+    change(sliced_pipeline, "_kept", lambda x: sliced_pipeline._Kept(None, x.detach()))
 
 
 def one_weight_per_node(world: Comm, change: Change) -> None:

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.train_config import VERIFY_DEFAULTS
 from minipar.extras.schedules.offloaded import WHOLE, offloaded
-from minipar.extras.schedules.offloaded_units import OffloadedUnits
+from minipar.extras.schedules.offloaded_pipeline import OffloadedStage
 from minipar.model import Transformer
 from minipar.pipeline.emulate import emulate
-from minipar.pipeline.stage import Stage
 from minipar.schedules import Costs, lower, make_schedule, simulate
 from minipar.schedules.validate import validate
 from minipar.train import recompute
@@ -57,10 +56,10 @@ def bytes_after_each_action(limit: int, mode: str = "none", to_cpu=Elsewhere) ->
     config = small_config(6, max_seq_len=8)
     part = Transformer(config, dtype=torch.float64).stage([2, 3], first=False, last=False)
     recompute.recompute(part, mode)
-    stage = Stage(part, 1, set(), False, offloaded={k for s, k in schedule.offloaded if s == 1})
+    stage = OffloadedStage(part, 1, 4, set(), offloaded={k for s, k in schedule.offloaded if s == 1})
     for p in part.parameters():
         p.grad = torch.zeros_like(p)
-    stage.begin(4)
+    stage.begin()
     numbers = {
         "positions": torch.arange(8),
         "sample_ids": torch.arange(2),
@@ -95,7 +94,7 @@ def test_a_planted_fault_is_seen_in_the_bytes():
     """Copies stay on the device; or inputs are kept, as autograd keeps them."""
     unit = bytes_after_each_action(4)[0]
     assert bytes_after_each_action(1, to_cpu=torch.clone)[3] > 3 * unit
-    with patch.object(OffloadedUnits, "cut", lambda self, kwargs, x, unit: kwargs):
+    with patch.object(OffloadedStage, "_free"):
         assert bytes_after_each_action(1)[3] == 4 * 2 * 8 * 8 * 8
 
 

@@ -8,8 +8,6 @@ from minipar.cost.layout import parse_layout
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("pp4-dualpipe-dp2", "is dualpipe-v with twice the dp on half the pp; use that"),
-        ("dp8-pp8-chimera", "twice the dp of a V on half the pp"),
         ("pp4-hanayo:2", "hanayo has no closed form, and is not planned; use interleaved"),
         ("pp4-v-half", "use zb-v"),
         ("pp4-v-min", "use zb-v"),

@@ -27,11 +27,10 @@ from minipar.extras.schedules.slice_costs import (
     most_alive,
     sizes_of,
 )
+from minipar.extras.schedules.sliced_pipeline import SlicedPipeline
 from minipar.extras.schedules.slicing import equal_costs, slice_cost, slice_sizes
 from minipar.model import Transformer
-from minipar.pipeline import Pipeline
 from minipar.schedules.registry import SCHEDULES, make_schedule
-from minipar.schedules.schedule import needs
 from minipar.support.live_bytes import LiveBytes
 from minipar.train.recompute import recompute
 from tests.cost.printed_commands import config_of
@@ -68,7 +67,7 @@ def kept_bytes(world, config, schedule, sizes, batch, how) -> int:
     recompute(part, how)
     for parameter in part.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    pipeline = Pipeline([part], world, schedule, slice_sizes=sizes)
+    pipeline = SlicedPipeline([part], world, replace(schedule, sizes=tuple(sizes)))
     (stage,) = pipeline.stages.values()
     memory, most = LiveBytes(), 0
     gc.freeze()  # so that only what the step leaves is searched for cycles
@@ -152,7 +151,7 @@ def span(schedule, cost) -> float:
     while any(at[rank] < len(own) for rank, own in enumerate(schedule.actions)):
         for rank, own in enumerate(schedule.actions):
             for action in own[at[rank] :]:
-                before = needs(action, schedule.num_stages, schedule.slices)
+                before = schedule.needs(action)
                 if not all(need in ends for need in before):
                     break
                 start = max(free[rank], *(ends[need] for need in before)) if before else free[rank]

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import minipar
+from minipar.config.train_config import TrainConfig
 from minipar.extras.schedules.building_block import v_half
 from minipar.extras.schedules.two_directions import chimera, dualpipe, unfolded
 from minipar.extras.schedules.waves import hanayo
+from minipar.pipeline.emulate import emulate
 from minipar.schedules import (
     Action,
     Costs,
-    Schedule,
     dualpipe_v,
     one_f_one_b,
     simulate,
@@ -23,6 +25,7 @@ from minipar.schedules import (
     validate,
     zb_v,
 )
+from tests.pipeline.programs import refusal
 from tests.pipeline.strategies import costs, schedules
 
 EVEN_BACKWARD, WHOLE_BACKWARD = Costs(F=1.0, I=0.5, W=0.5), Costs()  # B = F and B = 2F
@@ -101,21 +104,13 @@ def test_an_unfolded_v_takes_as_long_and_keeps_as_much_as_the_v(folded, data):
 @given(schedules(["chimera", "dualpipe"], max_ranks=8, max_microbatches=16))
 def test_each_direction_has_half_of_the_microbatches_and_each_pair_of_ranks_one_order(schedule):
     validate(schedule)
-    S = schedule.model_stages
+    S = schedule.num_stages // 2
     down = {a.microbatch for own in schedule.actions for a in own if a.stage < S}
     up = {a.microbatch for own in schedule.actions for a in own if a.stage >= S}
     assert down == set(range(0, schedule.num_microbatches, 2))
     assert up == set(range(1, schedule.num_microbatches, 2))
     for own, mirror in zip(schedule.actions, reversed(schedule.actions)):
-        assert [(a.op, schedule.part(a.stage)) for a in own] == [
-            (a.op, schedule.part(a.stage)) for a in mirror
-        ]
-
-
-def _swap(schedule, rank, i, j):
-    ranks = [list(own) for own in schedule.actions]
-    ranks[rank][i], ranks[rank][j] = ranks[rank][j], ranks[rank][i]
-    return replace(schedule, actions=tuple(map(tuple, ranks)))
+        assert [(a.op, a.stage % S) for a in own] == [(a.op, a.stage % S) for a in mirror]
 
 
 def _without(schedule, microbatch):
@@ -126,51 +121,25 @@ def _without(schedule, microbatch):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: _swap(s, 0, 4, 5), "ranks 0 and 3 hold the same parts of the model and run them in different orders"),
         (lambda s: replace(s, stage_rank=(0, 1, 2, 3, 3, 2, 0, 1)), "holds the stage"),
-        (lambda s: replace(s, copies=3), "copies=3 of a model in 8 stages; use 1, or 2 and an even number"),
-        (lambda s: _without(s, 3), "F of microbatch 3 on stage 0 occurs 0 times"),
-        (lambda s: replace(s, copies=1), "F of microbatch 0 on stage 4 occurs 0 times"),
+        (lambda s: _without(s, 3), "F of microbatch 3 on stage 4 occurs 0 times"),
     ],
-)  # fmt: skip
-def test_what_is_no_mirror_image_is_refused(change, says):
+)
+def test_what_is_not_done_or_not_placed_is_refused(change, says):
     with pytest.raises(ValueError, match=says):
         validate(change(chimera(4, 4)))
 
 
-def test_a_microbatch_on_both_copies_is_refused():
-    schedule = chimera(4, 4)
-    ranks = [[a._replace(microbatch=2) if a.microbatch == 3 else a for a in own] for own in schedule.actions]
-    with pytest.raises(ValueError, match="microbatch 2 is on stages .* of two copies of the model"):
-        validate(replace(schedule, actions=tuple(map(tuple, ranks))))
-
-
-def test_a_second_copy_elsewhere_than_the_mirror_is_refused():
-    """Both copies down from rank 0: every rank would hold one part twice."""
-    schedule = chimera(4, 4)
-    ranks = [[a._replace(stage=a.stage % 4) for a in schedule.actions[r] if a.stage < 4] for r in range(4)]
-    both = [own + [a._replace(stage=a.stage + 4, microbatch=a.microbatch + 1) for a in own] for own in ranks]
-    with pytest.raises(ValueError, match="part 0 of the model is on ranks 0 and 0; .* must be on rank 3"):
-        validate(replace(schedule, actions=tuple(map(tuple, both)), stage_rank=(0, 1, 2, 3, 0, 1, 2, 3)))
-
-
-def test_orders_that_cannot_run_in_step_are_refused():
-    """Each rank can come to its end, but not where it waits for the other's shards of the weights at every action."""
-    f0, f1, f2, f3, b0, b1, b2, b3 = (partial(Action, op, stage) for op in "FB" for stage in range(4))
-    down = (f0(0), f3(1), f0(2), f3(3), b3(1), b0(0), b3(3), b0(2))
-    up = (f2(1), f1(0), f2(3), f1(2), b1(0), b2(1), b1(2), b2(3))
-    validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
-    up = (f2(1), f1(2), f2(3), f1(0), *up[4:])
-    says = "ranks 0 and 1 .* cannot run F of microbatch 1 on stage 3 and F of microbatch 2 on stage 1 at the same time"
-    with pytest.raises(ValueError, match=says):
-        validate(Schedule((down, up), (0, 1, 1, 0), 4, copies=2))
-
-
-def test_a_rank_in_the_middle_that_would_hold_a_part_twice_is_refused():
-    f0, f1, f2, f3, f4, f5, b0, b1, b2, b3, b4, b5 = (partial(Action, op, s) for op in "FB" for s in range(6))
-    actions = ((f0(0), f5(1), b5(1), b0(0)), (f1(0), f4(1), b4(1), b1(0)), (f3(1), f2(0), b2(0), b3(1)))
-    with pytest.raises(ValueError, match="on 3 ranks: rank 1 would hold a part twice; use an even number"):
-        validate(Schedule(actions, (0, 1, 2, 2, 1, 0), 2, copies=2))
+def test_two_directions_are_drawn_and_no_pipeline_runs_them():
+    """Neither a run nor stages that sleep."""
+    with pytest.raises(ValueError, match="schedule='chimera' is unknown"):
+        TrainConfig(pp=2, schedule="chimera")
+    said, *_ = refusal(
+        lambda world: minipar.Pipeline([nn.Identity()] * 2, world, chimera(2, 2)), world_size=2
+    )
+    assert "schedule chimera is a TwoDirections, and this pipeline runs a Schedule" in said
+    said, *_ = refusal(lambda world: emulate(world, dualpipe(2, 2), Costs()), world_size=2)
+    assert "schedule dualpipe is only drawn" in said
 
 
 @pytest.mark.parametrize("generator", [chimera, dualpipe])
@@ -186,14 +155,12 @@ def test_only_a_v_can_be_unfolded():
     for schedule in (one_f_one_b(4, 4), hanayo(2, 4, 4)):
         with pytest.raises(ValueError, match=f"schedule {schedule.name} places .* as a V, such as"):
             unfolded(schedule)
-    with pytest.raises(
-        ValueError, match="schedule chimera has copies=2 and slices=1; to be unfolded .* one of each"
-    ):
+    with pytest.raises(ValueError, match="schedule chimera is a TwoDirections; only a plain V"):
         unfolded(chimera(2, 2))
     assert unfolded(zb_v(2, 3), "mine").name == "mine"
     assert dualpipe(4, 8) == unfolded(dualpipe_v(2, 4), "dualpipe")
 
 
 def test_torch_has_one_copy_of_the_model():
-    with pytest.raises(ValueError, match="copies=2 of the model: torch's runtime has one"):
+    with pytest.raises(ValueError, match="schedule dualpipe is a TwoDirections: torch's runtime runs"):
         to_torch(dualpipe(2, 2))

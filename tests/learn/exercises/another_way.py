@@ -12,7 +12,7 @@ from minipar.cost.stages import idle_s
 from minipar.extras.schedules.sequence_slices import seq1f1b
 from minipar.extras.schedules.two_directions import chimera
 from minipar.extras.tensor_grids import linear_costs
-from minipar.schedules import Costs, interleaved, needs, one_f_one_b, simulate, zb_h1, zb_h2
+from minipar.schedules import Costs, interleaved, one_f_one_b, simulate, zb_h1, zb_h2
 
 ANOTHER_WAY = {}
 T, G = 1e12, 1e9
@@ -528,7 +528,7 @@ def messages_of_an_interleaved_step(p, chunks, microbatches):
         schedule.stage_rank[need.stage] != rank
         for rank, actions in enumerate(schedule.actions)
         for action in actions
-        for need in needs(action, schedule.model_stages)
+        for need in schedule.needs(action)
     )
 
 

@@ -1,23 +1,144 @@
-"""Keys and values that a stage keeps between the slices of a sample, and their gradients from later slices.
+"""A pipeline whose microbatches are cut into slices of tokens; `sequence_slices.py` has the order in which they run.
 
-`sequence_slices.py` has the order in which slices run.
+A stage keeps the keys and values of a sample's earlier slices, and their gradients from its later slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minipar.comm import Comm
+from minipar.extras.schedules.sequence_slices import SlicedSchedule
 from minipar.model import Transformer
 from minipar.model.attention import Attention
 from minipar.model.block import Block
 from minipar.model.groups import check_whole_groups
+from minipar.pipeline import Pipeline
+from minipar.pipeline.mailbox import Mailbox
+from minipar.pipeline.stage import Stage
+from minipar.schedules.schedule import Action, Schedule
+from minipar.support.chunks import check_sizes
+
+
+class SlicedPipeline(Pipeline):
+    """The `Pipeline` of a SlicedSchedule; its stages are Transformers, and it has no `loss_fn`, since means do not add up.
+
+    Gradients equal those of one process up to rounding, since attention adds them up slice by slice. Sends what a Pipeline
+    sends, and 80 bytes once for the shape of each slice.
+    """
+
+    runs = SlicedSchedule
+    schedule: SlicedSchedule
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        comm: Comm,
+        schedule: SlicedSchedule,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        checkpoint: bool | Collection[int] = False,
+        reshard_stages: bool = False,
+    ):
+        if loss_fn is not None and schedule.slices > 1:
+            raise ValueError(
+                f"slices={schedule.slices} with a loss_fn: means do not add up; use loss_fn=None"
+            )
+        super().__init__(stages, comm, schedule, loss_fn, checkpoint, reshard_stages)
+
+    def _make_mailbox(self) -> Mailbox:
+        return SlicedMailbox(self.comm, self.schedule, self.schedule.slices)
+
+    def _make_stage(
+        self, module: nn.Module, number: int, num_microbatches: int, split: set[int], recompute: bool
+    ) -> Stage:
+        plain = module, number, num_microbatches, split, recompute
+        return Stage(*plain) if self.schedule.slices == 1 else SlicedStage(*plain, self.schedule.slices)
+
+    def _cut_tokens(self, name: str, x: Tensor | None) -> tuple[Tensor, ...]:
+        """Cut dim 0 into microbatches, and dim 1 of each into slices; return the units in order."""
+        slices = self.schedule.slices
+        microbatches = super()._cut_tokens(name, x)[::slices]
+        if slices == 1:
+            return microbatches
+        length = microbatches[0].shape[1]
+        if length < slices:
+            raise ValueError(
+                f"slices={slices} are more than {name}.shape[1]={length} tokens; use {length} or fewer"
+            )
+        sizes = self.schedule.sizes or [length // slices + (n < length % slices) for n in range(slices)]
+        sizes = check_sizes(sizes, length, slices, "slice_sizes", dim=1)
+        return tuple(unit for microbatch in microbatches for unit in torch.split(microbatch, sizes, dim=1))
+
+    def _cut_samples(self, name: str, x: Tensor) -> tuple[Tensor, ...]:
+        """Cut dim 0 into microbatches, and return each as often as it has slices."""
+        microbatches = super()._cut_samples(name, x)
+        return tuple(microbatch for microbatch in microbatches for _ in range(self.schedule.slices))
+
+
+class SlicedMailbox(Mailbox):
+    """A mailbox in which each slice of a sample has a shape of its own."""
+
+    def __init__(self, comm: Comm, schedule: Schedule, slices: int):
+        self._slices = slices
+        super().__init__(comm, schedule)
+
+    def _boundary(self, action: Action) -> Hashable:
+        return super()._boundary(action), action.microbatch % self._slices
+
+
+class SlicedStage(Stage):
+    """A stage whose attention sees a sample's earlier slices; it numbers its units, as a SlicedSchedule does."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        num_units: int,
+        split: set[int],
+        recompute: bool = False,
+        slices: int = 2,
+    ):
+        super().__init__(module, number, num_units, split, recompute)
+        if self.transformer is None:
+            raise ValueError(
+                f"slices={slices} of a sample on stage {number}, a {type(module).__name__}; use a Transformer, whose "
+                "attentions can see earlier slices"
+            )
+        self._slices = SequenceSlices(self.transformer, slices)
+
+    def forward(
+        self, k: int, x: Tensor, kwargs: dict[str, Any], finish: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        with self._slices.visible(k):
+            out = super().forward(k, x, self._slices.cut(kwargs, x, k), finish)
+        num_slices = self._slices.slices
+        if not torch.is_grad_enabled() and (k + 1) % num_slices == 0:
+            self._slices.release(k + 1 - num_slices)
+        return out
+
+    def backward(self, k: int, gradient: Tensor) -> Tensor | None:
+        of_input = super().backward(k, gradient)
+        self._slices.release(k)
+        return of_input
+
+    def end(self) -> None:
+        super().end()
+        self._slices.clear()
+
+    def _sample_ids(self, k: int, x: Tensor) -> Tensor:
+        return super()._sample_ids(k // self._slices.slices, x)
+
+    def _backpropagate(self, k: int, edge: GradientEdge, gradient: Tensor) -> None:
+        edges, gradients = self._slices.gradients(k)
+        with self._slices.visible(k):
+            torch.autograd.backward((edge, *edges), (gradient, *gradients))
 
 
 class SequenceSlices:

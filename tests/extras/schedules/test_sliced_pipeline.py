@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -13,15 +14,19 @@ from torch import nn
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.extras.schedules.sequence_slices import seq1f1b, terapipe
-from minipar.extras.schedules.stage_slices import SequenceSlices, _EarlierSlices
+from minipar.extras.schedules.sequence_slices import SlicedSchedule, seq1f1b, terapipe
+from minipar.extras.schedules.sliced_pipeline import (
+    SequenceSlices,
+    SlicedPipeline,
+    SlicedStage,
+    _EarlierSlices,
+)
 from minipar.mesh import gather, placement_of
 from minipar.model import Transformer
 from minipar.model.attention import Attention, plain_attention
-from minipar.pipeline import Pipeline
 from minipar.schedules.one_f_one_b import one_f_one_b
 from minipar.schedules.registry import make_schedule
-from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.schedule import Action
 from minipar.schedules.simulate import simulate
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
@@ -42,8 +47,8 @@ from tests.strategies import assert_equal_to, seeds
 
 
 @st.composite
-def sizes_of_slices(draw, slices: int, most: int = 3) -> list[int]:
-    return draw(st.lists(st.integers(1, most), min_size=slices, max_size=slices))
+def sizes_of_slices(draw, slices: int, most: int = 3) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(1, most), min_size=slices, max_size=slices)))
 
 
 @st.composite
@@ -70,9 +75,11 @@ def sliced(draw, max_ranks: int = 3, max_microbatches: int = 3, max_slices: int 
 
 def check(case, world_size: int) -> None:
     schedule, sizes, config, batch, recomputed = case
-    options = {"slice_sizes": sizes, "checkpoint": recomputed}
+    schedule = replace(schedule, sizes=sizes)
     parts = minipar.run(
-        lambda world: train_step(world, config, torch.float64, schedule, batch, steps=2, **options),
+        lambda world: train_step(
+            world, config, torch.float64, schedule, batch, steps=2, checkpoint=recomputed
+        ),
         world_size=world_size,
     )
     loss, got = together(parts)
@@ -97,7 +104,7 @@ def test_a_batch_in_slices_trains_as_one_process_on_more_ranks(case):
 CONFIG = small_config(2, max_seq_len=7, num_kv_heads=1, dropout=0.2, tie_embeddings=True)
 BATCH = make_batch(CONFIG, 4)
 SIZES = (3, 2, 2)
-CASES = [seq1f1b(2, 2, 3), terapipe(2, 2, 3)]
+CASES = [seq1f1b(2, 2, 3, SIZES), terapipe(2, 2, 3, SIZES)]
 named = pytest.mark.parametrize("schedule", CASES, ids=lambda s: s.name)
 
 
@@ -114,7 +121,7 @@ def test_backwards_may_be_split():
     f, b, i, w = (lambda stage, k, op=op: Action(op, stage, k) for op in "FBIW")
     first = (f(0, 0), f(0, 1), i(0, 1), i(0, 0), w(0, 0), w(0, 1))
     last = (f(1, 0), f(1, 1), b(1, 1), i(1, 0), w(1, 0))
-    check((Schedule((first, last), (0, 1), 1, "split", 2), (3, 4), CONFIG, BATCH, False), world_size=2)
+    check((SlicedSchedule((first, last), (0, 1), 1, "split", 2), (3, 4), CONFIG, BATCH, False), world_size=2)
 
 
 def test_positions_and_sample_ids_may_be_given():
@@ -128,7 +135,7 @@ def test_positions_and_sample_ids_may_be_given():
 
     def step(world):
         stages = own_stages(Transformer(config, dtype=torch.float64), CASES[0], world.rank)
-        pipeline = Pipeline(stages, world, CASES[0], slice_sizes=SIZES)
+        pipeline = SlicedPipeline(stages, world, CASES[0])
         loss = pipeline.step(tokens, targets, per_sample={"sample_ids": ids, "positions": starts})
         return loss, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
@@ -143,16 +150,16 @@ def test_positions_and_sample_ids_may_be_given():
 def _looked_at(world, schedule):
     """What the stage keeps after each action of a step, as (units, keys' tokens, microbatches); bytes sent; its loss."""
     model = Transformer(CONFIG, dtype=torch.float64)
-    pipeline = Pipeline(own_stages(model, schedule, world.rank), world, schedule, slice_sizes=SIZES)
+    pipeline = SlicedPipeline(own_stages(model, schedule, world.rank), world, schedule)
     (stage,) = pipeline.stages.values()
     seen, sent = [], []
 
     def look(run):
         def wrapped(*args, **kwargs):
             result = run(*args, **kwargs)
-            keys = [own for layers in stage._state._kept.values() for own in layers[0]]
+            keys = [own for layers in stage._slices._kept.values() for own in layers[0]]
             tokens = sum(x.keys.leaf.shape[2] for x in keys)
-            seen.append((len(stage._kept), tokens, len(stage._state._kept)))
+            seen.append((len(stage._kept), tokens, len(stage._slices._kept)))
             return result
 
         return wrapped
@@ -164,8 +171,9 @@ def _looked_at(world, schedule):
         pipeline.step(*BATCH)
         sent.append(world.traffic.sent_bytes)
     loss = pipeline.evaluate(*BATCH)
-    kept_in_evaluation = seen[-schedule.num_units :]
-    return seen[: 2 * schedule.num_units], sent, loss, kept_in_evaluation
+    units = schedule.num_microbatches * schedule.slices
+    kept_in_evaluation = seen[-units:]
+    return seen[: 2 * units], sent, loss, kept_in_evaluation
 
 
 @named
@@ -201,12 +209,12 @@ def _kept_by_each_forward(world):
         return result
 
     with mock.patch.object(_EarlierSlices, "extend", counting):
-        train_step(world, CONFIG, torch.float64, CASES[0], BATCH, slice_sizes=SIZES, checkpoint=True)
+        train_step(world, CONFIG, torch.float64, CASES[0], BATCH, checkpoint=True)
     return more
 
 
 def test_a_forward_that_is_recomputed_keeps_nothing_again():
-    assert minipar.run(_kept_by_each_forward, world_size=2) == [[1] * 2 * CASES[0].num_units] * 2
+    assert minipar.run(_kept_by_each_forward, world_size=2) == [[1] * 2 * 6] * 2
 
 
 def _over_tp(world, schedule, sequence_parallel: bool):
@@ -217,7 +225,7 @@ def _over_tp(world, schedule, sequence_parallel: bool):
     ))  # fmt: skip
     stages = own_stages(Transformer(TP_CONFIG, dtype=torch.float64), schedule, comm.rank)
     stages = [tensor_parallel(stage, tp, sequence_parallel) for stage in stages]
-    loss = Pipeline(stages, comm, schedule, slice_sizes=(4, 2, 2)).step(*TP_BATCH)
+    loss = SlicedPipeline(stages, comm, replace(schedule, sizes=(4, 2, 2))).step(*TP_BATCH)
     return loss, [(placement_of(p), p.grad) for stage in stages for p in stage.parameters()]
 
 
@@ -295,7 +303,7 @@ def _with_fault(world, fault, *program, **options):
 def test_a_planted_fault_changes_a_gradient(fault):
     program = (CONFIG, torch.float64, CASES[0], BATCH)
     parts = minipar.run(
-        lambda world: _with_fault(world, FAULTS[fault], *program, slice_sizes=SIZES),
+        lambda world: _with_fault(world, FAULTS[fault], *program),
         world_size=2,
     )
     _, got = together(parts)
@@ -312,38 +320,38 @@ def _own(world, schedule, **options):
 
 
 def _grouped(world):
-    schedule = seq1f1b(1, 1, 2)
+    schedule = seq1f1b(1, 1, 2, (3, 4))
     stages = _own(world, schedule, num_experts=2, group_tokens=4, moe_every=1)
-    Pipeline(stages, world, schedule, slice_sizes=(3, 4)).step(*BATCH)
+    SlicedPipeline(stages, world, schedule).step(*BATCH)
 
 
 def _reading_a_part(world):
     stages = _own(world, seq1f1b(1, 1, 2))
     stages[0].overrides.default_positions = lambda T, device: torch.arange(T)
-    Pipeline(stages, world, seq1f1b(1, 1, 2))
+    SlicedPipeline(stages, world, seq1f1b(1, 1, 2))
 
 
 @pytest.mark.parametrize(
     ("fn", "message"),
     [
         (
-            lambda world: Pipeline([nn.Linear(4, 4)], world, seq1f1b(1, 1, 2)),
+            lambda world: SlicedPipeline([nn.Linear(4, 4)], world, seq1f1b(1, 1, 2)),
             "slices=2 of a sample on stage 0, a Linear; use a Transformer, whose attentions can see earlier slices",
         ),
         (
-            lambda world: Pipeline(
+            lambda world: SlicedPipeline(
                 _own(world, one_f_one_b(1, 1)), world, seq1f1b(1, 1, 2), loss_fn=torch.sub
             ),
             "slices=2 with a loss_fn: means do not add up; use loss_fn=None",
         ),
         (
-            lambda world: Pipeline(_own(world, seq1f1b(1, 1, 8)), world, seq1f1b(1, 1, 8)).step(*BATCH),
+            lambda world: SlicedPipeline(_own(world, seq1f1b(1, 1, 8)), world, seq1f1b(1, 1, 8)).step(*BATCH),
             "slices=8 are more than inputs.shape[1]=7 tokens; use 7 or fewer",
         ),
         (
-            lambda world: Pipeline(
-                _own(world, seq1f1b(1, 1, 2)), world, seq1f1b(1, 1, 2), slice_sizes=(3, 3)
-            ).step(*BATCH),
+            lambda world: SlicedPipeline(_own(world, seq1f1b(1, 1, 2)), world, seq1f1b(1, 1, 2, (3, 3))).step(
+                *BATCH
+            ),
             "slice_sizes=[3, 3] does not cut dim 1 of length 7 into 2 parts",
         ),
         (_grouped, "4 tokens at positions [3, 4, 5, 6] are not whole routing groups"),
@@ -357,3 +365,35 @@ def test_what_cannot_be_cut_is_one_clear_line(fn, message):
     (said,) = refusal(fn)
     assert message in said
     assert "\n" not in said
+
+
+def test_without_gradients_a_samples_last_slice_ends_what_is_kept_of_it():
+    stage = SlicedStage(Transformer(small_config(1), 1), 0, 6, frozenset(), slices=3)
+    stage.begin()
+    released = []
+    stage._slices.release = released.append
+    with torch.no_grad():
+        for unit, so_far in enumerate(([], [], [0], [0], [0], [0, 3])):
+            stage.forward(unit, torch.zeros(1, 1, dtype=torch.int64), {})
+            assert released == so_far
+
+
+def test_the_plain_pipeline_does_not_run_slices():
+    schedule = seq1f1b(1, 1, 2)
+    (said,) = refusal(lambda world: minipar.Pipeline(_own(world, schedule), world, schedule))
+    assert "schedule seq1f1b is a SlicedSchedule, and this pipeline runs a Schedule" in said
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 4)])
+def test_units_are_the_slices_of_each_microbatch_in_order(sizes):
+    x = torch.arange(2 * 5).view(2, 5)
+
+    def cut(world):
+        schedule = seq1f1b(1, 2, 2, sizes)
+        return SlicedPipeline(_own(world, schedule), world, schedule)._cut_tokens("x", x)
+
+    (units,) = minipar.run(cut, world_size=1)
+    at = 3 if sizes is None else 1
+    assert [u.tolist() for u in units] == [
+        x[i : i + 1, a:b].tolist() for i in (0, 1) for a, b in ((0, at), (at, 5))
+    ]
