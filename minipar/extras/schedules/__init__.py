@@ -1,16 +1,16 @@
 """Pipeline schedules that few runs use. In reading order:
 
-two_directions.py   Chimera and DualPipe: two copies of the model, run from both ends
-building_block.py   V-Min and V-Half: less memory than 1F1B, longer bubbles
-waves.py            Hanayo: chunks placed as several Vs
-offloaded.py        a schedule of the core with a limit on live activations; the others wait in CPU memory
-offloaded_units.py  how a stage offloads a unit's activations
-sequence_slices.py  TeraPipe and Seq1F1B: samples cut into slices of tokens, and the best cut
-stage_slices.py     keys and values that a stage keeps between the slices of a sample
-slice_costs.py      the planner's formulas for slices: tokens, bytes, and the number of live slices
-slicing.py          where a run's samples are cut, and which samples can be cut
-optimal.py          the shortest schedule, by exact search, for small p and m
-choices.py          the choices of --schedule, and which configurations they refuse
+two_directions.py      Chimera and DualPipe, drawn only: two copies of the model, run from both ends
+building_block.py      V-Min and V-Half: less memory than 1F1B, longer bubbles
+waves.py               Hanayo: chunks placed as several Vs
+offloaded.py           a schedule of the core with a limit on live activations; the others wait in CPU memory
+offloaded_pipeline.py  its pipeline: how a stage offloads a microbatch's activations
+sequence_slices.py     TeraPipe and Seq1F1B: samples cut into slices of tokens, and the best cut
+sliced_pipeline.py     the pipeline of slices: keys and values that a stage keeps between them
+slice_costs.py         the planner's formulas for slices: tokens, bytes, and the number of live slices
+slicing.py             where a run's samples are cut, and which samples can be cut
+optimal.py             the shortest schedule, by exact search, for small p and m
+choices.py             the choices of --schedule, and which configurations they refuse
 """
 
 import lazy_loader

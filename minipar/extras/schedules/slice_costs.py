@@ -11,7 +11,7 @@ whatever the attention):
 
 Later slices also attend to the keys and values of slice A. Once the backward of a later slice has run, the gradients of A's
 keys and values (2 h_kv/tp e t for its t tokens) are held until A's own backward.
-`sequence_slices.py` orders the slices, and `stage_slices.py` keeps the keys and values. Imports no torch.
+`sequence_slices.py` orders the slices, and `sliced_pipeline.py` keeps the keys and values. Imports no torch.
 Source: Seq1F1B, arXiv:2406.03488, section 3.2; TeraPipe, arXiv:2102.07988, section 3.2.
 """
 

@@ -94,9 +94,6 @@ EXACT = [
 ]
 
 
-TWO_COPIES = dict(dp=1, pp=2, schedule="chimera", microbatches=2)
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", EXACT, ids=str)
 def test_what_loses_nothing_has_the_numbers_of_one_process(options):
@@ -205,7 +202,6 @@ LOSSY = [
     dict(compress=("onebit-lamb", {"warmup": 1, "node_size": 2}), dp=4, optimizer="lamb", lr=0.05),
     dict(compress=("local-sgd", {"every": 3, "warmup": 1}), dp=2, pp=2),
     dict(compress=("diloco", {"every": 3}), dp=2, tp=2, model=replace(EXPERTS, balance_bias=True)),
-    TWO_COPIES | dict(compress="sign"),
     dict(compress="int8", dp=3, batch_size=6, zero=2, model=replace(SMALL, tie_embeddings=True)),
     dict(compress=("sign", {"warmup": 1, "feedback": False}), dp=2, tp=2, zero=2),
     dict(compress=("fp8", {"feedback": False}), dp=2, cp=2, ep=2, zero=2, model=EXPERTS),
@@ -262,19 +258,6 @@ def test_each_part_of_a_lossy_step_is_compared():
         tensor.mul_(1.01)
         assert next(row.what for row in _lossy_rows(config, text, seen) if not row.equal) == want
         tensor.copy_(kept)
-
-
-def test_two_levels_are_of_the_ranks_of_both_copies_of_the_model():
-    result = verify(
-        BASE.choosing(
-            steps=1, dtype="float64", **TWO_COPIES, compress=("topk", {"fraction": 1.0, "node_size": 2})
-        )
-    )
-    assert result.equal, result.first_divergence
-    with pytest.raises(
-        ValueError, match=r"compress.node_size=4 does not divide .* \(dp\*cp\*2/ep\)=2; use 1 or 2"
-    ):
-        BASE.choosing(**TWO_COPIES, compress=("int8", {"node_size": 4}))
 
 
 # Resuming -----------------------------------------------------------------------------------------------------------

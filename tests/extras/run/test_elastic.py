@@ -176,8 +176,6 @@ def test_the_line_says_what_was_chosen_and_why():
         (dict(), []),
         (dict(pp=2, microbatches=2, schedule=("seq1f1b", {"slices": 2})), []),
         (dict(pp=2, microbatches=2, schedule=("terapipe", {"slices": 1})), []),
-        (dict(pp=2, dp=1, microbatches=4, schedule="dualpipe"), []),
-        (dict(pp=2, dp=1, microbatches=4, schedule="chimera"), ["schedule=chimera (as dualpipe-v)"]),
         (dict(pp=2, dp=1, microbatches=2, schedule="hanayo"), ["schedule=hanayo (as 1f1b)"]),
         (dict(pp=2, dp=1, microbatches=1, schedule="zb-h1"), ["schedule=zb-h1 (as 1f1b)"]),
         (dict(tp=1, optimizer="muon"), ["optimizer=muon"]),
@@ -196,16 +194,6 @@ def test_what_is_not_weighed_is_named(changes, left_out):
     line = reason(config, 1, ASSUMED, mesh_for(config, config.world_size))
     assert all(words in line for words in left_out)
     assert ("not weighed" in line) == bool(left_out)
-
-
-def test_two_copies_of_the_model_are_weighed_as_the_v_that_they_are():
-    """DualPipe on 4 ranks holds and takes what dualpipe-v on 2 does with twice the dp."""
-    config = replace(CONFIG, membership="fixed", dp=1, tp=1, microbatches=4, pp=2, schedule="dualpipe")
-    v = replace(config, dp=2, pp=1, microbatches=2, schedule="dualpipe-v")
-    assert weighed(config, ASSUMED) == weighed(v, ASSUMED)
-    one_copy = replace(config, schedule="1f1b")
-    states = [worst_rank_memory(*job_and_layout(one, ASSUMED))[1]["parameters"] for one in (config, one_copy)]
-    assert states[0] > 1.3 * states[1]
 
 
 def test_of_many_meshes_each_schedule_is_made_once_and_no_annotation_is_evaluated_again():
