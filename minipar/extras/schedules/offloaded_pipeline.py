@@ -19,17 +19,9 @@ class OffloadedPipeline(Pipeline):
     runs = OffloadedSchedule
     schedule: OffloadedSchedule
 
-    def _make_stage(
-        self, module: nn.Module, number: int, num_microbatches: int, split: set[int], recompute: bool
-    ) -> Stage:
+    def _make_stage(self, module: nn.Module, number: int, *plain: Any) -> Stage:
         away = {k for stage, k in self.schedule.offloaded if stage == number}
-        plain = module, number, num_microbatches, split, recompute
-        if away and recompute:
-            raise ValueError(
-                f"checkpoint of stage {number}, whose microbatches {self.schedule.name} offloads; checkpoint its blocks "
-                "instead (minipar.train.recompute)"
-            )
-        return OffloadedStage(*plain, away) if away else Stage(*plain)
+        return OffloadedStage(away, module, number, *plain) if away else Stage(module, number, *plain)
 
 
 class OffloadedStage(Stage):
@@ -40,20 +32,17 @@ class OffloadedStage(Stage):
     the copies, to and from pinned memory, run in the order of the computation, so a rank's own computation hides none.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        num_microbatches: int,
-        split: Set[int],
-        recompute: bool = False,
-        offloaded: Set[int] = frozenset(),
-    ):
-        super().__init__(module, number, num_microbatches, split, recompute)
+    def __init__(self, offloaded: Set[int], *plain: Any, **options: Any):
+        super().__init__(*plain, **options)
         if self.transformer is None:
             raise ValueError(
-                f"{len(offloaded)} microbatches offloaded on stage {number}, a {type(module).__name__}; use a Transformer, "
-                "whose blocks can offload what they save"
+                f"{len(offloaded)} microbatches offloaded on stage {self.number}, a {type(self.module).__name__}; use a "
+                "Transformer, whose blocks can offload what they save"
+            )
+        if self.recompute:
+            raise ValueError(
+                f"checkpoint of stage {self.number}, whose microbatches are offloaded; checkpoint its blocks instead "
+                "(minipar.train.recompute)"
             )
         self._offloaded = offloaded
         self._moving = False  # whether an offloaded microbatch's forward is running

@@ -5,13 +5,13 @@ A stage keeps the keys and values of a sample's earlier slices, and their gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minipar.comm import Comm
@@ -23,7 +23,7 @@ from minipar.model.groups import check_whole_groups
 from minipar.pipeline import Pipeline
 from minipar.pipeline.mailbox import Mailbox
 from minipar.pipeline.stage import Stage
-from minipar.schedules.schedule import Action, Schedule
+from minipar.schedules.schedule import Action
 from minipar.support.chunks import check_sizes
 
 
@@ -37,29 +37,16 @@ class SlicedPipeline(Pipeline):
     runs = SlicedSchedule
     schedule: SlicedSchedule
 
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        comm: Comm,
-        schedule: SlicedSchedule,
-        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-        checkpoint: bool | Collection[int] = False,
-        reshard_stages: bool = False,
-    ):
-        if loss_fn is not None and schedule.slices > 1:
-            raise ValueError(
-                f"slices={schedule.slices} with a loss_fn: means do not add up; use loss_fn=None"
-            )
-        super().__init__(stages, comm, schedule, loss_fn, checkpoint, reshard_stages)
-
     def _make_mailbox(self) -> Mailbox:
-        return SlicedMailbox(self.comm, self.schedule, self.schedule.slices)
+        return SlicedMailbox(self.comm, self.schedule)
 
-    def _make_stage(
-        self, module: nn.Module, number: int, num_microbatches: int, split: set[int], recompute: bool
-    ) -> Stage:
-        plain = module, number, num_microbatches, split, recompute
-        return Stage(*plain) if self.schedule.slices == 1 else SlicedStage(*plain, self.schedule.slices)
+    def _make_stage(self, *plain: Any) -> Stage:
+        slices = self.schedule.slices
+        if slices == 1:
+            return Stage(*plain)
+        if self.loss_fn is not None:
+            raise ValueError(f"slices={slices} with a loss_fn: means do not add up; use loss_fn=None")
+        return SlicedStage(slices, *plain)
 
     def _cut_tokens(self, name: str, x: Tensor | None) -> tuple[Tensor, ...]:
         """Cut dim 0 into microbatches, and dim 1 of each into slices; return the units in order."""
@@ -85,8 +72,8 @@ class SlicedPipeline(Pipeline):
 class SlicedMailbox(Mailbox):
     """A mailbox in which each slice of a sample has a shape of its own."""
 
-    def __init__(self, comm: Comm, schedule: Schedule, slices: int):
-        self._slices = slices
+    def __init__(self, comm: Comm, schedule: SlicedSchedule):
+        self._slices = schedule.slices
         super().__init__(comm, schedule)
 
     def _boundary(self, action: Action) -> Hashable:
@@ -96,20 +83,12 @@ class SlicedMailbox(Mailbox):
 class SlicedStage(Stage):
     """A stage whose attention sees a sample's earlier slices; it numbers its units, as a SlicedSchedule does."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        number: int,
-        num_units: int,
-        split: set[int],
-        recompute: bool = False,
-        slices: int = 2,
-    ):
-        super().__init__(module, number, num_units, split, recompute)
+    def __init__(self, slices: int, *plain: Any, **options: Any):
+        super().__init__(*plain, **options)
         if self.transformer is None:
             raise ValueError(
-                f"slices={slices} of a sample on stage {number}, a {type(module).__name__}; use a Transformer, whose "
-                "attentions can see earlier slices"
+                f"slices={slices} of a sample on stage {self.number}, a {type(self.module).__name__}; use a Transformer, "
+                "whose attentions can see earlier slices"
             )
         self._slices = SequenceSlices(self.transformer, slices)
 

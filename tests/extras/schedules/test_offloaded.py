@@ -56,7 +56,7 @@ def bytes_after_each_action(limit: int, mode: str = "none", to_cpu=Elsewhere) ->
     config = small_config(6, max_seq_len=8)
     part = Transformer(config, dtype=torch.float64).stage([2, 3], first=False, last=False)
     recompute.recompute(part, mode)
-    stage = OffloadedStage(part, 1, 4, set(), offloaded={k for s, k in schedule.offloaded if s == 1})
+    stage = OffloadedStage({k for s, k in schedule.offloaded if s == 1}, part, 1, 4, set())
     for p in part.parameters():
         p.grad = torch.zeros_like(p)
     stage.begin()

@@ -368,7 +368,7 @@ def test_what_cannot_be_cut_is_one_clear_line(fn, message):
 
 
 def test_without_gradients_a_samples_last_slice_ends_what_is_kept_of_it():
-    stage = SlicedStage(Transformer(small_config(1), 1), 0, 6, frozenset(), slices=3)
+    stage = SlicedStage(3, Transformer(small_config(1), 1), 0, 6, frozenset())
     stage.begin()
     released = []
     stage._slices.release = released.append
