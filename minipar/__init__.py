@@ -28,6 +28,9 @@ learn            exercises, puzzles, museum of bugs, quiz
 cli              the `minipar` command
 __main__         `python -m minipar`
 
+Twelve ideas, and where each is defined, specified, implemented and taught: `minipar ideas`, or `minipar.learn.ideas`.
+Each idea's definition is one file of `minipar.simple`, and its specification, in `minipar.spec`, judges any implementation.
+
 The names most programs need are exported here: `minipar.run`, `minipar.Mesh`, `minipar.DDP` and so on. Each is imported
 on first use, so `import minipar` does not import torch.
 """

@@ -8,6 +8,7 @@ from pydoc import locate
 import pytest
 
 from minipar.learn.exercises.registry import EXERCISES
+from minipar.learn.ideas import lesson_head
 from minipar.learn.museum.gallery import EXHIBITS
 
 FOLDER = Path(__file__).parent.parent / "lessons"
@@ -42,9 +43,14 @@ def sections_of(text: str) -> list[str]:
 
 
 def minutes_to_read(cells: list[dict]) -> float:
-    """Count prose, code, what cells print, and pictures, each at its own speed. Shown sources count as code."""
+    """Count prose, code, what cells print, and pictures, each at its own speed. Shown sources count as code.
+
+    The line of links at the head is not read.
+    """
     shown = shown_by(cells)
-    prose = "\n\n".join([text_of(cells, "markdown"), *(FENCED.sub("", text) for text in shown)])
+    head = lesson_head(cells[0]["source"][2:4])
+    read = text_of(cells, "markdown").replace(head, "")
+    prose = "\n\n".join([read, *(FENCED.sub("", text) for text in shown)])
     code = "\n".join([text_of(cells, "code"), *(body for text in shown for body in FENCED.findall(text))])
     return (
         len(prose.split()) / WORDS_A_MINUTE

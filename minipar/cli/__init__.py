@@ -50,6 +50,7 @@ COMMANDS: Kind[Choice] = Kind(
         "plan": WithChoices("minipar.cli.plan:plan_flags", "predict memory and time on GPUs"),
         "bench": Choice("minipar.cli.bench:bench_command", "time minipar against torch's own"),
         "explore": Choice("minipar.cli.explore:explore_command", "open the interactive site"),
+        "ideas": Choice("minipar.learn.ideas:ideas_command", "the twelve ideas, and where each is"),
         "exercise": Choice("minipar.cli.learn:exercise", "write a piece yourself, and have it checked"),
         "puzzle": Choice(
             "minipar.learn.puzzles.command:puzzle_command",
