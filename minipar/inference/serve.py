@@ -27,6 +27,7 @@ from minipar.inference.quantized_blocks import check_quantization
 from minipar.inference.quantized_weights import check_quantized_weights
 from minipar.inference.request import Request
 from minipar.inference.requests_file import ResultsFile, read_requests, result_line
+from minipar.inference.text import Text
 from minipar.mesh import Mesh
 from minipar.model.transformer import Transformer
 from minipar.runtime.launch import run
@@ -158,7 +159,9 @@ class _Answers:
 
     def _write(self, number: int) -> None:
         tokens, error = self.results[number].tokens, self.results[number].error
-        self._file.append(result_line(number, tokens, self._codec.decode(tokens), error))
+        prompt = self.served[number].prompt if number in self.served else ()
+        text = Text(self._codec, prompt=prompt).add(tokens, is_last=True)
+        self._file.append(result_line(number, tokens, text, error))
 
 
 def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Checkpoint, ModelConfig, Codec]:
