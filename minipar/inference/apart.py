@@ -40,6 +40,7 @@ from minipar.inference.request import Request, check_request
 from minipar.inference.scheduler import Scheduler, Sequence
 from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
 from minipar.mesh import Mesh
+from minipar.model.sampling import NOT_FINITE, NotFinite
 from minipar.model.transformer import Transformer
 from minipar.support.errors import require_positive
 from minipar.transport.stream import Pending
@@ -112,7 +113,7 @@ def serve_apart(
             told(numbers[number], results[number])
     logs = all_gather_objects(world, (results, side.events, side.steps))
     (_, prefill_events, prefill_steps), (texts, decode_events, decode_steps) = logs[0], logs[-1]
-    events = [event for event in prefill_events if event.kind != Kind.FINISH] + decode_events
+    events = [event for event in prefill_events if event.kind not in (Kind.FINISH, Kind.FAIL)] + decode_events
     events = [event._replace(number=numbers[event.number]) for event in events]
     for number in refused:
         request = requests[number]
@@ -223,9 +224,10 @@ class PrefillSide(Side):
     hang: the decode ranks receive requests in the order in which they are handed over.
     """
 
-    def _retire(self, sequence: Sequence) -> None:
-        self._finished[sequence.number] = sequence.text[-1], [*sequence.table], sequence.num_read
-        super()._retire(sequence)
+    def _retire(self, sequence: Sequence, last: int) -> None:
+        # Also NOT_FINITE is handed over, and no block is forgotten for it: the decode ranks know the schedule beforehand.
+        self._finished[sequence.number] = last, [*sequence.table], sequence.num_read
+        self.scheduler.remove(sequence)
 
     def read_prompts(self, requests: Items[Request], results: Results) -> None:
         """Serve requests up to their first tokens; return when all caches and tokens are sent to the decode ranks."""
@@ -262,7 +264,12 @@ class DecodeSide(Side):
             sent, num_tokens = self.coming.popleft()
             token = int(self.world.recv((1,), torch.int64, 0).item())
             self._received[sent] = token, recv_cache(self.world, self.prefill_tp, self.paged, num_tokens)
-        token, self._saved[number] = self._received.pop(number)
+        token, cache = self._received.pop(number)
+        if token == NOT_FINITE:
+            results[number].error = str(NotFinite())
+            self.events.append(Event(Kind.FAIL, number, self.now_s, self.now_s))
+            return
+        self._saved[number] = cache
         sequence = Sequence(
             number, request, [*request.prompt, token], num_read=len(request.prompt), is_swapped=True
         )

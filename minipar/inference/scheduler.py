@@ -44,6 +44,7 @@ class Sequence:
     table     its blocks
     num_read  number of leading tokens of the text whose keys and values are in the blocks, or swapped out
     is_under_way  whether it is in a step in flight, whose tokens are not known yet
+    takes_guesses  whether a draft may guess its next tokens
     """
 
     number: int
@@ -54,6 +55,7 @@ class Sequence:
     num_served: int = 0
     is_swapped: bool = False
     is_under_way: bool = False
+    takes_guesses: bool = True
 
     @classmethod
     def of(cls, number: int, request: Request) -> Sequence:
@@ -74,7 +76,7 @@ class Sequence:
     @property
     def max_drafts(self) -> int:
         """The maximum number of drafts worth verifying: one less than the tokens left, since the model adds its own."""
-        return self.request.max_tokens - len(self.text) - 1
+        return self.request.max_tokens - len(self.text) - 1 if self.takes_guesses else 0
 
 
 @dataclass

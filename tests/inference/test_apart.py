@@ -16,7 +16,16 @@ from minipar.inference.paged_model import Pass
 from minipar.inference.serve import step_line
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
-from tests.inference.texts import LONGEST, PROMPTS, alone, options, requests
+from tests.inference.texts import (
+    BAD,
+    LONGEST,
+    PROMPTS,
+    alone,
+    model_with_a_bad_token,
+    options,
+    outcome_alone,
+    requests,
+)
 from tests.model.texts import loud_model
 
 CONFIG = ModelConfig(vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=LONGEST)
@@ -77,6 +86,28 @@ def test_in_a_crowd_the_decode_side_preempts_and_a_bad_request_is_named():
 def longest_gap(events, number):
     written = [event.end_s for event in events if event.number == number and event.kind == Kind.WRITE]
     return max(b - a for a, b in zip(written[1:], written[2:]))
+
+
+def load_bad(mesh):
+    return tensor_parallel(model_with_a_bad_token(CONFIG), mesh.comm("tp"))
+
+
+def served_bad(world, several):
+    told = []
+    served = serve_apart(
+        world, load_bad, several, TIGHT, 1, per_token, on_result=lambda number, result: told.append(number)
+    )
+    return served.results, sorted(told), [event.number for event in served.events if event.kind == Kind.FAIL]
+
+
+def test_a_prompt_without_finite_logits_fails_alone_on_both_sides():
+    several = [*REQUESTS[:3], Request((1, BAD), 4), Request((2, 3, 4, 5, 6, BAD), 9, arrival_s=1.0)]
+    want = [outcome_alone(model_with_a_bad_token(CONFIG), request) for request in several]
+    ranks = minipar.run(served_bad, several, world_size=2)
+    for results, told, failed in ranks:
+        assert [(result.tokens, result.error is not None) for result in results] == want
+        assert set(failed) == {number for number, (_, fails) in enumerate(want) if fails} >= {3, 4}
+        assert told in ([], [0, 1, 2, 3, 4])
 
 
 def test_a_long_prompt_delays_nobody_who_writes():
