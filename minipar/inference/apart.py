@@ -32,11 +32,11 @@ from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.config.model_config import ModelConfig
 from minipar.inference.blocks import BlockPool
-from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second
+from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second, refusal
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.policy import find_policy
 from minipar.inference.prefix import PrefixCache
-from minipar.inference.request import Request, check_request
+from minipar.inference.request import Request
 from minipar.inference.scheduler import Scheduler, Sequence
 from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
 from minipar.mesh import Mesh
@@ -146,14 +146,8 @@ def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_t
 
 def refusals(requests: Items[Request], options: Options, config: ModelConfig) -> dict[int, str]:
     """Return, for each request that cannot be served, its number -> why. No rank has computed anything yet."""
-    found, scheduler = {}, _scheduler(options)
-    for number, request in enumerate(requests):
-        try:
-            check_request(request, config)
-            scheduler.add(Sequence.of(number, request))
-        except ValueError as error:
-            found[number] = str(error)
-    return found
+    whys = ((number, refusal(request, config, options)) for number, request in enumerate(requests))
+    return {number: why for number, why in whys if why is not None}
 
 
 def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> dict[int, float]:

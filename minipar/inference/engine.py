@@ -23,6 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from minipar.config.model_config import ModelConfig
 from minipar.inference.blocks import BlockPool
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.paged_model import PagedModel, Rows
@@ -31,7 +32,7 @@ from minipar.inference.prefix import PrefixCache
 from minipar.inference.quantized_weights import quantize_weights
 from minipar.inference.request import Request, check_request, distribution
 from minipar.inference.rotation import StageClock
-from minipar.inference.scheduler import Plan, Read, Scheduler, Sequence
+from minipar.inference.scheduler import Plan, Read, Scheduler, Sequence, check_blocks
 from minipar.inference.speculative import DRAWS, RULES, Draft, Guess, KeyedDice, check_draft
 from minipar.inference.stages import Answer, Stages
 from minipar.inference.streamed_weights import check_streaming, stream_weights
@@ -151,6 +152,16 @@ class Step:
     answer: Answer
 
 
+def refusal(request: Request, config: ModelConfig, options: Options) -> str | None:
+    """Return why an engine with these options cannot serve the request; None if it can. Needs no engine."""
+    try:
+        check_request(request, config)
+        check_blocks(request, options.num_blocks, options.block_size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class Engine:
     """Serves requests with one model.
 
@@ -261,12 +272,10 @@ class Engine:
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Queue a request that has arrived; if it cannot be served, its result says why."""
-        try:
-            check_request(request, self.config)
+        results[number].error = refusal(request, self.config, self.options)
+        kind = Kind.ARRIVE if results[number].error is None else Kind.REFUSE
+        if kind == Kind.ARRIVE:
             self.scheduler.add(Sequence.of(number, request))
-            kind = Kind.ARRIVE
-        except ValueError as error:
-            results[number].error, kind = str(error), Kind.REFUSE
         self.events.append(Event(kind, number, request.arrival_s, request.arrival_s, len(request.prompt)))
 
     def cancel(self, number: int) -> None:

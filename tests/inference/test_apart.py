@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, NGramDraft, Options, Request, apart, transfer
-from minipar.inference.apart import first_tokens, serve_apart
+from minipar.inference.apart import first_tokens, serve_apart, transfer_ends
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import Pass
 from minipar.inference.serve import step_line
@@ -128,6 +128,11 @@ def test_the_times_of_first_tokens_are_those_of_the_prefill_side():
     for number, time in times.items():
         first = min(e.end_s for e in outcome.events if e.number == number and e.kind == Kind.WRITE)
         assert first == time
+
+
+def test_caches_wait_for_one_link_and_the_link_for_them():
+    several = [Request((1,) * 4, 2), Request((1,) * 2, 2), Request((1,) * 3, 2)]
+    assert transfer_ends({0: 1.0, 1: 2.0, 2: 20.0}, several, lambda tokens: 2.0 * tokens) == [9.0, 13.0, 26.0]
 
 
 def test_arrivals_that_no_step_increases_are_served_in_the_prefill_sides_order():
