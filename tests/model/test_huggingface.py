@@ -62,7 +62,6 @@ def test_the_example_of_the_docstring_is_a_model_that_is_read(tmp_path):
     assert sum(p.numel() for p in shapes.parameters()) == 6_738_415_616
 
 
-
 @pytest.mark.parametrize("files", [1, 3])
 def test_weights_are_those_written_from_one_file_or_several(tmp_path, files):
     want = write(tmp_path, files=files, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)})

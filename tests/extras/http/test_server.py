@@ -271,14 +271,16 @@ def test_when_a_rank_dies_clients_are_told_and_the_service_ends(folder, monkeypa
 
 def test_a_second_interrupt_logs_nothing(folder, caplog):
     body = dict(prompt="ab", max_tokens=LONGEST - 2, stream=True)
-    with serving(folder) as service, httpx.Client(timeout=600) as client:
-        with client.stream("POST", f"{service.address}/v1/completions", json=body) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            service._server.force_exit = True  # what uvicorn's handler does at the second signal
-            service.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(lines)
+    with (
+        serving(folder) as service,
+        httpx.stream("POST", f"{service.address}/v1/completions", json=body, timeout=600) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        service._server.force_exit = True  # what uvicorn's handler does at the second signal
+        service.stop()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
     assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
