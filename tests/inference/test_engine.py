@@ -16,9 +16,11 @@ from minipar.inference.blocks import cache_bytes
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import PagedModel, Pass
 from minipar.inference.scheduler import Scheduler
+from minipar.inference.speculative import Guess
 from minipar.model import Transformer, generate
 from tests.examples import examples
 from tests.inference.texts import (
+    BAD,
     LONGEST,
     PROMPTS,
     VOCAB,
@@ -87,6 +89,31 @@ def test_a_request_without_finite_logits_fails_alone(config, several, options):
     for result, request in zip(served(engine, several), several, strict=True):
         assert (result.tokens, result.error is not None) == outcome_alone(model, request)
         assert result.error is None or "have nan or inf" in result.error
+
+
+class BadDraft:
+    vocab_size = None
+
+    def guess(self, text, request, num_drafts, purpose):
+        return [Guess(BAD, None)] * num_drafts
+
+
+@pytest.mark.parametrize("rule", ["same text", "rejection"])
+def test_a_guess_that_brings_nan_fails_no_request(rule):
+    model = model_with_a_bad_token(SMALL)
+    several = [Request(PROMPTS[i % 3][: 3 + i], 8) for i in range(6)]
+    want = [outcome_alone(model, request) for request in several]
+    assert any(len(tokens) > 2 for tokens, _ in want)
+    for result, outcome in zip(Engine(model, Options(draft=BadDraft(), rule=rule)).run(several), want):
+        assert (result.tokens, result.error is not None) == outcome
+
+
+def test_a_failed_request_leaves_no_prefix_behind():
+    model = model_with_a_bad_token(SMALL)
+    several = [Request((*PROMPTS[0][:6], BAD), 2), Request(PROMPTS[0][:8], 2, arrival_s=9.0)]
+    failed, served = Engine(model, Options(block_size=2)).run(several)
+    assert failed.error is not None
+    assert (served.tokens, served.error is not None) == outcome_alone(model, several[1])
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
