@@ -22,7 +22,7 @@ data             the batch of a step, as a function of seed and step
 checkpoint       weights and states in files: written sharded, read on any mesh
 train            training on any mesh, checked against one process
 verification     any mesh against one process, tensor by tensor
-inference        many requests served together, each with the same text as if served alone
+inference        many requests served together, each with the same text as if served alone (up to ties of rounding)
 extras           parts that few runs use, found by name: nothing above imports them
 learn            exercises, puzzles, museum of bugs, quiz
 cli              the `minipar` command

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations`: tyro evaluates the annotations.
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,12 +48,15 @@ def serve_command(
     weight_group: int = 64,
     offload: str = "none",
     offload_folder: Path | None = None,
+    one_by_one: bool = False,
     draft: str | None = None,
     num_drafts: int | None = None,
     targets: tuple[float, float] = (float("inf"), float("inf")),
     draw: bool = True,
 ) -> Work:
     """Serve many requests in one batch, from the newest checkpoint of a run; each gets the same text as if served alone.
+
+    That holds in float32, unless two tokens are equally likely up to rounding; in bfloat16 it takes --one-by-one.
 
     With --requests, serves those in a file, and writes results.jsonl, metrics.json, a picture of the requests over time,
     and one of the same requests in static batches of max_running. Each line of the file is a request in JSON:
@@ -87,6 +91,8 @@ def serve_command(
         weight_group: with 4 bits, the number of a weight's inputs that share a scale; it divides the inputs of every layer.
         offload: where layers' weights are stored while others compute; `minipar train --help offload` lists the choices.
         offload_folder: with disk, a folder for that file; none: the system's folder for temporary files.
+        one_by_one: read each token in a forward of its own, so that no rounding depends on the batch, on blocks or on
+            pieces of prompts: needed for one text in bfloat16, and slower, since weights are read once per token.
         draft: what guesses the tokens that one pass verifies: ngram (repetitions in the text), layers:K (the model's first
             K layers), or the folder of a run with a smaller model. The text stays the same.
         num_drafts: tokens guessed per step, 4 by default with --draft; without --draft, ngram guesses them. 0: no guesses.
@@ -99,7 +105,7 @@ def serve_command(
     how = dict(
         policy=policy, prefix_cache=prefix_cache, preemption=preemption, cache_bits=cache_bits,
         weight_bits=weight_bits, weight_group=weight_group, offload=offload,
-        offload_folder=None if offload_folder is None else str(offload_folder),
+        offload_folder=None if offload_folder is None else str(offload_folder), one_by_one=one_by_one,
     )  # fmt: skip
     mesh = dict(tp=tp, pp=pp, cp=cp, ep=ep, prefill_tp=prefill_tp)
     engine: dict[str, Any] = dict(run=run, mesh=mesh, sizes=sizes, how=how, speculation=(draft, num_drafts))
@@ -146,6 +152,9 @@ def _serve_file(
         if service.metrics.num_finished:
             draw_batching(service.events, service.steps, out / "batching.png", sizes["max_running"])
     print(f"look in {out}/")
+    if service.results and not service.metrics.num_finished:
+        print("minipar: no request was served", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def _serve_http(

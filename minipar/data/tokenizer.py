@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from io import TextIOWrapper
 from pathlib import Path
@@ -48,7 +49,10 @@ class Ids:
 
 
 class Tokenizer:
-    """A tokenizer.json. Raises ValueError if it cannot be read, or the package `tokenizers` is not installed."""
+    """A tokenizer.json. Raises ValueError if it cannot be read, or the package `tokenizers` is not installed.
+
+    byte_tokens  the tokens that are one byte each, such as <0xE6>, for characters outside the vocabulary
+    """
 
     def __init__(self, path: Path):
         self.content = read_tokenizer(path)
@@ -62,7 +66,11 @@ class Tokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the package raises plain Exceptions
             raise ValueError(f"tokenizer={path} is no tokenizer.json: {error}") from None
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        vocab: dict[str, int] = self._tokenizer.get_vocab()
+        self.vocab_size = max(vocab.values(), default=-1) + 1
+        self.byte_tokens = frozenset(
+            i for token, i in vocab.items() if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
+        )
 
     @property
     def digest(self) -> str:

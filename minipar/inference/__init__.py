@@ -1,10 +1,12 @@
 """Inference: for a given model, request and seed, every batch, block size and mesh generates the same text.
 
+That holds in float32, up to ties of rounding; in bfloat16 with `one_by_one`. See paged_model.py.
+
 "Text" here is the token sequence of a request: its prompt and the tokens generated so far.
 
 In reading order:
 
-request.py           a request, and the choice of its next token by (seed, position)
+request.py           a request, and the distribution of its next token (the choice itself: model/sampling.py)
 blocks.py            blocks of the KV cache: which request holds which block, and the memory behind them
 quantized_blocks.py  blocks whose keys and values are quantized when they are full
 quantized_weights.py the layers' weights quantized to 8 or 4 bits
@@ -25,6 +27,7 @@ events.py            the log: what happened to each request, and when
 engine.py            the engine: requests in, texts out
 metrics.py           queueing, latencies and throughput, computed from the log
 static.py            the same requests in static batches, for comparison
+text.py              the text of an answer as its tokens come, and its stop strings
 requests_file.py     requests in a file, and results in another
 serve.py             the work of `minipar serve`
 """

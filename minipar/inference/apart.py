@@ -32,14 +32,15 @@ from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.config.model_config import ModelConfig
 from minipar.inference.blocks import BlockPool
-from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second
+from minipar.inference.engine import Duration, Engine, Options, Result, Results, one_second, refusal
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.policy import find_policy
 from minipar.inference.prefix import PrefixCache
-from minipar.inference.request import Request, check_request
+from minipar.inference.request import Request
 from minipar.inference.scheduler import Scheduler, Sequence
 from minipar.inference.transfer import NOT_SENDABLE, heads_of, recv_cache, require_sendable, send_cache
 from minipar.mesh import Mesh
+from minipar.model.sampling import NOT_FINITE, NotFinite
 from minipar.model.transformer import Transformer
 from minipar.support.errors import require_positive
 from minipar.transport.stream import Pending
@@ -112,7 +113,7 @@ def serve_apart(
             told(numbers[number], results[number])
     logs = all_gather_objects(world, (results, side.events, side.steps))
     (_, prefill_events, prefill_steps), (texts, decode_events, decode_steps) = logs[0], logs[-1]
-    events = [event for event in prefill_events if event.kind != Kind.FINISH] + decode_events
+    events = [event for event in prefill_events if event.kind not in (Kind.FINISH, Kind.FAIL)] + decode_events
     events = [event._replace(number=numbers[event.number]) for event in events]
     for number in refused:
         request = requests[number]
@@ -145,14 +146,8 @@ def check_sides(config: ModelConfig, options: Options, prefill_tp: int, decode_t
 
 def refusals(requests: Items[Request], options: Options, config: ModelConfig) -> dict[int, str]:
     """Return, for each request that cannot be served, its number -> why. No rank has computed anything yet."""
-    found, scheduler = {}, _scheduler(options)
-    for number, request in enumerate(requests):
-        try:
-            check_request(request, config)
-            scheduler.add(Sequence.of(number, request))
-        except ValueError as error:
-            found[number] = str(error)
-    return found
+    whys = ((number, refusal(request, config, options)) for number, request in enumerate(requests))
+    return {number: why for number, why in whys if why is not None}
 
 
 def first_tokens(requests: Items[Request], options: Options, duration: Duration) -> dict[int, float]:
@@ -223,9 +218,10 @@ class PrefillSide(Side):
     hang: the decode ranks receive requests in the order in which they are handed over.
     """
 
-    def _retire(self, sequence: Sequence) -> None:
-        self._finished[sequence.number] = sequence.text[-1], [*sequence.table], sequence.num_read
-        super()._retire(sequence)
+    def _retire(self, sequence: Sequence, last: int) -> None:
+        # Also NOT_FINITE is handed over, and no block is forgotten for it: the decode ranks know the schedule beforehand.
+        self._finished[sequence.number] = last, [*sequence.table], sequence.num_read
+        self.scheduler.remove(sequence)
 
     def read_prompts(self, requests: Items[Request], results: Results) -> None:
         """Serve requests up to their first tokens; return when all caches and tokens are sent to the decode ranks."""
@@ -262,7 +258,12 @@ class DecodeSide(Side):
             sent, num_tokens = self.coming.popleft()
             token = int(self.world.recv((1,), torch.int64, 0).item())
             self._received[sent] = token, recv_cache(self.world, self.prefill_tp, self.paged, num_tokens)
-        token, self._saved[number] = self._received.pop(number)
+        token, cache = self._received.pop(number)
+        if token == NOT_FINITE:
+            results[number].error = str(NotFinite())
+            self.events.append(Event(Kind.FAIL, number, self.now_s, self.now_s))
+            return
+        self._saved[number] = cache
         sequence = Sequence(
             number, request, [*request.prompt, token], num_read=len(request.prompt), is_swapped=True
         )

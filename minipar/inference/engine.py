@@ -16,12 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from minipar.config.model_config import ModelConfig
 from minipar.inference.blocks import BlockPool
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.paged_model import PagedModel, Rows
@@ -30,11 +32,12 @@ from minipar.inference.prefix import PrefixCache
 from minipar.inference.quantized_weights import quantize_weights
 from minipar.inference.request import Request, check_request, distribution
 from minipar.inference.rotation import StageClock
-from minipar.inference.scheduler import Plan, Read, Scheduler, Sequence
+from minipar.inference.scheduler import Plan, Read, Scheduler, Sequence, check_blocks
 from minipar.inference.speculative import DRAWS, RULES, Draft, Guess, KeyedDice, check_draft
 from minipar.inference.stages import Answer, Stages
 from minipar.inference.streamed_weights import check_streaming, stream_weights
 from minipar.mesh import Mesh
+from minipar.model.sampling import NOT_FINITE, NotFinite
 from minipar.model.transformer import Transformer
 from minipar.support.errors import one_of, require_positive
 
@@ -50,7 +53,7 @@ class Options:
     token_budget   maximum number of tokens in a step; prompts are prefilled in pieces that fit the budget left by decodes
     max_running    maximum number of requests in a step
     policy         which request goes first: "first-come", "shortest-remaining" or "multi-level-feedback"
-    prefix_cache   keep blocks of earlier texts for requests with a common prefix
+    prefix_cache   keep blocks of a run's earlier texts for its requests with a common prefix
     preemption     what happens to the blocks that a request loses: "recompute" them later, or "swap" them to CPU memory
     draft          None, or the draft that guesses tokens to be verified
     num_drafts     maximum number of guesses per request in a step
@@ -105,7 +108,7 @@ class Result:
     """A request's answer.
 
     tokens  the new tokens, without the prompt
-    error   why the request was refused, in one line; None if it was served
+    error   why the request was refused, or could not be continued after these tokens, in one line; None if it was served
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -149,6 +152,16 @@ class Step:
     answer: Answer
 
 
+def refusal(request: Request, config: ModelConfig, options: Options) -> str | None:
+    """Return why an engine with these options cannot serve the request; None if it can. Needs no engine."""
+    try:
+        check_request(request, config)
+        check_blocks(request, options.num_blocks, options.block_size)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 class Engine:
     """Serves requests with one model.
 
@@ -190,7 +203,10 @@ class Engine:
         self.now_s = 0.0
 
     def run(self, requests: Items[Request]) -> list[Result]:
-        """Serve these requests; return their results in order. If one cannot be served, its result has an error."""
+        """Serve these requests; return their results in order. If one cannot be served, its result has an error.
+
+        A request whose logits have nan or inf ends there, with an error; the others are served.
+        """
         results = [Result() for _ in requests]
         for _ in self.iterate(requests, results):
             pass
@@ -206,6 +222,8 @@ class Engine:
         """
         options = self.options
         self.events, self.steps, self.now_s = [], [], 0.0
+        if self.prefix is not None:
+            self.prefix.clear()  # the weights may have changed since the last run
         self.scheduler = scheduler = Scheduler(
             self.pool,
             find_policy(options.policy),
@@ -240,13 +258,13 @@ class Engine:
             self._saved.clear()
 
     def ended(self, requests: Items[Request], results: Results) -> Iterator[int]:
-        """Serve these requests like `iterate`; yield the number of each as soon as it is finished or refused."""
+        """Serve these requests like `iterate`; yield the number of each as soon as it is finished or refused, or fails."""
         told = 0
 
         def news() -> Iterator[int]:
             nonlocal told
             events, told = self.events[told:], len(self.events)
-            return (event.number for event in events if event.kind in (Kind.FINISH, Kind.REFUSE))
+            return (event.number for event in events if event.kind in (Kind.FINISH, Kind.FAIL, Kind.REFUSE))
 
         for _ in self.iterate(requests, results):
             yield from news()
@@ -254,12 +272,10 @@ class Engine:
 
     def add(self, number: int, request: Request, results: Results) -> None:
         """Queue a request that has arrived; if it cannot be served, its result says why."""
-        try:
-            check_request(request, self.config)
+        results[number].error = refusal(request, self.config, self.options)
+        kind = Kind.ARRIVE if results[number].error is None else Kind.REFUSE
+        if kind == Kind.ARRIVE:
             self.scheduler.add(Sequence.of(number, request))
-            kind = Kind.ARRIVE
-        except ValueError as error:
-            results[number].error, kind = str(error), Kind.REFUSE
         self.events.append(Event(kind, number, request.arrival_s, request.arrival_s, len(request.prompt)))
 
     def cancel(self, number: int) -> None:
@@ -306,12 +322,23 @@ class Engine:
             sequence, written = read.sequence, answers.get(read.sequence.number, [])
             if sequence not in scheduler.sequences:
                 continue  # it was cancelled while the step was in flight
-            self._write(scheduler, read, written, len(guesses.get(sequence.number, ())))
+            own_guesses, ends_here = guesses.get(sequence.number, []), written == [NOT_FINITE]
+            if ends_here and own_guesses:
+                # A guess may have brought the nan: attention multiplies what it masks by 0, and 0 * nan = nan. So the
+                # request's own token is read again, alone.
+                sequence.takes_guesses = False
+                scheduler.advance(sequence, 0)
+                continue
+            written = [] if ends_here else written
+            self._write(scheduler, read, written, len(own_guesses))
             results[sequence.number].tokens += written
-            if written and sequence.request.is_finished_by(sequence.text):
-                self._retire(sequence)
+            if ends_here:
+                results[sequence.number].error = str(NotFinite())
+            if ends_here or (written and sequence.request.is_finished_by(sequence.text)):
+                self._retire(sequence, NOT_FINITE if ends_here else written[-1])
+                kind = Kind.FAIL if ends_here else Kind.FINISH
                 count = len(results[sequence.number].tokens)
-                self.events.append(Event(Kind.FINISH, sequence.number, self.now_s, self.now_s, count))
+                self.events.append(Event(kind, sequence.number, self.now_s, self.now_s, count))
         return plan
 
     def _stage_seconds(self, num_tokens: int, measured_s: float) -> list[float]:
@@ -321,9 +348,11 @@ class Engine:
             return [0.0] * (self.num_stages - 1) + [seconds]
         return [seconds / self.num_stages] * self.num_stages
 
-    def _retire(self, sequence: Sequence) -> None:
-        """Forget a sequence whose text is finished."""
+    def _retire(self, sequence: Sequence, last: int) -> None:
+        """Forget a sequence whose text ends with the token `last`, or, for NOT_FINITE, cannot be continued."""
         self.scheduler.remove(sequence)
+        if last == NOT_FINITE and self.prefix is not None:
+            self.prefix.clear()  # its blocks may have nan also where the text of another request would have none
 
     def _move_blocks(self, plan: Plan) -> None:
         if self.options.preemption == "swap":
@@ -377,11 +406,21 @@ class Engine:
         return chosen
 
     def _choose(self, sequence: Sequence, guesses: list[Guess], logits: Tensor) -> list[int]:
-        """Return the new tokens of a sequence, given the logits [g + 1, V] of its last token and of each guess."""
+        """Return the new tokens of a sequence, given the logits [g + 1, V] of its last token and of each guess.
+
+        If no token can be chosen from the logits of the last token, [NOT_FINITE].
+        """
         request = sequence.request
-        p = [distribution(row, request) for row in logits]
+        p: list[Tensor] = []
+        with suppress(
+            NotFinite
+        ):  # a guess after which logits have nan is looked at in the next step, if it is right
+            for row in logits:
+                p.append(distribution(row, request))
+        if not p:
+            return [NOT_FINITE]
         dice = KeyedDice(request.seed, begin=len(sequence.text))
-        written = RULES[self.options.rule](p, guesses, dice)
+        written = RULES[self.options.rule](p, guesses[: len(p) - 1], dice)
         for i, token in enumerate(written):
             if token in request.end_tokens:
                 return written[: i + 1]

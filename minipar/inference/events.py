@@ -19,6 +19,7 @@ class Kind(StrEnum):
     PREEMPT = "preempt"  # the request lost its blocks
     RESTORE = "restore"  # num_tokens were loaded back from CPU memory
     FINISH = "finish"  # all num_tokens of its answer are generated
+    FAIL = "fail"  # after num_tokens were generated, no further one could be chosen
     CANCEL = "cancel"  # the client cancelled it after num_tokens were generated
 
 

@@ -1,17 +1,16 @@
-"""A request, and the choice of its next token, which depends only on the request and the tokens before it."""
+"""A request, and the distribution of its next token."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-import torch
 from torch import Tensor
 
 from minipar.config.model_config import ModelConfig
+from minipar.model import sampling
 from minipar.support.errors import require_positive
 
 
@@ -81,48 +80,8 @@ def check_request(request: Request, config: ModelConfig) -> None:
 
 
 def distribution(logits: Tensor, request: Request) -> Tensor:
-    """Return the probabilities from which the request's next token is drawn, [V] float64 on the CPU.
-
-    logits  [V]
-
-    At temperature 0 the most likely token has probability 1. Of equally likely tokens, top_k and top_p keep those with
-    lower ids, and temperature 0 takes the lowest id.
-    """
-    logits = logits.detach().to("cpu", torch.float64)
-    if request.temperature == 0:
-        return torch.zeros_like(logits).index_fill_(0, logits.argmax(), 1.0)
-    below = logits - logits.max()  # so that the quotient below cannot be +inf, however small the divisor
-    probabilities = (below / request.temperature).softmax(-1)
-    if request.top_k is None and request.top_p == 1:
-        return probabilities
-    sorted_, order = probabilities.sort(descending=True, stable=True)
-    before = sorted_.cumsum(-1) - sorted_  # for each token, the total probability of all more likely ones
-    dropped = before >= request.top_p
-    if request.top_k is not None:
-        dropped[request.top_k :] = True
-    sorted_[dropped] = 0.0
-    kept = torch.zeros_like(probabilities).scatter_(0, order, sorted_)
-    return kept / kept.sum()
-
-
-def choose(probabilities: Tensor, seed: int, position: int, purpose: str = "token") -> int:
-    """Draw a token from `probabilities`, [V] float64, as a function of the seed and the token's position in the text.
-
-    Each token i gets a time E_i / p_i, where E_i is exponential with mean 1, and the token with the smallest time is
-    chosen: token i with probability p_i. The E_i depend only on (seed, position, purpose), not on p. So the same token is
-    drawn in every batch, and similar distributions, such as a model's and its draft's, mostly give the same token.
-
-    Source of drawing with common E_i: Daliri, Musco and Suresh, arXiv:2408.07978, section 3.
-    """
-    waits = -torch.log1p(-uniform(len(probabilities), seed, position, purpose))
-    return int((probabilities / waits.clamp_min(1e-300)).argmax())
-
-
-def uniform(size: int, seed: int, position: int, purpose: str) -> Tensor:
-    """Return `size` float64 random numbers, uniform in [0, 1), which are a function of the arguments."""
-    digest = hashlib.blake2b(f"{seed} {position} {purpose}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
-    return torch.rand(size, dtype=torch.float64, generator=generator)
+    """Return the probabilities from which the request's next token is drawn; see `minipar.model.sampling`."""
+    return sampling.distribution(logits, request.temperature, request.top_k, request.top_p)
 
 
 def _token_ids(name: str, tokens: Iterable[int]) -> tuple[int, ...]:

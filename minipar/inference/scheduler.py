@@ -44,6 +44,7 @@ class Sequence:
     table     its blocks
     num_read  number of leading tokens of the text whose keys and values are in the blocks, or swapped out
     is_under_way  whether it is in a step in flight, whose tokens are not known yet
+    takes_guesses  whether a draft may guess its next tokens
     """
 
     number: int
@@ -54,6 +55,7 @@ class Sequence:
     num_served: int = 0
     is_swapped: bool = False
     is_under_way: bool = False
+    takes_guesses: bool = True
 
     @classmethod
     def of(cls, number: int, request: Request) -> Sequence:
@@ -74,7 +76,7 @@ class Sequence:
     @property
     def max_drafts(self) -> int:
         """The maximum number of drafts worth verifying: one less than the tokens left, since the model adds its own."""
-        return self.request.max_tokens - len(self.text) - 1
+        return self.request.max_tokens - len(self.text) - 1 if self.takes_guesses else 0
 
 
 @dataclass
@@ -112,6 +114,15 @@ class Plan:
         return sum(read.count + read.num_drafts for read in self.reads)
 
 
+def check_blocks(request: Request, num_blocks: int, block_size: int) -> None:
+    """Raise ValueError if the request may need more blocks than there are. Its last token's are never needed."""
+    needed = blocks_for(request.max_tokens - 1, block_size)
+    if needed > num_blocks:
+        raise ValueError(
+            f"{request.max_tokens} tokens need {needed} blocks of {block_size}; num_blocks={num_blocks}"
+        )
+
+
 class Scheduler:
     """Plans one step after another.
 
@@ -144,14 +155,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it may need more blocks than the pool has."""
-        needed = blocks_for(
-            sequence.request.max_tokens - 1, self.pool.block_size
-        )  # the last token's keys and values are never needed
-        if needed > self.pool.num_blocks:
-            raise ValueError(
-                f"{sequence.request.max_tokens} tokens need {needed} blocks of {self.pool.block_size}; "
-                f"num_blocks={self.pool.num_blocks}"
-            )
+        check_blocks(sequence.request, self.pool.num_blocks, self.pool.block_size)
         self.sequences.append(sequence)
 
     def plan(self, num_under_way: int = 0) -> Plan:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from minipar.checkpoint.restore import Checkpoint, CheckpointRef, newest_whole
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
@@ -16,10 +18,10 @@ from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.model_config import ModelConfig
 from minipar.data.tokenizer import Codec, codec_of_run
 from minipar.inference.apart import check_sides, serve_apart
-from minipar.inference.blocks import blocks_for
+from minipar.inference.blocks import blocks_for, cache_bytes
 from minipar.inference.draft_choice import DraftChoice
-from minipar.inference.engine import Duration, Engine, Options, Result, as_measured
-from minipar.inference.events import Event, StepCounts
+from minipar.inference.engine import Duration, Engine, Options, Result, as_measured, refusal
+from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.expert_shares import check_expert_parallel
 from minipar.inference.metrics import Metrics, metrics_of
 from minipar.inference.paged_model import require_cacheable
@@ -27,8 +29,10 @@ from minipar.inference.quantized_blocks import check_quantization
 from minipar.inference.quantized_weights import check_quantized_weights
 from minipar.inference.request import Request
 from minipar.inference.requests_file import ResultsFile, read_requests, result_line
+from minipar.inference.text import Text
 from minipar.mesh import Mesh
 from minipar.model.transformer import Transformer
+from minipar.runtime.devices import Machine, choose_backend
 from minipar.runtime.launch import run
 from minipar.support.atomic_files import prepare_folder, write_whole
 from minipar.support.errors import require_divides
@@ -108,9 +112,14 @@ def serve_file(
     if draft is not None:
         draft.check(Path(run_folder), config)
     lines = read_requests(requests, codec.encode)
+    refused = {
+        number: why
+        for number, line in enumerate(lines)
+        if isinstance(line, Request) and (why := refusal(line, config, options))
+    }
     prepare_folder(out)
     with ResultsFile(out / "results.jsonl") as file:
-        answers = _Answers(lines, file, codec, on_done)
+        answers = _Answers([refused.get(n, line) for n, line in enumerate(lines)], file, codec, on_done)
         answered: list[tuple[list[Event], list[StepCounts]]] = [([], [])]
         if answers.served:
             serve_rank = _serve_rank_apart if prefill_tp else _serve_rank
@@ -119,7 +128,10 @@ def serve_file(
                 world_size=sizes.num_ranks, backend="auto", timeout_s=timeout_s, on_report=answers.note,
             )  # fmt: skip
     events, steps = answered[0]
-    events = [event._replace(number=answers.numbers[event.number]) for event in events]
+    events = [
+        *(Event(Kind.REFUSE, number, 0.0, 0.0) for number in refused),
+        *(event._replace(number=answers.numbers[event.number]) for event in events),
+    ]
     service = Service(answers.results, events, steps, metrics_of(events, *targets_s))
     _write(out / "metrics.json", json.dumps(dataclasses.asdict(service.metrics), indent=2) + "\n")
     return service
@@ -158,7 +170,9 @@ class _Answers:
 
     def _write(self, number: int) -> None:
         tokens, error = self.results[number].tokens, self.results[number].error
-        self._file.append(result_line(number, tokens, self._codec.decode(tokens), error))
+        prompt = self.served[number].prompt if number in self.served else ()
+        text = Text(self._codec, prompt=prompt).add(tokens, is_last=True)
+        self._file.append(result_line(number, tokens, text, error))
 
 
 def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Checkpoint, ModelConfig, Codec]:
@@ -168,7 +182,7 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
         raise ValueError(f"{run_folder} has no whole checkpoint; train with --checkpoint-every first")
     checkpoint = Checkpoint(path)
     config = ModelConfig(**checkpoint.extra["model"])
-    check_num_blocks(config, options)
+    check_num_blocks(config, options, sizes, getattr(torch, checkpoint.extra["dtype"]))
     require_cacheable(config, sizes.cp, options.cache_bits)
     if options.cache_bits is not None:
         check_quantization(config, options.cache_bits, min(options.cache_group, config.head_dim))
@@ -186,13 +200,29 @@ def open_run(run_folder: Path, options: Options, sizes: MeshSizes) -> tuple[Chec
     return checkpoint, config, codec_of_run(Path(run_folder), checkpoint.extra)
 
 
-def check_num_blocks(config: ModelConfig, options: Options) -> None:
-    """Raise ValueError if this machine's memory cannot even hold a pool's two lists, with 8 bytes per block each."""
-    if 16 * options.num_blocks > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+def check_num_blocks(config: ModelConfig, options: Options, sizes: MeshSizes, dtype: torch.dtype) -> None:
+    """Raise ValueError if the ranks' memory cannot hold the pool: on CPUs this machine's, on GPUs the largest one's.
+
+    Each rank has two lists with 8 bytes per block. Quantized blocks are counted as at least their codes.
+    """
+    blocks, machine = options.num_blocks, Machine.here()
+    bits = 8 * dtype.itemsize if options.cache_bits is None else options.cache_bits
+    copies = (1 + bool(sizes.prefill_tp)) * (
+        sizes.ep if sizes.cp == 1 else 1
+    )  # ranks that hold the same blocks
+    cache = copies * blocks * cache_bytes(config, options.block_size, options.block_size, 1) * bits // 8
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lists = 16 * blocks * sizes.num_ranks
+    if choose_backend("auto", sizes.num_ranks, machine) == "nccl":
+        on_gpus = sum(torch.cuda.get_device_properties(i).total_memory for i in range(machine.num_gpus))
+        fits = cache <= on_gpus and lists <= available
+    else:
+        fits = cache + lists <= available
+    if not fits:
         enough = options.max_running * blocks_for(config.max_seq_len, options.block_size)
         raise ValueError(
-            f"num_blocks={options.num_blocks} is more than this machine's memory can hold; use {enough} or less, which is "
-            f"enough for max_running={options.max_running} texts of max_seq_len={config.max_seq_len}"
+            f"num_blocks={blocks} takes {cache + lists:,} bytes, more than this machine's memory can hold; use {enough} "
+            f"or less, which is enough for max_running={options.max_running} texts of max_seq_len={config.max_seq_len}"
         )
 
 

@@ -35,7 +35,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minipar.inference.request import Request, choose, distribution, uniform
+from minipar.inference.request import Request, distribution
+from minipar.model.sampling import NotFinite, choose, uniform
 from minipar.model.transformer import Transformer
 from minipar.support.errors import require_positive
 
@@ -93,7 +94,10 @@ class ModelDraft:
         for _ in range(num_drafts):
             device = next(self.model.parameters()).device
             window = torch.tensor([text[-self.model.config.max_seq_len :]], device=device)
-            q = distribution(self.model(window)[0, -1], request)
+            try:
+                q = distribution(self.model(window)[0, -1], request)
+            except NotFinite:  # a guess fewer changes no text
+                break
             text.append(choose(q, request.seed, len(text), purpose))
             guesses.append(Guess(text[-1], q))
         return guesses

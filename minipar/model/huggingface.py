@@ -40,7 +40,7 @@ NOT_WEIGHTS = ("rotary_emb.inv_freq",)  # in old files: rotary wavelengths, whic
 def from_huggingface(folder: str | Path) -> tuple[ModelConfig, LlamaWeights]:
     """Return the configuration of the Llama in `folder`, and its weights under this model's parameter names.
 
-        config, weights = from_huggingface("Llama-3.2-1B")
+        config, weights = from_huggingface("Llama-2-7b-hf")
         model = Transformer(config, dtype=torch.bfloat16)
         model.load_state_dict(weights)
 

@@ -62,7 +62,7 @@ class MoE(nn.Module):
     expert.
 
     Costs 6 k D F flops per token forward, whatever E is; only used rows are computed, unless `pad_to_capacity` is set.
-    Raises ValueError for invalid options, or if a router's logit is not finite.
+    Raises ValueError for invalid options, or if a router's logit is not finite in training.
     Source: Switch Transformers, arXiv:2101.03961; GShard, arXiv:2006.16668; ST-MoE, arXiv:2202.08906.
     """
 

@@ -34,7 +34,7 @@ class Router(nn.Module):
     noisy        in training, logits + normal * softplus(x w_noise^T): the standard deviation of the noise is learned
     `layer` and `seed` key the random numbers, which depend on sample, index and step, not on the rank that draws them.
 
-    Raises ValueError if a logit is nan or infinite.
+    Raises ValueError if a logit is nan or infinite in training; in evaluation such a token's logits and output are nan.
     Source: arXiv:2101.03961, section 2.4 (float32) and appendix C (jitter); arXiv:1701.06538, equation 4 (noise).
     """
 
@@ -67,8 +67,11 @@ class Router(nn.Module):
             normal = torch.special.ndtri(self._uniform(logits.shape[-1], NOISE_SITE, *tokens)).to(x.dtype)
             width = linear(x, self.noise.weight.to(x.dtype), None, self.noise.deferred)
             logits = logits + normal * F.softplus(width)
-        _require_finite(logits)
-        return logits
+        if self.training:
+            _require_finite(logits)
+            return logits
+        # A request with nan must not end the service of the others: its own output becomes nan, also for an inf.
+        return logits.masked_fill(~logits.isfinite().all(-1, keepdim=True), math.nan)
 
     def draw_second(self, indices: Tensor, sample_ids: Tensor, step: int) -> Tensor:
         """Return a number uniform in (0, 1) for each token, float64 [B, T], for `random_second`."""

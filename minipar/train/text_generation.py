@@ -26,7 +26,7 @@ from minipar.data.tokenizer import Ids, codec_of_run
 from minipar.expert import expert_parallel
 from minipar.mesh import Mesh, Placement, placement_of, set_placement
 from minipar.model import Transformer
-from minipar.model.sampling import checked_prompt, choose, continue_text
+from minipar.model.sampling import checked_prompt, choose_rows, continue_text
 from minipar.pipeline.partition import balance, layer_costs
 from minipar.runtime.launch import run
 from minipar.tensor_parallel import tensor_parallel
@@ -167,13 +167,12 @@ def generate_on_mesh(
     tokens = checked_prompt(stage.config, prompt_tokens, num_tokens, temperature)
     pp, all_ranks = mesh.comm("pp"), mesh.comm("pp", "tp")
     chooser = all_ranks.size - mesh.sizes["tp"]  # the first rank of the last stage
-    generator = torch.Generator().manual_seed(seed)
 
-    def next_token(unread: Tensor) -> Tensor:
+    def next_token(unread: Tensor, position: int) -> Tensor:
         logits = _through_stages(stage, pp, unread)
         if all_ranks.rank == chooser:
             assert logits is not None
-            token = choose(logits[:, -1], temperature, generator)
+            token = choose_rows(logits[:, -1], temperature, seed, position)
         else:
             token = unread.new_empty(unread.shape[0], 1)
         chosen: Tensor = all_ranks.broadcast(token, root=chooser)

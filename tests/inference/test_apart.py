@@ -10,13 +10,22 @@ from hypothesis import strategies as st
 import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, NGramDraft, Options, Request, apart, transfer
-from minipar.inference.apart import first_tokens, serve_apart
+from minipar.inference.apart import first_tokens, serve_apart, transfer_ends
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import Pass
 from minipar.inference.serve import step_line
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
-from tests.inference.texts import LONGEST, PROMPTS, alone, options, requests
+from tests.inference.texts import (
+    BAD,
+    LONGEST,
+    PROMPTS,
+    alone,
+    model_with_a_bad_token,
+    options,
+    outcome_alone,
+    requests,
+)
 from tests.model.texts import loud_model
 
 CONFIG = ModelConfig(vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=LONGEST)
@@ -79,6 +88,28 @@ def longest_gap(events, number):
     return max(b - a for a, b in zip(written[1:], written[2:]))
 
 
+def load_bad(mesh):
+    return tensor_parallel(model_with_a_bad_token(CONFIG), mesh.comm("tp"))
+
+
+def served_bad(world, several):
+    told = []
+    served = serve_apart(
+        world, load_bad, several, TIGHT, 1, per_token, on_result=lambda number, result: told.append(number)
+    )
+    return served.results, sorted(told), [event.number for event in served.events if event.kind == Kind.FAIL]
+
+
+def test_a_prompt_without_finite_logits_fails_alone_on_both_sides():
+    several = [*REQUESTS[:3], Request((1, BAD), 4), Request((2, 3, 4, 5, 6, BAD), 9, arrival_s=1.0)]
+    want = [outcome_alone(model_with_a_bad_token(CONFIG), request) for request in several]
+    ranks = minipar.run(served_bad, several, world_size=2)
+    for results, told, failed in ranks:
+        assert [(result.tokens, result.error is not None) for result in results] == want
+        assert set(failed) == {number for number, (_, fails) in enumerate(want) if fails} >= {3, 4}
+        assert told in ([], [0, 1, 2, 3, 4])
+
+
 def test_a_long_prompt_delays_nobody_who_writes():
     long = LONGEST - 4
     several = [Request(PROMPTS[0][:3], 12), Request(PROMPTS[1][:long], 4, arrival_s=4.0)]
@@ -97,6 +128,11 @@ def test_the_times_of_first_tokens_are_those_of_the_prefill_side():
     for number, time in times.items():
         first = min(e.end_s for e in outcome.events if e.number == number and e.kind == Kind.WRITE)
         assert first == time
+
+
+def test_caches_wait_for_one_link_and_the_link_for_them():
+    several = [Request((1,) * 4, 2), Request((1,) * 2, 2), Request((1,) * 3, 2)]
+    assert transfer_ends({0: 1.0, 1: 2.0, 2: 20.0}, several, lambda tokens: 2.0 * tokens) == [9.0, 13.0, 26.0]
 
 
 def test_arrivals_that_no_step_increases_are_served_in_the_prefill_sides_order():

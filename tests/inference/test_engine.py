@@ -16,9 +16,20 @@ from minipar.inference.blocks import cache_bytes
 from minipar.inference.events import Kind
 from minipar.inference.paged_model import PagedModel, Pass
 from minipar.inference.scheduler import Scheduler
+from minipar.inference.speculative import Guess
 from minipar.model import Transformer, generate
 from tests.examples import examples
-from tests.inference.texts import LONGEST, PROMPTS, VOCAB, alone, options, requests
+from tests.inference.texts import (
+    BAD,
+    LONGEST,
+    PROMPTS,
+    VOCAB,
+    alone,
+    model_with_a_bad_token,
+    options,
+    outcome_alone,
+    requests,
+)
 from tests.model.texts import ROUTED_ALONE, configs, loud_model
 
 SMALL = ModelConfig(vocab_size=VOCAB, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=LONGEST)
@@ -64,6 +75,66 @@ def check_blocks(engine):
 @examples(60)
 def test_each_request_gets_the_text_it_gets_alone(config, several, options):
     serve_and_compare(loud_model(config), several, options)
+
+
+@given(
+    config=configs(experts=({}, {}, ROUTED_ALONE), max_seq_len=LONGEST),
+    several=st.lists(requests(LONGEST), min_size=1, max_size=6),
+    options=options(),
+)
+@examples(40)
+def test_a_request_without_finite_logits_fails_alone(config, several, options):
+    model = model_with_a_bad_token(config)
+    engine = Engine(model, options)
+    for result, request in zip(served(engine, several), several, strict=True):
+        assert (result.tokens, result.error is not None) == outcome_alone(model, request)
+        assert result.error is None or "have nan or inf" in result.error
+
+
+class BadDraft:
+    vocab_size = None
+
+    def guess(self, text, request, num_drafts, purpose):
+        return [Guess(BAD, None)] * num_drafts
+
+
+@pytest.mark.parametrize("rule", ["same text", "rejection"])
+def test_a_guess_that_brings_nan_fails_no_request(rule):
+    model = model_with_a_bad_token(SMALL)
+    several = [Request(PROMPTS[i % 3][: 3 + i], 8) for i in range(6)]
+    want = [outcome_alone(model, request) for request in several]
+    assert any(len(tokens) > 2 for tokens, _ in want)
+    for result, outcome in zip(Engine(model, Options(draft=BadDraft(), rule=rule)).run(several), want):
+        assert (result.tokens, result.error is not None) == outcome
+
+
+def test_a_failed_request_leaves_no_prefix_behind():
+    model = model_with_a_bad_token(SMALL)
+    several = [Request((*PROMPTS[0][:6], BAD), 2), Request(PROMPTS[0][:8], 2, arrival_s=9.0)]
+    failed, served = Engine(model, Options(block_size=2)).run(several)
+    assert failed.error is not None
+    assert (served.tokens, served.error is not None) == outcome_alone(model, several[1])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_wrong_weight_fails_every_request_by_name(wrong):
+    model = loud_model(SMALL)
+    with torch.no_grad():
+        model.layers["0"].mlp.up.weight[0, 0] = wrong
+    for draft in (None, NGramDraft(1), ModelDraft(model)):
+        for result in Engine(model, Options(draft=draft)).run(
+            [Request((1, 2, 1, 2), 4), Request((3,), 4, 0.8)]
+        ):
+            assert not result.tokens
+            assert "use another checkpoint" in result.error
+
+
+def test_weights_loaded_between_two_runs_leave_no_prefix_behind():
+    model, request = loud_model(SMALL), Request(PROMPTS[0][:16], 8)
+    engine = Engine(model, Options(block_size=4))
+    engine.run([request])
+    model.load_state_dict(loud_model(SMALL, seed=1).state_dict())
+    assert engine.run([request])[0].tokens == alone(model, request)
 
 
 @given(

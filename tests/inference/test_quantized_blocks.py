@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 import minipar
 from minipar.config.model_config import ModelConfig
-from minipar.inference import Engine, Options, Result, quantized_blocks
+from minipar.inference import Engine, Options, Request, Result, quantized_blocks
 from minipar.inference.blocks import BlockMemory, BlockPool
+from minipar.inference.events import Kind
 from minipar.inference.quantized_blocks import (
     BITS,
     QuantizedBlockMemory,
@@ -30,7 +31,7 @@ from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
 from tests.inference.test_engine import LONGEST, SMALL, crowd, options, plant
-from tests.inference.texts import alone, requests
+from tests.inference.texts import PROMPTS, alone, requests
 from tests.inference.trained import divergence, held_out_logits, trained_model
 from tests.model.texts import ROUTED_ALONE, configs, loud_model
 from tests.strategies import seeds
@@ -262,6 +263,17 @@ def test_a_planted_fault_is_seen(monkeypatch, fault):
     plant(monkeypatch, *FAULTS[fault])
     with pytest.raises(AssertionError):
         rounded_crowds()
+
+
+def test_a_block_given_back_keeps_no_unquantized_copy():
+    plain = Options(block_size=4, num_blocks=40, prefix_cache=False, cache_bits=8)
+    engine = Engine(loud_model(SMALL), plain)
+    several = [Request(PROMPTS[0][:5], 2), Request(PROMPTS[1][:5], 2), Request(PROMPTS[2][:5], 9)]
+    for _ in engine.iterate(several, [Result() for _ in several]):
+        held = {block for sequence in engine.scheduler.sequences for block in sequence.table}
+        just_ended = [e for e in engine.events if e.kind == Kind.FINISH and e.end_s == engine.now_s]
+        for memory in engine.paged.memories:
+            assert len(memory.whole.keys() - held) <= len(just_ended)
 
 
 def test_what_cannot_be_cut_is_refused():

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
-from minipar.inference.request import Request, check_request, choose, distribution
+from minipar.inference.request import Request, check_request, distribution
+from minipar.model.sampling import choose
 from tests.strategies import seeds
 
 probabilities = (

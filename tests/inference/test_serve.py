@@ -84,7 +84,7 @@ def results_of(out):
     [
         "",
         "--tp 2 --num-drafts 3 --block-size 4 --num-blocks 12 --token-budget 9 --preemption swap",
-        "--cp 2 --block-size 4 --num-blocks 12 --token-budget 9",
+        "--cp 2 --block-size 4 --num-blocks 12 --token-budget 9 --one-by-one",
         "--prefill-tp 1 --tp 2 --block-size 4 --num-blocks 12 --token-budget 9 --num-drafts 2",
     ],
 )
@@ -98,6 +98,8 @@ def test_a_file_is_served_and_each_bad_line_is_named(folder, requests, tmp_path,
         assert (f"request {number} is not served: {ERRORS.get(number)}" in printed) == (number in ERRORS)
     for number, prompt, length in [(0, "The ", 12), (3, "The ", 5), (11, "The very same beginning, ", 9)]:
         assert prompt + results[number]["text"] == generate_text(folder, prompt, length)
+    sampled = generate_text(folder, "A text", 7, temperature=0.8, seed=3)
+    assert "A text" + results[5]["text"] == sampled, "one draw for both commands"
     assert results[10]["tokens"] == results[11]["tokens"][:4]
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["num_finished"], metrics["num_refused"]) == (5, 1)
@@ -140,7 +142,11 @@ def test_experts_on_ranks_of_their_own_or_of_cp_serve_the_same(
         ("--prefill-tp -1", "prefill_tp=-1; use 0 or more"),
         (
             "--num-blocks 100000000000000",
-            "num_blocks=100000000000000 is more than this machine's memory can hold",
+            "more than this machine's memory can hold; use 192 or less",
+        ),
+        (
+            f"--num-blocks {1 << 24} --block-size 1024",
+            "num_blocks=16777216 takes 8,796,361,457,664 bytes, more",
         ),
         ("--num-blocks 100000000000000 --max-running 7 --block-size 10", "use 35 or less, which is enough"),
         ("--targets -1 2", "targets=-1.0 2.0; use seconds, 0 or more; inf for none"),
@@ -156,6 +162,17 @@ def test_words_that_cannot_serve_are_one_line(folder, requests, capsys, words, s
         main(["serve", str(folder), "--requests", str(requests), *words.split()])
     assert end.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_service_without_a_served_request_exits_with_1(folder, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(['{"prompt": "The ", "max_new_tokens": 300}', "no JSON"]))
+    monkeypatch.setattr(serve, "run", lambda *args, **how: pytest.fail("a rank was started"))
+    with pytest.raises(SystemExit) as end:
+        main(serve_words(folder, path, tmp_path / "out"))
+    assert end.value.code == 1
+    assert capsys.readouterr().err.endswith("minipar: no request was served\n")
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["num_refused"] == 1
 
 
 def test_streamed_weights_are_served_with_the_same_texts(folder, requests, tmp_path):

@@ -15,7 +15,16 @@ from minipar.mesh import Mesh
 from minipar.pipeline import partition
 from minipar.tensor_parallel import tensor_parallel
 from tests.examples import examples
-from tests.inference.texts import LONGEST, PROMPTS, alone, options, requests
+from tests.inference.texts import (
+    BAD,
+    LONGEST,
+    PROMPTS,
+    alone,
+    model_with_a_bad_token,
+    options,
+    outcome_alone,
+    requests,
+)
 from tests.model.texts import configs, loud_model
 from tests.strategies import num_ranks
 
@@ -161,6 +170,30 @@ def test_one_by_one_a_text_does_not_depend_on_the_ranks_it_lies_on():
     want = [alone(loud_model(CONFIG), request) for request in REQUESTS[:4]]
     for texts, _ in minipar.run(serve_drawn, mesh_of(cp=2), CONFIG, REQUESTS[:4], plain, world_size=2):
         assert texts == want
+
+
+SOUR = [*REQUESTS[:3], Request((1, BAD, 2), 5), Request((3, 4, BAD), 5, temperature=8.0)]
+
+
+def serve_with_a_bad_token(world, every_sizes):
+    """On a rank: the outcomes on each of these meshes of the same ranks."""
+    outcomes = []
+    for sizes in every_sizes:
+        mesh = Mesh(world, **sizes)
+        stage = partition(model_with_a_bad_token(CONFIG), sizes["pp"])[mesh.coordinates.pp]
+        engine = Engine(
+            tensor_parallel(stage, mesh.comm("tp")), Options(block_size=4, draft=NGramDraft(1)), mesh
+        )
+        outcomes.append([(result.tokens, result.error is not None) for result in engine.run(SOUR)])
+    return outcomes
+
+
+def test_on_a_mesh_a_request_without_finite_logits_fails_alone():
+    want = [outcome_alone(model_with_a_bad_token(CONFIG), request) for request in SOUR]
+    assert {failed for _, failed in want} == {True, False}
+    meshes = [mesh_of(tp=2), mesh_of(pp=2), mesh_of(cp=2)]
+    for outcomes in minipar.run(serve_with_a_bad_token, meshes, world_size=2):
+        assert outcomes == [want] * len(meshes)
 
 
 def refused_on_cp(world):

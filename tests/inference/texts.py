@@ -1,5 +1,7 @@
 """Requests, and what each of them gets alone: one process, no cache, no batch, no blocks."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -7,7 +9,9 @@ from minipar.config.model_config import ModelConfig
 from minipar.inference import ModelDraft, NGramDraft, Options
 from minipar.inference.blocks import blocks_for
 from minipar.inference.policy import POLICIES
-from minipar.inference.request import Request, choose, distribution
+from minipar.inference.request import Request, distribution
+from minipar.model import Transformer
+from minipar.model.sampling import choose
 from tests.model.texts import loud_model
 
 VOCAB, LONGEST = 13, 24
@@ -21,10 +25,32 @@ def alone(model, request: Request) -> list[int]:
         logits = model(torch.tensor([text]))[0, -1]
         if request.temperature == 0:
             text.append(int(logits.argmax()))
+        elif logits.isnan().any():
+            text.append(0)
         else:
             text.append(choose(distribution(logits, request), request.seed, len(text)))
         if len(text) == request.max_tokens or text[-1] in request.end_tokens:
             return text[len(request.prompt) :]
+
+
+BAD = 12
+
+
+def model_with_a_bad_token(config: ModelConfig) -> Transformer:
+    """A loud model that has nan wherever it has read the token BAD."""
+    model = loud_model(replace(config, tie_embeddings=False))
+    with torch.no_grad():
+        model.embedding.weight[BAD] = torch.nan
+    return model
+
+
+def outcome_alone(model, request: Request) -> tuple[list[int], bool]:
+    """The new tokens up to BAD or the end, and whether the text ends because no further token can be chosen."""
+    if BAD in request.prompt:
+        return [], True
+    tokens = alone(model, request)
+    before = tokens.index(BAD) + 1 if BAD in tokens else len(tokens)
+    return tokens[:before], before < len(tokens)
 
 
 # What a request may begin with: few, so that prefixes are shared, also by halves of blocks.

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer, from_huggingface
-from minipar.model.huggingface import INDEX, huggingface_name
+from minipar.model.huggingface import INDEX, huggingface_name, read_config
 
 CONFIG = ModelConfig(
     vocab_size=24, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24, max_seq_len=32
@@ -46,6 +46,20 @@ def write(folder, config=CONFIG, said=SAID, files: int = 1, **more: torch.Tensor
         save_file({name: w for name, w in stored.items() if place[name] == file}, folder / file)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": place}))
     return weights
+
+
+def test_the_example_of_the_docstring_is_a_model_that_is_read(tmp_path):
+    published = dict(
+        architectures=["LlamaForCausalLM"], bos_token_id=1, eos_token_id=2, hidden_act="silu", hidden_size=4096,
+        initializer_range=0.02, intermediate_size=11008, max_position_embeddings=4096, model_type="llama",
+        num_attention_heads=32, num_hidden_layers=32, num_key_value_heads=32, pretraining_tp=1, rms_norm_eps=1e-05,
+        rope_scaling=None, tie_word_embeddings=False, torch_dtype="float16", transformers_version="4.31.0.dev0",
+        use_cache=True, vocab_size=32000,
+    )  # fmt: skip
+    assert '"Llama-2-7b-hf"' in from_huggingface.__doc__
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    shapes = Transformer(read_config(tmp_path / "config.json"), device="meta")
+    assert sum(p.numel() for p in shapes.parameters()) == 6_738_415_616
 
 
 @pytest.mark.parametrize("files", [1, 3])

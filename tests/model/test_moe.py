@@ -539,6 +539,9 @@ def test_a_router_that_sees_nan_says_so(bad):
     x[1, 2, 0] = bad
     with pytest.raises(ValueError, match=r"nan or infinite for 1 of 18 tokens, the first at \(1, 2\)"):
         make()(x)
+    bad_rows = make().eval()(x)[0].isnan().all(-1)
+    assert bad_rows[1, 2]
+    assert bad_rows.sum() == 1
 
 
 def test_a_layout_that_cuts_a_group_is_refused():

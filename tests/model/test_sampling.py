@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer, generate
-from minipar.model.sampling import choose
+from minipar.model.sampling import NOT_FINITE, NotFinite, choose_rows
 from tests.model.texts import ROUTED_ALONE, ROUTED_TOGETHER, configs, draw_tokens, loud_model
 from tests.strategies import assert_equal_to, seeds
 
@@ -74,7 +74,24 @@ def test_sampling_repeats_with_its_seed_and_leaves_the_global_one_alone(model):
 
 def test_the_smallest_temperature_takes_the_most_likely_token():
     logits = torch.tensor([[1.0, 3.0, -2.0], [4.0, 3.0, -2.0]])
-    assert choose(logits, 1e-320, torch.Generator()).tolist() == [[1], [0]]
+    assert choose_rows(logits, 1e-320, 0, 0).tolist() == [[1], [0]]
+
+
+def test_a_row_has_the_text_of_its_prompt_alone_with_its_seed(model):
+    both = generate(model, [[1, 2], [1, 2]], 20, temperature=30.0, seed=3)
+    assert torch.equal(both[1], generate(model, [1, 2], 20, temperature=30.0, seed=4))
+    assert not torch.equal(both[0], both[1])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_logits_that_are_not_finite_choose_no_token(model, wrong, temperature):
+    logits = torch.tensor([[1.0, wrong, 3.0], [1.0, 2.0, 300.0]])
+    assert choose_rows(logits, temperature, 0, 0).tolist() == [[NOT_FINITE], [2]]
+    with torch.no_grad():
+        model.head.weight[3, 0] = wrong
+    with pytest.raises(NotFinite, match="use another checkpoint"):
+        generate(model, [1], 2, temperature)
 
 
 def test_a_model_in_training_stays_in_training_and_a_frozen_block_in_evaluation(model):

@@ -159,7 +159,7 @@ async def _gone(http: HttpRequest) -> None:
 
 
 async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
-    text, written, is_last = Text(codec, asked.stop), "", False
+    text, written, is_last = Text(codec, asked.stop, asked.request.prompt), "", False
     while not is_last and not text.has_stopped:
         heard = await answer.next()
         written, is_last = written + text.add(heard.tokens, heard.is_last), heard.is_last
@@ -169,7 +169,7 @@ async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
 
 async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> AsyncIterator[str]:
     """Yield the server-sent events of a response. `heard` is the Desk's first message about the request."""
-    text, first = Text(codec, asked.stop), True
+    text, first = Text(codec, asked.stop, asked.request.prompt), True
     try:
         while True:
             new = text.add(heard.tokens, heard.is_last)

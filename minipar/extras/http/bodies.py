@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from minipar.data.tokenizer import Codec
 from minipar.inference.request import Request
+from minipar.inference.text import Text as Text
 from minipar.support.errors import one_of
 
 ROLES = ("system", "developer", "user", "assistant")
@@ -59,7 +60,7 @@ class Asked(NamedTuple):
     """A parsed body.
 
     shape  "chat" or "completions"
-    stop   strings; the answer ends before the first occurrence of any of them
+    stop   strings; the answer ends before the first one that is complete
     """
 
     shape: str
@@ -173,38 +174,6 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
     if not isinstance(include, bool):
         raise BadRequest(f"stream_options.include_usage={include!r}; use true or false", "stream_options")
     return include
-
-
-class Text:
-    """The text of an answer as it grows, and where it stops.
-
-    Text that may still change is held back: the bytes of an incomplete character, and a possible start of a stop string.
-    """
-
-    def __init__(self, codec: Codec, stop: tuple[str, ...] = ()):
-        self._codec, self._stop = codec, stop
-        self.tokens: list[int] = []
-        self.has_stopped = False
-        self._sent = 0
-
-    def add(self, tokens: list[int], is_last: bool) -> str:
-        """Add tokens; return the new text that can no longer change."""
-        self.tokens += tokens
-        text = self._codec.decode(self.tokens)
-        if ends := [text.index(stop) for stop in self._stop if stop in text]:
-            text, self.has_stopped = text[: min(ends)], True
-        elif not is_last:
-            text = self._certain(text)
-        new, self._sent = text[self._sent :], max(self._sent, len(text))
-        return new
-
-    def _certain(self, text: str) -> str:
-        text = text.rstrip("\N{REPLACEMENT CHARACTER}")
-        longest = max(map(len, self._stop), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stop):
-                return text[:-length]
-        return text
 
 
 def usage(num_prompt: int, num_written: int) -> dict[str, int]:

@@ -38,7 +38,7 @@ class Progress(NamedTuple):
     """Rank 0's report to `Desk.answer`: the events since the last report, and the cache blocks in use.
 
     written  request id -> its new tokens, if it has any
-    refused  request id -> why it cannot be served
+    refused  request id -> why it cannot be served, or served further
     """
 
     events: tuple[Event, ...] = ()
@@ -112,7 +112,7 @@ class Totals:
     def add(self, event: Event) -> None:
         if event.kind == Kind.FINISH:
             self.finished += 1
-        elif event.kind == Kind.REFUSE:
+        elif event.kind in (Kind.REFUSE, Kind.FAIL):
             self.refused += 1
         elif event.kind == Kind.CANCEL:
             self.cancelled += 1
@@ -207,7 +207,8 @@ class Desk:
         if ends or error is not None:
             del self._open[number]
         if tokens or ends or error is not None:
-            client.listener(Heard(tokens, ends, error, was_refused=error is not None))
+            refused = any(event.number == number and event.kind == Kind.REFUSE for event in progress.events)
+            client.listener(Heard(tokens, ends, error, was_refused=refused))
 
     def close(self, why: str = "the server is stopping") -> None:
         """Accept no more requests, and cancel the open ones; their listeners get `why` as the error."""
@@ -230,7 +231,7 @@ def serve_live(engine: Engine, exchange: Callable[[Progress], News]) -> None:
     def more() -> bool:
         news = exchange(_progress(engine, results))
         for event in engine.events:
-            if event.kind in (Kind.FINISH, Kind.REFUSE, Kind.CANCEL):
+            if event.kind in (Kind.FINISH, Kind.FAIL, Kind.REFUSE, Kind.CANCEL):
                 results.pop(event.number, None)
         engine.events.clear()
         engine.steps.clear()  # otherwise a server's log would grow without bound
@@ -253,7 +254,7 @@ def _progress(engine: Engine, results: dict[int, Result]) -> Progress:
     return Progress(
         events,
         {e.number: results[e.number].tokens[-e.num_tokens :] for e in events if e.kind == Kind.WRITE},
-        {e.number: results[e.number].error or "" for e in events if e.kind == Kind.REFUSE},
+        {e.number: results[e.number].error or "" for e in events if e.kind in (Kind.REFUSE, Kind.FAIL)},
         len(sequences) - waiting,
         waiting,
         len(held),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
@@ -65,8 +66,20 @@ class HttpService:
         return self
 
     def serve(self) -> None:
-        """Answer requests until `stop`, Ctrl-C, or a failure of the ranks; finish open requests before returning."""
-        self._server.run(sockets=[self._socket])
+        """Answer requests until `stop`, Ctrl-C, or a failure of the ranks; finish open requests before returning.
+
+        A second Ctrl-C cuts open requests off; uvicorn would log a traceback for each.
+        """
+
+        def is_told(record: logging.LogRecord) -> bool:
+            return not self._server.force_exit
+
+        log = logging.getLogger("uvicorn.error")
+        log.addFilter(is_told)
+        try:
+            self._server.run(sockets=[self._socket])
+        finally:
+            log.removeFilter(is_told)
 
     def stop(self) -> None:
         self._server.should_exit = True

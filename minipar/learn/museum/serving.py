@@ -11,8 +11,9 @@ import torch
 
 from minipar.config.model_config import ModelConfig
 from minipar.inference import Engine, Options, Request
-from minipar.inference.request import choose, distribution
+from minipar.inference.request import distribution
 from minipar.learn.museum.exhibit import Change, Exhibit, Finding
+from minipar.model.sampling import choose
 from minipar.model.transformer import Transformer
 
 VOCAB, LONGEST, LOUD = 13, 24, 20.0

@@ -1,11 +1,9 @@
 """What a body may ask for, what is refused by which name, and where a streamed text may be cut."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minipar.data.tokenizer import Bytes, Ids
-from minipar.extras.http.bodies import BadRequest, Text, read_body
+from minipar.extras.http.bodies import BadRequest, read_body
 from minipar.inference import Request
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -90,28 +88,3 @@ def test_a_text_that_is_no_list_of_ids_is_refused_where_ids_are_written():
     with pytest.raises(BadRequest, match="the run has no tokenizer; give token ids"):
         read(prompt="The ", codec=Ids())
     assert read(prompt="7 4", codec=Ids()).request.prompt == (7, 4)
-
-
-@given(
-    data=st.data(),
-    codec=st.sampled_from([Bytes(), Ids()]),
-    stop=st.lists(st.sampled_from(["b", "ab", "éa", "5 6"])),
-)
-def test_the_pieces_of_a_text_are_the_text_up_to_its_stop(data, codec, stop):
-    alphabet = list("abé€😀".encode()) if isinstance(codec, Bytes) else [5, 6, 56]
-    tokens = data.draw(st.lists(st.sampled_from(alphabet), max_size=20))
-    text, pieces = Text(codec, tuple(stop)), []
-    while tokens[len(text.tokens) :] and not text.has_stopped:
-        end = len(text.tokens) + data.draw(st.integers(1, 4))
-        pieces.append(text.add(tokens[len(text.tokens) : end], is_last=end >= len(tokens)))
-    # A step may write several tokens: a stop among them is found as by one token at a time.
-    whole = codec.decode(text.tokens)
-    ends = [whole.index(s) for s in stop if s in whole]
-    assert "".join(pieces) == (whole[: min(ends)] if ends else whole)
-    assert text.has_stopped == bool(ends)
-
-
-def test_a_piece_that_cuts_a_character_is_seen(monkeypatch):
-    monkeypatch.setattr(Text, "_certain", lambda self, text: text)
-    text = Text(Bytes())
-    assert "".join(text.add([byte], False) for byte in "é".encode()) != "é"

@@ -269,6 +269,21 @@ def test_when_a_rank_dies_clients_are_told_and_the_service_ends(folder, monkeypa
     assert minipar.run(lambda world: world.rank, world_size=1) == [0]
 
 
+def test_a_second_interrupt_logs_nothing(folder, caplog):
+    body = dict(prompt="ab", max_tokens=LONGEST - 2, stream=True)
+    with (
+        serving(folder) as service,
+        httpx.stream("POST", f"{service.address}/v1/completions", json=body, timeout=600) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        service._server.force_exit = True  # what uvicorn's handler does at the second signal
+        service.stop()
+        with pytest.raises(httpx.RemoteProtocolError):
+            list(lines)
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
+
+
 def test_an_address_that_cannot_be_had_is_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
