@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -29,6 +28,7 @@ from minipar.inference.serve import MeshSizes, serve_file
 from minipar.model import Transformer
 from minipar.support.errors import RankError
 from minipar.train import train
+from tests.extras.http.clients import wait_until
 
 openai = pytest.importorskip("openai")
 
@@ -151,7 +151,7 @@ def chat_and_stop(client, name):
             client.chat.completions.create(messages=say, **{**how, **body})
         assert (error.value.status_code, error.value.param) == (400, field)
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=f"exceed max_seq_len={LONGEST}"):
+        with pytest.raises(openai.BadRequestError, match=f"exceed the maximum context length of {LONGEST}"):
             client.completions.create(prompt="x", stream=stream, **{**how, "max_tokens": LONGEST})
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not served"):
         client.completions.create(prompt="x", **{**how, "model": "gpt"})
@@ -178,14 +178,6 @@ def test_a_client_that_goes_away_frees_its_blocks(folder, stream):
         wait_until(lambda: desk.totals.cancelled + desk.totals.finished == 1 and desk.progress.is_idle)
         assert desk.totals.cancelled == 1, "it was served to its end"
         assert desk.progress.num_blocks == desk.num_open == 0
-
-
-def wait_until(true):
-    deadline = time.monotonic() + 300
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nothing came of it in five minutes")
-        time.sleep(0.01)
 
 
 def test_a_full_queue_is_refused():
