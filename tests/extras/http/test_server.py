@@ -281,6 +281,9 @@ def test_an_address_that_cannot_be_had_is_one_line():
         ("--http --requests x", "serve needs --requests FILE or --http, and not both"),
         ("--http 70000", "http=70000; use one port from 1 to 65535, or 0 for any that is free"),
         ("--http 1 2", "http=1 2; use one port"),
+        ("--http --port 8765", "Unrecognized options: --port, 8765; did you mean --http 8765?"),
+        ("--port=8765", "did you mean --http 8765?"),
+        ("--http --port", "did you mean --http?"),
         ("--http --max-open 0", "max_open=0; use a whole number of 1 or more"),
     ],
 )
