@@ -16,6 +16,10 @@ class Connection(H11Protocol):
 
     max_connections = 512
     request_s = 30.0
+    max_dropped = (
+        1 << 22
+    )  # bytes of a body that was refused; most clients read an answer only once they have sent all
+    _dropped = 0
     _waits_for: type[h11.Sentinel] | None = None
     _deadline: asyncio.TimerHandle | None = None
 
@@ -31,6 +35,10 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
+            self._dropped += len(data)
+            if self._dropped > self.max_dropped:
+                self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -211,6 +211,35 @@ def test_a_body_after_its_refusal_is_dropped_until_its_deadline():
     played(play)
 
 
+def test_who_leaves_leaves_no_timer():
+    async def play(place, desk):
+        wire = place.connect()
+        wire._protocol.data_received(HEALTH[:20])
+        wire.close()
+        await settled()
+        assert place.time._timers
+        assert all(handle.cancelled() for _, handle, _ in place.time._timers)
+
+    played(play)
+
+
+def test_no_more_than_a_part_of_a_refused_body_is_read():
+    async def play(place, desk):
+        wire = place.connect()
+        wire._protocol.data_received(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n"
+        )
+        await settled()
+        for _ in range(4):
+            wire._protocol.data_received(b"x" * (Connection.max_dropped // 4))
+            assert not wire.is_closing()
+        wire._protocol.data_received(b"x")
+        assert wire.is_closing()
+        assert answer_of(wire.written)[0] == 413
+
+    played(play)
+
+
 @pytest.mark.parametrize("bad", [b"what?\r\n\r\n", b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000])
 def test_what_is_no_http_or_has_too_large_headers_gets_json(bad):
     async def play(place, desk):
