@@ -213,6 +213,8 @@ def test_what_is_told_to_a_client_that_has_gone_is_not_sent(caplog):
         with connect() as client:
             client.sendall(post(TEXT))
             wait_until(lambda: desk.num_open)
+            write(desk, "a", is_last=False)
+            assert client.recv(12) == b"HTTP/1.1 200"
             loop = server.servers[0].get_loop()
             held, goes_on = threading.Event(), threading.Event()
             loop.call_soon_threadsafe(lambda: (held.set(), goes_on.wait()))
