@@ -131,18 +131,18 @@ def read_body(shape: str, body: Any, model: str, longest_text: int, codec: Codec
     limits = [name for name in ("max_tokens", "max_completion_tokens") if name in given]
     if len(limits) > 1:
         raise BadRequest("max_tokens and max_completion_tokens are the same; use one of them", limits[0])
-    for name in limits:
-        if type(given[name]) is not int or given[name] < 1:
-            raise BadRequest(f"{name}={given[name]!r}; use a whole number of 1 or more", name)
-    name = "messages" if shape == "chat" else "prompt"
+    for limit in limits:
+        if type(given[limit]) is not int or given[limit] < 1:
+            raise BadRequest(f"{limit}={given[limit]!r}; use a whole number of 1 or more", limit)
+    source = "messages" if shape == "chat" else "prompt"
     prompt = _prompt(shape, given, codec)
     rest = 16 if shape == "completions" else max(1, longest_text - len(prompt))
     longest = given[limits[0]] if limits else rest
     if len(prompt) + longest > longest_text:
         raise BadRequest(
-            f"{len(prompt)} tokens of {name} and {longest} new ones exceed the maximum context length of {longest_text}; "
+            f"{len(prompt)} tokens of {source} and {longest} new ones exceed the maximum context length of {longest_text}; "
             "shorten one of them",
-            name,
+            source,
             code="context_length_exceeded",
         )
     return Asked(shape, model, Request(tuple(prompt), longest, **values), stop, stream, include_usage)
@@ -163,7 +163,7 @@ def _given(
             near = one_of(served, near=name[:40])
             raise BadRequest(f"{field!r} is not supported; use {near}", field)
         if not any(_is(given[name], value) for value in neutral[name]):
-            words = {str: "a text", dict: "an object"}
+            words: dict[type, str] = {str: "a text", dict: "an object"}
             uses = ["null", *(words[v] if isinstance(v, type) else json.dumps(v) for v in neutral[name])]
             raise BadRequest(f"{field}={given[name]!r} is not supported; use {one_of(uses)}", field)
     return {name: given[name] for name in served if name in given}

@@ -20,7 +20,7 @@ class Connection(H11Protocol):
         1 << 22
     )  # bytes of a body that was refused; most clients read an answer only once they have sent all
     _dropped = 0
-    _waits_for: type[h11.Sentinel] | None = None
+    _waits_for: type | None = None
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
