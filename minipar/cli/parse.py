@@ -80,6 +80,9 @@ def _one_line(box: str, see: str) -> str:
     suggested = next((line for line in lines if line.startswith("--") and line.strip("-")), None)
     if first.startswith("Unrecognized") and suggested:
         first += f"; did you mean {suggested.split()[0].rstrip(',')}?"
+    # Most servers' port is --port.
+    if "serve" in see and (port := re.match(r"Unrecognized options: --port\b[=, ]*(\d*)", first)):
+        first += f"; did you mean {f'--http {port[1]}'.rstrip()}?"
     if wrong := re.match(r"invalid choice '(.*?)' .* Expected one of \((.*)\)", first):
         near = difflib.get_close_matches(wrong[1], re.findall(r"'(.*?)'", wrong[2]), 1)
         first += f"; did you mean {near[0]}?" if near else ""

@@ -64,14 +64,16 @@ def serve_command(
     A line that is not a request gets an error as its result; the requests on the other lines are served.
 
     With --http, serves OpenAI's clients: POST /v1/chat/completions and /v1/completions, with or without "stream",
-    GET /v1/models, /health and /metrics. Needs pip install 'minipar[http]'.
+    GET /v1/models, /health and /metrics. Needs pip install 'minipar[http]'. A body of over 1 MiB, or 64 bytes per token of
+    context if that is more, gets status 413; a request that is not sent within 30 s gets 408.
 
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
         requests: a file with one request per line; each needs prompt and max_new_tokens.
         http: serve over HTTP on this port: 8000 if no number is given; 0 takes any free port.
         host: the address to listen on; by default only this machine can connect, with 0.0.0.0 any other.
-        max_open: over HTTP, the largest number of requests that run or wait at once; further ones get status 429.
+        max_open: over HTTP, the largest number of requests that run or wait at once; further ones get status 429, and
+            with 256 more connections than that, 503.
         out: the folder to which the results of --requests are written.
         tp: tensor-parallel ranks.
         pp: pipeline ranks.

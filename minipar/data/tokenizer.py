@@ -78,7 +78,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # raises UnicodeEncodeError, a ValueError, for a text that is no Unicode; the package a TypeError
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Unlike encode, encode_batch lets other threads run.
+        ids: list[int] = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, ids: list[int]) -> str:

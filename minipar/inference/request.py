@@ -53,7 +53,7 @@ class Request:
         if not 0 < (top_p := _as_float(self.top_p)) <= 1:
             raise ValueError(f"top_p={self.top_p!r}; use a number above 0, and at most 1")
         object.__setattr__(self, "top_p", top_p)
-        if not isinstance(self.seed, Integral):
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise ValueError(f"seed={self.seed!r}; use a whole number")
 
     @property

@@ -1,5 +1,7 @@
 """Text through a tokenizer of the package `tokenizers`: encoded in pieces, trained on, and generated from."""
 
+import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -62,6 +64,28 @@ def test_a_text_encoded_in_pieces_is_the_text_and_no_piece_is_much_longer_than_a
 def test_bytes_and_ids_come_back(text):
     assert Bytes().decode(Bytes().encode(text)) == text
     assert Ids().encode(Ids().decode([3, 14, 15])) == [3, 14, 15]
+
+
+def test_other_threads_run_while_a_text_is_encoded(path):
+    codec, text = Tokenizer(path), "The quick brown fox " * 10_000
+    ran, ends, interval = [], threading.Event(), sys.getswitchinterval()
+
+    def run():
+        while not ends.wait(0.001):
+            ran.append(1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        sys.setswitchinterval(1000)  # so that another thread runs only where this one lets it
+        before = len(ran)
+        codec.encode(text)
+        during = len(ran) - before
+    finally:
+        sys.setswitchinterval(interval)
+        ends.set()
+        thread.join()
+    assert during
 
 
 def test_a_text_with_half_of_a_surrogate_pair_is_refused_by_each_codec(path):

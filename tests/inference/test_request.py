@@ -77,6 +77,7 @@ def test_a_similar_distribution_mostly_chooses_the_same():
         (dict(top_p=1.1), r"top_p=1\.1"),
         (dict(top_p=10**400), "top_p=10+; use a number above 0"),
         (dict(seed=1.5), r"seed=1\.5; use a whole number"),
+        (dict(seed=True), "seed=True; use a whole number"),
         (dict(arrival_s=-1), "arrival_s=-1"),
         (dict(arrival_s=10**400), "arrival_s=10+; use a finite number"),
         (dict(end_tokens=7), "end_tokens=7; use a list of token ids"),

@@ -1,4 +1,8 @@
-"""The routes: chat completions, completions, the model, health and metrics."""
+"""The routes: chat completions, completions, the model, health and metrics. Every error is JSON in OpenAI's format.
+
+The event loop serves all clients, so nothing here takes long: a body is refused once it is larger than a text that the
+model can take, a large one is parsed in a thread, and tokens that came since the last event become one event.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -24,11 +29,15 @@ from minipar.extras.http.bodies import (
     answer_body,
     chunk_body,
     error_body,
+    not_served,
     read_body,
     usage_chunk,
 )  # fmt: skip
 from minipar.extras.http.live import Closed, Desk, Heard, QueueFull
 from minipar.extras.http.prometheus import CONTENT_TYPE, metrics_text
+from minipar.support.errors import one_of
+
+LARGE_BODY = 1 << 14  # bytes; to parse more takes long enough to leave it to a thread
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,11 @@ class Served:
     codec: Codec
     desk: Desk
 
+    @property
+    def max_body(self) -> int:
+        """Maximum number of bytes of a body: some ten times those of a text of so many tokens, since JSON may escape it."""
+        return max(1 << 20, 64 * self.longest_text)
+
 
 def make_app(served: Served) -> Starlette:
     """Return the ASGI application."""
@@ -50,24 +64,19 @@ def make_app(served: Served) -> Starlette:
 
     def completions(shape: str) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def answer(http: HttpRequest) -> Response:
-            try:
-                asked = await _asked(http, shape, served)
-                return await _answer(http, asked, served)
-            except ClientDisconnect:  # before the end of its body, so nobody reads this answer
-                return Response(status_code=499)
-            except BadRequest as error:
-                return JSONResponse(error.body, error.status)
-            except QueueFull:
-                why = f"{desk.max_open} requests are open, and no more are taken; try again later"
-                return JSONResponse(error_body(why, "rate_limit_error", code="queue_full"), 429)
-            except (Closed, Stopped) as error:
-                return JSONResponse(error_body(str(error) or "the server is stopping", "server_error"), 503)
+            return await _answer(http, await _asked(http, shape, served), served)
 
         return answer
 
+    model = {"id": served.name, "object": "model", "created": 0, "owned_by": "minipar"}
+
     async def models(http: HttpRequest) -> Response:
-        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "minipar"}
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def one_model(http: HttpRequest) -> Response:
+        if (name := http.path_params["name"]) != served.name:
+            raise not_served(name, served.name)
+        return JSONResponse(model)
 
     async def health(http: HttpRequest) -> Response:
         status = "stopping" if desk.is_closed else "ok" if desk.is_ready else "starting"
@@ -76,14 +85,44 @@ def make_app(served: Served) -> Starlette:
     async def metrics(http: HttpRequest) -> Response:
         return PlainTextResponse(metrics_text(desk), media_type=CONTENT_TYPE)
 
+    routes = [
+        Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
+        Route("/v1/completions", completions("completions"), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name}", one_model),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+
+    async def refuse(http: HttpRequest, error: Exception) -> Response:
+        status, body, headers = 500, error_body("the server has failed; its log says why", "server_error"), {}
+        if isinstance(error, ClientDisconnect):  # before the end of its body, so nobody reads this answer
+            status = 499
+        elif isinstance(error, BadRequest):
+            status, body = error.status, error.body
+        elif isinstance(error, QueueFull):
+            why = f"{desk.max_open} requests are open, and no more are taken; try again later"
+            status, body = 429, error_body(why, "rate_limit_error", code="queue_full")
+        elif isinstance(error, Closed | Stopped):
+            status, body = 503, error_body(str(error) or "the server is stopping", "server_error")
+        elif isinstance(error, HTTPException):
+            path, status, headers = http.url.path, error.status_code, dict(error.headers or {})
+            why = (
+                f"{http.method} is not for {path}; use {headers['Allow']}"
+                if "Allow" in headers
+                else f"{path} is not served; use {one_of(route.path for route in routes)}"
+            )
+            body = BadRequest(why).body
+        if status in (429, 503):
+            headers["Retry-After"] = "1"
+        return JSONResponse(body, status, headers)
+
     return Starlette(
-        routes=[
-            Route("/v1/chat/completions", completions("chat"), methods=["POST"]),
-            Route("/v1/completions", completions("completions"), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/health", health),
-            Route("/metrics", metrics),
-        ]
+        routes=routes,
+        exception_handlers={
+            error: refuse
+            for error in (BadRequest, QueueFull, Closed, Stopped, HTTPException, ClientDisconnect, Exception)
+        },
     )
 
 
@@ -105,8 +144,14 @@ class Answer:
         self.number = desk.submit(asked.request, listen)
 
     async def next(self) -> Heard:
-        """Return the Desk's next message. Raises BadRequest if the engine refuses the request, Stopped if the ranks end."""
+        """Return what the Desk has told since the last call, or wait for it.
+
+        Raises BadRequest if the engine refuses the request, Stopped if the ranks end.
+        """
         heard = await self._heard.get()
+        while not self._heard.empty():
+            later = self._heard.get_nowait()
+            heard = later._replace(tokens=heard.tokens + later.tokens)
         if heard.error is not None:
             raise BadRequest(heard.error) if heard.was_refused else Stopped(heard.error)
         return heard
@@ -169,21 +214,24 @@ async def _whole(answer: Answer, asked: Asked, codec: Codec) -> dict[str, Any]:
 
 async def _pieces(answer: Answer, heard: Heard, asked: Asked, codec: Codec) -> AsyncIterator[str]:
     """Yield the server-sent events of a response. `heard` is the Desk's first message about the request."""
-    text, first = Text(codec, asked.stop, asked.request.prompt), True
+    text, events = Text(codec, asked.stop, asked.request.prompt), 0
     try:
         while True:
             new = text.add(heard.tokens, heard.is_last)
-            if new or first:
-                yield _event(chunk_body(asked, answer.number, new, first=first))
-                first = False
-            if heard.is_last or text.has_stopped:
-                break
+            ends = heard.is_last or text.has_stopped
+            chunks = [chunk_body(asked, answer.number, new, first=not events)] if new or not events else []
+            if ends:
+                answer.close(is_complete=True)
+                chunks.append(chunk_body(asked, answer.number, "", _reason(text)))
+                if asked.include_usage:
+                    chunks.append(usage_chunk(asked, answer.number, len(text.tokens)))
+            # In one piece: to a client that has gone, only a few can be sent before the event loop knows.
+            if chunks:
+                yield "".join(map(_event, chunks)) + ("data: [DONE]\n\n" if ends else "")
+            if ends:
+                return
+            events += len(chunks)
             heard = await answer.next()
-        answer.close(is_complete=True)
-        yield _event(chunk_body(asked, answer.number, "", _reason(text)))
-        if asked.include_usage:
-            yield _event(usage_chunk(asked, answer.number, len(text.tokens)))
-        yield "data: [DONE]\n\n"
     except Stopped as error:
         yield _event(error_body(str(error), "server_error"))
 
@@ -194,19 +242,33 @@ def _reason(text: Text) -> str:
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    # All but ASCII is escaped, since some clients take U+2028 or U+0085 for the end of an event's line.
+    return f"data: {json.dumps(body)}\n\n"
 
 
 async def _asked(http: HttpRequest, shape: str, served: Served) -> Asked:
-    content = await http.body()
+    too_large = BadRequest(
+        f"the body has more than {served.max_body} bytes; a text may have {served.longest_text} tokens",
+        status=413,
+        code="request_too_large",
+    )
+    if int(http.headers.get("content-length", 0)) > served.max_body:
+        raise too_large
+    content = bytearray()
+    async for piece in http.stream():
+        content += piece
+        if len(content) > served.max_body:
+            raise too_large
+    if len(content) < LARGE_BODY:  # at once, so that it waits for no large one
+        return _read(shape, content, served)
+    return await asyncio.to_thread(_read, shape, content, served)
+
+
+def _read(shape: str, content: bytearray, served: Served) -> Asked:
     try:
-        return read_body(shape, _json(content), served.name, served.longest_text, served.codec)
+        body = json.loads(content)
     except RecursionError:
         raise BadRequest("the body's values are nested too deeply") from None
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
     except ValueError as error:
         raise BadRequest(f"the body is no JSON: {error}") from None
+    return read_body(shape, body, served.name, served.longest_text, served.codec)

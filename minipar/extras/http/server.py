@@ -10,9 +10,11 @@ from pathlib import Path
 from types import TracebackType
 
 import uvicorn
+from starlette.applications import Starlette
 
 from minipar.config.model_config import ModelConfig
 from minipar.extras.http.app import Served, make_app
+from minipar.extras.http.connection import Connection
 from minipar.extras.http.live import Desk, serve_rank
 from minipar.inference.draft_choice import DraftChoice
 from minipar.inference.engine import Options
@@ -50,9 +52,7 @@ class HttpService:
         self._world_size, self._timeout_s = sizes.num_ranks, timeout_s
         self._socket = bound_socket(host, port)
         app = make_app(Served(self.name, longest_text(config, options), codec, self.desk))
-        self._server = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", log_config=None, lifespan="off")
-        )
+        self._server = make_server(app, max_open)
         # A daemon thread, so that a second Ctrl-C ends the process even if the ranks do not end.
         self._ranks = threading.Thread(target=self._run_ranks, name="ranks", daemon=True)
 
@@ -105,6 +105,17 @@ class HttpService:
         finally:
             self.desk.close("the ranks have ended")
             self.stop()
+
+
+def make_server(app: Starlette, max_open: int) -> uvicorn.Server:
+    """Return a server of `app`, with connections for `max_open` requests, and for others that are soon answered."""
+
+    class Limited(Connection):
+        max_connections = max_open + 256
+
+    return uvicorn.Server(
+        uvicorn.Config(app, http=Limited, ws="none", log_level="warning", log_config=None, lifespan="off")
+    )
 
 
 def longest_text(config: ModelConfig, options: Options) -> int:

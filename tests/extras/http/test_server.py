@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -29,6 +28,7 @@ from minipar.inference.serve import MeshSizes, serve_file
 from minipar.model import Transformer
 from minipar.support.errors import RankError
 from minipar.train import train
+from tests.extras.http.clients import wait_until
 
 openai = pytest.importorskip("openai")
 
@@ -151,7 +151,7 @@ def chat_and_stop(client, name):
             client.chat.completions.create(messages=say, **{**how, **body})
         assert (error.value.status_code, error.value.param) == (400, field)
     for stream in (False, True):
-        with pytest.raises(openai.BadRequestError, match=f"exceed max_seq_len={LONGEST}"):
+        with pytest.raises(openai.BadRequestError, match=f"exceed the maximum context length of {LONGEST}"):
             client.completions.create(prompt="x", stream=stream, **{**how, "max_tokens": LONGEST})
     with pytest.raises(openai.NotFoundError, match="the model 'gpt' is not served"):
         client.completions.create(prompt="x", **{**how, "model": "gpt"})
@@ -178,14 +178,6 @@ def test_a_client_that_goes_away_frees_its_blocks(folder, stream):
         wait_until(lambda: desk.totals.cancelled + desk.totals.finished == 1 and desk.progress.is_idle)
         assert desk.totals.cancelled == 1, "it was served to its end"
         assert desk.progress.num_blocks == desk.num_open == 0
-
-
-def wait_until(true):
-    deadline = time.monotonic() + 300
-    while not true():
-        if time.monotonic() > deadline:
-            raise TimeoutError("nothing came of it in five minutes")
-        time.sleep(0.01)
 
 
 def test_a_full_queue_is_refused():
@@ -304,6 +296,9 @@ def test_an_address_that_cannot_be_had_is_one_line():
         ("--http --requests x", "serve needs --requests FILE or --http, and not both"),
         ("--http 70000", "http=70000; use one port from 1 to 65535, or 0 for any that is free"),
         ("--http 1 2", "http=1 2; use one port"),
+        ("--http --port 8765", "Unrecognized options: --port, 8765; did you mean --http 8765?"),
+        ("--port=8765", "did you mean --http 8765?"),
+        ("--http --port", "did you mean --http?"),
         ("--http --max-open 0", "max_open=0; use a whole number of 1 or more"),
     ],
 )
