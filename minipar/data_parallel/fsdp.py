@@ -116,7 +116,8 @@ class FSDP(nn.Module):
     and each unit to 64p. With `compress`, the compressor's bytes replace those of the gradients. Also sends an all-reduce
     of one byte per parameter. For P parameters, a step sends 3P elements in all, where DDP sends 2P. A forward with
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
-    Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
+    Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
+    activation checkpoint over several units, also those of them with a frozen parameter.
     Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
     a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
     backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
@@ -180,7 +181,7 @@ class FSDP(nn.Module):
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
         self._depth = 0  # the number of nested units that are in their forward
-        self._end = BackwardEnd(self._finish)
+        self._end = BackwardEnd(self._finish, self._use_sharded)
         self._reset_backward_state()
         self._install_hooks()
         if not per_element:
@@ -235,13 +236,15 @@ class FSDP(nn.Module):
 
     @_disable_dynamo
     def _after_forward(self, unit: Unit, outputs: object, has_backward: bool) -> None:
-        if has_backward:
+        if torch.is_grad_enabled():
             watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-            else:  # the backward may reach the unit by another path, and must then find its parameters unsharded
+            elif has_backward:  # the backward may reach it by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
+        # torch's checkpoint keeps a frozen parameter itself, not a view of it: its recomputed value must stay until it is used.
+        keep |= in_backward() and any(not flat.trained for flat in unit.flats)
         if unit.active == 0 and not keep and not unit.output_is_hidden:
             self.order.delay_reshard(unit)
         if not in_backward():
@@ -254,7 +257,7 @@ class FSDP(nn.Module):
         """Call `_after_backward` when all inputs have gradients, since the unit then no longer needs its parameters.
 
         A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
-        Returns whether the unit has a backward.
+        Returns whether the unit surely has a backward.
         """
         # Watch views, not the inputs themselves. An input may also be the output of another unit, whose hook would run
         # first: it would unshard that unit, and prefetch a third, before this unit is resharded. Also, the hook of an input
@@ -264,7 +267,7 @@ class FSDP(nn.Module):
         hook = LastOf(len(watched), partial(self._after_backward, unit))
         for x in watched:
             x.register_hook(hook)
-        return args, kwargs, bool(watched) or any(flat.trained for flat in unit.flats)
+        return args, kwargs, bool(watched) or unit.trained
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
@@ -349,6 +352,7 @@ class FSDP(nn.Module):
         if not self._synchronised:
             for unit in self.units:
                 unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
+            self.reducer.accumulates = True
             self._reset_backward_state()
             return
         for unit in self.units:
@@ -356,6 +360,11 @@ class FSDP(nn.Module):
         self.reducer.finish()
         self.order.pending_reshard = None
         self._reset_backward_state()
+
+    def _use_sharded(self) -> None:
+        """Give the parameters back their gradients of earlier backwards, which an optimizer may zero or use."""
+        for unit in self.units:
+            unit.use_sharded()
 
     def _reset(self) -> None:
         """After an exception, reshard every unit and forget the unfinished forward or backward."""
@@ -365,7 +374,12 @@ class FSDP(nn.Module):
         self._reset_backward_state()
 
     def _abandon_backward(self) -> None:
-        """Drop the gradients of a backward that an exception ended, and reset."""
+        """Drop the gradients of a backward that an exception ended, and reset. Those of earlier backwards stay."""
+        if self.reducer.accumulates:
+            raise RuntimeError(
+                "an exception ended a backward, which had added to the gradients that earlier backwards accumulated under "
+                "no_sync(); call zero_grad() of this FSDP, and begin the step anew"
+            )
         self.reducer.discard()
         self._reset()
 
@@ -390,6 +404,8 @@ class FSDP(nn.Module):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
+        if self._end.armed:
+            self._abandon_backward()
         with self._reducing(True):
             self._reset_backward_state()
             self._finish()

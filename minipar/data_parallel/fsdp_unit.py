@@ -18,6 +18,7 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 class Unit:
     """The flat parameters of one module, except those that belong to units inside it, and their gradients.
 
+    trained           whether the module, units inside it included, has parameters that are not frozen
     active            the number of calls of the module that are in their backward
     output_is_hidden  True if the unit has a backward, but no tensor found in its last output requires a gradient; the unit
                       then stays unsharded
@@ -25,6 +26,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module = name, module
+        self.trained = any(param.requires_grad for param in module.parameters())
         self.flats: list[FlatParameters] = []
         self.gradients: list[FlatGradients] = []
         self.active = 0
