@@ -24,7 +24,7 @@ from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.compressors import Compressor, Compressors
-from minipar.data_parallel.elementwise_optimizers import refuse_whole_matrix_steps
+from minipar.data_parallel.elementwise_optimizers import watch_optimizers
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
@@ -33,6 +33,7 @@ from minipar.data_parallel.fsdp_unit import (
     UnitOrder,
     find_units,
     group_parameters,
+    unit_of_parameter,
     refuse_compile,
 )
 from minipar.data_parallel.gradient_reducer import take_over
@@ -69,11 +70,7 @@ class UnitForward:
         return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
-
-
-def refuse_copy_of_fsdp() -> NoReturn:
-    arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
+        full_state.refuse_copy_of_fsdp()
 
 
 class FSDP(nn.Module):
@@ -159,13 +156,30 @@ class FSDP(nn.Module):
         arguments.require_whole(module.parameters(), "a second FSDP")
         take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
+        owner = unit_of_parameter(modules)
         self.units = [Unit(name, m) for name, m in modules]
         comm_of = arguments.function_of_parameter(comm)
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
+        named = [(f"{name} in unit {modules[owner[p]][0]!r}", p) for name, p in module.named_parameters()]
+        named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+        options = dict(
+            shard_rest=shard_rest,
+            reshard_after_forward=reshard_after_forward,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            reduce=reduce,
+            prefetch=prefetch,
+            algorithm=algorithm,
+            broadcast_buffers=broadcast_buffers,
+            compress=compress is not None,
+            on_meta_device=any(p.is_meta for p in module.parameters()),
+        )
+        for of in (comm_of, replicas_of):
+            arguments.require_same_parameters(of, [(name, x) for name, x in named if of(x) is not None], options)
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
-        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
+        groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
         for key, params in groups.items():
             unit = self.units[key.unit]
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
@@ -184,8 +198,10 @@ class FSDP(nn.Module):
         self._end = BackwardEnd(self._finish, self._use_sharded)
         self._reset_backward_state()
         self._install_hooks()
-        if not per_element:
-            refuse_whole_matrix_steps(self, {p for flat in self.flats if not flat.whole for p in flat.params})
+        shards = {p for flat in self.flats if not flat.whole for p in flat.params}
+        self.no_partial_state = full_state.NoPartialState()
+        self.no_partial_state.attach(module, shards)
+        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -277,14 +293,25 @@ class FSDP(nn.Module):
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
+        self.check()
         for flat in self.flats:
-            flat.check()
             if self._synchronised or self.order.reshard_after_forward or flat.stale():
                 flat.reshard(forbid=True)
             else:
                 flat.use_sharded(forbid=flat.state is State.SHARDED)
         if self.broadcast_buffers and self._synchronised and torch.is_grad_enabled():
             copy_buffers_of_rank0(self.module, self._comms_of)
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters were moved, cast, thawed or added since the module was wrapped."""
+        for flat in self.flats:
+            flat.check()
+        for name, param in self.module.named_parameters():
+            if param not in self.reducer.gradients_of:
+                raise RuntimeError(
+                    f"the parameter {name} was added after FSDP had wrapped the module, which would not train it alike on "
+                    "all ranks; add it first, then wrap"
+                )
 
     def _end_forward(self) -> None:
         """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
@@ -428,17 +455,7 @@ class FSDP(nn.Module):
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this rank's shards, as torch does. Raises ValueError for `assign`, which would replace the flat shards."""
-        if assign:
-            raise ValueError(
-                "assign=True would replace FSDP's shards, which lie in flat buffers; use assign=False"
-            )
-        return super().load_state_dict(state_dict, strict)
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
         full_state.load_full_state_dict(self, state)
 
@@ -447,4 +464,4 @@ class FSDP(nn.Module):
         return full_state.full_parameters(self, writeback)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
+        full_state.refuse_copy_of_fsdp()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -205,16 +205,14 @@ class FlatKey(NamedTuple):
 
 
 def group_parameters(
-    module: nn.Module,
-    modules: Sequence[NamedModule],
+    owner: Mapping[nn.Parameter, int],
     comm_of: Callable[[Tensor], Comm],
     replicas_of: Callable[[Tensor], Comm | None],
     rest_is_replicated: bool,
 ) -> dict[FlatKey, list[nn.Parameter]]:
-    """Group the parameters that can share a flat buffer."""
-    owner = unit_of_parameter(modules)
+    """Group the parameters that can share a flat buffer. `owner` is what `unit_of_parameter` returns."""
     groups: dict[FlatKey, list[nn.Parameter]] = {}
-    for param in module.parameters():
+    for param in owner:
         comm, replicas = comm_of(param), replicas_of(param)
         copies = () if replicas is None else (replicas,)
         key = FlatKey(owner[param], comm, copies, param.dtype, param.requires_grad)
