@@ -167,8 +167,10 @@ class FSDP(nn.Module):
         comm_of = arguments.function_of_parameter(comm)
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
-        named = [(f"{name} in unit {modules[owner[p]][0]!r}", p) for name, p in module.named_parameters()]
-        named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+        named: dict[Tensor, str] = {
+            p: f"{n} in unit {modules[owner[p]][0]!r}" for n, p in module.named_parameters()
+        }
+        named |= {buffer: f"buffer {name}" for name, buffer in module.named_buffers()}
         options = dict(
             shard_rest=shard_rest,
             reshard_after_forward=reshard_after_forward,
@@ -182,9 +184,8 @@ class FSDP(nn.Module):
             on_meta_device=any(p.is_meta for p in module.parameters()),
         )
         for of in (comm_of, replicas_of):
-            arguments.require_same_parameters(
-                of, [(name, x) for name, x in named if of(x) is not None], options
-            )
+            shared = {x: ranks for x in named if (ranks := of(x)) is not None}
+            arguments.require_same_parameters(shared.__getitem__, [(named[x], x) for x in shared], options)
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
         groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
