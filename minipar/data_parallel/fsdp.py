@@ -49,7 +49,7 @@ class UnitForward:
     """Replaces the forward of a unit's module: runs it between FSDP's two hooks.
 
     It has only weak references to the FSDP and the module, so that both are freed as soon as they are dropped.
-    Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
+    Raises RuntimeError if the FSDP was dropped but the module is used.
     """
 
     def __init__(self, fsdp: FSDP, i: int):
@@ -68,9 +68,6 @@ class UnitForward:
                 "parameters cannot be gathered; keep what FSDP(...) returns for as long as the module is used"
             )
         return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        full_state.refuse_copy_of_fsdp()
 
 
 class FSDP(nn.Module):
@@ -315,6 +312,11 @@ class FSDP(nn.Module):
 
     def check(self) -> None:
         """Raise RuntimeError if parameters were moved, cast, thawed, added or replaced since the module was wrapped."""
+        if self.no_partial_state.whole:
+            raise RuntimeError(
+                "inside summon_full_parameters() FSDP neither runs nor gathers; use the module's own state_dict() and "
+                "load_state_dict() there, and everything else outside"
+            )
         for flat in self.flats:
             flat.check()
         for name, param in self.module.named_parameters():

@@ -74,6 +74,9 @@ def whole_states(world):
     fsdp = FSDP(model, world, nn.Linear)
     fsdp(samples(world.rank))
     with fsdp.summon_full_parameters():
+        for use in (partial(fsdp, samples(0)), fsdp.full_state_dict, fsdp.summon_full_parameters().__enter__):
+            with pytest.raises(RuntimeError, match="inside summon_full_parameters"):
+                use()
         summoned = {name: x.clone() for name, x in model.state_dict().items()}
         model.load_state_dict({name: x + 1 for name, x in summoned.items()})
     return summoned, fsdp.full_state_dict(), full_state_dict(model, world)
