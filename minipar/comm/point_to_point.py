@@ -72,6 +72,11 @@ class PointToPoint:
         self._channel.kept = kept
 
     @property
+    def running(self) -> str:
+        """What the running collective is and of what, as its messages say it; "" outside one."""
+        return self._channel.signature
+
+    @property
     def timeout_s(self) -> float:
         return self._transport.timeout_s
 
@@ -169,12 +174,13 @@ class PointToPoint:
 
     # Operations of several messages
 
-    def custom(self, kind: str, operation: Operation, async_op: bool = False) -> Any:
+    def custom(self, kind: str, operation: Operation, async_op: bool = False, of: str = "") -> Any:
         """Run `operation()`, made of sends, receives and exchanges on this Comm, as one collective, and return its result.
 
-        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`.
+        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`. `of` says what is
+        sent: messages meet only where both ranks say the same, and errors repeat it.
         """
-        return self._run(kind, kind, operation, async_op)
+        return self._run(kind, f"{kind} of {of}" if of else kind, operation, async_op)
 
     def _run(
         self, kind: str, signature: str, operation: Operation, async_op: bool, shape: torch.Size | None = None

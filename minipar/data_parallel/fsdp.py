@@ -24,7 +24,7 @@ from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.compressors import Compressor, Compressors
-from minipar.data_parallel.elementwise_optimizers import refuse_whole_matrix_steps
+from minipar.data_parallel.elementwise_optimizers import watch_optimizers
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
@@ -34,6 +34,7 @@ from minipar.data_parallel.fsdp_unit import (
     find_units,
     group_parameters,
     refuse_compile,
+    unit_of_parameter,
 )
 from minipar.data_parallel.gradient_reducer import take_over
 from minipar.data_parallel.memory import memory_for
@@ -48,7 +49,7 @@ class UnitForward:
     """Replaces the forward of a unit's module: runs it between FSDP's two hooks.
 
     It has only weak references to the FSDP and the module, so that both are freed as soon as they are dropped.
-    Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
+    Raises RuntimeError if the FSDP was dropped but the module is used.
     """
 
     def __init__(self, fsdp: FSDP, i: int):
@@ -67,13 +68,6 @@ class UnitForward:
                 "parameters cannot be gathered; keep what FSDP(...) returns for as long as the module is used"
             )
         return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
-
-
-def refuse_copy_of_fsdp() -> NoReturn:
-    arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
 
 
 class FSDP(nn.Module):
@@ -105,22 +99,29 @@ class FSDP(nn.Module):
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
     optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
     with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
-    norm of a shard as that of the parameter. All ranks must run the same units in the same order. The unit whose forward
-    ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks: a compiled module may
-    be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order. Messages carry the unit's
+    name, so ranks that run different units get a deadlock that names both; not with torch's own collectives, as on NCCL.
+    The unit whose forward ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks:
+    a compiled module may be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
     torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
     containers.
+
+    Save and load with `full_state_dict`, `load_full_state_dict` or, inside `summon_full_parameters`, as ever. Elsewhere
+    `state_dict` and `load_state_dict` of any module with shards inside raise, as does `state_dict` of an optimizer that has
+    stepped with shards: each would be one rank's part. minipar.extras.checkpoints.dcp writes all parts.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
     and each unit to 64p. With `compress`, the compressor's bytes replace those of the gradients. Also sends an all-reduce
     of one byte per parameter. For P parameters, a step sends 3P elements in all, where DDP sends 2P. A forward with
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
-    Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
-    Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
-    a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
-    backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
-    attributes); TypeError for a copy of the wrapper.
+    Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
+    activation checkpoint over several units, also those of them with a frozen parameter.
+    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
+    not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
+    replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
+    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
+    wrapper or of a module with shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -158,13 +159,33 @@ class FSDP(nn.Module):
         arguments.require_whole(module.parameters(), "a second FSDP")
         take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
+        owner = unit_of_parameter(modules)
         self.units = [Unit(name, m) for name, m in modules]
         comm_of = arguments.function_of_parameter(comm)
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
+        named: dict[Tensor, str] = {
+            p: f"{n} in unit {modules[owner[p]][0]!r}" for n, p in module.named_parameters()
+        }
+        named |= {buffer: f"buffer {name}" for name, buffer in module.named_buffers()}
+        options = dict(
+            shard_rest=shard_rest,
+            reshard_after_forward=reshard_after_forward,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            reduce=reduce,
+            prefetch=prefetch,
+            algorithm=algorithm,
+            broadcast_buffers=broadcast_buffers,
+            compress=compress is not None,
+            on_meta_device=any(p.is_meta for p in module.parameters()),
+        )
+        for of in (comm_of, replicas_of):
+            shared = {x: ranks for x in named if (ranks := of(x)) is not None}
+            arguments.require_same_parameters(shared.__getitem__, [(named[x], x) for x in shared], options)
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
-        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
+        groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
         for key, params in groups.items():
             unit = self.units[key.unit]
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
@@ -180,11 +201,13 @@ class FSDP(nn.Module):
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
         self._depth = 0  # the number of nested units that are in their forward
-        self._end = BackwardEnd(self._finish)
+        self._end = BackwardEnd(self._finish, self._use_sharded)
         self._reset_backward_state()
         self._install_hooks()
-        if not per_element:
-            refuse_whole_matrix_steps(self, {p for flat in self.flats if not flat.whole for p in flat.params})
+        shards = {p for flat in self.flats if not flat.whole for p in flat.params}
+        self.no_partial_state = full_state.NoPartialState()
+        self.no_partial_state.attach(module, shards)
+        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,13 +258,17 @@ class FSDP(nn.Module):
 
     @_disable_dynamo
     def _after_forward(self, unit: Unit, outputs: object, has_backward: bool) -> None:
-        if has_backward:
+        if torch.is_grad_enabled():
             watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-            else:  # the backward may reach the unit by another path, and must then find its parameters unsharded
+            elif (
+                has_backward
+            ):  # the backward may reach it by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
+        # torch's checkpoint keeps a frozen parameter itself, not a view: the recomputed one must stay until it is used.
+        keep |= in_backward() and any(not flat.trained for flat in unit.flats)
         if unit.active == 0 and not keep and not unit.output_is_hidden:
             self.order.delay_reshard(unit)
         if not in_backward():
@@ -254,7 +281,7 @@ class FSDP(nn.Module):
         """Call `_after_backward` when all inputs have gradients, since the unit then no longer needs its parameters.
 
         A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
-        Returns whether the unit has a backward.
+        Returns whether the unit surely has a backward.
         """
         # Watch views, not the inputs themselves. An input may also be the output of another unit, whose hook would run
         # first: it would unshard that unit, and prefetch a third, before this unit is resharded. Also, the hook of an input
@@ -264,7 +291,7 @@ class FSDP(nn.Module):
         hook = LastOf(len(watched), partial(self._after_backward, unit))
         for x in watched:
             x.register_hook(hook)
-        return args, kwargs, bool(watched) or any(flat.trained for flat in unit.flats)
+        return args, kwargs, bool(watched) or unit.trained
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
@@ -274,14 +301,30 @@ class FSDP(nn.Module):
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
+        self.check()
         for flat in self.flats:
-            flat.check()
             if self._synchronised or self.order.reshard_after_forward or flat.stale():
                 flat.reshard(forbid=True)
             else:
                 flat.use_sharded(forbid=flat.state is State.SHARDED)
         if self.broadcast_buffers and self._synchronised and torch.is_grad_enabled():
             copy_buffers_of_rank0(self.module, self._comms_of)
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters were moved, cast, thawed, added or replaced since the module was wrapped."""
+        if self.no_partial_state.whole:
+            raise RuntimeError(
+                "inside summon_full_parameters() FSDP neither runs nor gathers; use the module's own state_dict() and "
+                "load_state_dict() there, and everything else outside"
+            )
+        for flat in self.flats:
+            flat.check()
+        for name, param in self.module.named_parameters():
+            if param not in self.reducer.gradients_of:
+                raise RuntimeError(
+                    f"the parameter {name} was added or replaced after FSDP had wrapped the module, and ranks would not "
+                    "train it alike; change the module first, then wrap it"
+                )
 
     def _end_forward(self) -> None:
         """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
@@ -349,6 +392,7 @@ class FSDP(nn.Module):
         if not self._synchronised:
             for unit in self.units:
                 unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
+            self.reducer.accumulates = True
             self._reset_backward_state()
             return
         for unit in self.units:
@@ -356,6 +400,11 @@ class FSDP(nn.Module):
         self.reducer.finish()
         self.order.pending_reshard = None
         self._reset_backward_state()
+
+    def _use_sharded(self) -> None:
+        """Give the parameters back their gradients of earlier backwards, which an optimizer may zero or use."""
+        for unit in self.units:
+            unit.use_sharded()
 
     def _reset(self) -> None:
         """After an exception, reshard every unit and forget the unfinished forward or backward."""
@@ -365,7 +414,12 @@ class FSDP(nn.Module):
         self._reset_backward_state()
 
     def _abandon_backward(self) -> None:
-        """Drop the gradients of a backward that an exception ended, and reset."""
+        """Drop the gradients of a backward that an exception ended, and reset. Those of earlier backwards stay."""
+        if self.reducer.accumulates:
+            raise RuntimeError(
+                "an exception ended a backward, which had added to the gradients that earlier backwards accumulated under "
+                "no_sync(); call zero_grad() of this FSDP, and begin the step anew"
+            )
         self.reducer.discard()
         self._reset()
 
@@ -390,6 +444,8 @@ class FSDP(nn.Module):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
+        if self._end.armed:
+            self._abandon_backward()
         with self._reducing(True):
             self._reset_backward_state()
             self._finish()
@@ -412,17 +468,7 @@ class FSDP(nn.Module):
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this rank's shards, as torch does. Raises ValueError for `assign`, which would replace the flat shards."""
-        if assign:
-            raise ValueError(
-                "assign=True would replace FSDP's shards, which lie in flat buffers; use assign=False"
-            )
-        return super().load_state_dict(state_dict, strict)
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
         full_state.load_full_state_dict(self, state)
 
@@ -431,4 +477,4 @@ class FSDP(nn.Module):
         return full_state.full_parameters(self, writeback)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
+        full_state.refuse_copy_of_fsdp()
