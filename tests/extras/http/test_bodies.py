@@ -4,6 +4,8 @@ import re
 import typing
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from minipar.data.tokenizer import Bytes, Ids
 from minipar.extras.http.bodies import FIELDS, NEUTRAL, BadRequest, read_body
