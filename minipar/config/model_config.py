@@ -48,8 +48,8 @@ class ModelConfig(MoEConfig):
     attention: Attention = option("fused", "which function computes attention: same numbers, different cost")
     documents: bool = option(
         False,
-        "samples contain documents: positions restart in each, and tokens attend only to their own document; training cuts each "
-        "sample into about 4, at places drawn from the seed and the step",
+        "samples contain documents: positions restart in each, and tokens attend only to their own document; training cuts "
+        "each sample into about 4, at places drawn from the seed and the step",
     )
     parallel_block: bool = option(
         False,
