@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
+from itertools import count
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple
 
@@ -126,6 +128,35 @@ def codec_of_run(folder: Path, extra: dict[str, Any]) -> Codec:
     if tokenizer.digest != name:
         raise ValueError(f"{folder / TOKENIZER} is not the tokenizer that the run was trained with")
     return tokenizer
+
+
+def tokenizer_json(folder: Path, extra: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the codec of the run in `folder` as a tokenizer.json, for other programs; None for bare token ids.
+
+    It encodes text as the run did: without special tokens, and whatever its length is.
+    """
+    codec = codec_of_run(folder, extra)
+    if isinstance(codec, Ids):
+        return None
+    if isinstance(codec, Tokenizer):
+        return {**json.loads(codec.content), "post_processor": None, "truncation": None, "padding": None}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level,
+        "model": {
+            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+            "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+            "vocab": {character: byte for byte, character in enumerate(_byte_characters())}, "merges": [],
+        },
+    }  # fmt: skip
+
+
+def _byte_characters() -> list[str]:
+    """Return the characters with which a byte-level tokenizer writes the bytes: their own where these are printed."""
+    printed = {*range(ord("!"), 127), *range(0xA1, 256)} - {0xAD}
+    others = count(256)
+    return [chr(byte if byte in printed else next(others)) for byte in range(256)]
 
 
 def name_of_codec(config: TrainConfig) -> str:
