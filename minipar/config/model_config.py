@@ -122,7 +122,7 @@ class ModelConfig(MoEConfig):
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} with kv_latent_dim={self.kv_latent_dim}: every head has its own keys "
-                f"and values of the latent; leave num_kv_heads out"
+                f"and values of the latent; use num_kv_heads={self.num_heads}"
             )
         if self.rope_dim is None:
             object.__setattr__(self, "rope_dim", -(-self.head_dim // 4) * 2)

@@ -325,7 +325,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(tp=3), "tp=3 does not divide num_heads=4"),
         (dict(pp=8, microbatches=8), "use at most 4 stages"),
         (dict(ep=2, dp=2), "num_experts=0"),
-        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=66"),
+        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=60"),
         (dict(schedule="2f2b"), "2f2b"),
         (dict(zero=4), "zero=4"),
         (dict(recompute="some"), "recompute='some'"),
@@ -353,7 +353,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         ),
         (
             dict(tp=4, tp_layout="2d", cp=4, cp_attention="ulysses", seq_len=64),
-            "4 ranks do not divide num_heads=2",
+            "cp=4 does not divide num_heads/tp=2; use cp=1 or 2",
         ),
         (
             dict(dp=4, ep=4, moe=4, dispatch=("all-to-all", {"node_size": 3})),
