@@ -22,8 +22,11 @@ from minipar.model.huggingface import huggingface_name
 from minipar.support.atomic_files import prepare_folder, whole_file, write_whole
 
 # A run has none of these. Where a file leaves them out, transformers takes tokens 1 and 2, and ends a text at 2.
-NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-TOKENIZER_CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TOKENIZER_CONFIG: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def full_parameters(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -59,7 +62,7 @@ def export_llama(checkpoint: Checkpoint, folder: Path) -> None:
     tokenizer = tokenizer_json(checkpoint.path.absolute().parents[1], checkpoint.extra)
     prepare_folder(folder)
     _write_tensors(checkpoint, folder / "model.safetensors", huggingface_name, {"format": "pt"})
-    files = {"config.json": config, "generation_config.json": NO_SPECIAL_TOKENS}
+    files: dict[str, dict[str, Any]] = {"config.json": config, "generation_config.json": NO_SPECIAL_TOKENS}
     if tokenizer is not None:
         files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": TOKENIZER_CONFIG}
     for name, content in files.items():

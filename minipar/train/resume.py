@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import fields
 from importlib.metadata import version
 from itertools import count
@@ -92,8 +92,9 @@ def require_same_start(world: Comm, config: TrainConfig, text_id: TextId) -> Non
 
 def require_shared(world: Comm, folder: Path) -> None:
     """Raise ValueError, on every rank, unless all ranks see what rank 0 writes to the folder."""
-    with nullcontext() if world.rank else NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
-        name = all_gather_objects(world, file and Path(file.name).name)[0]
+    with ExitStack() as stack:
+        own = None if world.rank else stack.enter_context(NamedTemporaryFile(dir=folder, prefix=".shared-"))
+        name = all_gather_objects(world, own and Path(own.name).name)[0]
         seen = all_gather_objects(world, (folder / name).exists())
     if not all(seen):
         raise ValueError(
