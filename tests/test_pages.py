@@ -76,6 +76,31 @@ def test_the_pages_have_commands():
     }
 
 
+# Commands inside sentences; one that ends in a flag, or has a placeholder, only names them.
+INLINE = {
+    " ".join(line.split())
+    for name, text in TEXTS.items()
+    if name != "CHANGELOG.md"
+    for line in re.findall(r"`(minipar (?:train|verify) --[^`]+)`", text)
+}
+LEGAL = sorted(
+    line
+    for line in INLINE
+    if not re.search(r" [A-Z]+\b|--help|last-first", line) and not line.split()[-1].startswith("--")
+)
+
+
+def test_the_pages_have_commands_in_sentences():
+    assert any("nvfp4" in line for line in LEGAL)
+    assert len(LEGAL) >= 4
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("line", LEGAL)
+def test_the_run_of_a_command_in_a_sentence_is_legal(line, folder):
+    config_of(_parse(shlex.split(line)[1:]).args[0], TrainConfig)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood_and_its_run_is_legal(line, folder):

@@ -19,11 +19,11 @@ from benchmarks.peers.picotron import LR, MODEL, SAMPLES
 from minipar import run
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, load_data
+from minipar.data.text import Text, batch_of, load_data
 from minipar.mesh import Mesh
 from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
-from minipar.train.step import batch_of, train_step
+from minipar.train.step import train_step
 
 
 def rows(path: Path, quick: bool = False) -> Iterator[Row]:

@@ -26,13 +26,13 @@ from minipar.checkpoint.export import llama_config
 from minipar.comm import Comm
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, load_data
+from minipar.data.text import Text, batch_of, load_data
 from minipar.mesh import Mesh
 from minipar.model import Transformer
 from minipar.model.huggingface import huggingface_name
 from minipar.train.optim import BETAS
 from minipar.train.parallelize import parallelize
-from minipar.train.step import batch_of, train_step
+from minipar.train.step import train_step
 
 MODEL = ModelConfig(dim=384, num_layers=8, num_heads=8, max_seq_len=256)  # 14 M parameters
 SAMPLES, LR, MICROBATCHES = 8, 3e-4, 4

@@ -16,9 +16,17 @@ import torch
 from minipar.checkpoint.restore import Checkpoint
 from minipar.checkpoint.tensor_file import Streamed, write_streamed
 from minipar.config.model_config import ModelConfig
+from minipar.data.tokenizer import tokenizer_json
 from minipar.mesh import Placement
 from minipar.model.huggingface import huggingface_name
 from minipar.support.atomic_files import prepare_folder, whole_file, write_whole
+
+# A run has none of these. Where a file leaves them out, transformers takes tokens 1 and 2, and ends a text at 2.
+NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TOKENIZER_CONFIG: dict[str, Any] = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def full_parameters(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -45,12 +53,20 @@ def export_model(checkpoint: Checkpoint, path: Path) -> None:
 def export_llama(checkpoint: Checkpoint, folder: Path) -> None:
     """Write config.json and model.safetensors as `LlamaForCausalLM.from_pretrained(folder)` reads them.
 
-    Only one of its tensors is in memory at a time. Raises ValueError for a model that Llama cannot express.
+    Also writes generation_config.json and, unless the run was trained on bare token ids, the files of its tokenizer, which
+    then encodes text as the run did: without special tokens.
+    Only one of its tensors is in memory at a time. Raises ValueError for a model that Llama cannot express, and if the
+    run's folder has another tokenizer than that of its checkpoint.
     """
     config = llama_config(ModelConfig(**checkpoint.extra["model"]))
+    tokenizer = tokenizer_json(checkpoint.path.absolute().parents[1], checkpoint.extra)
     prepare_folder(folder)
     _write_tensors(checkpoint, folder / "model.safetensors", huggingface_name, {"format": "pt"})
-    write_whole(folder / "config.json", json.dumps(config, indent=2))
+    files: dict[str, dict[str, Any]] = {"config.json": config, "generation_config.json": NO_SPECIAL_TOKENS}
+    if tokenizer is not None:
+        files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": TOKENIZER_CONFIG}
+    for name, content in files.items():
+        write_whole(folder / name, json.dumps(content, indent=2))
 
 
 def _write_tensors(
@@ -94,4 +110,5 @@ def llama_config(config: ModelConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": False,
         "mlp_bias": False,
+        **NO_SPECIAL_TOKENS,
     }

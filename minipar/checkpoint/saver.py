@@ -42,6 +42,7 @@ from minipar.comm.host import on_host
 from minipar.comm.objects import all_gather_objects, gather_objects
 from minipar.mesh import Placement
 from minipar.support.atomic_files import write_whole
+from minipar.support.errors import SaveError
 from minipar.transport.errors import PeerLost
 
 DEADLINE_S = 1800.0  # for a save, since disks are slower than networks and more often shared
@@ -87,7 +88,7 @@ class Saver:
     manifest, then removes old checkpoints; threads send nothing. Between steps, `poll` all-reduces their progress, 24
     bytes, until all are done. So a slow disk does not hold up training, and a rank that cannot write raises its own error,
     while the other ranks name it.
-    All ranks must call `poll`, `save` and `finish`, which raise the error of a failed save: RuntimeError on the rank that
+    All ranks must call `poll`, `save` and `finish`, which raise the error of a failed save: SaveError on the rank that
     failed, PeerLost on the other ranks; after `deadline_s`, TimeoutError on all ranks. If old checkpoints cannot be
     checked or removed, rank 0 only warns.
     """
@@ -150,6 +151,10 @@ class Saver:
         elif not working:
             self._task = self._task_after(self._task)
 
+    def any_rank(self, what: bool) -> bool:
+        """Return, on every rank, whether `what` is true on any of them."""
+        return bool(self._comm.all_reduce(torch.tensor([int(what)], device=self._comm.device)).item())
+
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises the error that it raised."""
         while self._task is not None:
@@ -182,8 +187,7 @@ class Saver:
         self._task = None
         mine = None if task.error is None else f"{type(task.error).__name__}: {task.error}"
         seen = all_gather_objects(self._comm, (mine, task.done))
-        if self._comm.rank == 0:
-            shutil.rmtree(self._beside, ignore_errors=True)
+        shutil.rmtree(self._beside, ignore_errors=True)  # on every rank: its folder may not be rank 0's
         self._comm.barrier()  # a rank that raises ends the others, so none does before what was written is removed
         failed = [rank for rank, (error, _) in enumerate(seen) if error is not None]
         what = f"the checkpoint after step {self._step} could not be written to {self._folder}"
@@ -191,7 +195,7 @@ class Saver:
             slow = ", ".join(str(rank) for rank, (_, done) in enumerate(seen) if not done)
             raise TimeoutError(f"{what} in {self._deadline_s:g} s: rank {slow} is still writing")
         if task.error is not None:
-            raise RuntimeError(f"{what}: rank {self._comm.rank}: {mine}") from task.error
+            raise SaveError(f"{what}: rank {self._comm.rank}: {mine}") from task.error
         raise PeerLost(f"{what}: rank {failed[0]}: {seen[failed[0]][0]}")
 
 

@@ -6,6 +6,7 @@ parse.py        parsing the command line with tyro; a mistake gives a one-line m
 flags.py        a run's settings as flags, and back
 choices.py      choices by name, and their options as flags
 topics.py       --help TOPIC
+signals.py      Ctrl-C and SIGTERM during a run
 report.py       progress bar, figures and summary of a run
 """
 
@@ -14,11 +15,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from errno import EDQUOT, EFBIG, EIO, ENOSPC, EROFS
+from signal import SIGINT
 
 from minipar.cli.parse import Parsed, Work, parse_command, parse_commands
-from minipar.support.errors import RankError
+from minipar.cli.signals import end_at_next_signal
+from minipar.support.errors import RankError, Stopped
 from minipar.support.registry import Choice, Kind
 
+DISK_ERRORS = (ENOSPC, EDQUOT, EFBIG, EROFS, EIO)
 DESCRIPTION = (
     "Distributed training, every piece written by hand and proved equal to one process. "
     "Each command explains its flags: minipar train --help. "
@@ -63,7 +68,10 @@ COMMANDS: Kind[Choice] = Kind(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command. Exits 0 when done, 1 if a rank failed, 2 with a one-line message on a bad request, 130 on Ctrl-C."""
+    """Run the command. Exits 0 when done, 1 if a rank failed or a disk is full, 2 on a bad request, 128 + n on signal n.
+
+    A bad request, a full disk and a signal are told in one line.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     try:
         _parse(argv)()
@@ -71,17 +79,31 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as error:
         _exit_with(f"minipar: {error}", 2)
     except RankError as error:
-        _exit_with(f"minipar: {error}", 1)
-    except KeyboardInterrupt:
-        _exit_with("minipar: interrupted", 130)
+        _exit_with(f"minipar: {_in_brief(error)}", 1)
+    except KeyboardInterrupt as end:
+        end_at_next_signal()
+        stopped = end if isinstance(end, Stopped) else Stopped("interrupted", SIGINT)
+        _exit_with(f"minipar: {stopped}" if str(stopped) else "", 128 + stopped.signal)
     except BrokenPipeError:  # the reader, such as `head`, has stopped
         # Otherwise the flush at exit raises again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(141) from None
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        of = f"{error.filename}: " if error.filename else ""
+        _exit_with(f"minipar: {of}{error.strerror}; make room, or write to another folder", 1)
+
+
+def _in_brief(error: RankError) -> str:
+    """Return the error of a save in one line, since no line of the program is wrong; else the rank's traceback."""
+    kind, _, words = error.remote_traceback.rstrip().rpartition("\n")[2].partition(": ")
+    return words if kind.endswith(".SaveError") else str(error)
 
 
 def _exit_with(message: str, code: int) -> None:
-    print(message, file=sys.stderr)
+    if message:
+        print(message, file=sys.stderr)
     raise SystemExit(code)
 
 

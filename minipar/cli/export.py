@@ -20,7 +20,7 @@ def export_command(
     Args:
         run: the folder of a run that was trained with --checkpoint-every.
         out: the file to write (layout minipar), or the folder (layout llama).
-        layout: which names the weights get: minipar's, or those of Hugging Face's Llama, with a config.json.
+        layout: which names the weights get: minipar's, or those of Hugging Face's Llama, with config.json and tokenizer.
     """
     return partial(_export, run, out, layout)
 
@@ -35,5 +35,8 @@ def _export(run: Path, out: Path, layout: str) -> None:
     if path is None:
         raise ValueError(f"run={run} has no whole checkpoint; train with --checkpoint-every first")
     prepare_folder(out if layout == "llama" else out.parent)
-    (export_llama if layout == "llama" else export_model)(Checkpoint(path), out)
+    checkpoint = Checkpoint(path)
+    (export_llama if layout == "llama" else export_model)(checkpoint, out)
     print(f"{path} -> {out}")
+    if layout == "llama" and checkpoint.extra.get("codec") == "ids":
+        print("without a tokenizer: the run was trained on bare token ids")

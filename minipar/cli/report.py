@@ -17,7 +17,10 @@ INPUT_BOUND_FRACTION = 0.1  # report a rank that waits for data for more than th
 
 
 class Progress:
-    """A progress bar for training, then one for the reference run in one process. Under torchrun only rank 0 draws."""
+    """A progress bar for training, then one for the reference run in one process. Under torchrun only rank 0 draws.
+
+    Nothing is drawn where stderr is no terminal.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self._totals = {"train": config.steps, "verify": min(config.verify_steps, config.steps)}
@@ -37,7 +40,10 @@ class Progress:
         if what != self._phase:
             self.__exit__()
             label = {"train": "train", "verify": "again on one process"}[what]
-            self._bar, self._phase = tqdm(total=self._totals[what], desc=label, unit="step"), what
+            self._bar, self._phase = (
+                tqdm(total=self._totals[what], desc=label, unit="step", disable=None),
+                what,
+            )
         if "loss" in metrics:
             self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:,.0f} tokens/s")
         self._bar.update()

@@ -134,7 +134,7 @@ def _serve_file(
 
     from minipar.inference.serve import serve_file
 
-    with tqdm(desc="serve", unit="request") as bar:
+    with tqdm(desc="serve", unit="request", disable=None) as bar:
 
         def show(done: int, of: int) -> None:
             bar.total = of

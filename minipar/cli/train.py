@@ -13,10 +13,12 @@ from minipar.cli.choices import as_flag, flag_name, make_flag, make_flags, optio
 from minipar.cli.flags import config_of
 from minipar.cli.parse import Parsed, Work
 from minipar.cli.report import Progress, print_summary
+from minipar.cli.signals import StopRequest
 from minipar.cli.topics import asked_topic, run_flags
 from minipar.config.check_paths import check_paths
 from minipar.config.choices import CHOSEN
 from minipar.config.train_config import TrainConfig
+from minipar.support.errors import Stopped
 from minipar.support.options import make_options
 from minipar.support.registry import Choice, Kind
 
@@ -94,8 +96,17 @@ def _train(flags: Any) -> None:
     import_chosen(config)
     from minipar.train import train
 
-    with Progress(config) as progress:
-        result = train(config, progress)
+    def tell(what: str, metrics: dict[str, float]) -> None:
+        progress(what, metrics)
+        if what == "verify":
+            stop.in_comparison()
+
+    with Progress(config) as progress, StopRequest(config.checkpoint_every > 0) as stop:
+        try:
+            result = train(config, tell, stop)
+        except Stopped as stopped:
+            stopped.signal = stopped.signal or stop.signal
+            raise
     if result is not None:
         print_summary(result)
 

@@ -64,7 +64,7 @@ def _sweep(flags: Any, world_size: int) -> None:
 
     folder = config.out or Path("runs/verify")
     prepare_folder(folder)
-    results = [verify(one) for one in tqdm(configs, unit="mesh")]
+    results = [verify(one) for one in tqdm(configs, unit="mesh", disable=None)]
     draw_sweep(results, folder / "sweep.png")
     write_whole(folder / "sweep.md", sweep_markdown(results))
     wrong = [result for result in results if not result.equal]

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from minipar.config.check_experts import check_experts
 from minipar.config.context_limits import (
     check_context_parallel,
+    length_multiple,
     padded_length,
+    ulysses_ranks,
     why_length_illegal,
     why_usp_illegal,
 )
@@ -126,12 +128,29 @@ def _check_tokens(config: TrainConfig) -> None:
     if why := why_usp_illegal(config.cp, config.cp_attention, config.cp_ulysses):
         raise ValueError(why)
     if why_length_illegal(config.seq_len, config.cp, config.cp_layout, config.cp_ulysses):
+        how = config.cp, config.cp_layout, config.cp_ulysses
+        fits = padded_length(config.seq_len, *how)
+        if fits > config.model.max_seq_len:
+            fits -= length_multiple(*how)
         raise ValueError(
             f"cp={config.cp} with cp_layout={config.cp_layout!r} does not divide seq_len={config.seq_len}; "
-            f"use seq_len={padded_length(config.seq_len, config.cp, config.cp_layout, config.cp_ulysses)}"
+            + (
+                f"use seq_len={fits}"
+                if fits
+                else f"use seq_len and model.max_seq_len={length_multiple(*how)}"
+            )
         )
     layout = config.cp_layout, config.cp_attention, config.cp_ulysses
     heads = config.choice("tp_layout").ranks_of_heads(config)
+    own = config.model.num_heads // heads
+    over = ulysses_ranks(config.cp, config.cp_attention, config.cp_ulysses)
+    if own % over:
+        name = "cp" if config.cp_attention == "ulysses" else "cp_ulysses"
+        works = [n for n in divisors(own) if name == "cp" or (n > 1 and config.cp % n == 0)]
+        advice = f"{name}={one_of(works)}, or " if works else ""
+        raise ValueError(
+            f"{name}={over} does not divide num_heads{'' if heads == 1 else '/tp'}={own}; use {advice}cp_attention=ring"
+        )
     check_context_parallel(config.model, config.cp, config.seq_len, *layout, tp=heads)
     if config.sequence_parallel:
         tokens = config.seq_len // config.cp

@@ -121,8 +121,10 @@ def check_context_parallel(
 
 def _check_groups(config: ModelConfig, cp: int, seq_len: int | None, layout: str, ulysses_size: int) -> None:
     if config.group_tokens is None:
+        runs = () if seq_len is None else local_ranges(seq_len, 0, cp, layout, ulysses_size)
+        works = min((len(run) if run.step == 1 else 1 for run in runs), default=1)
         raise ValueError(
-            f"group_tokens=None makes the whole sequence one routing group, which cp={cp} would cut; give group_tokens"
+            f"group_tokens=None makes a sequence one routing group, which cp={cp} would cut; use group_tokens={works}"
         )
     why = None if seq_len is None else why_groups_cut(seq_len, config.group_tokens, cp, layout, ulysses_size)
     if why is not None:

@@ -48,7 +48,8 @@ class ModelConfig(MoEConfig):
     attention: Attention = option("fused", "which function computes attention: same numbers, different cost")
     documents: bool = option(
         False,
-        "samples contain documents: positions restart in each, and tokens attend only to their own document",
+        "samples contain documents: positions restart in each, and tokens attend only to their own document; training cuts "
+        "each sample into about 4, at places drawn from the seed and the step",
     )
     parallel_block: bool = option(
         False,
@@ -121,7 +122,7 @@ class ModelConfig(MoEConfig):
         if self.num_kv_heads != self.num_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} with kv_latent_dim={self.kv_latent_dim}: every head has its own keys "
-                f"and values of the latent; leave num_kv_heads out"
+                f"and values of the latent; use num_kv_heads={self.num_heads}"
             )
         if self.rope_dim is None:
             object.__setattr__(self, "rope_dim", -(-self.head_dim // 4) * 2)

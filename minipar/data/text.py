@@ -6,20 +6,26 @@ import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from minipar.config.train_config import TrainConfig
+from minipar.context import next_tokens
 from minipar.data.epoch import starts_of_step
 from minipar.data.token_file import TokenFile, open_bytes, open_tokens, pieces_of
 from minipar.data.tokenizer import Tokenizer, tokens_of_text
 
 
 class Batch(NamedTuple):
-    """All samples of a step: tokens and targets [B, T] int64, and the number of targets that count."""
+    """All samples of a step: tokens and targets [B, T] int64, and the number of targets that count.
+
+    positions  [B, T] int64, each token's position in its document; None: each sample is one document
+    """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     num_targets: int
+    positions: torch.Tensor | None = None
 
 
 class TextId(NamedTuple):
@@ -157,6 +163,30 @@ def hold_out(text: Text, seq_len: int) -> tuple[Part, Part]:
 
 # Batches -------------------------------------------------------------------------------------------------------
 
+DOCUMENTS = 4  # of a sample, on average
+
+
+def batch_of(config: TrainConfig, text: Text, step: int) -> Batch:
+    """Return the batch of a step of this run, with documents if its model has any."""
+    batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
+    return with_documents(batch, config.seed, step) if config.model.documents else batch
+
+
+def with_documents(batch: Batch, seed: int, step: int) -> Batch:
+    """Cut samples into documents at places drawn from (seed, step), about DOCUMENTS in each sample.
+
+    The last token of a document has no target, except at a sample's end, where the document goes on in the text.
+    """
+    # Drawn by numpy, and not by torch, so that a dry run, whose tensors have no values, has documents, too.
+    shape = tuple(batch.tokens.shape)
+    begins = np.random.default_rng(_drawn(f"documents {seed} {step}")).random(shape)
+    begins = begins < (DOCUMENTS - 1) / max(1, shape[1] - 1)
+    index = np.arange(shape[1])
+    positions = torch.from_numpy(index - np.maximum.accumulate(np.where(begins, index, 0), axis=1))
+    targets = next_tokens(batch.tokens, positions)
+    targets[:, -1] = batch.targets[:, -1]
+    return Batch(batch.tokens, targets, batch.num_targets - int(begins[:, 1:].sum()), positions)
+
 
 def batch_of_step(
     text: Text, seed: int, step: int, batch_size: int, seq_len: int, sampling: str = "random"
@@ -169,9 +199,12 @@ def batch_of_step(
     if sampling == "epoch":
         starts = starts_of_step(len(text), seed, step, batch_size, seq_len)
     else:
-        digest = hashlib.blake2b(f"batch {seed} {step}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
+        generator = torch.Generator().manual_seed(_drawn(f"batch {seed} {step}"))
         starts = torch.randint(len(text) - seq_len, (batch_size,), generator=generator)
     samples = text[starts[:, None] + torch.arange(seq_len + 1)].long()
     targets = samples[:, 1:].contiguous()
     return Batch(samples[:, :-1].contiguous(), targets, targets.numel())
+
+
+def _drawn(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) >> 1

@@ -25,6 +25,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def is_rank_0() -> bool:
+    """Return whether this process is rank 0 of torchrun's ranks, or none of them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def shares_gpus() -> bool:
     """Return whether the user allows several ranks on one GPU."""
     return os.environ.get(MULTI_RANK_GPU, "0") not in ("", "0")

@@ -1,4 +1,4 @@
-"""Checks of arguments with one-line error messages, and RankError for a failed rank."""
+"""Checks of arguments with one-line error messages, and the errors of a failed rank, of a save and of a stopped run."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def one_of(choices: Iterable[object], near: object = None) -> str:
     listed = words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1]
     found = [] if near is None else difflib.get_close_matches(str(near), words, 1)
     return f"{listed}; did you mean {found[0]}?" if found else listed
+
+
+class Stopped(KeyboardInterrupt):
+    """The error raised when a signal has ended a run; `signal` is its number, or 0 if another process got it."""
+
+    def __init__(self, words: str, signal: int = 0):
+        self.signal = signal
+        super().__init__(words)
+
+
+class SaveError(RuntimeError):
+    """The error raised when a checkpoint cannot be written: the step, the folder, the rank, and why."""
 
 
 class RankError(RuntimeError):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minipar.checkpoint.initial_weights import whole_model
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Text, batch_of_step
+from minipar.data.text import Text, batch_of
 from minipar.model import set_num_groups, update_balance_bias
 from minipar.train.averaging import GradientAveraging
 from minipar.train.optim import BETAS, OptimizerFamily, learning_rate, make_scaler, may_step
@@ -64,11 +64,11 @@ def train_in_one_process(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
-        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
+        batch = batch_of(config, text, step)
         model.zero_grad()
         scale = 1.0 if scaler is None else scaler.current_scale
         set_num_groups(model, None, scale)
-        loss = model.loss(batch.tokens, batch.targets, step=step)
+        loss = model.loss(batch.tokens, batch.targets, batch.positions, step=step)
         (loss * scale).backward()
         for name, p in weights.items():
             if p is not masters[name] and p.grad is not None:

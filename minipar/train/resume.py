@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
+from dataclasses import fields
+from importlib.metadata import version
+from itertools import count
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from minipar.checkpoint.restore import Checkpoint, CheckpointRef, checkpoints, find_damage
 from minipar.comm import Comm
+from minipar.comm.agreement import require_equal
 from minipar.comm.objects import all_gather_objects
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import TextId
+from minipar.data.tokenizer import TOKENIZER
+from minipar.train.log import METRICS
 from minipar.train.state import changed_settings, require_same_run
+
+INPUTS = ("text", "tokens", "tokenizer")
+# The files that a run writes beside its checkpoints, `minipar train`'s figures included.
+WRITTEN = (
+    METRICS, "config.toml", TOKENIZER, "sample.txt", "trace.json", "loss.png", "timeline.png", "tensorboard"
+)  # fmt: skip
 
 
 def require_no_others(config: TrainConfig) -> None:
@@ -57,14 +71,47 @@ def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> C
     return checkpoint.chosen
 
 
-def require_same_text(world: Comm, config: TrainConfig, text_id: TextId) -> None:
-    """Raise ValueError, on every rank, if the ranks have read different texts."""
-    other = [r for r, other_id in enumerate(all_gather_objects(world, text_id)) if other_id != text_id]
-    if other:
-        name = "text" if config.tokens is None else "tokens"
+def require_same_start(world: Comm, config: TrainConfig, text_id: TextId) -> None:
+    """Raise ValueError, on every rank, unless all ranks run the same versions with the same settings and text.
+
+    The names of the text's files may differ, their contents may not.
+    """
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in INPUTS}
+    of_model = {f"model.{name}": value for name, value in vars(settings.pop("model")).items()}
+    versions = {f"version of {name}": version(name) for name in ("minipar", "torch")}
+    text = {name: f"of checksum {text_id.digest}" for name in INPUTS if getattr(config, name) is not None}
+    entries = {
+        **versions,
+        **of_model,
+        **settings,
+        **(text or {"text": text_id.digest}),
+        "codec": text_id.codec,
+    }
+    require_equal(world, "settings", entries, "start every rank by the same command, with the same files")
+
+
+def require_shared(world: Comm, folder: Path) -> None:
+    """Raise ValueError, on every rank, unless all ranks see what rank 0 writes to the folder."""
+    with ExitStack() as stack:
+        own = None if world.rank else stack.enter_context(NamedTemporaryFile(dir=folder, prefix=".shared-"))
+        name = all_gather_objects(world, own and Path(own.name).name)[0]
+        seen = all_gather_objects(world, (folder / name).exists())
+    if not all(seen):
         raise ValueError(
-            f"{name}={getattr(config, name)} has other bytes on rank {other[0]} than on rank {world.rank}"
+            f"out={folder}: rank {seen.index(False)} does not see what rank 0 writes there; use a folder that all share"
         )
+
+
+def set_aside(folder: Path) -> None:
+    """Move an earlier run's files, if the folder has any, to a subfolder, and say so; this run would overwrite them."""
+    if not (folder / METRICS).exists():
+        return
+    to = next(to for n in count(1) if not (to := folder / f"earlier-{n}").exists())
+    to.mkdir()
+    for name in WRITTEN:
+        if (folder / name).exists():
+            (folder / name).rename(to / name)
+    print(f"{folder} had the files of an earlier run, which are now in {to}", file=sys.stderr)
 
 
 def in_own_folder(config: TrainConfig) -> bool:

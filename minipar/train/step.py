@@ -13,7 +13,7 @@ from torch import Tensor
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
 from minipar.context import local_positions
-from minipar.data.text import Batch, Text, batch_of_step
+from minipar.data.text import Text, batch_of
 from minipar.mesh import Mesh
 from minipar.model import set_num_groups, take_metrics, update_balance_bias
 from minipar.support.staging import pinned, to_device
@@ -78,15 +78,11 @@ def train_step(
     }
 
 
-def batch_of(config: TrainConfig, text: Text, step: int) -> Batch:
-    """Return the batch of a step of this run."""
-    return batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
-
-
 class LocalBatch(NamedTuple):
     """This rank's part of a batch: its samples (divided over dp) and its tokens of each (cut over cp), still on the CPU.
 
-    tokens, targets  [b, T/cp] int64     sample_ids  [b]     positions  [T/cp]     b = B/dp, or this rank's `dp_samples`
+    tokens, targets  [b, T/cp] int64     sample_ids  [b]     b = B/dp, or this rank's `dp_samples`
+    positions        [T/cp], each token's index in its sample; with documents [b, T/cp], its position in its document
     num_targets      targets that count towards the loss, in the whole batch
     """
 
@@ -101,12 +97,12 @@ def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: 
     """Return this rank's part of a step's batch, in pinned memory if it will be copied to a GPU."""
     batch, at = batch_of(config, text, step), mesh.coordinates
     ids = torch.arange(config.batch_size).split(config.dp_samples)[at.dp]
-    positions = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
+    own = local_positions(config.seq_len, at.cp, config.cp, config.cp_layout, config.cp_ulysses)
     return LocalBatch(
-        pinned(batch.tokens[ids][:, positions], device),
-        pinned(batch.targets[ids][:, positions], device),
+        pinned(batch.tokens[ids][:, own], device),
+        pinned(batch.targets[ids][:, own], device),
         pinned(ids, device),
-        pinned(positions, device),
+        pinned(own if batch.positions is None else batch.positions[ids][:, own], device),
         batch.num_targets,
     )
 
@@ -114,12 +110,13 @@ def local_batch(mesh: Mesh, config: TrainConfig, text: Text, step: int, device: 
 def _inputs(batch: LocalBatch, device: torch.device) -> dict[str, Any]:
     """Return the batch on the device, as arguments for `Pipeline.step`."""
     tokens, targets, sample_ids, positions = (to_device(x, device) for x in batch[:4])
+    of_tokens = {"positions": positions}
     return dict(
         inputs=tokens,
         targets=targets,
         count=batch.num_targets,
-        per_sample={"sample_ids": sample_ids},
-        stage_kwargs={"positions": positions},
+        per_sample={"sample_ids": sample_ids} | (of_tokens if positions.dim() == 2 else {}),
+        stage_kwargs=of_tokens if positions.dim() == 1 else {},
     )
 
 

@@ -34,20 +34,29 @@ from minipar.expert import gradient_comm
 from minipar.mesh import Mesh
 from minipar.runtime.launch import init_from_env, run
 from minipar.support.atomic_files import prepare_folder, write_whole
-from minipar.support.environment import ranks_per_node, under_torchrun
+from minipar.support.environment import is_rank_0, ranks_per_node, under_torchrun
+from minipar.support.errors import Stopped
 from minipar.support.trace import DATA, Span, span, write_chrome_trace
 from minipar.train.log import Metrics, MetricsLog
 from minipar.train.node_warning import warn_if_tp_crosses
 from minipar.train.optim import NotFinite
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
-from minipar.train.resume import in_own_folder, require_no_others, require_same_text, require_usable
+from minipar.train.resume import (
+    in_own_folder,
+    require_no_others,
+    require_same_start,
+    require_shared,
+    require_usable,
+    set_aside,
+)
 from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
 from minipar.train.step import evaluate, local_batch, train_step
 from minipar.train.text_generation import sample_text
 from minipar.transport.cuda_trace import trace_on
 
 OnProgress = Callable[[str, Metrics], None]
+Stop = Callable[[], bool]  # whether the run has been asked to stop
 PARAMETERS = ".parameters"  # a subfolder of the run's folder, while it runs
 SAMPLE_TOKENS = 150
 
@@ -65,21 +74,29 @@ class Result:
 
 
 class Trained(NamedTuple):
-    """The ranks' results: metrics per step, spans, a text sample, and a checkpoint of the parameters to be verified."""
+    """The ranks' results: metrics per step, spans, a text sample, and a checkpoint of the parameters to be verified.
+
+    stopped  the step after which the run was saved and stopped, as it had been asked to; None: it ran to its end
+    """
 
     metrics: list[Metrics]
     traces: dict[int, list[Span]]
     sample: str
     verified: CheckpointRef | None
+    stopped: int | None = None
 
 
 Work = Callable[[TrainConfig, Comm | None], Result | None]
 
 
-def train(config: TrainConfig, on_progress: OnProgress | None = None) -> Result | None:
+def train(
+    config: TrainConfig, on_progress: OnProgress | None = None, stop: Stop | None = None
+) -> Result | None:
     """Train on `config.world_size` local ranks, or as one of torchrun's ranks; then repeat the first steps in one process.
 
     on_progress(what, metrics)  called after every step, with what = "train" or "verify"
+    stop()                      called after every step of a run with checkpoints; once it returns True on any of
+                                torchrun's ranks, or here, the run is saved, and raises Stopped
     Returns the result; under torchrun, None on every rank but rank 0.
     Raises ValueError for bad input before any rank starts, RankError if a rank fails.
     """
@@ -91,8 +108,10 @@ def train(config: TrainConfig, on_progress: OnProgress | None = None) -> Result 
     if config.eval_every:
         text, held_out = hold_out(whole, config.seq_len)
     text_id = TextId(digest, len(text), name_of_codec(config))
-    work = partial(_train, text, held_out, text_id, on_progress)
+    work = partial(_train, text, held_out, text_id, on_progress, stop or (lambda: False))
     world = init_from_env(timeout_s=config.timeout_s) if under_torchrun() else None
+    if world is not None:
+        require_same_start(world, config, text_id)
     result: Result | None = config.choice("membership").load()(config, world, work)
     return result
 
@@ -103,23 +122,25 @@ def train_on_given_ranks(config: TrainConfig, world: Comm | None, work: Work) ->
 
 
 def _train(
-    text: Text, held_out: Text | None, text_id: TextId, on_progress: OnProgress | None, config: TrainConfig,
-    world: Comm | None,
+    text: Text, held_out: Text | None, text_id: TextId, on_progress: OnProgress | None, stop: Stop,
+    config: TrainConfig, world: Comm | None,
 ) -> Result | None:  # fmt: skip
     """Train on `world`, which has torchrun's ranks, or on local ranks if `world` is None."""
-    if world is not None:
-        if world.size != config.world_size:
-            raise ValueError(
-                f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {world.size}"
-            )
-        require_same_text(world, config, text_id)
+    if world is not None and world.size != config.world_size:
+        raise ValueError(
+            f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {world.size}"
+        )
     start = _choose_start(config, text_id, world)
     decided_on_rank_0(world, partial(prepare_folder, config.folder))
+    if world is not None:
+        require_shared(world, config.folder)
     if world is not None and world.rank:
-        train_rank(world, config, text, held_out, start, text_id=text_id)
+        _require_end(config, train_rank(world, config, text, held_out, start, None, text_id, stop))
         return None
     if world is not None:
         warn_if_tp_crosses(config, ranks_per_node())
+    if not in_own_folder(config):
+        set_aside(config.folder)
     tell = on_progress or (lambda what, metrics: None)
     write_whole(config.folder / "config.toml", as_toml(config))
     if config.tokenizer is not None:
@@ -132,13 +153,15 @@ def _train(
 
     try:
         if world is not None:
-            trained = train_rank(world, config, text, held_out, start, on_step, text_id)
+            trained = train_rank(world, config, text, held_out, start, on_step, text_id, stop)
         else:
             trained = run(
                 train_rank, config, text, held_out, start, None, text_id, world_size=config.world_size, backend="auto",
                 timeout_s=config.timeout_s, on_report=lambda rank, metrics: on_step(metrics),
+                on_ask=lambda rank, what: stop(),
             )[0]  # fmt: skip
         assert trained is not None  # not None on rank 0, where this runs
+        _require_end(config, trained)
         return _finish(config, text, trained, tell)
     finally:
         log.close()
@@ -162,9 +185,14 @@ def train_rank(
     start: CheckpointRef | None = None,
     report: Callable[[Metrics], None] | None = None,
     text_id: TextId = NO_TEXT,
+    stop: Stop | None = None,
 ) -> Trained | None:
-    """Run this rank's part of the training, from checkpoint `start` if given; rank 0 returns all ranks' results."""
+    """Run this rank's part of the training, from checkpoint `start` if given; rank 0 returns all ranks' results.
+
+    Every rank returns a result if the run is stopped before its end. Without `stop`, rank 0 asks its caller.
+    """
     report = report or world.report
+    stop = stop or (lambda: world.rank == 0 and bool(world.ask("stop")))
     torch.manual_seed(config.seed)
     averaging = config.choice("compress").load()
     state = parallelize(
@@ -198,7 +226,8 @@ def train_rank(
                 config.verify_steps, config.choice("compress").exact_steps(config)
             ):
                 verified = store.parameters(step + 1)
-            store.after(step + 1)
+            if store.after(step + 1, stop):
+                return Trained(metrics, {}, "", None, step + 1)
     world.trace = None
     traces = gather_objects(world, trace.spans)
     sample = store.sample(verified)
@@ -221,14 +250,18 @@ class _Store:
             wait = config.choice("offload").load().waits_for_saves
             self._saver = Saver(world, config.folder / CHECKPOINTS, config.keep, wait, resumed)
 
-    def after(self, step: int) -> None:
-        """Save the state after `step` steps if a checkpoint is due or the run ends; else poll the save in progress."""
+    def after(self, step: int, stop: Stop) -> bool:
+        """Save the state after `step` steps if a checkpoint is due or the run ends; else poll the save in progress.
+
+        Returns whether the run ends before its last step, because `stop()` is true on a rank. All-reduces that: 8 bytes.
+        """
         every, steps = self._config.checkpoint_every, self._config.steps
         if self._saver is None:
-            return
-        if step % every and step < steps:
+            return False
+        stopped = step < steps and self._saver.any_rank(stop())
+        if step % every and step < steps and not stopped:
             self._saver.poll()
-            return
+            return False
         parts, numbers = parts_of(self._state)
         averaging = self._config.choice("compress").load()
         parts += averaging.stored_parts(self._state, gradient_comm(self._state.mesh))
@@ -236,8 +269,9 @@ class _Store:
         if self._state.scaler is not None:
             extra["loss_scaler"] = self._state.scaler.state_dict()
         self._saver.save(step, parts, extra, numbers)
-        if step == steps:
+        if step == steps or stopped:
             self.finish()
+        return stopped
 
     def finish(self) -> None:
         """Wait for the save in progress, if any. All ranks must call it."""
@@ -265,6 +299,14 @@ class _Store:
 
     def _path(self, folder: str, step: int) -> Path:
         return checkpoint_path(self._config.folder / folder, step)
+
+
+def _require_end(config: TrainConfig, trained: Trained | None) -> None:
+    """Raise Stopped if the run was stopped. Of torchrun's ranks only rank 0 has words for it."""
+    if trained is not None and trained.stopped is not None:
+        folder = config.folder
+        words = f"stopped and saved after step {trained.stopped}; go on with --resume {folder} --out {folder}"
+        raise Stopped(words if is_rank_0() else "")
 
 
 def _traced(config: TrainConfig, step: int) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from minipar.checkpoint.initial_weights import whole_model
 from minipar.comm import Comm
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Batch, Text, batch_of_step
+from minipar.data.text import Batch, Text, batch_of
 from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.mesh import Mesh, Placement, gather, placement_of, set_placement
 from minipar.model import update_balance_bias
@@ -176,9 +176,7 @@ class Replay:
         """Repeat a step, given every rank's weights before and after it, gradients, and messages in order."""
         config = self.config
         lr = learning_rate(step, config.steps, config.highest_lr, config.warmup)
-        batch = batch_of_step(
-            self.text, config.seed, step, config.batch_size, config.seq_len, config.sampling
-        )
+        batch = batch_of(config, self.text, step)
         norm = _norm(gradients)
         divisor = (norm + 1e-6) / config.grad_clip if 0 < config.grad_clip < norm else 1.0
         sent = _by_message(messages)
@@ -246,7 +244,8 @@ class Replay:
         total, found = 0.0, []
         for dp, ids in enumerate(torch.arange(config.batch_size).chunk(config.dp)):
             weights = whole([held for held, of in zip(before, replica) if of == dp])
-            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets)
+            positions = None if batch.positions is None else batch.positions[ids]
+            part = Batch(batch.tokens[ids], batch.targets[ids], batch.num_targets, positions)
             loss, own = gradients_at(self.model, weights, part, step, 1.0, groups, ids)
             total += loss
             found.append({name: g * config.dp for name, g in own.items()})

@@ -17,7 +17,7 @@ import torch
 
 from minipar.checkpoint.initial_weights import whole_model
 from minipar.config.train_config import TrainConfig
-from minipar.data.text import Batch, Text, batch_of_step
+from minipar.data.text import Batch, Text, batch_of
 from minipar.model import Transformer, set_num_groups, update_balance_bias
 from minipar.train.optim import BETAS, learning_rate, make_scaler, may_step
 from minipar.train.reference import relative
@@ -71,7 +71,7 @@ def replay_steps(
     for step, (before, of_mesh) in enumerate(zip(weights, gradients)):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.steps, config.highest_lr, config.warmup)
-        batch = batch_of_step(text, config.seed, step, config.batch_size, config.seq_len, config.sampling)
+        batch = batch_of(config, text, step)
         scale = 1.0 if scaler is None else scaler.current_scale
         loss, own = gradients_at(rounded, before, batch, step, scale)
         copies = {name: p.detach() for name, p in rounded.named_parameters()}
@@ -125,7 +125,7 @@ def gradients_at(
             p.copy_(weights[name])
     model.zero_grad()
     set_num_groups(model, num_groups, scale)
-    loss = model.loss(batch.tokens, batch.targets, None, sample_ids, step, batch.num_targets)
+    loss = model.loss(batch.tokens, batch.targets, batch.positions, sample_ids, step, batch.num_targets)
     (loss * scale).backward()
     wide = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     grads = {name: p.grad for name, p in model.named_parameters()}

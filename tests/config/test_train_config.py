@@ -1,9 +1,10 @@
 import pytest
 
 from minipar.config.model_config import ModelConfig
-from minipar.config.train_config import TrainConfig
+from minipar.config.train_config import VERIFY_DEFAULTS, TrainConfig
 from minipar.train import train
 from minipar.verification import verify
+from tests.config.advice import followed, refusal
 
 
 @pytest.mark.parametrize(
@@ -57,3 +58,30 @@ def test_the_learning_rate_is_scaled_from_the_batch_size_it_was_found_for():
     for wrong in ({"lr_scale": "linear"}, {"lr_batch_size": 4}, {"lr_scale": "sqrt", "lr_batch_size": 0}):
         with pytest.raises(ValueError, match="lr_batch_size"):
             TrainConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(kv_latent_dim=16),
+        dict(cp=8, cp_attention="ulysses"),
+        dict(cp=8, cp_attention="usp", cp_ulysses=8),
+        dict(cp=2, tp=4, num_kv_heads=4, cp_attention="ulysses"),
+        dict(cp=3),
+        dict(cp=3, cp_layout="striped"),
+        dict(cp=2, num_experts=4),
+        dict(cp=2, num_experts=4, cp_layout="striped"),
+        dict(dp=4, cp=2, num_experts=4, cp_layout="contiguous"),
+        dict(reduce_every="microbatch"),
+        dict(gather_every="stage"),
+    ],
+)
+def test_advice_that_is_followed_works(changes):
+    first, second = followed(VERIFY_DEFAULTS, changes)
+    assert second == "", f"{first}\n{second}"
+
+
+def test_no_advice_of_a_run_names_what_only_a_function_takes():
+    """`pad=True` is an argument of context_parallel, and no flag."""
+    for attention in ("ulysses", "usp"):
+        assert "pad" not in refusal(VERIFY_DEFAULTS, dict(cp=8, cp_attention=attention, cp_ulysses=8))

@@ -218,7 +218,7 @@ def test_a_model_whose_heads_cannot_be_split_is_refused():
         (
             dict(num_experts=4),
             {},
-            "group_tokens=None makes the whole sequence one routing group, which cp=4 would cut",
+            "group_tokens=None makes a sequence one routing group, which cp=4 would cut",
         ),
         (dict(num_experts=4, group_tokens=4), dict(seq_len=16), "group_tokens=4"),
     ],

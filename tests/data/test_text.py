@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.data.text import batch_of_step, hold_out, load_text, require_samples
+from minipar.config.train_config import VERIFY_DEFAULTS
+from minipar.data.text import batch_of, batch_of_step, hold_out, load_text, require_samples
+from minipar.model import IGNORE_INDEX
 from tests.strategies import seeds
 
 
@@ -31,6 +35,25 @@ def test_steps_and_seeds_draw_different_batches():
     text = torch.randint(256, (10_000,), dtype=torch.uint8)
     drawn = [batch_of_step(text, seed, step, 4, 16).tokens for seed in (0, 1) for step in (0, 1)]
     assert len({x.numpy().tobytes() for x in drawn}) == 4
+
+
+def test_documents_are_drawn_from_seed_and_step_alone():
+    config = replace(VERIFY_DEFAULTS, model=replace(VERIFY_DEFAULTS.model, documents=True), batch_size=64)
+    text = torch.randint(256, (10_000,), dtype=torch.uint8)
+    batch, again, plain = (
+        batch_of(c, text, 3) for c in (config, replace(config, dp=2, cp=2), VERIFY_DEFAULTS)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(batch, again) if isinstance(a, torch.Tensor))
+    assert plain.positions is None
+    begins = batch.positions == 0
+    assert begins[:, 0].all()
+    assert 3 < begins.sum() / 64 < 5
+    ends = begins[:, 1:]
+    assert torch.equal(batch.targets[:, :-1] == IGNORE_INDEX, ends)
+    assert torch.equal(batch.targets[:, :-1][~ends], batch.tokens[:, 1:][~ends])
+    assert batch.num_targets == (batch.targets != IGNORE_INDEX).sum() == batch.targets.numel() - ends.sum()
+    others = [batch_of(replace(config, seed=s), text, k).positions for s, k in ((0, 3), (0, 4), (1, 3))]
+    assert len({x.numpy().tobytes() for x in others}) == 3
 
 
 def test_every_place_of_a_short_text_can_be_drawn():

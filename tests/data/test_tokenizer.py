@@ -13,7 +13,7 @@ from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data import tokenizer
 from minipar.data.token_file import open_tokens
-from minipar.data.tokenizer import Bytes, Ids, Tokenizer, encoded, write_tokens
+from minipar.data.tokenizer import Bytes, Ids, Placed, Tokenizer, encoded, write_tokens
 from minipar.train import generate_text, train
 from minipar.train.trainer import SAMPLE_TOKENS
 from tests.cli.test_cli import outcome
@@ -41,19 +41,57 @@ def path(tmp_path_factory):
     return path
 
 
-@given(st.lists(st.sampled_from(WORDS), max_size=12), st.integers(1, 200))
+@pytest.fixture(scope="module")
+def metaspace(tmp_path_factory):
+    """A tokenizer as sentencepiece's: it puts a space before its input, and a token may span two lines."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    made.train_from_iterator(WORDS, trainers.BpeTrainer(vocab_size=80, special_tokens=["<unk>"]))
+    made.enable_truncation(7)  # as transformers saves it; a text is not cut
+    path = tmp_path_factory.mktemp("metaspace") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("text", ["".join(WORDS * 30), "the " * 500 + "a" * 999 + " rank" * 200, "\n", ""])
+def test_a_text_encoded_in_pieces_has_the_tokens_of_the_whole(text, tmp_path, path, metaspace, monkeypatch):
+    monkeypatch.setattr(tokenizer, "PIECE", 200)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 80)
+    (tmp_path / "text").write_text(text, newline="")
+    for codec in map(Tokenizer, (path, metaspace)):
+        pieces = [piece.tolist() for piece in encoded(tmp_path / "text", codec)]
+        assert sum(pieces, []) == codec.encode(text)
+        assert len(pieces) >= min(len(text) // 400, 6)
+
+
+def test_pieces_without_tokens_in_common_become_one(tmp_path, path, monkeypatch):
+    """A tokenizer whose tokens depend on how long its input is."""
+    codec = Tokenizer(path)
+    monkeypatch.setattr(tokenizer, "PIECE", 200)
+    monkeypatch.setattr(
+        Tokenizer, "placed", lambda self, text: [Placed(len(text), i) for i in range(len(text))]
+    )
+    (tmp_path / "text").write_text("a" * 1000)
+    assert [piece.tolist() for piece in encoded(tmp_path / "text", codec)] == [[1000] * 1000]
+
+
+@given(st.lists(st.sampled_from(WORDS), max_size=12), st.integers(1, 200), st.integers(40, 90))
 def test_a_text_encoded_in_pieces_is_the_text_and_no_piece_is_much_longer_than_asked(
-    tmp_path_factory, path, words, size
+    tmp_path_factory, path, words, size, overlap
 ):
     text = tmp_path_factory.mktemp("text") / "text"
     text.write_text("".join(words), newline="")
     codec = Tokenizer(path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE", size)
+        patch.setattr(tokenizer, "OVERLAP", overlap)
         pieces = list(encoded(text, codec))
         counts = [write_tokens(text, codec, text.with_suffix(suffix)) for suffix in SUFFIXES]
-    assert "".join(codec.decode(piece.tolist()) for piece in pieces) == "".join(words)
-    assert all(len(piece) <= size + 60 for piece in pieces)
+    assert sum((piece.tolist() for piece in pieces), []) == codec.encode("".join(words))
+    assert all(len(piece) <= size + 3 * overlap for piece in pieces)
     assert counts == [sum(map(len, pieces))] * 2
     for suffix in SUFFIXES if counts[0] else []:
         written = open_tokens(text.with_suffix(suffix), codec.vocab_size).array

@@ -208,11 +208,11 @@ def test_only_an_overflow_lowers_the_scale_and_none_below_1():
 
 def test_one_process_skips_steps_that_are_not_finite(monkeypatch):
     place = import_module("minipar.train.reference")
-    plain = place.batch_of_step
+    plain = place.batch_of
     config = replace(SHORT, lr=1e200, steps=3, warmup=0)
     with pytest.raises(ArithmeticError, match="on_nan=skip"):
         train_in_one_process(config, load_text(None), 3)
-    assert plain is place.batch_of_step
+    assert plain is place.batch_of
     skipping = train_in_one_process(replace(config, on_nan="skip"), load_text(None), 3)
     assert math.isfinite(skipping.losses[0])
     assert not math.isfinite(skipping.grad_norms[1])

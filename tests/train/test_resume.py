@@ -3,6 +3,7 @@
 import random
 import warnings
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from minipar.checkpoint.restore import (
 from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import TextId, load_data
+from minipar.support.errors import Stopped
 from minipar.train import train, trainer
 from minipar.train.log import read_metrics
-from minipar.train.resume import require_same_text
+from minipar.train.resume import require_same_start, require_shared
 from tests.checkpoint.test_checkpoint import damage_bit
 from tests.checkpoint.test_saves import save_each
 
@@ -106,11 +108,101 @@ def test_a_refusal_of_rank_0_is_the_refusal_of_all():
     assert minipar.run(lambda world: decided_on_rank_0(world, lambda: world.rank), world_size=2) == [0, 0]
 
 
-def test_ranks_that_have_read_different_texts_say_so():
-    rank = lambda world: require_same_text(world, BASE, f"digest {world.rank}")  # noqa: E731
-    with pytest.raises(minipar.RankError, match="text=None has other bytes on rank"):
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (dict(seed=1), "seed is 0 on rank 0, and 1 on rank 1"),
+        (dict(zero=1), "zero is 0 on rank 0, and 1 on rank 1"),
+        (
+            dict(model=replace(BASE.model, norm_eps=1e-6)),
+            "model.norm_eps is 1e-05 on rank 0, and 1e-06 on rank 1",
+        ),
+        (dict(compress="int8"), "compress is none on rank 0, and int8 on rank 1"),
+    ],
+)
+def test_ranks_started_with_other_settings_are_named(changes, said):
+    def rank(world):
+        config = BASE if world.rank == 0 else BASE.choosing(**changes)
+        with pytest.raises(ValueError, match=f"^the ranks' settings differ: {said}; start every rank by the"):
+            require_same_start(world, config, TextId("digest", 100))
+
+    minipar.run(rank, world_size=2)
+
+
+def test_ranks_of_other_versions_are_named(monkeypatch):
+    def rank(world):
+        import_module("minipar.train.resume").version = lambda name: f"{name} {world.rank}"
+        require_same_start(world, BASE, TextId("digest", 100))
+
+    with pytest.raises(
+        minipar.RankError, match="version of minipar is minipar 0 on rank 0, and minipar 1 on ran"
+    ):
         minipar.run(rank, world_size=2)
-    minipar.run(lambda world: require_same_text(world, BASE, "digest"), world_size=2)
+
+
+def test_ranks_that_have_read_different_texts_say_so():
+    def rank(world, digests):
+        config = replace(BASE, text=f"/disk{world.rank}/text")
+        require_same_start(world, config, TextId(digests[world.rank], 100))
+
+    with pytest.raises(
+        minipar.RankError, match="text is of checksum a on rank 0, and of checksum b on rank 1"
+    ):
+        minipar.run(rank, "ab", world_size=2)
+    minipar.run(rank, "aa", world_size=2)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path):
+    def rank(world):
+        own = tmp_path / str(world.rank)
+        own.mkdir()
+        with pytest.raises(
+            ValueError, match=r"^out=.*: rank 1 does not see what rank 0 writes there; use a fold"
+        ):
+            require_shared(world, own)
+        require_shared(world, tmp_path)
+
+    minipar.run(rank, world_size=2)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["0", "1"]
+
+
+def test_an_earlier_run_without_checkpoints_is_set_aside(tmp_path, capfd):
+    runs = [replace(BASE, steps=steps, out=tmp_path) for steps in (1, 2, 3)]
+    for run in runs:
+        train(run)
+    assert "had the files of an earlier run, which are now in" in capfd.readouterr().err
+    earlier = [tmp_path / "earlier-1", tmp_path / "earlier-2", tmp_path]
+    assert [len(read_metrics(folder)) for folder in earlier] == [1, 2, 3]
+    names = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert names == {path.name for path in earlier[0].iterdir()}
+
+
+@pytest.mark.parametrize("every", [3, 2])
+def test_a_run_that_is_asked_to_stop_is_saved_and_goes_on_from_there(tmp_path, every):
+    config = replace(BASE, dp=2, checkpoint_every=every, out=tmp_path)
+    asked = []
+
+    def stop():
+        asked.append(len(asked) + 1)
+        return len(asked) == 2
+
+    with pytest.raises(
+        Stopped, match=f"^stopped and saved after step 2; go on with --resume {tmp_path} --out"
+    ):
+        train(config, stop=stop)
+    assert asked == [1, 2]
+    assert newest_whole(tmp_path / "checkpoints").name == "step-00000002"
+    train(replace(config, resume=tmp_path))
+    whole = train(replace(config, out=tmp_path / "whole"))
+    found = [line["loss"] for line in read_metrics(tmp_path)]
+    assert found == [line["loss"] for line in whole.metrics]
+
+
+def test_a_run_without_checkpoints_is_not_asked_to_stop(tmp_path):
+    def stop():
+        raise AssertionError("asked")
+
+    assert len(train(replace(BASE, steps=2, out=tmp_path), stop=stop).metrics) == 2
 
 
 def contents(folder) -> dict:

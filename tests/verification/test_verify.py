@@ -175,21 +175,21 @@ def ignoring(observe):
 
     def run(world, config, text):
         places = [import_module(f"minipar.train.{name}") for name in ("step", "reference")]
-        plain = places[0].batch_of_step
+        plain = places[0].batch_of
 
-        def batch_of_step(*args):
+        def batch_of(*args):
             batch = plain(*args)
             targets = batch.targets.masked_fill(batch.targets == ord(" "), IGNORE_INDEX)
             targets[-1] = IGNORE_INDEX
             return batch._replace(targets=targets, num_targets=int((targets != IGNORE_INDEX).sum()))
 
         for place in places:
-            place.batch_of_step = batch_of_step
+            place.batch_of = batch_of
         try:
             return observe(world, config, text)
         finally:
             for place in places:
-                place.batch_of_step = plain
+                place.batch_of = plain
 
     return run
 
@@ -204,6 +204,45 @@ def test_targets_that_are_ignored_count_on_no_mesh(config):
         result = verify(config)
     finally:
         module._observe_rank, module._observe_one_process = plain
+    assert result.equal, table(result)
+
+
+DOCUMENTS = replace(DEFAULTS, model=replace(DEFAULTS.model, documents=True), steps=2, cp=2)
+
+
+def across_documents(world, config, text):
+    """The observation of a rank whose attention sees the tokens of earlier documents, too."""
+    module = import_module("minipar.context.parallelize_context")
+
+    def seeing_all(comm, q, k, v, positions, **options):
+        return module.ring_attention(comm, q, k, v, **options)
+
+    plain, module.ATTENTIONS = module.ATTENTIONS, {"ring": seeing_all}
+    try:
+        return import_module("minipar.verification.verify")._observe_rank(world, config, text)
+    finally:
+        module.ATTENTIONS = plain
+
+
+def test_attention_across_documents_diverges(monkeypatch):
+    assert verify(DOCUMENTS).equal
+    monkeypatch.setattr(import_module("minipar.verification.verify"), "_observe_rank", across_documents)
+    first = verify(DOCUMENTS).first_divergence
+    assert first is not None
+    assert first.what == "gradients, step 0"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(cp=1, pp=2, microbatches=2, zero=3),
+        dict(cp_attention="ulysses", dtype="bfloat16"),
+        dict(cp=1, pp=2, microbatches=2, schedule="seq1f1b"),
+        dict(cp=1, dp=2, compress="sign"),
+    ],
+)
+def test_documents_are_those_of_one_process(changes):
+    result = verify(DOCUMENTS.choosing(**changes))
     assert result.equal, table(result)
 
 
@@ -286,7 +325,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         (dict(tp=3), "tp=3 does not divide num_heads=4"),
         (dict(pp=8, microbatches=8), "use at most 4 stages"),
         (dict(ep=2, dp=2), "num_experts=0"),
-        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=66"),
+        (dict(cp=3), "cp=3 with cp_layout='zigzag' does not divide seq_len=64; use seq_len=60"),
         (dict(schedule="2f2b"), "2f2b"),
         (dict(zero=4), "zero=4"),
         (dict(recompute="some"), "recompute='some'"),
@@ -314,7 +353,7 @@ def test_what_cannot_be_is_refused_with_what_would_work():
         ),
         (
             dict(tp=4, tp_layout="2d", cp=4, cp_attention="ulysses", seq_len=64),
-            "4 ranks do not divide num_heads=2",
+            "cp=4 does not divide num_heads/tp=2; use cp=1 or 2",
         ),
         (
             dict(dp=4, ep=4, moe=4, dispatch=("all-to-all", {"node_size": 3})),

@@ -110,7 +110,7 @@ class FewBits(Choice):
             if size % (config.tp * self.block):
                 raise ValueError(
                     f"{of} rounds {self.block} features together, and tp={config.tp} would cut some of {name}={size}; "
-                    f"use a multiple of {config.tp * self.block}"
+                    f"use a model in which that is a multiple of {config.tp * self.block}, or tp=1"
                 )
 
     def _check_tokens(self, config: Any, of: str) -> None:

@@ -123,3 +123,11 @@ def test_zeros_stay_and_small_blocks_of_nvfp4_vanish():
     x[0, 0], x[0, 32] = 1.0, 1e-7
     assert round_nvfp4(x)[0, 32] == 0
     assert round_mx(x, "e2m1")[0, 32] != 0
+
+
+@pytest.mark.parametrize("elements", ["e2m1", "e4m3", "e5m2"])
+def test_ceil_leaves_a_block_whose_largest_number_is_the_formats_own(elements):
+    """The boundary met exactly: no larger scale is needed, and one would round the small numbers away."""
+    largest = FORMATS[elements].largest
+    amax = torch.tensor([largest, largest * (1 + 2**-40), 4 * largest], dtype=torch.float64)
+    assert mx_scales(amax, FORMATS[elements], "ceil").tolist() == [1, 2, 4]

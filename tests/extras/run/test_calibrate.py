@@ -1,6 +1,7 @@
 """A machine measured here: numbers from times, the file, and what the cost model makes of them."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
@@ -119,3 +120,16 @@ def test_every_mesh_of_the_table_is_one_that_the_cost_model_knows():
     block = predicted.sleepy_machine(MEASURED)
     job, layout = predicted.job_and_layout(predicted.SLEEPY, block)
     assert layer_seconds(job, layout.tokens(job), 1, experts=False).total == pytest.approx(predicted.BLOCK_S)
+
+
+def test_bytes_that_seem_to_take_no_time_are_measured_again_or_refused(monkeypatch):
+    module = import_module("minipar.extras.run.calibrate")
+    seconds = iter([2e-3, 1e-3, 1e-3, 9e-3])  # of a small and a large message, twice
+    monkeypatch.setattr(module, "_slowest", lambda *args: next(seconds))
+    assert module.measured_pair("send", 2)[1] > 0
+    assert next(seconds, None) is None
+    monkeypatch.setattr(module, "_slowest", lambda *args: 1e-3)
+    with pytest.raises(
+        ValueError, match="^send of 8388608 bytes took no longer than of 1024, 3 times; nothing was"
+    ):
+        module.measured_pair("send", 2)
