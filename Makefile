@@ -97,7 +97,7 @@ bench: .venv/installed ## time minipar against torch's own, as ratios
 lint: .venv/installed ## formatter, linter and type checker, changing nothing
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
-	$(BIN)/mypy --no-error-summary minipar visualize benchmarks tests/typed
+	$(BIN)/mypy --no-error-summary minipar benchmarks tests/typed
 
 format: .venv/installed ## format the code and fix what the linter can
 	$(BIN)/ruff format .

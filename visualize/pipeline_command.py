@@ -9,7 +9,7 @@ from minipar.schedules import SCHEDULES, Costs, Timeline, simulate
 from minipar.schedules.registry import ScheduleChoice, chunks_per_rank, make_schedule
 from minipar.support.errors import require_positive
 from minipar.support.registry import Kind
-from visualize.pipeline_text import grid_text, headline
+from minipar.visualize.pipeline_text import grid_text, headline
 
 MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
 
@@ -55,7 +55,7 @@ def timeline(
         print(prefix + grid_text(drawn), end="\n\n")
     if out is None:
         return
-    from visualize.pipeline import draw_timeline
+    from minipar.visualize.pipeline import draw_timeline
 
     titles = [prefix + headline(drawn) for prefix, drawn in timelines]
     for file in draw_timeline([drawn for _, drawn in timelines], out, titles):

@@ -16,7 +16,7 @@ from minipar.config.check_paths import require_writable
 def timeline_flags(argv: Sequence[str] | None) -> Parsed:
     """Return the command's function for tyro. Of the schedules in extras, only those that `argv` names are imported."""
     from minipar.schedules import SCHEDULES
-    from visualize.pipeline_command import DRAWN, find_schedule
+    from minipar.visualize.pipeline_command import DRAWN, find_schedule
 
     for name in words_of(argv or (), "schedule"):
         find_schedule(name)
@@ -67,6 +67,6 @@ def _timeline(
 ) -> None:
     if out is not None:
         require_writable(out.parent)
-    from visualize.pipeline_command import timeline
+    from minipar.visualize.pipeline_command import timeline
 
     timeline(schedules, stages, microbatches, measure=measure, out=out, **options)
