@@ -1,6 +1,8 @@
 """What the wheel and the source distribution contain: every file that the package reads, and all that the tests need."""
 
+import re
 import subprocess
+import sys
 import tomllib
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,6 +20,15 @@ def tracked():
     if listed.returncode:
         pytest.skip("not a git checkout: nothing says which files belong to the project")
     return [Path(line) for line in listed.stdout.splitlines()]
+
+
+def test_the_description_has_no_link_to_a_file():
+    """A package index shows it where no file of the checkout lies."""
+    command = [sys.executable, "setup.py", "--quiet", "--long-description"]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "One model, one seed, one batch" in text
+    assert "draws this picture" not in text
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link] == []
 
 
 def test_the_wheel_installs_minipar_alone():
@@ -42,15 +53,14 @@ def test_the_wheel_has_every_data_file_of_the_package(tracked):
 
 
 def test_the_source_distribution_has_every_folder_that_the_tests_read(tracked):
-    """Of the files at the root, all but those that only git reads."""
     manifest = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
     folders = {words[1] for words in manifest if words[0] in {"graft", "recursive-include"}}
     patterns = [pattern for words in manifest if words[0] == "include" for pattern in words[1:]]
-    added_by_setuptools = {"LICENSE", "pyproject.toml", "MANIFEST.in"}
+    added_by_setuptools = {"LICENSE", "pyproject.toml", "setup.py", "MANIFEST.in"}
     for path in tracked:
         if len(path.parts) > 1:
             assert path.parts[0] in folders, f"{path} is missing from the source distribution"
-        elif path.name not in added_by_setuptools | {".gitignore"}:
+        elif path.name not in added_by_setuptools:
             assert any(fnmatch(path.name, pattern) for pattern in patterns), (
                 f"{path} is missing from the source distribution"
             )
