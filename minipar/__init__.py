@@ -25,6 +25,7 @@ verification     any mesh against one process, tensor by tensor
 inference        many requests served together, each with the same text as if served alone (up to ties of rounding)
 extras           parts that few runs use, found by name: nothing above imports them
 learn            exercises, puzzles, museum of bugs, quiz
+visualize        pictures of runs, layouts and schedules
 cli              the `minipar` command
 __main__         `python -m minipar`
 

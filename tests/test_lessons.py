@@ -140,7 +140,7 @@ def faults(number: str, cells: list[dict], folder: Path = FOLDER) -> list[str]:
     if not outputs:
         found.append("no outputs: it was not run")
     if re.search(r"print\((inspect\.)?getsource", text_of(cells, "code")):
-        found.append("source printed without highlighting: use visualize.source.source")
+        found.append("source printed without highlighting: use minipar.visualize.source.source")
     return found
 
 

@@ -21,7 +21,7 @@ case "$*" in
   *version_info*) exit {too_old} ;;
   *ensurepip*) exit {no_venv} ;;
   --version) echo "Python 3.9.2" ;;
-  "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
   "-m pip"*) echo "$*" >> pip.log; [ ! -e fails ] || {{ echo "WARNING: a ConnectionError"; cat fails; exit 1; }} >&2 ;;
 esac
 """
@@ -87,6 +87,14 @@ def test_a_whole_environment_needs_no_other_python(checkout):
     assert make(checkout)[0] == 0
     os.utime(checkout / ".venv/installed", (0, 0))  # older than pyproject.toml
     assert make(checkout, python="python3.99") == (0, [])
+
+
+def test_newest_has_an_environment_without_constraints(checkout):
+    assert make(checkout, "newest")[0] == 0
+    assert make(checkout)[0] == 0
+    newest, plain = (checkout / "pip.log").read_text().splitlines()
+    assert (checkout / "build/newest/installed").exists()
+    assert ("constraint" in newest, "--constraint constraints.txt" in plain) == (False, True)
 
 
 def test_an_old_python_is_refused_with_its_version(checkout):

@@ -260,6 +260,7 @@ def test_the_workflow_tests_every_python_from_pyprojects_oldest():
     tested = minors(re.search(r"python: \[(.+)\]", workflow)[1])
     assert tested == list(range(int(oldest), 15))
     assert "- run: make test\n" in workflow
+    assert "- run: make newest\n" in workflow
 
 
 def test_the_workflow_of_the_site_deploys_what_make_site_builds():

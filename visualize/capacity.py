@@ -1,6 +1,6 @@
 """Loss and dropped choices against the capacity factor: a small mixture trained once for each factor, and a picture.
 
-    python -m visualize.capacity [--factors 0.5 1 1.25 2 None] [--steps 300] [--out runs/capacity.png]
+    python -m minipar.visualize.capacity [--factors 0.5 1 1.25 2 None] [--steps 300] [--out runs/capacity.png]
 
 Every run starts from the same weights and has the same batches; only the experts' capacity differs.
 Source of the question: Switch Transformers, arXiv:2101.03961, table 1; ST-MoE, arXiv:2202.08906, table 8.
@@ -25,7 +25,18 @@ from minipar.data.text import batch_of_step, load_text
 from minipar.model import Transformer, take_metrics
 from minipar.support.errors import require_positive
 from minipar.train.optim import BETAS, clip_grad_norm_, learning_rate
-from visualize.style import BLUE, INK, LARGE, NORMAL, RANKS, SMALL, VERMILION, new_figure, quiet, write
+from minipar.visualize.style import (
+    BLUE,
+    INK,
+    LARGE,
+    NORMAL,
+    RANKS,
+    SMALL,
+    VERMILION,
+    new_figure,
+    quiet,
+    write,
+)
 
 FACTORS = (0.5, 1.0, 1.25, 2.0, None)
 LAST = 20  # a run's last loss is the mean over this many steps
@@ -149,6 +160,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main, prog="python -m visualize.capacity")
+        tyro.cli(main, prog="python -m minipar.visualize.capacity")
     except ValueError as error:
-        raise SystemExit(f"visualize.capacity: {error}") from None
+        raise SystemExit(f"minipar.visualize.capacity: {error}") from None

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator
 
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     FAINT,
     GREEN,

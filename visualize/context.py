@@ -14,7 +14,19 @@ from matplotlib.patches import Patch
 from minipar.config.context_limits import LAYOUTS
 from minipar.context.token_layout import local_positions, local_runs
 from minipar.model.mask import Mask
-from visualize.style import FAINT, INK, LARGE, NORMAL, RANKS, SMALL, Style, new_figure, quiet, text_on, write
+from minipar.visualize.style import (
+    FAINT,
+    INK,
+    LARGE,
+    NORMAL,
+    RANKS,
+    SMALL,
+    Style,
+    new_figure,
+    quiet,
+    text_on,
+    write,
+)
 
 SEEN_BY_NOBODY = "#ffffff"
 

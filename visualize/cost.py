@@ -14,7 +14,7 @@ from minipar.cost.memory import worst_rank_memory
 from minipar.cost.plan_command import Curves, ScalingPoint
 from minipar.cost.planner import Plan
 from minipar.cost.timing import step_time
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     FAINT,
     GREEN,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from minipar.model.aux_loss import MoEMetrics
-from visualize.style import (
+from minipar.visualize.style import (
     GREY,
     IDLE,
     INK,

@@ -22,8 +22,8 @@ def server(site: Path = BUILT, port: int = 0) -> http.server.ThreadingHTTPServer
     """Return a server of the site on 127.0.0.1; port 0: any free port. Raises ValueError where the site is not built."""
     if site == BUILT and not (BUILT.parents[1] / "website").is_dir():
         raise ValueError(
-            "the site is built in a checkout, and minipar is installed here without one; clone the project, run `make "
-            "site` there, and give its build/site by --site"
+            "the site is not installed with minipar; unpack its source distribution (pip download --no-deps "
+            "--no-binary minipar minipar) or clone the project, run `make site` there, and give its build/site by --site"
         )
     if not (site / FIRST_PAGE).exists():
         raise ValueError(

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     GREEN,
     INK,

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.patches import Patch, Rectangle
 
 from minipar.mesh import Mesh
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     FAINT,
     GREEN,

@@ -1,6 +1,6 @@
 """The losses on several meshes and in one process, and their differences: the picture in the README.
 
-    python -m visualize.meshes [--steps 24] [--out runs/meshes.png]
+    python -m minipar.visualize.meshes [--steps 24] [--out runs/meshes.png]
 
 Every run has the same seed, batches and model, in float64. One run averages only the signs of gradients, which loses
 information, to show what a real difference looks like.
@@ -24,7 +24,7 @@ from minipar.runtime.launch import shutdown
 from minipar.support.errors import require_positive
 from minipar.train import train
 from minipar.train.reference import train_in_one_process
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     GREEN,
     GREY,
@@ -132,6 +132,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main, prog="python -m visualize.meshes")
+        tyro.cli(main, prog="python -m minipar.visualize.meshes")
     except ValueError as error:
-        raise SystemExit(f"visualize.meshes: {error}") from None
+        raise SystemExit(f"minipar.visualize.meshes: {error}") from None

@@ -14,8 +14,8 @@ from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import Patch
 
 from minipar.schedules import Action, Costs, Timeline, simulate
-from visualize.pipeline_text import chunk_of, headline
-from visualize.style import Style
+from minipar.visualize.pipeline_text import chunk_of, headline
+from minipar.visualize.style import Style
 
 # Fill, text colour, height, name. Okabe and Ito's hues, distinct in every kind of colour vision. Lightness differs too,
 # and W's boxes are lower, so that the operations also differ in greyscale; only bubble is hatched.

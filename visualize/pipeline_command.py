@@ -8,7 +8,7 @@ from typing import Any
 from minipar.schedules import Costs, Timeline, simulate
 from minipar.schedules.registry import ScheduleChoice, chunks_per_rank, find_schedule, make_schedule
 from minipar.support.errors import require_positive
-from visualize.pipeline_text import grid_text, headline
+from minipar.visualize.pipeline_text import grid_text, headline
 
 MEASURED_S = 1.0  # seconds that a simulated step should take when it is run
 
@@ -46,7 +46,7 @@ def timeline(
         print(prefix + grid_text(drawn), end="\n\n")
     if out is None:
         return
-    from visualize.pipeline import draw_timeline
+    from minipar.visualize.pipeline import draw_timeline
 
     titles = [prefix + headline(drawn) for prefix, drawn in timelines]
     for file in draw_timeline([drawn for _, drawn in timelines], out, titles):

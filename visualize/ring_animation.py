@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from visualize.collectives import State, Step, check_ring, draw_chunk, ring_start, ring_steps
-from visualize.style import FAINT, LARGE, SMALL
+from minipar.visualize.collectives import State, Step, check_ring, draw_chunk, ring_start, ring_steps
+from minipar.visualize.style import FAINT, LARGE, SMALL
 
 REST, END = 2, 8  # frames without motion, after each step and at the end
 WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # size of a chunk's box, and PITCH from one chunk to the next
@@ -21,7 +21,7 @@ WIDTH, HEIGHT, PITCH = 0.36, 0.15, 0.19  # size of a chunk's box, and PITCH from
 def animate_ring(p: int, path: str | Path, frames_per_step: int = 5) -> Path:
     """Write an animated GIF of a ring all-reduce over p ranks; return the path.
 
-    Colours as in `visualize.collectives.draw_ring`.
+    Colours as in `minipar.visualize.collectives.draw_ring`.
     """
     check_ring(p)
     steps = list(ring_steps(p))

@@ -1,6 +1,6 @@
 """The loss, the dropped choices and the bytes of small mixtures of experts, for each value of four routing options.
 
-    python -m visualize.routing [--runs minipar/learn/guide/routing.toml] [--out docs/routing.png]
+    python -m minipar.visualize.routing [--runs minipar/learn/guide/routing.toml] [--out docs/routing.png]
 
 `minipar.learn.guide.routing` measures the runs, and docs/routing.md shows them.
 """
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from minipar.config.check_paths import require_picture
 from minipar.learn.guide.routing import Routed
-from visualize.style import BLUE, GREEN, INK, NORMAL, SMALL, VERMILION, new_figure, quiet, write
+from minipar.visualize.style import BLUE, GREEN, INK, NORMAL, SMALL, VERMILION, new_figure, quiet, write
 
 BARS = {
     "drops": ("dropped choices", VERMILION, "{:.1%}"),
@@ -86,6 +86,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main, prog="python -m visualize.routing")
+        tyro.cli(main, prog="python -m minipar.visualize.routing")
     except ValueError as error:
-        raise SystemExit(f"visualize.routing: {error}") from None
+        raise SystemExit(f"minipar.visualize.routing: {error}") from None

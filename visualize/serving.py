@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 
 from minipar.inference.events import Event, Kind, StepCounts
 from minipar.inference.static import in_steps, places_of, static_batches
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     FAINT,
     GREEN,

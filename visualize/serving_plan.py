@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from minipar.cost.serving import rows_where_arithmetic_begins, stored_bytes
 from minipar.cost.serving_plan import Replica, ServingJob, tensor_parallel_sizes
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     GREEN,
     INK,

@@ -8,10 +8,12 @@ from pathlib import Path
 from textwrap import dedent
 from typing import TYPE_CHECKING, Any
 
+import minipar
+
 if TYPE_CHECKING:
     from IPython.display import Markdown
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(minipar.__file__).resolve().parent.parent
 
 
 def source(*objects: Callable[..., Any]) -> Markdown:
@@ -28,7 +30,7 @@ def source_text(thing: Callable[..., Any]) -> str:
     """Return the source of one function or class as Markdown text, after a link to its lines."""
     thing = inspect.unwrap(thing)  # otherwise the file would be the decorator's
     lines, first = inspect.getsourcelines(thing)
-    path = Path(inspect.getsourcefile(thing) or "")
+    path = Path(inspect.getsourcefile(thing) or "").resolve()
     where = ""
     if path.is_relative_to(ROOT):
         name = path.relative_to(ROOT).as_posix()

@@ -1,6 +1,6 @@
 """Each strategy alone on eight ranks: what one rank holds, and what it sends in a step.
 
-    python -m visualize.strategies [--model llama-7b] [--out docs/strategies.png]
+    python -m minipar.visualize.strategies [--model llama-7b] [--out docs/strategies.png]
 
 The bytes are those of `minipar plan`; docs/strategies.md has the same as a table.
 """
@@ -19,8 +19,8 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.memory import rank_memory
 from minipar.cost.model_table import find_model
 from minipar.cost.traffic import step_traffic
-from visualize.cost import COLOURS, GB
-from visualize.style import BLUE, INK, NORMAL, SMALL, new_figure, quiet, write
+from minipar.visualize.cost import COLOURS, GB
+from minipar.visualize.style import BLUE, INK, NORMAL, SMALL, new_figure, quiet, write
 
 RANKS, TOKENS = 8, 4096
 KINDS = ("parameters", "gradients", "optimizer state", "activations")
@@ -122,6 +122,6 @@ if __name__ == "__main__":
     import tyro
 
     try:
-        tyro.cli(main, prog="python -m visualize.strategies")
+        tyro.cli(main, prog="python -m minipar.visualize.strategies")
     except ValueError as error:
-        raise SystemExit(f"visualize.strategies: {error}") from None
+        raise SystemExit(f"minipar.visualize.strategies: {error}") from None

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullLocator
 
 from minipar.extras.tensor_grids import linear_costs
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     FAINT,
     GREEN,

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from minipar.support.trace import DATA, Span, busy_s, overlap_fraction
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     GREEN,
     GREY,

@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from visualize.style import (
+from minipar.visualize.style import (
     BLUE,
     GREEN,
     GREY,

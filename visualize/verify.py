@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.patches import Rectangle
 
 from minipar.verification.verify import Verification
-from visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
+from minipar.visualize.style import BLUE, FAINT, NORMAL, SMALL, VERMILION, new_figure, text_on, write
 
 NO_PIPELINE = "no pipeline"
 STAGES = range(4)  # of ZeRO

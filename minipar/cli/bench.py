@@ -26,7 +26,8 @@ def _bench(names: tuple[str, ...], quick: bool) -> None:
     checkout = Path(minipar.__file__).resolve().parents[1]
     if not (checkout / "benchmarks" / "__init__.py").is_file():
         raise ValueError(
-            "the benchmarks are not installed with minipar; clone the project, and run it from that checkout"
+            "the benchmarks are not installed with minipar; unpack its source distribution (pip download --no-deps "
+            "--no-binary minipar minipar) or clone the project, and run `make bench` there"
         )
     sys.path.insert(0, str(checkout))  # before the current folder, which may have another `benchmarks`
     import benchmarks

@@ -20,6 +20,6 @@ def explore_command(site: Path | None = None, port: int = 0, browser: bool = Tru
 
 
 def _explore(site: Path | None, port: int, browser: bool) -> None:
-    from visualize.explore import explore
+    from minipar.visualize.explore import explore
 
     explore(site, port, browser)

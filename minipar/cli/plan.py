@@ -120,11 +120,11 @@ def _plan(
     print(outcome.text)
     drawn = []
     if picture is not None:
-        from visualize.cost import draw_plan
+        from minipar.visualize.cost import draw_plan
 
         drawn.append(draw_plan(outcome.job, outcome.layouts, picture, outcome.plan))
     if outcome.curves:
-        from visualize.cost import draw_curves
+        from minipar.visualize.cost import draw_curves
 
         drawn += map(draw_curves, outcome.curves)
     for file in drawn:

@@ -81,6 +81,6 @@ def _plan(
         raise ValueError(no_service(plan))
     print(json.dumps(serving_json(plan, shorter), indent=1) if as_json else serving_text(plan, shorter))
     if picture is not None:
-        from visualize.serving_plan import draw_serving_plan
+        from minipar.visualize.serving_plan import draw_serving_plan
 
         print(f"wrote {draw_serving_plan(job, picture)}", file=sys.stderr)

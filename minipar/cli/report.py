@@ -51,8 +51,8 @@ class Progress:
 
 def print_summary(result: Result) -> None:
     """Draw the run's figures, and print a summary and where its files are."""
-    from visualize.trace import draw_trace
-    from visualize.training import draw_training
+    from minipar.visualize.trace import draw_trace
+    from minipar.visualize.training import draw_training
 
     again = None if result.reference is None else {"one process, again": result.reference.losses}
     draw_training(result.metrics, result.folder / "loss.png", reference=again)
@@ -95,8 +95,8 @@ def draw_exercise(exercise: Exercise, path: Path) -> str | None:
     from minipar.learn.exercises.recording import record_schedule, record_spans
     from minipar.runtime.launch import shutdown
     from minipar.schedules import Costs, simulate
-    from visualize.pipeline_text import grid_text
-    from visualize.trace import draw_trace
+    from minipar.visualize.pipeline_text import grid_text
+    from minipar.visualize.trace import draw_trace
 
     try:
         with printing_little():
@@ -114,7 +114,7 @@ def draw_exercise(exercise: Exercise, path: Path) -> str | None:
 
 def draw_losses(losses: dict[str, list[float]], path: Path) -> str:
     """Draw the losses of a faulty training beside those of a correct one; return the path."""
-    from visualize.training import draw_training
+    from minipar.visualize.training import draw_training
 
     (name, right), (_, wrong) = losses.items()
     path.parent.mkdir(parents=True, exist_ok=True)

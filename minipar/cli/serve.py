@@ -148,7 +148,7 @@ def _serve_file(
             print(f"request {number} is not served: {result.error}")
     print(_summary(service.metrics))
     if draw and service.steps:
-        from visualize.serving import draw_batching, draw_service
+        from minipar.visualize.serving import draw_batching, draw_service
 
         draw_service(service.events, service.steps, out / "requests.png", sizes["num_blocks"])
         if service.metrics.num_finished:

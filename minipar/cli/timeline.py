@@ -66,6 +66,6 @@ def _timeline(
 ) -> None:
     if out is not None:
         require_writable(out.parent)
-    from visualize.pipeline_command import timeline
+    from minipar.visualize.pipeline_command import timeline
 
     timeline(schedules, stages, microbatches, measure=measure, out=out, **options)

@@ -60,7 +60,7 @@ def _sweep(flags: Any, world_size: int) -> None:
 
     from minipar.support.atomic_files import prepare_folder, write_whole
     from minipar.verification.verify import table, verify
-    from visualize.verify import draw_sweep, sweep_markdown
+    from minipar.visualize.verify import draw_sweep, sweep_markdown
 
     folder = config.out or Path("runs/verify")
     prepare_folder(folder)

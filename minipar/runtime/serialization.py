@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import marshal
 import types
 from importlib import import_module
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 
 
 class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that writes only a tensor's own elements, not the storage it views; GPU tensors become CPU tensors."""
+    """A pickler that writes only a tensor's own elements, not the storage it views; GPU tensors become CPU tensors.
+
+    A function's code keeps its file and line, by which tracebacks and `inspect.getsource` find the source.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if (
@@ -29,6 +33,8 @@ class _CompactPickler(cloudpickle.Pickler):  # type: ignore[misc]
             return copy.__reduce_ex__(2)
         if isinstance(obj, types.ModuleType) and type(obj) is not types.ModuleType:
             return import_module, (obj.__name__,)  # cloudpickle would pickle torch.ops by value
+        if isinstance(obj, types.CodeType):
+            return marshal.loads, (marshal.dumps(obj),)  # since 3.1.3 cloudpickle leaves out the file
         return super().reducer_override(obj)
 
 

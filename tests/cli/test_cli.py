@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import minipar
-import visualize
 from minipar.checkpoint.restore import Checkpoint, newest_whole
 from minipar.cli import COMMANDS, main
 from minipar.train.log import read_metrics
@@ -311,11 +310,8 @@ def test_bench_takes_the_checkouts_benchmarks_from_any_folder(tmp_path):
 
 
 def test_without_a_checkout_bench_and_explore_say_so(tmp_path):
-    for package in (minipar, visualize):
-        folder = Path(package.__file__).parent
-        shutil.copytree(
-            folder, tmp_path / "installed" / folder.name, ignore=shutil.ignore_patterns("__pycache__")
-        )
+    package, without = Path(minipar.__file__).parent, shutil.ignore_patterns("__pycache__")
+    shutil.copytree(package, tmp_path / "installed" / "minipar", ignore=without)
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks" / "__init__.py").write_text("raise SystemExit('the wrong benchmarks')")
     for command, says in [("bench", "clone the project"), ("explore", "give its build/site by --site")]:

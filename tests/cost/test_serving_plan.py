@@ -15,7 +15,7 @@ from minipar.cost.model_table import find_model
 from minipar.cost.serving import Bits, in_a_run
 from minipar.cost.serving_plan import MOST_BUSY, Replica, ServingJob, plan_serving
 from minipar.cost.serving_report import serving_text
-from visualize.serving_plan import draw_serving_plan, serving_plan_figure
+from minipar.visualize.serving_plan import draw_serving_plan, serving_plan_figure
 
 H100 = find_machine("h100")
 # 70B at 10 requests a second, first token within 1 s, 50 ms a token.

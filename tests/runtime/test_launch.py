@@ -305,7 +305,7 @@ def test_import_minipar_loads_none_of_the_heavy_libraries(tmp_path):
         "safetensors",
         "pandas",
         "hypothesis",
-        "visualize",
+        "minipar.visualize",
     }
     program = Program(tmp_path, "import sys, minipar\nprint(*sys.modules)")
     _, out, _ = program.finish()

@@ -1,5 +1,8 @@
 """Results travel compact, and arrive as what they were."""
 
+import inspect
+import traceback
+
 import pytest
 import torch
 from hypothesis import given
@@ -101,3 +104,49 @@ def test_ranks_return_tensors_models_and_nothing():
         assert x.tolist() == [rank, 500 + rank]
         assert linear(torch.ones(2)).shape == (1,)
         assert nothing is None
+
+
+def of_a_notebook():
+    names = {"__name__": "__main__"}
+    exec(compile("\ndef ends():\n    raise KeyError", "/tmp/ipykernel_1/23.py", "exec"), names)
+    return names["ends"]
+
+
+def test_what_travels_keeps_its_file_line_and_source():
+    """cloudpickle 3.1.3 writes "<dynamic-code>" in place of the file, and the line's text is lost with it."""
+
+    class Ends:
+        def method(self):
+            raise KeyError
+
+        def __call__(self):
+            def nested():
+                raise KeyError
+
+            nested()
+
+    def fails():
+        raise KeyError
+
+    missing = lambda: {}[2]  # noqa: E731
+    functions = (fails, missing, Ends().method, Ends(), of_a_notebook())
+
+    def work(world):
+        seen = []
+        for function in functions:
+            try:
+                function()
+            except KeyError as error:
+                seen.append(tuple(traceback.extract_tb(error.__traceback__)[-1]))
+        return seen, inspect.getsource(fails), inspect.getsource(Ends.method)
+
+    first = inspect.getsourcelines(Ends.method)[1]
+    expected = [
+        (__file__, inspect.getsourcelines(fails)[1] + 1, "fails", "raise KeyError"),
+        (__file__, inspect.getsourcelines(missing)[1], "<lambda>", inspect.getsource(missing).strip()),
+        (__file__, first + 1, "method", "raise KeyError"),
+        (__file__, first + 5, "nested", "raise KeyError"),
+        ("/tmp/ipykernel_1/23.py", 3, "ends", ""),
+    ]
+    sources = inspect.getsource(fails), inspect.getsource(Ends.method)
+    assert minipar.run(work, world_size=1) == [(expected, *sources)]

@@ -35,6 +35,11 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
             (torch.tensor([1e-40]) * 0.5).item(),
             torch.get_float32_matmul_precision(),
             (torch.backends.mkldnn.enabled, torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()),
+            (torch.is_warn_always_enabled(), torch.utils.deterministic.fill_uninitialized_memory),
+            (torch.backends.mkldnn.deterministic, torch.backends.cudnn.deterministic),
+            (torch.backends.cudnn.enabled, torch.backends.cuda.math_sdp_enabled()),
+            (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.mem_efficient_sdp_enabled()),
+            torch.backends.cuda.cudnn_sdp_enabled(),
             sys.stdout.fileno(),
         )
 
@@ -52,6 +57,12 @@ def test_nothing_an_earlier_function_set_changes_what_the_next_one_computes():
         torch.backends.mkldnn.enabled = False
         torch.backends.cudnn.benchmark = True
         torch.autograd.set_detect_anomaly(True)
+        torch.set_warn_always(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.backends.mkldnn.deterministic = torch.backends.cudnn.deterministic = True
+        torch.backends.cudnn.enabled = False
+        for enable in ("math", "flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{enable}_sdp")(False)
         sys.stdout = io.StringIO()
         os.environ["SPOILED"] = "yes"
         os.chdir("/")

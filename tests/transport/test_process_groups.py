@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -51,6 +52,24 @@ def sum_in_three_groups(world, backend):
 def test_groups_share_the_thread_that_polls_where_torchs_have_one_each(backend, more):
     found = minipar.run(sum_in_three_groups, backend, world_size=3)
     assert found == [([3.0] * 3, more)] * 3
+
+
+def test_a_new_group_leaves_the_default_group_bound_to_its_gpu(monkeypatch):
+    """While one is made, torch must not see the binding: it would split NCCL's communicator of all ranks."""
+    world, seen = SimpleNamespace(bound_device_id="cuda:1"), []
+    monkeypatch.setattr(dist, "get_backend", lambda *group: "gloo")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: world)
+
+    def fails(*args, **kwargs):
+        seen.append(world.bound_device_id)
+        raise KeyError
+
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", fails)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+    with pytest.raises(KeyError):
+        named_group([0], "own", 60.0)
+    assert (seen, world.bound_device_id) == ([None], "cuda:1")
 
 
 def backend_of_a_group(world, backend):

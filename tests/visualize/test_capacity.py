@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from visualize import capacity
-from visualize.capacity import Run, capacity_figure, draw_capacity, train_with
+from minipar.visualize import capacity
+from minipar.visualize.capacity import Run, capacity_figure, draw_capacity, train_with
 
 
 def test_every_run_is_a_point_a_bar_and_a_line():

@@ -1,6 +1,6 @@
 from collections import namedtuple
 
-from visualize.checkpoint import draw_days, draw_goodput, draw_parts, draw_resumed, draw_stalls
+from minipar.visualize.checkpoint import draw_days, draw_goodput, draw_parts, draw_resumed, draw_stalls
 
 Box = namedtuple("Box", "start length")
 

@@ -6,8 +6,8 @@ from matplotlib.image import imread
 
 import minipar
 from minipar.comm import ring
-from visualize.collectives import draw_alpha_beta, draw_ring, ring_start, ring_steps
-from visualize.ring_animation import animate_ring
+from minipar.visualize.collectives import draw_alpha_beta, draw_ring, ring_start, ring_steps
+from minipar.visualize.ring_animation import animate_ring
 
 
 def messages(world):

@@ -2,7 +2,7 @@ import pytest
 
 from minipar.config.context_limits import LAYOUTS
 from minipar.context import causal_work
-from visualize.context import balance_figure, draw_balance, work_in_blocks
+from minipar.visualize.context import balance_figure, draw_balance, work_in_blocks
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

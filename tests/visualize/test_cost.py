@@ -7,7 +7,7 @@ from minipar.cost.memory import ITEMS, worst_rank_memory
 from minipar.cost.model_table import MODELS
 from minipar.cost.planner import plan
 from minipar.cost.timing import PARTS, step_time
-from visualize.cost import (
+from minipar.visualize.cost import (
     COLOURS,
     PART_STYLES,
     draw_plan,

@@ -3,7 +3,7 @@ import torch
 
 from minipar.model import MoE, MoEMetrics
 from minipar.model.groups import RoutingGroups
-from visualize.expert import draw_loads, draw_queues, load_figure, queue_figure
+from minipar.visualize.expert import draw_loads, draw_queues, load_figure, queue_figure
 
 
 def metrics(load, kept):

@@ -1,6 +1,6 @@
 import pytest
 
-from visualize.memory import Bar, draw_memory, memory_figure
+from minipar.visualize.memory import Bar, draw_memory, memory_figure
 
 BARS = [
     Bar("DDP", {"parameters": 4000, "gradients": 4000, "optimizer state": 8000}, 16000),

@@ -1,8 +1,8 @@
 from matplotlib.figure import Figure
 
 from minipar.mesh import Mesh
-from visualize import mesh as pictures
-from visualize.mesh import draw_axis_traffic, draw_groups, draw_step_parts, draw_two_losses
+from minipar.visualize import mesh as pictures
+from minipar.visualize.mesh import draw_axis_traffic, draw_groups, draw_step_parts, draw_two_losses
 
 
 def drawn(monkeypatch) -> list[Figure]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from visualize import meshes
-from visualize.meshes import LEAST, config_of, losses_of, losses_of_one_process, meshes_figure
+from minipar.visualize import meshes
+from minipar.visualize.meshes import LEAST, config_of, losses_of, losses_of_one_process, meshes_figure
 
 
 def test_a_run_has_marks_at_its_own_steps_and_a_line_of_differences():

@@ -12,10 +12,10 @@ from minipar.schedules.registry import make_schedule
 from minipar.schedules.simulate import simulate
 from minipar.schedules.timeline import Timeline
 from minipar.schedules.zero_bubble import zb_h2
+from minipar.visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline, timeline_figure
+from minipar.visualize.pipeline_command import timeline
+from minipar.visualize.pipeline_text import grid_text
 from tests.pipeline.strategies import costs, schedules
-from visualize.pipeline import bubble_gaps, draw_beside_predicted, draw_timeline, timeline_figure
-from visualize.pipeline_command import timeline
-from visualize.pipeline_text import grid_text
 
 
 @given(st.data(), schedules(max_ranks=4, max_microbatches=6))

@@ -6,7 +6,7 @@ import pytest
 
 from minipar.learn.guide import routing
 from minipar.learn.guide.routing import Routed
-from visualize.routing import main, routing_figure
+from minipar.visualize.routing import main, routing_figure
 
 RUNS = [
     Routed("k", "1", 2.0, 1.9, 2.1, 0.25, 100.0),

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.image import imread
 
 from minipar.inference.events import Event, Kind, StepCounts
-from visualize.serving import batching_figure, draw_batching, draw_service, service_figure
+from minipar.visualize.serving import batching_figure, draw_batching, draw_service, service_figure
 
 EVENTS = [
     Event(Kind.ARRIVE, 4, 0.0, 0.0),

@@ -2,7 +2,7 @@ import pytest
 
 from minipar.simple.grad_norm import grad_norm
 from minipar.simple.zero import Zero1
-from visualize.source import source, source_text
+from minipar.visualize.source import source, source_text
 
 
 def test_source_is_highlighted_and_linked_to_its_first_line():

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 from minipar.learn.guide.strategies import strategies
-from visualize.strategies import KINDS, STRATEGIES, Bars, bars_of, main, strategies_figure
+from minipar.visualize.strategies import KINDS, STRATEGIES, Bars, bars_of, main, strategies_figure
 
 
 def test_the_bars_are_the_pages_bytes():

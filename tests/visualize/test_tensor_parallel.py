@@ -8,7 +8,7 @@ import minipar
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer
 from minipar.tensor_parallel import tensor_parallel
-from visualize.tensor_parallel import draw_kept, draw_layer, draw_layouts, layer_points
+from minipar.visualize.tensor_parallel import draw_kept, draw_layer, draw_layouts, layer_points
 
 CONFIG = ModelConfig(vocab_size=8, dim=16, num_layers=1, num_heads=4, num_kv_heads=4, hidden_dim=16)
 

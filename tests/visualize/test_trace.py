@@ -5,8 +5,8 @@ from hypothesis import given
 from matplotlib.image import imread
 
 from minipar.support.trace import DATA, Span
+from minipar.visualize.trace import Arrow, draw_trace, trace_figure
 from tests.support.test_trace import spans_on_a_grid
-from visualize.trace import Arrow, draw_trace, trace_figure
 
 
 @given(spans_on_a_grid, spans_on_a_grid)

@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.image import imread
 
-from visualize.training import draw_training, training_figure
+from minipar.visualize.training import draw_training, training_figure
 
 METRICS = [dict(step=i, loss=5.0 / (i + 1), lr=0.1, tokens_per_s=1000.0) for i in range(10)]
 

@@ -4,7 +4,7 @@ import pytest
 
 from minipar.config.train_config import VERIFY_DEFAULTS as DEFAULTS
 from minipar.verification.verify import Row, Verification
-from visualize.verify import draw_sweep, sweep_markdown
+from minipar.visualize.verify import draw_sweep, sweep_markdown
 
 
 def results():

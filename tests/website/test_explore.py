@@ -7,7 +7,7 @@ import urllib.request
 
 import pytest
 
-from visualize.explore import FIRST_PAGE, server
+from minipar.visualize.explore import FIRST_PAGE, server
 
 
 def test_it_serves_the_site_on_loopback_alone(tmp_path):

@@ -2,7 +2,7 @@
 
     python -m minipar.learn.guide.routing minipar/learn/guide/routing.toml    # measures again: two ranks, ten minutes
 
-The page's figures are in routing.toml. `python -m visualize.routing` draws them.
+The page's figures are in routing.toml. `python -m minipar.visualize.routing` draws them.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def page() -> str:
         "",
         "![Loss, dropped choices and bytes, for each value of four options](routing.png)",
         "",
-        "(`python -m visualize.routing` draws this picture. Dots are means over the seeds; lines reach from the lowest "
-        "loss to the highest.)",
+        "(`python -m minipar.visualize.routing` draws this picture. Dots are means over the seeds; lines reach from the "
+        "lowest loss to the highest.)",
         "",
         "| option | value | held-out loss | over the seeds | dropped choices | kB a rank sends over ep in a step |",
         "|---|---|---|---|---|---|",

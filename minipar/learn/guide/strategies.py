@@ -121,7 +121,7 @@ def page() -> str:
         "",
         "![Bars of what one rank holds under each strategy, and of what it sends in a step](strategies.png)",
         "",
-        "(`python -m visualize.strategies` draws this picture. A strategy need not fit a GPU to be in it.)",
+        "(`python -m minipar.visualize.strategies` draws this picture. A strategy need not fit a GPU to be in it.)",
         "",
         "## What a rank has",
         "",

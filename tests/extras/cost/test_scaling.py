@@ -11,7 +11,7 @@ from minipar.cost.machines import MACHINES
 from minipar.cost.model_table import MODELS
 from minipar.cost.plan_command import plan_command
 from minipar.extras.cost.scaling import bound_gpus, gpu_counts, needed_tokens, scaling, scaling_curves
-from visualize.cost import draw_curves, draw_scaling, scaling_figure
+from minipar.visualize.cost import draw_curves, draw_scaling, scaling_figure
 
 A100 = MACHINES["a100-80gb"]
 
