@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.comm.agreement import require_equal
 from minipar.mesh import Placement, placement_of, set_placement
 from minipar.support.errors import one_of
 
@@ -43,6 +44,33 @@ def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
                 f"{placement_of(param).name} is a shard made by FSDP, and {by} needs whole parameters; "
                 "use one of the two: with FSDP, torch's own optimizer"
             )
+
+
+def require_same_parameters(
+    comm_of: CommOf, named: Iterable[tuple[str, Tensor]], extra: Mapping[str, object] = {}
+) -> None:
+    """Raise ValueError, on every rank, unless the ranks of each Comm have equal parameters or buffers in equal order.
+
+    named   (name, tensor) pairs: names, shapes, dtypes, parts of split tensors, and which are trained, are compared
+    extra   what else must be equal, such as options; what is printed with its address is not compared
+
+    Sends a digest of 16 bytes to each other rank of each Comm, and more only if digests differ.
+    """
+    by_comm: dict[Comm, dict[str, str]] = {}
+    for name, x in named:
+        entries = by_comm.setdefault(comm_of(x), {})
+        entries[name] = f"{entries[name]}; {_described(x)}" if name in entries else _described(x)
+    options = {name: value for name, value in extra.items() if " at 0x" not in str(value)}
+    for comm, entries in by_comm.items():
+        advice = "give all ranks the same model and the same options"
+        require_equal(comm, "parameters or options", {**options, **entries}, advice)
+
+
+def _described(x: Tensor) -> str:
+    place: Placement | None = getattr(x, "placement", None)
+    split = place is not None and place.local_shape != place.global_shape
+    part = f" of {place.global_shape} at {place.rows or place.start}" if place is not None and split else ""
+    return f"{tuple(x.shape)}{part} {x.dtype} {'trained' if x.requires_grad else 'frozen'}"
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:
