@@ -33,8 +33,8 @@ class FlatGradients:
 
     flat     the parameters
     compressors  of the FSDP; a compressor takes the place of the reduce-scatter or, for whole parameters, the all-reduce
-    pending  parameter -> its full gradient, not yet reduced; if it is a sum of several, in the wider of reduce_dtype and the
-             shards' dtype
+    pending  parameter -> its full gradient, not yet reduced; if it is a sum of several, in the wider of reduce_dtype and
+             the shards' dtype
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """

@@ -62,9 +62,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
     all-reduce of one byte per parameter: 2P elements in all for P parameters, as in DDP. In mixed precision with Adam,
     holds 4 + 12/p bytes per parameter in stage 1, and 2 + 14/p in stage 2. M backwards outside no_sync accumulate in the
-    shards, in reduce_dtype: they send (M+1)P elements, and in mixed precision need 4/p bytes more in stage 1, 2/p in stage 2.
-    If all but the last are under no_sync, they send 2P elements, but full gradients are held; from the second one on in
-    reduce_dtype, 4 bytes more per parameter.
+    shards, in reduce_dtype: they send (M+1)P elements, and in mixed precision need 4/p bytes more in stage 1, 2/p in
+    stage 2. If all but the last are under no_sync, they send 2P elements, but full gradients are held; from the second
+    one on in reduce_dtype, 4 bytes more per parameter.
     Raises ValueError for a bad argument, a state that does not fit, or ranks whose parameters or options differ;
     TypeError for a copy, RuntimeError if a parameter's storage was replaced, a later optimizer or DDP was made for it, or
     torch clips or unscales its gradient.
