@@ -200,7 +200,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def state(self) -> NoReturn:
         raise RuntimeError(
             "a ZeroOptimizer's state is in shards, so torch's get_optimizer_state_dict would take a part for the "
-            "whole; use full_state_dict() and load_full_state_dict(), tensors_and_states(), or minipar.extras.checkpoints.dcp"
+            "whole; use full_state_dict() and load_full_state_dict(), tensors_and_states(), or the dcp of minipar.extras"
         )
 
     @state.setter
