@@ -94,7 +94,8 @@ def load_optimizer(folder: str | Path, optimizer: OptimizerInterface) -> None:
     Load the parameters first, as `load` does. Options such as the learning rate are the caller's. Sends nothing.
     Raises ValueError if the checkpoint has no state for a tensor, and as `load`.
     """
-    stored = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    every = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    stored = {key: x for key, x in every.items() if isinstance(x, TensorStorageMetadata)}
     for tensor, state in optimizer.tensors_and_states():
         name = placement_of(tensor).name
         found = {key.removeprefix(f"{name}."): x for key, x in stored.items() if key.startswith(f"{name}.")}
