@@ -6,7 +6,7 @@ and recovery from exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
@@ -22,6 +22,7 @@ from minipar.data_parallel.arguments import (
     function_of_parameter,
     refuse_copy,
     require_reduce,
+    require_same_parameters,
     require_whole,
 )
 from minipar.data_parallel.backward_end import arm_on_backward, in_backward
@@ -45,8 +46,8 @@ class DDP(nn.Module):
                 "sum": for a loss already divided by the global number of tokens
     algorithm   the algorithm of the all-reduce
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
-    reduce_dtype        the dtype in which gradients are summed; default: the parameters' dtype, to which the result is
-                        always rounded
+    reduce_dtype        the dtype in which gradients are summed, over ranks and over backwards; default: the parameters'
+                        dtype, to which the result is always rounded
     compress    a function from Comm to a `Compressor`, which averages gradients with fewer bytes; `minipar.extras.compress`
                 has several. The attribute `compressors` holds them, with their residuals. While `compressors.on` is False,
                 as in a warm-up, gradients are reduced uncompressed, as they always are on one rank
@@ -59,13 +60,19 @@ class DDP(nn.Module):
     otherwise a gradient that an earlier backward has reduced is reduced again, on all ranks if any rank has added to it.
     Gradients of `torch.autograd.grad` are not reduced. Parameters thawed or added after wrapping get rank 0's values, and
     buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come before a backward and the
-    model changes buffers that its backward needs.
+    model changes buffers that its backward needs. BatchNorm has the mean and variance of this rank's samples, so it differs
+    from one process, as under torch's DDP. There is no SyncBatchNorm and no `join`: use LayerNorm or GroupNorm, and give
+    every rank equally many batches.
 
-    Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per
-    parameter (the usage bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync`
-    broadcasts the buffers: all ranks together send the bytes of the buffers p-1 times.
-    Raises ValueError for a bad argument; RuntimeError if a gradient is sparse, or changes after its bucket was reduced,
-    or if a later DDP or ZeroOptimizer was made for a parameter; TypeError for a copy of the wrapper.
+    Where gradients accumulate in a reduce_dtype wider than the parameters', they are held in it, too: for float32, 4 bytes
+    more per parameter from the second backward on, and as long as further ones could be added.
+    Sends at construction a digest of 16 bytes to each other rank, the parameters and the buffers. Sends per step 2(p-1)/p
+    of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per parameter (the usage
+    bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync` broadcasts the buffers:
+    all ranks together send the bytes of the buffers p-1 times.
+    Raises ValueError for a bad argument, and if the ranks' modules or options differ; RuntimeError if a gradient is
+    sparse, or changes after its bucket was reduced, or if a later DDP or ZeroOptimizer was made for a parameter;
+    TypeError for a copy of the wrapper.
     Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
     """
 
@@ -94,7 +101,11 @@ class DDP(nn.Module):
         self._sent: list[tuple[Bucket, Tensor]] = []
         self.reducer: GradientReducer[Bucket] = GradientReducer(self._launch, self._finish, "DDP")
         self.buckets = self.reducer.buckets
-        self._add(list(module.parameters()))
+        shared = dict(
+            reduce=reduce, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm,
+            reduce_dtype=reduce_dtype, broadcast_buffers=broadcast_buffers, compressed=compress is not None,
+        )  # fmt: skip
+        self._add(list(module.parameters()), module.named_buffers(), shared)
         copy_buffers_of_rank0(module, [self._comm_of])
 
     @_disable_dynamo(recursive=False)  # torch.compile(DDP(module)) traces the module alone
@@ -142,7 +153,7 @@ class DDP(nn.Module):
         if bucket.flagged:
             used = [float(p in self.reducer.used) for p in bucket.flagged]
             bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
-        sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
+        sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
         self._sent.append((bucket, sent))
         compressor = self.compressors.of(bucket.comm)
         if compressor is None:
@@ -173,18 +184,28 @@ class DDP(nn.Module):
                 self.reducer.bucket_of[param].write(param, bool(used))
 
     @torch.no_grad()
-    def _add(self, params: list[nn.Parameter]) -> None:
-        """Copy rank 0's values to the parameters, and put the trained ones into buckets."""
+    def _add(
+        self,
+        params: list[nn.Parameter],
+        buffers: Iterable[tuple[str, Tensor]] = (),
+        shared: Mapping[str, object] = {},
+    ) -> None:
+        """Copy rank 0's values to the parameters, and put the trained ones into buckets. `shared` is equal on all ranks."""
         if not params:
             return
         place_whole(self.module)
         require_whole(params, "DDP")
+        named = [(placement_of(p).name, p) for p in params]
+        require_same_parameters(self._comm_of, [*named, *buffers], shared)
         for param in params:
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
         self.compressors.keys += trained
-        self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
+        buckets = make_buckets(trained, self._comm_of, *self._bucket_sizes)
+        for bucket in buckets:
+            bucket.sum_in(self.reduce_dtype or bucket.flat.dtype)
+        self.reducer.add(buckets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy("DDP", "copy its .module, and wrap the copy if it is to be trained")

@@ -11,6 +11,7 @@ gradient and an I's.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.comm.agreement import require_equal
 from minipar.model import IGNORE_INDEX
 from minipar.model.evaluating import evaluating
 from minipar.pipeline.batch import Batch, split_batch
@@ -55,8 +57,10 @@ class Pipeline:
     equal up to rounding, because its two parts are accumulated separately.
 
     Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
-    80 bytes once for its shape; with tied embeddings, also V * D elements per step each way.
-    Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
+    80 bytes once for its shape; at construction, a digest of 16 bytes to each other rank; with tied embeddings, also V * D
+    elements per step each way.
+    Raises ValueError for a schedule that cannot train, does not fit or is another on another rank, and for outputs that
+    change their shape.
     """
 
     runs: ClassVar[type[Schedule]] = Schedule  # a schedule with rules of its own has a subclass of Pipeline
@@ -70,6 +74,7 @@ class Pipeline:
         checkpoint: bool | Collection[int] = False,
         reshard_stages: bool = False,
     ):
+        _require_same_schedule(comm, schedule)
         validate(schedule)
         numbers = self._require_fit(stages, comm, schedule)
         self.comm, self.schedule, self.loss_fn = comm, schedule, loss_fn
@@ -290,3 +295,10 @@ class _Step:
         of_input = stage.backward(k, gradient)
         if of_input is not None:
             self._results[Action("I", number, k)] = of_input
+
+
+def _require_same_schedule(comm: Comm, schedule: Schedule) -> None:
+    entries: dict[str, object] = {"class": type(schedule).__name__}
+    entries |= {name: getattr(schedule, name) for name in ("name", "num_microbatches", "stage_rank")}
+    entries["actions"] = f"of checksum {zlib.crc32(repr(schedule.actions).encode()):08x}"
+    require_equal(comm, "pipeline schedules", entries, "give all ranks the same schedule")
