@@ -44,6 +44,7 @@ from minipar.tensor_parallel.parallel_linear import (
     project_together,
     sum_together,
 )
+from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.sequence import (
     TOKEN_DIM,
     SequenceParallelDropout,
@@ -51,7 +52,6 @@ from minipar.tensor_parallel.sequence import (
     SequenceParallelLinear,
     SequenceParallelRMSNorm,
 )
-from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.shards import keep_parameters, replicate_parameter, shard_parameter
 from minipar.tensor_parallel.split_experts import split_experts
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
