@@ -36,7 +36,7 @@ def described(x: Tensor) -> str:
     trained = "trained" if x.requires_grad else "not trained"
     if x.is_meta:
         return f"{list(x.shape)} {x.dtype} {trained}"
-    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = memoryview(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     return f"{list(x.shape)} {x.dtype} {trained} with checksum {zlib.crc32(values):08x}"
 
 
@@ -150,11 +150,11 @@ class FirstCall:
         expected: list[Tensor] = []
         with ExitStack() as undo:
             for name, parts in self.columns.items():
-                hook = partial(self._gather_output, parts)
-                undo.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+                gather = partial(self._gather_output, parts)
+                undo.callback(model.get_submodule(name).register_forward_hook(gather).remove)
             for name in self.rows:
-                hook = partial(self._split_input, name, expected)
-                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+                split = partial(self._split_input, expected)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(split).remove)
             for name, attribute in self.divided:
                 module = model.get_submodule(name)
                 own = getattr(module, attribute)
@@ -166,8 +166,8 @@ class FirstCall:
         failure: Exception | None = None
         with ExitStack() as undo:
             for name in self.rows:
-                hook = partial(self._compare_input, name, expected, far)
-                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+                compare = partial(self._compare_input, name, expected, far)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(compare).remove)
             try:
                 run()
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -177,9 +177,7 @@ class FirstCall:
     def _gather_output(self, parts: int, layer: nn.Module, args: object, y: Tensor) -> Tensor:
         return autograd.gather(self.comm, y.unflatten(-1, (parts, -1)), dim=-1).flatten(-2)
 
-    def _split_input(
-        self, name: str, expected: list[Tensor], layer: nn.Module, args: tuple[Tensor]
-    ) -> tuple[Tensor]:
+    def _split_input(self, expected: list[Tensor], layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         own = args[0].shape[-1] // self.comm.size
         part = args[0].narrow(-1, self.comm.rank * own, own)
         expected.append(part)
