@@ -27,7 +27,7 @@ from minipar.comm import Comm, autograd
 from minipar.comm.agreement import require_equal
 from minipar.config.tensor_limits import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
-from minipar.mesh import holds_part, place_whole
+from minipar.mesh import place_whole
 from minipar.model.attention import Attention
 from minipar.model.block import Block
 from minipar.model.deferrable_linear import Linear, TiedHead
@@ -326,7 +326,7 @@ def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object])
 def require_not_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placement", None)
-        if holds_part(parameter) and placement.flat is None and not placement.expert:
+        if placement is not None and placement.is_part and placement.flat is None and not placement.expert:
             raise ValueError(f"{name} is split already; split each model once, with one plan for all of it")
         if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
             raise ValueError(
