@@ -20,6 +20,7 @@ from math import prod
 import torch
 
 from minipar.mesh.regions import Box, Piece, boxes_of_range
+from minipar.mesh.shard_gradient import mark_gradient
 from minipar.support.chunks import chunk_sizes
 
 
@@ -76,6 +77,11 @@ class Placement:
     @property
     def numel(self) -> int:
         return prod(self.local_shape)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold the rest of the tensor."""
+        return self.numel != prod(self.global_shape)
 
     @property
     def part(self) -> tuple[str, tuple[Box, ...]]:
@@ -208,10 +214,15 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
     It survives assignment to `param.data`, `module.to(...)` and pickling. It is lost if another Parameter replaces this
     one, as with copy.deepcopy; then it must be set again.
 
+    Where other ranks hold the rest of the parameter, its gradients are `ShardGradient`s.
     Raises ValueError if the parameter's shape is not the placement's local shape.
     """
     placement._require_shape("local", param, placement.local_shape)
     param.placement = placement  # type: ignore[attr-defined]
+    if placement.is_part and placement.flat is None and param.requires_grad and param.is_leaf:
+        hooks = param._post_accumulate_grad_hooks or {}
+        if mark_gradient not in hooks.values():
+            param.register_post_accumulate_grad_hook(mark_gradient)
 
 
 def placement_of(param: torch.Tensor) -> Placement:
@@ -219,20 +230,26 @@ def placement_of(param: torch.Tensor) -> Placement:
     placement: Placement | None = getattr(param, "placement", None)
     if placement is None:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has no placement; place_whole(module) sets one"
+            f"a parameter of shape {tuple(param.shape)} has no placement that says what part of the model it is: its "
+            "model was not split or wrapped, or it was made later; call minipar.mesh.place_whole(model) before"
         )
     return placement
 
 
+def holds_part(param: torch.Tensor) -> bool:
+    """Return whether the parameter's placement, if it has one, says that other ranks hold the rest."""
+    placement: Placement | None = getattr(param, "placement", None)
+    return placement is not None and placement.is_part
+
+
 def require_no_part(params: Iterable[torch.Tensor], instead: str) -> None:
     """Raise ValueError if a placement says that other ranks hold the rest of a parameter; the error suggests `instead`."""
-    for placement in (getattr(p, "placement", None) for p in params):
-        if placement is not None and placement.numel != prod(placement.global_shape):
-            raise ValueError(
-                f"comm=None says that this process holds all of the model, but of {placement.name} "
-                f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "
-                f"{instead}"
-            )
+    for placement in (placement_of(p) for p in params if holds_part(p)):
+        raise ValueError(
+            f"comm=None says that this process holds all of the model, but of {placement.name} "
+            f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "
+            f"{instead}"
+        )
 
 
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:

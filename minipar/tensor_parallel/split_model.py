@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minipar.comm import Comm, autograd
+from minipar.comm.agreement import require_equal
 from minipar.config.tensor_limits import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import place_whole
@@ -43,6 +44,7 @@ from minipar.tensor_parallel.parallel_linear import (
     project_together,
     sum_together,
 )
+from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.sequence import (
     TOKEN_DIM,
     SequenceParallelDropout,
@@ -50,7 +52,7 @@ from minipar.tensor_parallel.sequence import (
     SequenceParallelLinear,
     SequenceParallelRMSNorm,
 )
-from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
+from minipar.tensor_parallel.shards import keep_parameters, replicate_parameter, shard_parameter
 from minipar.tensor_parallel.split_experts import split_experts
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
 
@@ -79,16 +81,17 @@ def tensor_parallel(
                        "llama" and "gpt2" are plans for Hugging Face's models
 
     `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Gradients are already summed over
-    tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`.
+    tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`. The parameters stay the same
+    objects, so an optimizer may be made before or after.
 
     Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements. With `sequence_parallel`, the backward gathers the inputs
     of column-parallel matrices again: it sends 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. A
     parallel block without experts sends half of each: 4 for the 8, 5 for the 10, and D for the 2 D. Where tp exceeds the
     number of key/value heads, the ranks that share a head sum its gradients. Latent attention also sends what
     `shared_latents` sends and, with `sequence_parallel`, an all-reduce of the gradients of kv_down, k_rope and kv_norm.
-    Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
-    without `sequence_parallel`, a block holds a layer that cannot be split, the model is already in data parallelism, or
-    it is of another class and has no plan.
+    Raises ValueError, before anything is changed, where ranks have other weights or another plan, tp does not divide a
+    dimension to be split, `chunked` is given without `sequence_parallel`, a block holds a layer that cannot be split, the
+    model is already in data parallelism, or it is of another class and has no plan.
     """
     if plan is not None:
         if sequence_parallel or chunked or pad_vocab:
@@ -96,7 +99,9 @@ def tensor_parallel(
                 "sequence_parallel, chunked and pad_vocab are for minipar's Transformer; leave them out"
             )
         require_not_wrapped(model)
+        before = _same_on_every_rank(model, comm, {"plan": plan} if isinstance(plan, str) else plan)
         split_by_plan(model, comm if algorithm == "auto" else comm.using(algorithm), plan)
+        keep_parameters(model, before)
         return model
     if not isinstance(model, Transformer):
         raise ValueError(
@@ -110,6 +115,7 @@ def tensor_parallel(
     require_not_wrapped(model)
     _require_known_layers(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
+    before = _same_on_every_rank(model, comm, {"config": model.config})
     _warn_if_padded(model.config.vocab_size, comm)
     place_whole(model)
     how = TensorParallelPlan(comm, sequence_parallel, chunked)
@@ -126,6 +132,7 @@ def tensor_parallel(
         model.overrides.output = VocabParallelOutput(model.config.vocab_size, comm)
     if sequence_parallel:
         model.overrides.sequence_length = SequenceParallelLength(model.first, comm)
+    keep_parameters(model, before)
     return model
 
 
@@ -305,9 +312,22 @@ def _require_known_layers(model: Transformer) -> None:
                 raise ValueError(f"{what}, for which there is no cut; use {kinds}")
 
 
+def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object]) -> dict[str, nn.Parameter]:
+    """Return the parameters by name. Raises ValueError where ranks differ in values or in how to cut the model."""
+    before = dict(model.named_parameters())
+    entries = {**{f"the cut of {name}": repr(cut) for name, cut in how.items()}, **before}
+    said = {name: described(x) if isinstance(x, Tensor) else x for name, x in entries.items()}
+    require_equal(
+        comm, "models", said, "give all tp ranks the same plan and the same weights, as one seed makes them"
+    )
+    return before
+
+
 def require_not_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placement", None)
+        if placement is not None and placement.is_part and placement.flat is None and not placement.expert:
+            raise ValueError(f"{name} is split already; split each model once, with one plan for all of it")
         if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
             raise ValueError(
                 f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"
