@@ -169,12 +169,13 @@ class PointToPoint:
 
     # Operations of several messages
 
-    def custom(self, kind: str, operation: Operation, async_op: bool = False) -> Any:
+    def custom(self, kind: str, operation: Operation, async_op: bool = False, of: str = "") -> Any:
         """Run `operation()`, made of sends, receives and exchanges on this Comm, as one collective, and return its result.
 
-        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`.
+        The stream runs it as a single operation; `traffic` and `trace` record it under the name `kind`. `of` says what is
+        sent: messages meet only where both ranks say the same, and errors repeat it.
         """
-        return self._run(kind, kind, operation, async_op)
+        return self._run(kind, f"{kind} of {of}" if of else kind, operation, async_op)
 
     def _run(
         self, kind: str, signature: str, operation: Operation, async_op: bool, shape: torch.Size | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.comm.agreement import require_equal
 from minipar.mesh import Placement, placement_of, set_placement
 from minipar.support.errors import one_of
 
@@ -43,6 +44,26 @@ def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
                 f"{placement_of(param).name} is a shard made by FSDP, and {by} needs whole parameters; "
                 "use one of the two: with FSDP, torch's own optimizer"
             )
+
+
+def require_same_parameters(
+    comm_of: CommOf, named: Iterable[tuple[str, Tensor]], extra: Mapping[str, object] = {}
+) -> None:
+    """Raise ValueError, the same on every rank, unless the ranks of each Comm have equal tensors in the same order.
+
+    named   (name, parameter or buffer); shapes, dtypes and requires_grad are compared, values are not
+    extra   more that the ranks of each Comm must have in common, such as options: name -> value
+
+    Sends 16 bytes to each other rank of each Comm.
+    """
+    groups: dict[Comm, dict[str, object]] = {}
+    for name, x in named:
+        trained = "trained" if x.requires_grad else "frozen"
+        groups.setdefault(comm_of(x), {})[name] = f"{list(x.shape)} {x.dtype} {trained}"
+    for comm, tensors in groups.items():
+        require_equal(
+            comm, "models", {**tensors, **extra}, "make the same model, with the same options, on every rank"
+        )
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:

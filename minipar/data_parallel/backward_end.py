@@ -38,17 +38,29 @@ class WeakCall:
 class BackwardEnd:
     """Calls the method `finish` once, at the end of the backward in which `arm` is called.
 
-    It keeps the method's object alive only from `arm` until that call.
+    If an exception ends the backward, it calls the method `failed`, if given, before the exception reaches the caller. It
+    stays armed until `disarm`. It keeps the methods' object alive only from `arm` until that call.
     """
 
-    def __init__(self, finish: Callable[[], None]):
+    def __init__(self, finish: Callable[[], None], failed: Callable[[], None] | None = None):
         self.armed = False
+        self._num_armed = 0
         self._finish = weakref.WeakMethod(finish)
+        self._failed = failed and WeakCall(failed)
 
     def arm(self) -> None:
-        if not self.armed:
-            self.armed = True
-            Variable._execution_engine.queue_callback(partial(self._end, self._finish()))
+        if self.armed:
+            return
+        self.armed = True
+        self._num_armed += 1
+        end = partial(self._end, self._finish())
+        Variable._execution_engine.queue_callback(end)
+        if self._failed is not None:  # autograd tells nobody of an exception, but it drops its callbacks
+            weakref.finalize(end, WeakCall(self._dropped), self._num_armed).atexit = False
+
+    def _dropped(self, number: int) -> None:
+        if self._failed is not None and self.armed and number == self._num_armed:
+            self._failed()
 
     def disarm(self) -> None:
         self.armed = False

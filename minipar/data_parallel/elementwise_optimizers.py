@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -51,24 +51,35 @@ def is_per_element(optimizer_cls: Callable[..., torch.optim.Optimizer]) -> bool:
     return optimizer_cls in known or getattr(optimizer_cls, "sums_over_shards", False)
 
 
-def refuse_whole_matrix_steps(fsdp: nn.Module, shards: Iterable[nn.Parameter]) -> None:
-    """Make any optimizer's `step` raise ValueError if it has one of `shards` and is not known to be per-element.
+def watch_optimizers(fsdp: nn.Module, shards: Iterable[nn.Parameter], per_element: bool) -> None:
+    """Watch every optimizer that steps with one of `shards`: its `state_dict` raises RuntimeError from then on.
 
+    Unless `per_element`, the step raises ValueError if the optimizer is not known to be per-element.
     The check is a hook on every optimizer's step of this process, removed when `fsdp`, which owns the shards, is freed.
     """
     ids = {id(p) for p in shards}
+    watched = weakref.WeakSet[torch.optim.Optimizer]()
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if is_per_element(type(optimizer)):
+        if optimizer in watched or not any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
             return
-        if any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+        if not per_element and not is_per_element(type(optimizer)):
             raise ValueError(
                 f"{_name(type(optimizer))} is not known to update each element from that element alone, and FSDP's "
                 f"parameters are flat shards; use {one_of(ELEMENTWISE_OPTIMIZERS)}, pass per_element=True to FSDP if it "
                 "does, or use DDP or WholeParameterZero, which cut no parameter"
             )
+        optimizer.register_state_dict_pre_hook(_refuse_state_of_shards)
+        watched.add(optimizer)
 
     weakref.finalize(fsdp, register_optimizer_step_pre_hook(check).remove).atexit = False
+
+
+def _refuse_state_of_shards(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise RuntimeError(
+        f"state_dict() of {_name(type(optimizer))} over FSDP's shards would be this rank's part alone; save the weights by "
+        "full_state_dict() of the FSDP, and this state sharded, by minipar.extras.checkpoints.dcp, for any number of ranks"
+    )
 
 
 def _name(optimizer_cls: Callable[..., torch.optim.Optimizer]) -> str:

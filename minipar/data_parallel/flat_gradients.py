@@ -74,14 +74,14 @@ class FlatGradients:
     def _scatter(self, gradients: Tensor) -> Pending:
         comm = self.flat.comm
         assert comm is not None
-        handle: Pending
-        if (compressor := self.compressors.of(comm)) is None:
-            handle = comm.reduce_scatter(gradients, self.op, algorithm=self.flat.algorithm, async_op=True)
-            return handle
-        sizes = [len(gradients) // comm.size] * comm.size
-        args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
-        scatter = partial(compressed_reduce_scatter, *args)
-        handle = comm.custom("compressed_reduce_scatter", scatter, async_op=True)
+        kind = "reduce_scatter"
+        scatter = partial(comm.reduce_scatter, gradients, self.op, algorithm=self.flat.algorithm)
+        if (compressor := self.compressors.of(comm)) is not None:
+            kind = "compressed_reduce_scatter"
+            sizes = [len(gradients) // comm.size] * comm.size
+            args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
+            scatter = partial(compressed_reduce_scatter, *args)
+        handle: Pending = comm.custom(kind, scatter, async_op=True, of=self.flat.label)
         return handle
 
     def advance(self) -> bool:
@@ -101,12 +101,12 @@ class FlatGradients:
 
     def _sum_over_replicas(self, chunk: Tensor) -> Pending:
         replicas = self._replicas_left.pop(0)
-        handle: Pending
+        kind = "all_reduce"
+        total = partial(replicas.all_reduce_, chunk, self.op, algorithm=self.flat.algorithm)
         if self.flat.whole and (compressor := self.compressors.of(replicas)) is not None:
-            average = partial(compressed_all_reduce, replicas, compressor, chunk, self.flat.layout(), self.op)
-            handle = replicas.custom("compressed_all_reduce", average, async_op=True)
-        else:
-            handle = replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
+            kind = "compressed_all_reduce"
+            total = partial(compressed_all_reduce, replicas, compressor, chunk, self.flat.layout(), self.op)
+        handle: Pending = replicas.custom(kind, total, async_op=True, of=self.flat.label)
         return handle
 
     @torch.no_grad()
@@ -134,7 +134,6 @@ class FlatGradients:
         """After an error, drop gradients that were not reduced, and reduced gradients that were not written."""
         self._reducing = self.reduced = None
         self.pending.clear()
-        self.flat.discard_shard_grads()
 
 
 class UnitReducer:
@@ -143,6 +142,7 @@ class UnitReducer:
     units         FSDP's units, outer ones first
     gradients_of  parameter -> the FlatGradients it belongs to
     used          parameters with a gradient on this rank since the last reduction
+    accumulates   whether a backward under no_sync has ended since then
     """
 
     def __init__(self, units: Sequence[Unit], algorithm: str):
@@ -150,6 +150,7 @@ class UnitReducer:
         self.gradients = [gradients for unit in units for gradients in unit.gradients]
         self.gradients_of = {p: gradients for gradients in self.gradients for p in gradients.flat.params}
         self.used: set[nn.Parameter] = set()
+        self.accumulates = False
         self.begin()
 
     def begin(self) -> None:
@@ -178,6 +179,7 @@ class UnitReducer:
             gradients.finish()
             gradients.write(used)
         self.used.clear()
+        self.accumulates = False
 
     def _used_anywhere(self) -> set[nn.Parameter]:
         """Return the parameters that any rank used, asking the ranks that shard them, then the ranks with replicas."""
@@ -196,6 +198,7 @@ class UnitReducer:
         for gradients in self.gradients:
             gradients.pending.clear()
         self.used.clear()
+        self.accumulates = False
 
     def discard(self) -> None:
         """After an error, drop all gradients that have not been written to the shards."""

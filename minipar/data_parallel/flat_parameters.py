@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class FlatParameters:
     comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
               `shard`
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
+    label     names the unit in every collective, so that ranks that run different units are told so
     stand_ins meta tensors with the unsharded parameters' shapes and placements, by which a compressor knows gradients
     """
 
@@ -60,6 +62,7 @@ class FlatParameters:
         algorithm: str,
     ):
         self.params, self.unit, self.comm, self.replicas = params, unit, comm, replicas
+        self.label = f"unit {unit!r}"
         self.whole, self.memory, self.trained = comm is None, memory, params[0].requires_grad
         self.algorithm, self.dtype = algorithm, params[0].dtype
         self.device = (comm or replicas[0]).device
@@ -153,9 +156,8 @@ class FlatParameters:
         own = self.full[slice(*self.range)]
         self.memory.copy_to(own, self.shard)
         self._gathered_versions = {p: p._version for p in self.params}
-        self._pending_gather = self.comm.all_gather(
-            own, out=self.full, algorithm=self.algorithm, async_op=True
-        )
+        gather = partial(self.comm.all_gather, own, out=self.full, algorithm=self.algorithm)
+        self._pending_gather = self.comm.custom("all_gather", gather, async_op=True, of=self.label)
         self.state = State.UNSHARDING
 
     def use_unsharded(self) -> None:
@@ -216,10 +218,6 @@ class FlatParameters:
                 raise RuntimeError(
                     f"{self.names[param]}, in unit {self.unit!r}, was frozen when it was wrapped and no longer is"
                 )
-
-    def discard_shard_grads(self) -> None:
-        """Drop the shard gradients that are set aside while parameters are unsharded, which `zero_grad` cannot reach."""
-        self._shard_grads.clear()
 
 
 def _stand_in(param: nn.Parameter) -> Tensor:

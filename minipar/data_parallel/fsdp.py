@@ -24,7 +24,7 @@ from minipar.data_parallel import fsdp_full_state as full_state
 from minipar.data_parallel.backward_end import BackwardEnd, LastOf, WeakCall, in_backward, tensors_in
 from minipar.data_parallel.buffers import copy_buffers_of_rank0
 from minipar.data_parallel.compressors import Compressor, Compressors
-from minipar.data_parallel.elementwise_optimizers import refuse_whole_matrix_steps
+from minipar.data_parallel.elementwise_optimizers import watch_optimizers
 from minipar.data_parallel.flat_gradients import FlatGradients, UnitReducer
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.fsdp_unit import (
@@ -33,6 +33,7 @@ from minipar.data_parallel.fsdp_unit import (
     UnitOrder,
     find_units,
     group_parameters,
+    unit_of_parameter,
     refuse_compile,
 )
 from minipar.data_parallel.gradient_reducer import take_over
@@ -69,11 +70,7 @@ class UnitForward:
         return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
-
-
-def refuse_copy_of_fsdp() -> NoReturn:
-    arguments.refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
+        full_state.refuse_copy_of_fsdp()
 
 
 class FSDP(nn.Module):
@@ -116,7 +113,8 @@ class FSDP(nn.Module):
     and each unit to 64p. With `compress`, the compressor's bytes replace those of the gradients. Also sends an all-reduce
     of one byte per parameter. For P parameters, a step sends 3P elements in all, where DDP sends 2P. A forward with
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
-    Holds the shards and at most three unsharded units: the root, the running unit and the next unit.
+    Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
+    activation checkpoint over several units, also those of them with a frozen parameter.
     Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
     a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
     backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
@@ -158,13 +156,30 @@ class FSDP(nn.Module):
         arguments.require_whole(module.parameters(), "a second FSDP")
         take_over(module.parameters(), "FSDP")
         modules, root_is_unit = find_units(module, units)
+        owner = unit_of_parameter(modules)
         self.units = [Unit(name, m) for name, m in modules]
         comm_of = arguments.function_of_parameter(comm)
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
+        named = [(f"{name} in unit {modules[owner[p]][0]!r}", p) for name, p in module.named_parameters()]
+        named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+        options = dict(
+            shard_rest=shard_rest,
+            reshard_after_forward=reshard_after_forward,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            reduce=reduce,
+            prefetch=prefetch,
+            algorithm=algorithm,
+            broadcast_buffers=broadcast_buffers,
+            compress=compress is not None,
+            on_meta_device=any(p.is_meta for p in module.parameters()),
+        )
+        for of in (comm_of, replicas_of):
+            arguments.require_same_parameters(of, [(name, x) for name, x in named if of(x) is not None], options)
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
-        groups = group_parameters(module, modules, comm_of, replicas_of, rest_is_replicated)
+        groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
         for key, params in groups.items():
             unit = self.units[key.unit]
             flat = FlatParameters(params, unit.name, key.comm, key.replicas, compute_dtype, memory, algorithm)
@@ -180,11 +195,13 @@ class FSDP(nn.Module):
         self.order = UnitOrder(reshard_after_forward, prefetch)
         self._synchronised = True
         self._depth = 0  # the number of nested units that are in their forward
-        self._end = BackwardEnd(self._finish)
+        self._end = BackwardEnd(self._finish, self._use_sharded)
         self._reset_backward_state()
         self._install_hooks()
-        if not per_element:
-            refuse_whole_matrix_steps(self, {p for flat in self.flats if not flat.whole for p in flat.params})
+        shards = {p for flat in self.flats if not flat.whole for p in flat.params}
+        self.no_partial_state = full_state.NoPartialState()
+        self.no_partial_state.attach(module, shards)
+        watch_optimizers(self, shards, per_element)
 
     @_disable_dynamo(recursive=False)  # torch.compile(FSDP(module)) traces the module alone
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,13 +252,15 @@ class FSDP(nn.Module):
 
     @_disable_dynamo
     def _after_forward(self, unit: Unit, outputs: object, has_backward: bool) -> None:
-        if has_backward:
+        if torch.is_grad_enabled():
             watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-            else:  # the backward may reach the unit by another path, and must then find its parameters unsharded
+            elif has_backward:  # the backward may reach it by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
+        # torch's checkpoint keeps a frozen parameter itself, not a view of it: its recomputed value must stay until it is used.
+        keep |= in_backward() and any(not flat.trained for flat in unit.flats)
         if unit.active == 0 and not keep and not unit.output_is_hidden:
             self.order.delay_reshard(unit)
         if not in_backward():
@@ -254,7 +273,7 @@ class FSDP(nn.Module):
         """Call `_after_backward` when all inputs have gradients, since the unit then no longer needs its parameters.
 
         A unit with an input that gets no gradient in a backward keeps its parameters until that backward ends.
-        Returns whether the unit has a backward.
+        Returns whether the unit surely has a backward.
         """
         # Watch views, not the inputs themselves. An input may also be the output of another unit, whose hook would run
         # first: it would unshard that unit, and prefetch a third, before this unit is resharded. Also, the hook of an input
@@ -264,7 +283,7 @@ class FSDP(nn.Module):
         hook = LastOf(len(watched), partial(self._after_backward, unit))
         for x in watched:
             x.register_hook(hook)
-        return args, kwargs, bool(watched) or any(flat.trained for flat in unit.flats)
+        return args, kwargs, bool(watched) or unit.trained
 
     def _cast(self, x: Tensor) -> Tensor:
         return x.to(self.compute_dtype) if x.is_floating_point() else x
@@ -274,14 +293,25 @@ class FSDP(nn.Module):
         self.order.begin()
         for unit in self.units:
             unit.output_is_hidden = False
+        self.check()
         for flat in self.flats:
-            flat.check()
             if self._synchronised or self.order.reshard_after_forward or flat.stale():
                 flat.reshard(forbid=True)
             else:
                 flat.use_sharded(forbid=flat.state is State.SHARDED)
         if self.broadcast_buffers and self._synchronised and torch.is_grad_enabled():
             copy_buffers_of_rank0(self.module, self._comms_of)
+
+    def check(self) -> None:
+        """Raise RuntimeError if parameters were moved, cast, thawed or added since the module was wrapped."""
+        for flat in self.flats:
+            flat.check()
+        for name, param in self.module.named_parameters():
+            if param not in self.reducer.gradients_of:
+                raise RuntimeError(
+                    f"the parameter {name} was added after FSDP had wrapped the module, which would not train it alike on "
+                    "all ranks; add it first, then wrap"
+                )
 
     def _end_forward(self) -> None:
         """Make all parameters shards again. With gradients enabled, unsharded flat buffers keep memory for the backward."""
@@ -349,6 +379,7 @@ class FSDP(nn.Module):
         if not self._synchronised:
             for unit in self.units:
                 unit.reshard() if self.order.reshard_after_forward else unit.use_sharded()
+            self.reducer.accumulates = True
             self._reset_backward_state()
             return
         for unit in self.units:
@@ -356,6 +387,11 @@ class FSDP(nn.Module):
         self.reducer.finish()
         self.order.pending_reshard = None
         self._reset_backward_state()
+
+    def _use_sharded(self) -> None:
+        """Give the parameters back their gradients of earlier backwards, which an optimizer may zero or use."""
+        for unit in self.units:
+            unit.use_sharded()
 
     def _reset(self) -> None:
         """After an exception, reshard every unit and forget the unfinished forward or backward."""
@@ -365,7 +401,12 @@ class FSDP(nn.Module):
         self._reset_backward_state()
 
     def _abandon_backward(self) -> None:
-        """Drop the gradients of a backward that an exception ended, and reset."""
+        """Drop the gradients of a backward that an exception ended, and reset. Those of earlier backwards stay."""
+        if self.reducer.accumulates:
+            raise RuntimeError(
+                "an exception ended a backward, which had added to the gradients that earlier backwards accumulated under "
+                "no_sync(); call zero_grad() of this FSDP, and begin the step anew"
+            )
         self.reducer.discard()
         self._reset()
 
@@ -390,6 +431,8 @@ class FSDP(nn.Module):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
+        if self._end.armed:
+            self._abandon_backward()
         with self._reducing(True):
             self._reset_backward_state()
             self._finish()
@@ -412,17 +455,7 @@ class FSDP(nn.Module):
         """Return the one-process model's state dict, on every rank, in the parameters' own dtype, on the CPU."""
         return full_state.full_state_dict(self)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load this rank's shards, as torch does. Raises ValueError for `assign`, which would replace the flat shards."""
-        if assign:
-            raise ValueError(
-                "assign=True would replace FSDP's shards, which lie in flat buffers; use assign=False"
-            )
-        return super().load_state_dict(state_dict, strict)
-
-    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's part of a full state dict. Raises ValueError for missing, unexpected or misshapen entries."""
         full_state.load_full_state_dict(self, state)
 
@@ -431,4 +464,4 @@ class FSDP(nn.Module):
         return full_state.full_parameters(self, writeback)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        refuse_copy_of_fsdp()
+        full_state.refuse_copy_of_fsdp()

@@ -1,14 +1,18 @@
-"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once."""
+"""From full parameters to shards and back: making shards, the full state dict, and unsharding all parameters at once.
+
+A state dict of shards would be one rank's part, saved or loaded without a word, so it is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
+from minipar.data_parallel.arguments import refuse_copy
 from minipar.data_parallel.flat_parameters import FlatParameters
 from minipar.mesh import Placement, placement_of
 
@@ -17,6 +21,44 @@ if TYPE_CHECKING:
 
 Init = Callable[[str, tuple[int, ...]], Tensor]  # (canonical name, shape) -> the parameter's value
 InitPart = Callable[[Placement], Tensor]  # Placement -> the value of the part that it describes
+
+
+class NoPartialState:
+    """A hook of each module with shards inside: its `state_dict` and `load_state_dict` raise, as does a copy of the module.
+
+    whole   True inside `summon_full_parameters`: the parameters are not shards, and nothing raises
+    """
+
+    def __init__(self) -> None:
+        self.whole = False
+
+    def attach(self, module: nn.Module, shards: set[nn.Parameter]) -> None:
+        for m in module.modules():
+            if not shards.isdisjoint(m.parameters()):
+                m.register_state_dict_pre_hook(self.before_save)
+                m.register_load_state_dict_pre_hook(self.before_load)
+
+    def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not self.whole and not keep_vars:  # keep_vars=True asks for the parameters themselves
+            raise RuntimeError(
+                f"state_dict() of {type(module).__name__}, which FSDP has sharded, would be this rank's part alone; use "
+                "full_state_dict() of the FSDP, called on every rank (save_pretrained takes it as state_dict=), or call "
+                "state_dict() inside summon_full_parameters()"
+            )
+
+    def before_load(self, module: nn.Module, *args: Any) -> None:
+        if not self.whole:
+            raise RuntimeError(
+                f"load_state_dict() of {type(module).__name__}, which FSDP has sharded, would load this rank's part alone; "
+                "use load_full_state_dict(state) of the FSDP"
+            )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        refuse_copy_of_fsdp()
+
+
+def refuse_copy_of_fsdp() -> NoReturn:
+    refuse_copy("FSDP", "make another of the model and load full_state_dict() into it")
 
 
 def init_shards(flat: FlatParameters, init: Init | None, init_part: InitPart | None, axis: str) -> None:
@@ -61,6 +103,7 @@ def gather_parameters(flat: FlatParameters) -> dict[nn.Parameter, Tensor]:
 @torch.no_grad()
 def full_state_dict(fsdp: FSDP) -> dict[str, Tensor]:
     """Return the full state dict on the CPU, all-gathering one flat buffer at a time. Tied names share memory."""
+    fsdp.check()
     values = {}
     for flat in fsdp.flats:
         values.update({p: value.to("cpu", copy=True) for p, value in gather_parameters(flat).items()})
@@ -72,7 +115,8 @@ def full_state_dict(fsdp: FSDP) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def load_full_state_dict(fsdp: FSDP, state: dict[str, Tensor]) -> None:
+def load_full_state_dict(fsdp: FSDP, state: Mapping[str, Tensor]) -> None:
+    fsdp.check()
     own = fsdp.module.state_dict(keep_vars=True)
     shape_of = {
         name: fsdp.reducer.gradients_of[x].flat.shapes[x] if isinstance(x, nn.Parameter) else tuple(x.shape)
@@ -90,7 +134,7 @@ def load_full_state_dict(fsdp: FSDP, state: dict[str, Tensor]) -> None:
             x.copy_(state[name])
 
 
-def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> None:
+def _check(state: Mapping[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> None:
     wrong = {
         "missing": [name for name in shape_of if name not in state],
         "unexpected": [name for name in state if name not in shape_of],
@@ -108,6 +152,7 @@ def _check(state: dict[str, Tensor], shape_of: dict[str, tuple[int, ...]]) -> No
 @contextmanager
 def full_parameters(fsdp: FSDP, writeback: bool) -> Iterator[None]:
     """Unshard all parameters at once, which takes a whole model's memory. On exit, if `writeback`, update the shards."""
+    fsdp.check()
     with torch.no_grad():
         full = {
             p: value for flat in fsdp.flats for p, value in gather_parameters(flat).items() if not flat.whole
@@ -116,9 +161,11 @@ def full_parameters(fsdp: FSDP, writeback: bool) -> Iterator[None]:
     for param, value in full.items():
         param.grad = None
         param.data = value
+    fsdp.no_partial_state.whole = True
     try:
         yield
     finally:
+        fsdp.no_partial_state.whole = False
         for param, value in full.items():
             flat = fsdp.reducer.gradients_of[param].flat
             low, high = flat.part(param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from minipar.data_parallel.flat_parameters import FlatParameters
 class Unit:
     """The flat parameters of one module, except those that belong to units inside it, and their gradients.
 
+    trained           whether the module, units inside it included, has parameters that are not frozen
     active            the number of calls of the module that are in their backward
     output_is_hidden  True if the unit has a backward, but no tensor found in its last output requires a gradient; the unit
                       then stays unsharded
@@ -25,6 +26,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module):
         self.name, self.module = name, module
+        self.trained = any(param.requires_grad for param in module.parameters())
         self.flats: list[FlatParameters] = []
         self.gradients: list[FlatGradients] = []
         self.active = 0
@@ -207,16 +209,14 @@ class FlatKey(NamedTuple):
 
 
 def group_parameters(
-    module: nn.Module,
-    modules: Sequence[NamedModule],
+    owner: Mapping[nn.Parameter, int],
     comm_of: Callable[[Tensor], Comm],
     replicas_of: Callable[[Tensor], Comm | None],
     rest_is_replicated: bool,
 ) -> dict[FlatKey, list[nn.Parameter]]:
-    """Group the parameters that can share a flat buffer."""
-    owner = unit_of_parameter(modules)
+    """Group the parameters that can share a flat buffer. `owner` is what `unit_of_parameter` returns."""
     groups: dict[FlatKey, list[nn.Parameter]] = {}
-    for param in module.parameters():
+    for param in owner:
         comm, replicas = comm_of(param), replicas_of(param)
         copies = () if replicas is None else (replicas,)
         key = FlatKey(owner[param], comm, copies, param.dtype, param.requires_grad)

@@ -30,4 +30,4 @@ def full_state_dict(model: nn.Module, comm: Comm) -> dict[str, Tensor]:
         parts = [(p, shard.view(p.local_shape)) for p, shard in zip(of_ranks, shards)]
         whole = gather(parts)
         state[placement_of(parameter).name] = whole.reshape(getattr(parameter, "stored_shape", whole.shape))
-    return {name: state.get(name, value) for name, value in model.state_dict().items()}
+    return {name: state.get(name, value) for name, value in model.state_dict(keep_vars=True).items()}
