@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm
 from minipar.mesh import placement_of
+from minipar.mesh.shard_gradient import as_shard_gradient
 
 ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
 
@@ -46,7 +47,10 @@ class Bucket:
             _round_up(end + len(self.flagged), step * comm.size), dtype=dtype, device=device
         )
         # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
-        self.views = {p: self.flat.data[i : i + p.numel()].view(p.shape) for i, p in zip(starts, params)}
+        self.views = {
+            p: as_shard_gradient(self.flat.data[i : i + p.numel()].view(p.shape), placement_of(p).is_part)
+            for i, p in zip(starts, params)
+        }
         self.flags = self.flat[end : end + len(self.flagged)]
         # Parameter -> version of its view when its gradient was last reduced.
         self._reduced_versions: dict[nn.Parameter, int] = {}

@@ -19,8 +19,9 @@ from minipar.data_parallel.buckets import require_dense
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.flat_parameters import FlatParameters, State
-from minipar.data_parallel.partial_gradients import as_shard_gradient
 from minipar.data_parallel.unused_parameters import used_on_any_rank
+from minipar.mesh import placement_of
+from minipar.mesh.shard_gradient import as_shard_gradient
 from minipar.transport.stream import Pending
 
 if TYPE_CHECKING:
@@ -127,7 +128,8 @@ class FlatGradients:
             if param in used:
                 part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
-                part = as_shard_gradient(part, 1 if flat.comm is None else flat.comm.size)
+                sharded = flat.comm is not None and flat.comm.size > 1
+                part = as_shard_gradient(part, sharded or placement_of(param).is_part)
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def discard(self) -> None:

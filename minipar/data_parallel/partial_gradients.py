@@ -1,9 +1,6 @@
-"""`.grad` where this rank has only a part of a gradient: torch functions that need the whole gradient raise.
+"""`ReducedGradient`: the `.grad` of a parameter under ZeRO, once reduced. It has no memory; the values are in the shards.
 
-    ReducedGradient   the `.grad` of a parameter under ZeRO, once reduced. It has no memory; the values are in the shards
-    ShardGradient     the `.grad` of a shard, under ZeRO or FSDP: a tensor like any other, but it has no norm
-
-Without these classes, torch.nn.utils.clip_grad_norm_ would silently clip by the norm of this rank's part, or by 0.
+Without it, torch.nn.utils.clip_grad_norm_ would silently clip by a norm of 0: see `mesh/shard_gradient.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from minipar.mesh.shard_gradient import INSTEAD
+
 aten = torch.ops.aten
-INSTEAD = (
-    "use minipar.clip_grad_norm_(shards, max_norm, comm) to clip (the shards are ZeroOptimizer.shards, or FSDP's "
-    "parameters), and minipar.data_parallel.DynamicLossScaler in place of torch's GradScaler"
-)
 
 
 class ReducedGradient(Tensor):
@@ -80,37 +75,3 @@ ALLOWED: dict[Any, Callable[..., Any]] = {  # autograd adds, and zero_grad zeroe
     aten._foreach_zero_.default: ReducedGradient._zero_each,
     aten.detach.default: lambda gradient: gradient,
 }
-
-
-class ShardGradient(Tensor):
-    """A gradient of a shard: computing its norm raises."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: object,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func in NORMS:
-            raise RuntimeError(
-                f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-NORMS = {
-    torch.norm,
-    Tensor.norm,
-    torch.linalg.norm,
-    torch.linalg.vector_norm,
-    torch._foreach_norm,
-    torch._amp_foreach_non_finite_check_and_unscale_,
-}
-
-
-def as_shard_gradient(gradient: Tensor, num_ranks: int) -> Tensor:
-    """Return the gradient as a `ShardGradient`, or unchanged where this rank has the whole gradient."""
-    return gradient if num_ranks == 1 else gradient.as_subclass(ShardGradient)

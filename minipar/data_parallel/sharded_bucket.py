@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressor, can_scatter
-from minipar.data_parallel.partial_gradients import ReducedGradient, as_shard_gradient
+from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import Placement, placement_of, set_placement
+from minipar.mesh.shard_gradient import as_shard_gradient
 from minipar.transport.stream import Pending
 
 
@@ -124,7 +125,8 @@ class ShardedBucket:
                 shard.grad = self._gradient_of_shard(param, accumulated)
 
     def _gradient_of_shard(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
-        return as_shard_gradient(self.slice_of_chunk(param, chunk), self.comm.size)
+        is_part = self.comm.size > 1 or placement_of(param).is_part
+        return as_shard_gradient(self.slice_of_chunk(param, chunk), is_part)
 
     def _drop(self, param: nn.Parameter) -> None:
         """Drop the reduced gradient of a parameter, if it has one."""

@@ -1,10 +1,11 @@
 """The mesh of ranks, and placements: the part of a global tensor that each rank holds. In reading order:
 
-mesh.py        rank <-> coordinates, and one Comm per axis
-nodes.py       axes whose groups span several nodes
-regions.py     Box and Piece: axis-aligned regions of a tensor
-placement.py   Placement: the part of a global tensor that a local tensor holds, as pieces
-assemble.py    gather: a global tensor from its parts
+mesh.py            rank <-> coordinates, and one Comm per axis
+nodes.py           axes whose groups span several nodes
+regions.py         Box and Piece: axis-aligned regions of a tensor
+placement.py       Placement: the part of a global tensor that a local tensor holds, as pieces
+shard_gradient.py  ShardGradient: the gradient of a part of a tensor, which has no norm
+assemble.py        gather: a global tensor from its parts
 """
 
 import lazy_loader

@@ -20,6 +20,7 @@ from math import prod
 import torch
 
 from minipar.mesh.regions import Box, Piece, boxes_of_range
+from minipar.mesh.shard_gradient import mark_gradient
 from minipar.support.chunks import chunk_sizes
 
 
@@ -76,6 +77,11 @@ class Placement:
     @property
     def numel(self) -> int:
         return prod(self.local_shape)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold the rest of the tensor."""
+        return self.numel != prod(self.global_shape)
 
     @property
     def part(self) -> tuple[str, tuple[Box, ...]]:
@@ -208,10 +214,15 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
     It survives assignment to `param.data`, `module.to(...)` and pickling. It is lost if another Parameter replaces this
     one, as with copy.deepcopy; then it must be set again.
 
+    Where other ranks hold the rest of the parameter, its gradients are `ShardGradient`s.
     Raises ValueError if the parameter's shape is not the placement's local shape.
     """
     placement._require_shape("local", param, placement.local_shape)
     param.placement = placement  # type: ignore[attr-defined]
+    if placement.is_part and placement.flat is None and param.requires_grad and param.is_leaf:
+        hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        if mark_gradient not in hooks.values():
+            param.register_post_accumulate_grad_hook(mark_gradient)
 
 
 def placement_of(param: torch.Tensor) -> Placement:
@@ -227,7 +238,7 @@ def placement_of(param: torch.Tensor) -> Placement:
 def require_no_part(params: Iterable[torch.Tensor], instead: str) -> None:
     """Raise ValueError if a placement says that other ranks hold the rest of a parameter; the error suggests `instead`."""
     for placement in (getattr(p, "placement", None) for p in params):
-        if placement is not None and placement.numel != prod(placement.global_shape):
+        if placement is not None and placement.is_part:
             raise ValueError(
                 f"comm=None says that this process holds all of the model, but of {placement.name} "
                 f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.mesh.shard_gradient import mark_gradient
 from minipar.model import IGNORE_INDEX
 from minipar.model.evaluating import evaluating
 from minipar.pipeline.batch import Batch, split_batch, split_units
@@ -116,6 +117,7 @@ class Pipeline:
         stage_kwargs  keyword arguments that are not cut, such as `positions` and `step`
         loss_scale    multiplies the gradients, not the loss that is returned
 
+        Gradients are `ShardGradient`s: clip with minipar.clip_grad_norm_, since torch's sees these stages only.
         A Transformer without `sample_ids` gets 0 ... B-1. With two copies of the model, each last stage returns a part of
         the loss.
         """
@@ -127,6 +129,10 @@ class Pipeline:
         except BaseException:
             self._tied.restore()
             raise
+        if self.comm.size > 1:
+            for stage in self.stages.values():
+                for parameter in stage.module.parameters():
+                    mark_gradient(parameter)
         return loss
 
     @torch.no_grad()

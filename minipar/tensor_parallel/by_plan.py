@@ -7,11 +7,14 @@
     "row"       the input features of a linear layer, computed by column layers       one all-reduce forward
     "gathered"  as "column", for a head: the output is gathered                       also one all-gather forward
     "vocab"     the rows of an embedding                                              one all-reduce forward
+    "summed"    parameters, or a module's, used between a column and a row layer      one all-reduce backward each
     Divided     attributes of a module that are divided by tp, such as the sizes into which it splits its input
 
 A module that the plan does not name is not split, and computes the same on every rank. Between a column and a row layer a
-model must act on each feature, or each head, separately; and it must ask its tensors, not its configuration, how many heads
-there are. Dropout between the two layers draws masks that differ from those of one process.
+model must act on each feature, or each head, separately, where a parameter such as the weight of a norm of each head is
+"summed"; and it must ask its tensors, not its configuration, how many heads there are. `plan_checks.py` finds at the first
+call and the first backward what a plan forgets. Dropout outside these layers needs the same torch.manual_seed on every tp
+rank, or the first backward raises; dropout between the two layers draws masks that differ from those of one process.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from math import prod
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -29,6 +32,7 @@ from minipar.mesh import Placement, place_whole, placement_of, set_placement
 from minipar.support.errors import one_of
 from minipar.tensor_parallel.column import ShardedWeight, column_parallel
 from minipar.tensor_parallel.parallel_linear import ColumnParallelLinear, RowParallelLinear
+from minipar.tensor_parallel.plan_checks import FirstCall, GradientCheck, watch_gradient
 from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding
 
@@ -52,35 +56,47 @@ class Divided:
     attributes: tuple[str, ...]
 
 
-Cut = Literal["column", "row", "gathered", "vocab"] | Column | Divided
+Cut = Literal["column", "row", "gathered", "vocab", "summed"] | Column | Divided
 Plan = Mapping[str, Cut]
 
 
-def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> nn.Module:
-    """Turn a model into this rank's shard, in place; return it. `tensor_parallel(model, comm, plan=plan)` calls this.
+def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> None:
+    """Turn a model into this rank's shard, in place. `tensor_parallel(model, comm, plan=plan)` calls this.
 
-    plan  shell-style pattern of module names -> cut; or "llama" or "gpt2": see `PLANS`
+    plan  shell-style pattern of module names ("summed": also of parameters) -> cut; or "llama" or "gpt2": see `PLANS`
 
     Raises ValueError, before anything is changed, if a pattern matches no module, a module is matched twice, this number of
     ranks cannot cut a module that way, a module to be cut does more than its class in torch or has options that the cut
     would drop, a weight to be cut is tied to another module's, or the model is already wrapped.
     """
     cuts = _cuts_of(model, _named_plan(plan, model) if isinstance(plan, str) else plan)
-    _require_untied(model, cuts)
-    for name, cut in cuts.items():
+    summed = [name for name, cut in cuts.items() if cut == "summed"]
+    split = {name: cut for name, cut in cuts.items() if cut != "summed"}
+    _require_untied(model, split)
+    for name in summed:
+        _require_whole(name, split)
+    for name, cut in split.items():
         _require_cuttable(name, model.get_submodule(name), cut, comm.size)
     place_whole(model)
-    for name, cut in cuts.items():
+    divided = []
+    for name, cut in split.items():
         theirs = model.get_submodule(name)
         if isinstance(cut, Divided):
             for attribute in cut.attributes:
+                divided.append((name, attribute))
                 setattr(theirs, attribute, getattr(theirs, attribute) // comm.size)
         else:
             model.set_submodule(name, _split(theirs, cut, comm))
-    for parameter in model.parameters():
-        if placement_of(parameter).numel == prod(placement_of(parameter).global_shape):
-            replicate_parameter(parameter)
-    return model
+    whole = {name: p for name, p in model.named_parameters() if not placement_of(p).is_part}
+    for name, parameter in whole.items():
+        replicate_parameter(parameter)
+    of_heads = [name for name in whole if any(f"{name}.".startswith(f"{other}.") for other in summed)]
+    if comm.size > 1:
+        GradientCheck(comm, whole, of_heads)
+        columns = {name: cut.parts for name, cut in split.items() if isinstance(cut, Column)}
+        FirstCall(model, comm, columns, [name for name, cut in split.items() if cut == "row"], divided)
+    for name in of_heads:
+        watch_gradient(whole[name], comm.all_reduce)
 
 
 def _split(module: Any, cut: Cut, comm: Comm) -> nn.Module:
@@ -158,12 +174,16 @@ def _shard_in_parts(parameter: nn.Parameter, dim: int, parts: int, comm: Comm) -
 
 def _cuts_of(model: nn.Module, plan: Plan) -> dict[str, Cut]:
     """Return the cut of each module that the plan names."""
-    names = [name for name, _ in model.named_modules()]
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    endings = dict.fromkeys(last for name in modules if not (last := name.rpartition(".")[2]).isdecimal())
     cuts: dict[str, Cut] = {}
     for pattern, cut in plan.items():
+        names = [*modules, *parameters] if cut == "summed" else modules
         matches = [name for name in names if fnmatchcase(name, pattern)]
         if not matches:
-            raise ValueError(f"plan: {pattern!r} matches no module; names are like {names[-1]!r}")
+            known = one_of(endings or modules, near=pattern.rpartition(".")[2])
+            raise ValueError(f"plan: {pattern!r} matches no module; their names end in {known}")
         for name in matches:
             if name in cuts:
                 raise ValueError(
@@ -184,6 +204,12 @@ def _require_untied(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
                 )
 
 
+def _require_whole(summed: str, split: Mapping[str, Cut]) -> None:
+    for name, cut in split.items():
+        if not isinstance(cut, Divided) and (f"{name}.".startswith(f"{summed}.") or summed.startswith(f"{name}.")):
+            raise ValueError(f'plan: {summed} is "summed" but {name} is split; name only parameters that are whole')
+
+
 def _require_cuttable(name: str, module: Any, cut: Cut, tp: int) -> None:
     if isinstance(cut, Divided):
         for attribute in cut.attributes:
@@ -194,13 +220,19 @@ def _require_cuttable(name: str, module: Any, cut: Cut, tp: int) -> None:
                 )
         return
     if cut != "vocab" and not isinstance(cut, Column) and cut not in ("row", "gathered"):
-        kinds = one_of(("column", "row", "gathered", "vocab"))
+        kinds = one_of(("column", "row", "gathered", "vocab", "summed"))
         raise ValueError(f"plan: {cut!r} for {name} is unknown; use {kinds}, Column(...) or Divided(...)")
     if (cut == "vocab") != isinstance(module, nn.Embedding) or not (
         isinstance(module, nn.Embedding | nn.Linear) or _is_transposed(module)
     ):
-        what = "an Embedding" if cut == "vocab" else "a Linear, or a Conv1D as in GPT-2"
-        raise ValueError(f"{name} is a {type(module).__name__}; the cut {_named(cut)} is for {what}")
+        what = "an Embedding" if cut == "vocab" else "a torch.nn.Linear, or a Conv1D as in GPT-2"
+        if hasattr(module, "base_layer"):
+            raise ValueError(
+                f"{name} wraps {name}.base_layer, as LoRA does; plan {name}.base_layer in its place and, of two low-rank "
+                'factors, only the second as "column", or only the first as "row"'
+            )
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        raise ValueError(f"{name} is a {kind}; the cut {_named(cut)} is for {what}")
     _require_plain(name, module)
     dim = 1 if (cut == "row") != _is_transposed(module) else 0
     size, unit = module.weight.shape[dim], cut.parts * cut.unit if isinstance(cut, Column) else 1
@@ -237,16 +269,30 @@ def _is_transposed(module: nn.Module) -> bool:
 # Plans of well-known models ---------------------------------------------------------------------------------------------
 
 
-def _llama(config: Any) -> Plan:
-    """Plan the blocks of Hugging Face's Llama and similar models. Embedding and head are not split: they may be tied."""
+def _llama(model: Any) -> Plan:
+    """Plan the blocks of Hugging Face's Llama and similar models. Embedding and head are not split: they may be tied.
+
+    Raises ValueError where a norm of queries or keys, which Qwen3 and Gemma3 have, acts on several heads together.
+    """
+    config = model.config
     unit = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     attention: dict[str, Cut] = {f"*.{which}_proj": Column(unit=unit) for which in "qkv"}
     mlp: dict[str, Cut] = {"*.gate_proj": "column", "*.up_proj": "column", "*.down_proj": "row"}
-    return {**attention, "*.o_proj": "row", **mlp}
+    norms: dict[str, Cut] = {}
+    for name, parameter in model.named_parameters():
+        if (pattern := f"*.{name.split('.')[-2]}" if "." in name else "") in ("*.q_norm", "*.k_norm"):
+            if parameter.shape != (unit,):
+                raise ValueError(
+                    f'plan="llama": {name} has shape {list(parameter.shape)}, not [{unit}] as a norm of each head has; '
+                    "a norm of all heads together cannot be split, so leave attention out of a plan of your own"
+                )
+            norms[pattern] = "summed"
+    return {**attention, "*.o_proj": "row", **mlp, **norms}
 
 
-def _gpt2(config: Any) -> Plan:
+def _gpt2(model: Any) -> Plan:
     """Plan the blocks of Hugging Face's GPT-2, whose attention stores q, k and v as one layer and splits its output."""
+    config = model.config
     unit = config.hidden_size // config.num_attention_heads
     return {
         "*.attn": Divided(("split_size",)),
@@ -257,7 +303,7 @@ def _gpt2(config: Any) -> Plan:
     }
 
 
-# Name -> the plan for a model with this Hugging Face configuration.
+# Name -> the plan for a model of Hugging Face.
 PLANS: Mapping[str, Callable[[Any], Plan]] = {"llama": _llama, "gpt2": _gpt2}
 
 
@@ -268,4 +314,4 @@ def _named_plan(name: str, model: nn.Module) -> Plan:
         raise ValueError(
             f"plan={name!r} reads the sizes of heads from model.config, which this model lacks; set it"
         )
-    return PLANS[name](model.config)
+    return PLANS[name](model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from minipar.mesh import Placement, placement_of, set_placement
@@ -27,6 +29,18 @@ def replicate_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """Mark the parameter as replicated over tp, and return it."""
     set_placement(parameter, placement_of(parameter).replicate("tp"))
     return parameter
+
+
+def keep_parameters(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Put the shards into the parameters of before the cut, by name: an optimizer that has those trains the cut model."""
+    for name, shard in list(model.named_parameters()):
+        parameter = before[name]
+        if parameter is not shard:
+            parameter.grad, parameter.data = None, shard.data
+            vars(parameter).update(vars(shard))
+            set_placement(parameter, placement_of(shard))
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, parameter)
 
 
 def place(parameter: nn.Parameter, placement: Placement) -> nn.Parameter:

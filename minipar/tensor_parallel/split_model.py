@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minipar.comm import Comm, autograd
+from minipar.comm.agreement import require_equal
 from minipar.config.tensor_limits import check_tensor_parallel
 from minipar.config.train_config import TrainConfig
 from minipar.mesh import place_whole
@@ -50,7 +51,8 @@ from minipar.tensor_parallel.sequence import (
     SequenceParallelLinear,
     SequenceParallelRMSNorm,
 )
-from minipar.tensor_parallel.shards import replicate_parameter, shard_parameter
+from minipar.tensor_parallel.plan_checks import described
+from minipar.tensor_parallel.shards import keep_parameters, replicate_parameter, shard_parameter
 from minipar.tensor_parallel.split_experts import split_experts
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
 
@@ -96,7 +98,9 @@ def tensor_parallel(
                 "sequence_parallel, chunked and pad_vocab are for minipar's Transformer; leave them out"
             )
         require_not_wrapped(model)
+        before = _same_on_every_rank(model, comm, {"plan": plan} if isinstance(plan, str) else plan)
         split_by_plan(model, comm if algorithm == "auto" else comm.using(algorithm), plan)
+        keep_parameters(model, before)
         return model
     if not isinstance(model, Transformer):
         raise ValueError(
@@ -110,6 +114,7 @@ def tensor_parallel(
     require_not_wrapped(model)
     _require_known_layers(model)
     comm = comm.using(algorithm) if algorithm != "auto" else comm
+    before = _same_on_every_rank(model, comm, {"config": model.config})
     _warn_if_padded(model.config.vocab_size, comm)
     place_whole(model)
     how = TensorParallelPlan(comm, sequence_parallel, chunked)
@@ -126,6 +131,7 @@ def tensor_parallel(
         model.overrides.output = VocabParallelOutput(model.config.vocab_size, comm)
     if sequence_parallel:
         model.overrides.sequence_length = SequenceParallelLength(model.first, comm)
+    keep_parameters(model, before)
     return model
 
 
@@ -303,6 +309,15 @@ def _require_known_layers(model: Transformer) -> None:
                 kinds = one_of(kind.__name__ for kind in PARALLELIZE_BY_TYPE)
                 what = f"layers.{number}.{name} is a {type(layer).__name__}"
                 raise ValueError(f"{what}, for which there is no cut; use {kinds}")
+
+
+def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object]) -> dict[str, nn.Parameter]:
+    """Return the parameters by name. Raises ValueError where ranks differ in values or in how to cut the model."""
+    before = dict(model.named_parameters())
+    entries = {**{f"the cut of {name}": repr(cut) for name, cut in how.items()}, **before}
+    said = {name: described(x) if isinstance(x, Tensor) else x for name, x in entries.items()}
+    require_equal(comm, "models", said, "give all tp ranks the same plan and the same weights, as one seed makes them")
+    return before
 
 
 def require_not_wrapped(model: nn.Module) -> None:

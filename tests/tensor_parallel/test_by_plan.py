@@ -124,6 +124,7 @@ def _sent(world):
     mlp = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)).double()
     tensor_parallel(mlp, world, plan={"0": "column", "2": "row"}, algorithm="ring")
     x = torch.ones(2, 6, 8, dtype=torch.float64, requires_grad=True)
+    mlp(x).sum().backward()  # the first call and the first backward check the plan
     world.traffic.reset()
     y = mlp(x)
     forward = world.traffic.sent_bytes
@@ -185,11 +186,11 @@ def _refused(world, plan, wrap, options):
 @pytest.mark.parametrize(
     ("plan", "wrap", "options", "says"),
     [
-        ({"*.q_proj": "column"}, None, {}, "plan: '*.q_proj' matches no module; names are like '3'"),
+        ({"*.q_proj": "column"}, None, {}, "plan: '*.q_proj' matches no module; their names end in norm, attention, qkv, out, up or down"),
         ({"*.up": "column", "1.up": "row"}, None, {}, "plan: two patterns match 1.up, the second is '1.up'"),
-        ({"*.up": "columns"}, None, {}, "plan: 'columns' for 1.up is unknown; use column, row, gathered or vocab, Column"),
-        ({"*.norm": "column"}, None, {}, "1.norm is a LayerNorm; the cut 'column' is for a Linear, or a Conv1D"),
-        ({"0": "row"}, None, {}, "0 is a Embedding; the cut 'row' is for a Linear"),
+        ({"*.up": "columns"}, None, {}, "plan: 'columns' for 1.up is unknown; use column, row, gathered, vocab or summed, Column"),
+        ({"*.norm": "column"}, None, {}, "1.norm is a torch.nn.modules.normalization.LayerNorm; the cut 'column' is for a torch.nn.Linear, or"),
+        ({"0": "row"}, None, {}, "0 is a torch.nn.modules.sparse.Embedding; the cut 'row' is for a torch.nn.Linear"),
         ({"*.qkv": Column(unit=4, parts=3)}, None, {}, "1.attention.qkv has 36 features in units of 12, which tp=2 ranks"),
         ({"*.out": "row", "*.attention": Divided(("heads",))}, None, {}, "1.attention.heads is None, which tp=2 does not"),
         ({"3": "gathered"}, "tie", {}, "3.weight is tied to 0.weight: leave both out of the plan, or untie them first"),
@@ -253,7 +254,7 @@ def test_a_convolution_called_conv1d_is_no_linear_layer():
     def refused(world):
         convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)
         with pytest.raises(
-            ValueError, match="0 is a Conv1D; the cut 'column' is for .* a Conv1D as in GPT-2"
+            ValueError, match="Conv1D; the cut 'column' is for .* a Conv1D as in GPT-2"
         ):
             tensor_parallel(nn.Sequential(convolution), world, plan={"0": "column"})
 

@@ -1,0 +1,217 @@
+"""Checks of a plan at run time: what must be equal on the tp ranks, and what must be as in one process.
+
+    before the cut     every rank has the same plan and the same weights
+    the first call     every rank has the same inputs; then the model runs twice without dropout and gradients, once with
+                       every column layer's output gathered, as in one process, and once cut: row layers get the same inputs
+    each backward      a whole parameter's gradient is the same on every rank, until it was once other than zero
+
+So an attribute that should be `Divided`, a missing `parts` or "summed", another batch or dropout mask raise, by name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from minipar.comm import Comm, autograd
+from minipar.comm.agreement import require_equal
+from minipar.comm.host import on_host
+
+PLAIN = (Tensor, bool, int, float, str, type(None))
+# Relative differences above rounding, also in 16 bits, and below what a mistake makes.
+OF_ACTIVATIONS = 0.05
+OF_GRADIENTS = 1e-3
+
+
+def described(x: Tensor) -> str:
+    """Return shape, dtype, whether it is trained and, unless it is on the meta device, a checksum of the values."""
+    trained = "trained" if x.requires_grad else "not trained"
+    if x.is_meta:
+        return f"{list(x.shape)} {x.dtype} {trained}"
+    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{list(x.shape)} {x.dtype} {trained} with checksum {zlib.crc32(values):08x}"
+
+
+def watch_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call the hook with each gradient of the parameter, also if it is frozen now and trained later."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_()
+    parameter.register_hook(hook)
+    parameter.requires_grad_(trained)
+
+
+class GradientCheck:
+    """Compares the gradients of whole parameters over ranks at the end of a backward: equal, unless they are to be summed.
+
+    summed      the parameters whose gradients differ, and are summed after this
+    unchecked   the parameters whose gradient was not yet finite and other than zero; the same on every rank
+
+    A backward that reaches one of them sends 3 numbers for each.
+    Raises ValueError, the same on every rank, naming the parameter.
+    """
+
+    def __init__(self, comm: Comm, parameters: Mapping[str, Tensor], summed: Collection[str]):
+        self.comm, self.summed, self.unchecked = comm, summed, list(parameters)
+        self._backward, self._found = -1, torch.empty(0)
+        for name, parameter in parameters.items():
+            watch_gradient(parameter, partial(self._see, name))
+
+    def _see(self, name: str, gradient: Tensor) -> None:
+        if name not in self.unchecked or gradient.layout != torch.strided:
+            return
+        if (backward := torch._C._current_graph_task_id()) != self._backward:
+            self._backward, self._found = backward, torch.zeros(len(self.unchecked), 3, dtype=torch.float64)
+            Variable._execution_engine.queue_callback(self._compare)
+        norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
+        total = gradient.detach().sum(dtype=torch.float64)
+        self._found[self.unchecked.index(name)] = torch.stack([norm, total, torch.ones_like(norm)]).cpu()
+
+    def _compare(self) -> None:
+        host = on_host(self.comm)
+        of_ranks = host.all_gather(self._found[None].to(host.device)).cpu()
+        for name, found in zip(list(self.unchecked), of_ranks.unbind(1)):
+            norm = found[:, 0].max()
+            far = (found - found[0]).abs().amax(1) > OF_GRADIENTS * norm
+            checked = norm > 0 and bool(found.isfinite().all())
+            if name in self.summed:
+                if checked and not far.any():
+                    raise ValueError(f'the gradient of {name} is the same on every tp rank; do not plan it as "summed"')
+            elif far.any():
+                rank = int(far.nonzero()[0])
+                raise ValueError(
+                    f"the gradient of {name}, which every tp rank has whole, differs: its norm is {found[0, 0]:.6g} on rank "
+                    f'0 and {found[rank, 0]:.6g} on rank {rank}; plan it as "summed" if it acts on split features, give all '
+                    "tp ranks the same batch and, for dropout, the same torch.manual_seed"
+                )
+            if checked:
+                self.unchecked.remove(name)
+
+
+class FirstCall:
+    """A hook before the first call of a cut model. Calls with objects such as caches, which a second run would change, wait.
+
+    columns  name of a column layer -> the number of layers stored in it
+    rows     names of row layers
+    divided  (module, attribute) of each divided attribute
+
+    Sends the outputs of all column layers once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        columns: Mapping[str, int],
+        rows: list[str],
+        divided: list[tuple[str, str]],
+    ):
+        self.comm, self.columns, self.rows, self.divided = comm, columns, rows, divided
+        self._handle = model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = tree_leaves((args, kwargs))
+        if not all(isinstance(x, PLAIN) for x in leaves):
+            return
+        self._handle.remove()
+        tensors = {f"input {i}": described(x.detach()) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+        advice = "give all tp ranks the same batch, as DistributedSampler(data, num_replicas=dp.size, rank=dp.rank) does"
+        require_equal(self.comm, "inputs of the model", tensors, advice)
+        with without_dropout_and_gradients(model):
+            self._compare(model, lambda: model(*args, **kwargs))
+
+    def _compare(self, model: nn.Module, run: Callable[[], object]) -> None:
+        """Run the model as in one process, then cut; raise ValueError where a row layer's inputs differ."""
+        random = torch.get_rng_state()
+        expected: list[Tensor] = []
+        with ExitStack() as undo:
+            for name, parts in self.columns.items():
+                hook = partial(self._gather_output, parts)
+                undo.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+            for name in self.rows:
+                hook = partial(self._split_input, name, expected)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+            for name, attribute in self.divided:
+                module = model.get_submodule(name)
+                own = getattr(module, attribute)
+                undo.callback(setattr, module, attribute, own)
+                setattr(module, attribute, own * self.comm.size)
+            run()
+        torch.set_rng_state(random)
+        far = dict.fromkeys(self.rows, 0.0)
+        failure: Exception | None = None
+        with ExitStack() as undo:
+            for name in self.rows:
+                hook = partial(self._compare_input, name, expected, far)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+            try:
+                run()
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                failure = error
+        self._require_near(far, failure)
+
+    def _gather_output(self, parts: int, layer: nn.Module, args: object, y: Tensor) -> Tensor:
+        return autograd.gather(self.comm, y.unflatten(-1, (parts, -1)), dim=-1).flatten(-2)
+
+    def _split_input(
+        self, name: str, expected: list[Tensor], layer: nn.Module, args: tuple[Tensor]
+    ) -> tuple[Tensor]:
+        own = args[0].shape[-1] // self.comm.size
+        part = args[0].narrow(-1, self.comm.rank * own, own)
+        expected.append(part)
+        return (part,)
+
+    def _compare_input(
+        self,
+        name: str,
+        expected: list[Tensor],
+        far: dict[str, float],
+        layer: nn.Module,
+        args: tuple[Tensor],
+    ) -> None:
+        want = expected.pop(0) if expected else args[0].new_empty(0)
+        if want.shape != args[0].shape:
+            far[name] = float("inf")
+            return
+        distance, norm = (torch.linalg.vector_norm(x.double()) for x in (want - args[0], want))
+        if distance > OF_ACTIVATIONS * norm:
+            far[name] = max(far[name], float(distance / norm))
+
+    def _require_near(self, far: dict[str, float], failure: Exception | None) -> None:
+        found = torch.tensor([*far.values(), float(failure is not None)], dtype=torch.float64)
+        host = on_host(self.comm)
+        *of_rows, failed = host.all_reduce(found.to(host.device), op="max").tolist()
+        wrong = [name for name, distance in zip(far, of_rows) if distance]
+        if not wrong and not failed:
+            return
+        what = (
+            f"the input of {wrong[0]} is not what it is in one process"
+            if wrong
+            else f"the cut model raises {failure}"
+        )
+        raise ValueError(
+            f"plan: {what}; give Column(unit=, parts=) to a layer that stores several, Divided(...) to a number of heads or "
+            "a width that the module keeps, and cut no layer whose output is used across heads or features"
+        ) from failure
+
+
+@contextmanager
+def without_dropout_and_gradients(model: nn.Module) -> Iterator[None]:
+    # Set the attribute: `eval()` may be a method that does more, such as to merge weights.
+    modes = {module: module.training for module in model.modules()}
+    devices = {x.device for x in model.parameters() if x.is_cuda}
+    try:
+        for module in modes:
+            module.training = False
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
