@@ -44,7 +44,7 @@ class ChunkOptimizer(Generic[C]):
 
     chunk      [n/p] this rank's chunk of the bucket or, where `has_master`, a copy in another dtype or memory
     masters    parameter -> its part of `chunk`
-    optimizer  `optimizer_cls` over `masters`, with the options of the parameters' groups
+    optimizer  `optimizer_cls` over `masters`, with the caller's `arguments` and the options of the parameters' groups
     offloaded  all that `memory` holds between two steps: "master" -> `chunk`, and key -> state `key` of the whole chunk
 
     step       master = optimizer(master, gradient / scale);   shard = master
@@ -56,6 +56,7 @@ class ChunkOptimizer(Generic[C]):
         self,
         bucket: C,
         optimizer_cls: Callable[..., torch.optim.Optimizer],
+        arguments: Mapping[str, Any],
         groups: list[ParamGroup],
         dtype: torch.dtype,
         memory: Memory,
@@ -75,7 +76,8 @@ class ChunkOptimizer(Generic[C]):
                 self._groups.append(i)
                 inner.append({**_options(group), "params": masters})
         comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
-        self.optimizer = optimizer_cls(inner, **comm)
+        self.optimizer = optimizer_cls(inner, **arguments, **comm)
+        self.offload_state()  # Adagrad has states before its first step
 
     def refresh_masters(self) -> None:
         """Copy values written to the parameters since the last step, such as loaded weights, to the master weights."""
@@ -91,10 +93,8 @@ class ChunkOptimizer(Generic[C]):
             chunk.copy_(torch.where(changed, own.to(chunk.dtype), chunk))
 
     @torch.no_grad()
-    def step(self, groups: list[ParamGroup], grad_scale: float = 1.0) -> None:
+    def step(self, grad_scale: float = 1.0) -> None:
         """Update the chunk. First read states that are on disk, unless prefetched; at the end, start to write them back."""
-        for i, inner in zip(self._groups, self.optimizer.param_groups):
-            inner.update(_options(groups[i]))
         if not self.memory.moves_optimizer_state:
             self._update(self.chunk, grad_scale)
             return
@@ -132,6 +132,10 @@ class ChunkOptimizer(Generic[C]):
             found = parts
         for param, gradient in found.items():
             self.masters[param].grad = gradient.view(self.masters[param].shape)
+
+    def groups(self, of_caller: list[ParamGroup]) -> Iterator[tuple[ParamGroup, ParamGroup]]:
+        """Yield the optimizer's groups, each with the caller's group."""
+        return zip(self.optimizer.param_groups, (of_caller[i] for i in self._groups))
 
     def prefetch(self) -> None:
         """If the states that `step` needs are on disk, begin to read them."""
@@ -180,15 +184,24 @@ class ChunkOptimizer(Generic[C]):
 def step_chunks(
     chunks: list[ChunkOptimizer[C]], groups: list[ParamGroup], grad_scale: float
 ) -> Iterator[ChunkOptimizer[C]]:
-    """Update and yield chunk after chunk, while the next chunk's states are read and the previous chunk's are written."""
+    """Update and yield chunk after chunk, while the next chunk's states are read and the previous chunk's are written.
+
+    The options of `groups` are those of the update. What a chunk's optimizer changes in them, a count of steps say, is in
+    `groups` afterwards.
+    """
     memories = dict.fromkeys(chunk.memory for chunk in chunks)
+    of_chunks = [pair for chunk in chunks for pair in chunk.groups(groups)]
+    for inner, outer in of_chunks:
+        inner.update(_options(outer))
     try:
         for chunk, following in zip(chunks, [*chunks[1:], None]):
             chunk.prefetch()
             if following is not None:
                 following.prefetch()
-            chunk.step(groups, grad_scale)
+            chunk.step(grad_scale)
             yield chunk
+        for inner, outer in of_chunks:
+            outer.update(_options(inner))
         for memory in memories:
             memory.finish()
     except BaseException:

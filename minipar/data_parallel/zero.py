@@ -91,7 +91,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise ValueError(f"stage={stage!r} does not exist here; use 1 or 2, or FSDP for stage 3")
         arguments.require_reduce(reduce)
         require_per_element(optimizer_cls, per_element)
-        self.optimizer_cls, self.stage, self.reduce, self.algorithm = optimizer_cls, stage, reduce, algorithm
+        self.optimizer_cls, self._arguments, self.stage = optimizer_cls, kwargs, stage
+        self.reduce, self.algorithm = reduce, algorithm
         self._master_dtype, self._reduce_dtype, self._axis = master_dtype, reduce_dtype, axis
         self._bucket_sizes = arguments.bucket_sizes(bucket_mb, first_bucket_mb)
         self._comm_of = arguments.function_of_parameter(comm)
@@ -133,7 +134,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.reducer.check()
         for bucket in self._make_buckets(self._trained_without_bucket()):
             wide = self._master_dtype or bucket.flat.dtype
-            chunk = ChunkOptimizer(bucket, self.optimizer_cls, self.param_groups, wide, self._memory)
+            chunk = ChunkOptimizer(
+                bucket, self.optimizer_cls, self._arguments, self.param_groups, wide, self._memory
+            )
             self._chunks.append(chunk)
             self.compressors.keys += bucket.params
             self._unreduced = True

@@ -12,6 +12,7 @@ from torch import nn
 import minipar
 from minipar.data_parallel import DDP, ZeroOptimizer
 from minipar.data_parallel.buckets import flat_bytes
+from minipar.data_parallel.chunk_optimizer import step_chunks
 from minipar.extras.optimizers.lamb import Lamb
 from minipar.mesh import placement_of
 from minipar.spec.memory import held_bytes, storages
@@ -163,8 +164,7 @@ class GivesTheNeighbourItsChunk(ZeroOptimizer):
 
 class NeverGathers(ZeroOptimizer):
     def step(self, *args):
-        for chunk in self._chunks:
-            chunk.step(self.param_groups)
+        list(step_chunks(self._chunks, self.param_groups, 1.0))
 
 
 class ForgetsTheSchedule(ZeroOptimizer):

@@ -156,7 +156,31 @@ IDIOMS = [
     weights_are_loaded,
     resumed_under_a_schedule,
 ]
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum as many published optimizers have it: an argument on self, a state made at once, a count in the group."""
+
+    def __init__(self, params, lr, momentum=0.9, start=0.0):
+        super().__init__(params, dict(lr=lr, count=0))
+        self.momentum, self.start = momentum, start
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["sum"] = torch.full_like(p, start)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    own = self.state[p].setdefault("sum", torch.full_like(p, self.start))
+                    own.mul_(self.momentum).add_(p.grad)
+                    p.sub_(own, alpha=group["lr"] / group["count"])
+
+
 OPTIMIZERS = [
+    (Counting, dict(lr=0.1, momentum=0.5, start=0.2)),
     (torch.optim.SGD, dict(lr=0.1, momentum=0.9)),
     (torch.optim.AdamW, dict(lr=0.02, fused=True)),  # zero_grad(set_to_none=False) then zeroes all at once
 ]
@@ -169,7 +193,7 @@ def all_idioms(world, optimizer):
         for idiom in IDIOMS:
             model = idiom(
                 lambda params, stage=stage: ZeroOptimizer(
-                    params, cls, world, stage, bucket_mb=1e-4, **options
+                    params, cls, world, stage, bucket_mb=1e-4, per_element=True, **options
                 ),
                 network(),
                 lambda model, step: loss_of(model, world.rank, step).backward(),
@@ -178,7 +202,7 @@ def all_idioms(world, optimizer):
     return trained
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("optimizer", range(len(OPTIMIZERS)))
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_programs_written_for_torchs_optimizer_give_its_numbers(optimizer, size):
@@ -195,6 +219,28 @@ def test_programs_written_for_torchs_optimizer_give_its_numbers(optimizer, size)
                 for name, p in want.named_parameters():
                     got = trained[idiom.__name__, stage][name]
                     assert_equal_to(got, p.detach(), what=f"{idiom.__name__}, stage {stage}: {name}")
+
+
+def counted(world):
+    own = dict(lr=0.1, momentum=0.5, start=0.2, per_element=True, bucket_mb=1e-4)
+    model = plain_loop(
+        lambda params: ZeroOptimizer(params, Counting, world, offload="cpu", **own),
+        network(),
+        lambda model, step: loss_of(model, world.rank, step).backward(),
+    )
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_an_optimizer_class_gets_every_argument_and_keeps_counts():
+    cls, options = OPTIMIZERS[0]
+    want = plain_loop(
+        lambda params: cls(params, **options),
+        network(),
+        lambda model, step: (sum(loss_of(model, rank, step) for rank in range(2)) / 2).backward(),
+    )
+    for trained in minipar.run(counted, world_size=2):
+        for name, p in want.named_parameters():
+            assert_equal_to(trained[name], p.detach(), what=name)
 
 
 # Master weights ----------------------------------------------------------------------------------------------------

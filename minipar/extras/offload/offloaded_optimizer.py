@@ -41,7 +41,7 @@ class OffloadedOptimizer(TorchOptimizerAdapter):
         self._groups = [{**defaults, **group} for group in groups]
         trained = [flat for module in modules for flat in module.flats if flat.trained]
         self._chunks = [
-            ChunkOptimizer(_FlatChunk(flat), optimizer_cls, self._groups, master_dtype, flat.memory)
+            ChunkOptimizer(_FlatChunk(flat), optimizer_cls, options, self._groups, master_dtype, flat.memory)
             for flat in trained
         ]
 

@@ -241,7 +241,7 @@ def test_fsdps_shards_can_live_in_the_hosts_memory_or_on_disk(tmp_path):
     minipar.run(fsdp_on_disk, str(tmp_path), world_size=3)
 
 
-def offloaded_update(world, offload):
+def offloaded_update(world, offload, optimizer_cls, options):
     """FSDP whose rest stays whole and bf16, with float32 shards: one optimizer of all, and one of each flat buffer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(9, 20), nn.Tanh(), nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 3))
@@ -251,9 +251,9 @@ def offloaded_update(world, offload):
     )
     groups = [{"params": list(fsdp.parameters()), "weight_decay": 0.1}]
     if offload is None:
-        optimizer = MasterWeights(groups, torch.optim.AdamW, lr=0.1)
+        optimizer = MasterWeights(groups, optimizer_cls, **options)
     else:
-        optimizer = OffloadedOptimizer([fsdp], groups, torch.optim.AdamW, torch.float32, lr=0.1)
+        optimizer = OffloadedOptimizer([fsdp], groups, optimizer_cls, torch.float32, **options)
     for step in range(3):
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (step + 1)
@@ -262,16 +262,25 @@ def offloaded_update(world, offload):
         fsdp.module[4](y.bfloat16()).float().square().sum().backward()
         optimizer.step(grad_scale=2.0)
     states = {
-        x.placement.name: [x.detach().clone(), s["exp_avg_sq"].clone()]
+        x.placement.name: [x.detach().clone(), s[SQUARES[optimizer_cls]].clone()]
         for x, s in optimizer.tensors_and_states()
     }
     return fsdp.full_state_dict(), states
 
 
-@pytest.mark.parametrize("offload", ["cpu", "disk"])
-def test_flat_buffers_updated_one_by_one_have_the_bits_of_all_at_once(offload):
-    want = minipar.run(offloaded_update, None, world_size=2)
-    got = minipar.run(offloaded_update, offload, world_size=2)
+SQUARES = {torch.optim.AdamW: "exp_avg_sq", torch.optim.Adagrad: "sum"}
+
+
+@pytest.mark.parametrize(
+    ("offload", "optimizer"),
+    [
+        ("cpu", (torch.optim.AdamW, {"lr": 0.1})),
+        ("disk", (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5})),
+    ],
+)
+def test_flat_buffers_updated_one_by_one_have_the_bits_of_all_at_once(offload, optimizer):
+    want = minipar.run(offloaded_update, None, *optimizer, world_size=2)
+    got = minipar.run(offloaded_update, offload, *optimizer, world_size=2)
     for (weights, states), (its_weights, its_states) in zip(want, got):
         assert all(torch.equal(its_weights[name], w) for name, w in weights.items())
         assert its_states.keys() == states.keys()
