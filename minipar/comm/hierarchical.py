@@ -83,9 +83,11 @@ def reduce_scatter(
     chunks = torch.split(x.detach().reshape(-1), lengths)
     by_place = torch.cat(_by_column(chunks, node.size))
     of_places = _of_places(lengths, node.size)
-    own = node.custom("reduce_scatter", partial(ring.reduce_scatter, node, by_place, inner, of_places))
+    scatter = partial(ring.reduce_scatter, node, by_place, inner, of_places)
+    own = node.custom("reduce_scatter", scatter, of=comm.running)
     of_nodes = lengths[node.rank :: node.size]
-    across.custom("reduce_scatter", partial(ring.reduce_scatter, across, own, inner, of_nodes, out.view(-1)))
+    scatter = partial(ring.reduce_scatter, across, own, inner, of_nodes, out.view(-1))
+    across.custom("reduce_scatter", scatter, of=comm.running)
     if divide:
         out.div_(comm.size)
     return out
@@ -113,8 +115,9 @@ def all_gather(
     by_place = x.new_empty(sum(lengths))
     own = torch.split(by_place, of_places)[node.rank]
     of_nodes = lengths[node.rank :: node.size]
-    across.custom("all_gather", partial(ring.all_gather, across, x.detach().reshape(-1), of_nodes, own))
-    node.custom("all_gather", partial(ring.all_gather, node, own, of_places, by_place))
+    gather = partial(ring.all_gather, across, x.detach().reshape(-1), of_nodes, own)
+    across.custom("all_gather", gather, of=comm.running)
+    node.custom("all_gather", partial(ring.all_gather, node, own, of_places, by_place), of=comm.running)
     chunks = torch.split(by_place, _by_column(lengths, node.size))
     torch.cat(_by_column(chunks, across.size), out=out.view(-1))
     return out

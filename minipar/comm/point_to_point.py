@@ -72,6 +72,11 @@ class PointToPoint:
         self._channel.kept = kept
 
     @property
+    def running(self) -> str:
+        """What the running collective is and of what, as its messages say it; "" outside one."""
+        return self._channel.signature
+
+    @property
     def timeout_s(self) -> float:
         return self._transport.timeout_s
 

@@ -102,7 +102,8 @@ class FSDP(nn.Module):
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
     optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
     with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
-    norm of a shard as that of the parameter. All ranks must run the same units in the same order. The unit whose forward
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order: messages carry the unit's
+    name, so other units are a deadlock that names both, except with torch's own collectives, which check nothing. The unit whose forward
     ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks: a compiled module may
     be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
     torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
@@ -115,10 +116,13 @@ class FSDP(nn.Module):
     gradients and outside `no_sync` broadcasts the buffers: all ranks together send the buffers' bytes p-1 times.
     Holds the shards and at most three unsharded units: the root, the running unit and the next unit. In the backward of one
     activation checkpoint over several units, also those of them with a frozen parameter.
-    Raises ValueError for a bad argument or, in `step`, an optimizer that is not known to be per-element; RuntimeError where
-    a resharded parameter is used, a storage was replaced, a frozen parameter was thawed, a gradient is sparse, or the
-    backward reaches a unit in whose output FSDP found no tensor that requires a gradient (it searches containers and
-    attributes); TypeError for a copy of the wrapper.
+    Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
+    not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
+    replaced, a gradient is sparse, or the backward reaches a unit in whose output FSDP found no tensor that requires a
+    gradient (it searches containers and attributes); TypeError for a copy of the wrapper or of a module with shards.
+    Also RuntimeError for `state_dict` and `load_state_dict` of the wrapper, of any module with shards inside, and of an
+    optimizer that has stepped with shards: `full_state_dict`, `load_full_state_dict` and `summon_full_parameters` have the
+    weights, and minipar.extras.checkpoints.dcp the optimizer's state.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -176,7 +180,9 @@ class FSDP(nn.Module):
             on_meta_device=any(p.is_meta for p in module.parameters()),
         )
         for of in (comm_of, replicas_of):
-            arguments.require_same_parameters(of, [(name, x) for name, x in named if of(x) is not None], options)
+            arguments.require_same_parameters(
+                of, [(name, x) for name, x in named if of(x) is not None], options
+            )
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
         groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
@@ -256,7 +262,9 @@ class FSDP(nn.Module):
             watched = [x for x in tensors_in(outputs) if x.requires_grad]
             if watched:
                 register_multi_grad_hook(watched, lambda _: self._before_backward(unit), mode="any")
-            elif has_backward:  # the backward may reach it by another path, and must then find its parameters unsharded
+            elif (
+                has_backward
+            ):  # the backward may reach it by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
         # torch's checkpoint keeps a frozen parameter itself, not a view of it: its recomputed value must stay until it is used.
@@ -303,14 +311,14 @@ class FSDP(nn.Module):
             copy_buffers_of_rank0(self.module, self._comms_of)
 
     def check(self) -> None:
-        """Raise RuntimeError if parameters were moved, cast, thawed or added since the module was wrapped."""
+        """Raise RuntimeError if parameters were moved, cast, thawed, added or replaced since the module was wrapped."""
         for flat in self.flats:
             flat.check()
         for name, param in self.module.named_parameters():
             if param not in self.reducer.gradients_of:
                 raise RuntimeError(
-                    f"the parameter {name} was added after FSDP had wrapped the module, which would not train it alike on "
-                    "all ranks; add it first, then wrap"
+                    f"the parameter {name} was added or replaced after FSDP had wrapped the module, and ranks would not train "
+                    "it alike; change the module first, then wrap it"
                 )
 
     def _end_forward(self) -> None:

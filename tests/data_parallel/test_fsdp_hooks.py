@@ -16,6 +16,7 @@ from minipar.model.init import initial_weight
 from minipar.spec.memory import held_bytes, storages
 from tests.data_parallel.memory import Peak
 from tests.data_parallel.test_fsdp import Case, Net, Part, batch
+from tests.data_parallel.wrapped import in_one_process, loss_of, network
 from tests.strategies import assert_equal_to
 
 CASE = Case(width=6)
@@ -206,6 +207,71 @@ HOWS = ["no_grad", "forward alone", "exception in a forward", "exception in a ba
 @pytest.mark.parametrize("recompute", ["no", "reentrant", "not reentrant"])
 def test_a_step_after_a_disturbance_is_like_one_before(recompute):
     minipar.run(lambda world: [disturbed(world, how, recompute) for how in HOWS] and None, world_size=2)
+
+
+def fails_in_a_backward(fsdp, rank, step):
+    """Run a backward that raises when one unit's gradients are reduced and another's are on their way."""
+    loss = loss_of(fsdp, rank, step)
+    handle = fsdp.module[0].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+
+
+def trained_past_an_exception(world, reshard, zeroed, goes_on):
+    fsdp = FSDP(network(), world, nn.Linear, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(fsdp.parameters(), lr=1.0)
+    loss_of(fsdp, world.rank, 0).backward()
+    fails_in_a_backward(fsdp, world.rank, 1)
+    if zeroed:
+        optimizer.zero_grad()
+    if goes_on:
+        loss_of(fsdp, world.rank, 2).backward()
+    optimizer.step()
+    return fsdp.full_state_dict()
+
+
+WAYS = [(reshard, zeroed, goes_on) for reshard in (True, False) for zeroed in (0, 1) for goes_on in (0, 1)]
+
+
+def test_gradients_of_earlier_backwards_outlive_an_exception_until_zeroed():
+    results = minipar.run(
+        lambda world: [trained_past_an_exception(world, *way) for way in WAYS], world_size=2
+    )
+    for states in results:
+        for (_, zeroed, goes_on), state in zip(WAYS, states):
+            model = network()
+            for step in [0] * (not zeroed) + [2] * goes_on:
+                for rank in range(2):
+                    (loss_of(model, rank, step) / 2).backward()
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+            for name, want in model.state_dict().items():
+                assert_equal_to(state[name], want, what=name)
+
+
+def fails_while_it_accumulates(world, inside):
+    """Accumulate, fail, and go on: refused until FSDP's zero_grad; return the gradients of the step after it."""
+    fsdp = FSDP(network(), world, nn.Linear)
+    with fsdp.no_sync():
+        loss_of(fsdp, world.rank, 0).backward()
+        if inside:
+            fails_in_a_backward(fsdp, world.rank, 1)
+    if not inside:
+        fails_in_a_backward(fsdp, world.rank, 1)
+    for goes_on in (lambda: loss_of(fsdp, world.rank, 2), fsdp.synchronize):
+        with pytest.raises(RuntimeError, match=r"under no_sync\(\); call zero_grad\(\) of this FSDP"):
+            goes_on()
+    fsdp.zero_grad()
+    loss_of(fsdp, world.rank).backward()
+    return gradients_of(fsdp)
+
+
+def test_an_exception_while_gradients_accumulate_is_told_until_they_are_zeroed():
+    for got in minipar.run(
+        lambda world: [fails_while_it_accumulates(world, i) for i in (0, 1)], world_size=1
+    )[0]:
+        for name, want in in_one_process(network(), 1).items():
+            assert_equal_to(got[name], want.reshape(-1), what=name)
 
 
 def gradient_after_a_dropped_one(world, reshard_after_forward, set_to_none):

@@ -121,3 +121,52 @@ def test_a_module_that_units_share_belongs_to_the_unit_around_them():
     for got in minipar.run(shared_norm_after_a_step, world_size=2):
         for name, value in model.state_dict().items():
             assert_equal_to(got[name], value, what=name)
+
+
+class PicksALayer(nn.Module):
+    """Each rank runs a layer of its own choice; the layers have equal sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = chain(3)
+
+    def forward(self, x, i):
+        return self.layers[2](self.layers[i](x)).sum()
+
+
+def runs_its_own_layer(world, steps_together, algorithm):
+    fsdp = FSDP(PicksALayer(), world, nn.Linear, algorithm=algorithm)
+    for step in range(steps_together + 1):
+        fsdp(torch.ones(1, 4).double(), world.rank % 2 if step == steps_together else 0).backward()
+
+
+@pytest.mark.parametrize(
+    ("steps_together", "algorithm"), [(0, "auto"), (0, "ring"), (5, "ring"), (0, "hierarchical")]
+)
+def test_ranks_that_run_different_units_are_told_which(steps_together, algorithm):
+    size = 4 if algorithm == "hierarchical" else 2
+    with pytest.raises(
+        minipar.RankError, match=r"all_gather of unit 'layers\.[0-2]'.* of unit 'layers\.[0-2]'"
+    ):
+        minipar.run(runs_its_own_layer, steps_together, algorithm, world_size=size)
+
+
+class SkipsABackward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = chain(3)
+
+    def forward(self, x, i):
+        return sum(
+            y if j == i else y.detach() for j, y in enumerate([layer(x) for layer in self.layers])
+        ).sum()
+
+
+def trains_its_own_layer(world):
+    fsdp = FSDP(SkipsABackward(), world, nn.Linear, reshard_after_forward=False)
+    fsdp(torch.ones(1, 4).double().requires_grad_(), world.rank).backward()
+
+
+def test_ranks_whose_backwards_run_different_units_are_told_which():
+    with pytest.raises(minipar.RankError, match=r"reduce_scatter of unit 'layers\.[01]'"):
+        minipar.run(trains_its_own_layer, world_size=2)
