@@ -3,7 +3,8 @@
 import pytest
 
 import minipar
-from tests.data_parallel.hugging_face import ARCHITECTURES, OPTIMIZERS, build, train
+from minipar.tensor_parallel import tensor_parallel
+from tests.data_parallel.hugging_face import ARCHITECTURES, OPTIMIZERS, batch, build, train
 from tests.strategies import assert_equal_to
 
 WRAPPERS = ("ddp", "zero", "fsdp", "tp")
@@ -11,14 +12,10 @@ WRAPPERS = ("ddp", "zero", "fsdp", "tp")
 
 def differences(world, name, lose=None, cases=None):
     """Train under each wrapper and with each optimizer; return (wrapper, optimizer, what differs) for each that does."""
-    import pytest  # this runs on a rank
-
-    from minipar.tensor_parallel import tensor_parallel
-
     architecture, found = ARCHITECTURES[name], []
     for plan, said in architecture.refused:
         with pytest.raises(ValueError, match=said):
-            tensor_parallel(build(name), world, plan=plan)
+            tensor_parallel(build(name), world, plan=plan)(input_ids=batch(0))
     for optimizer in OPTIMIZERS:
         one = train(name, optimizer, None, None)
         for wrapper in WRAPPERS:

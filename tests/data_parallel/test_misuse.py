@@ -152,7 +152,9 @@ def clipped_on_a_mesh(wrapper):
     def do(world):
         mesh = Mesh(world, dp=1, tp=world.size)
         model = tensor_parallel(net(), mesh.comm("tp"), plan=PLAN)
-        wrapped = Wrapped(wrapper, mesh.comm("dp"), model, slice(None))
+        wrapped = Wrapped(
+            wrapper, mesh.comm("dp"), model, slice(None), **{"units": None} if wrapper == "fsdp" else {}
+        )
         train(
             wrapped.called, wrapped.optimizer, clip=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         )
@@ -205,7 +207,7 @@ BEFORE = {
     "an Adam that has stepped before FSDP": Misuse(
         optimizer_before("fsdp", adam, 1), lambda: adam_in_one_process(1), "optimizer"
     ),
-    "an optimizer made before the cut": Misuse(optimizer_before("tp"), one_process, "optimizer"),
+    "an optimizer made before the cut": Misuse(optimizer_before("tp"), one_process, f"^{RIGHT}$|optimizer"),
 }
 
 
@@ -245,7 +247,7 @@ OTHERS = {
 }  # fmt: skip
 DIFFER = {
     f"{what} on rank 1 under {wrapper}": Misuse(
-        models_differ(wrapper, other), one_process, r"ValueError: the ranks' parameters differ: "
+        models_differ(wrapper, other), one_process, r"ValueError: the ranks' models differ: "
     )
     for wrapper in WRAPPERS
     for what, other in OTHERS.items()
@@ -356,8 +358,8 @@ CHANGES = {
     "cast there and back": (cast_and_back, RIGHT, "replaced", "replaced", RIGHT),
     "data replaced": (replace_data, RIGHT, "replaced", "replaced", RIGHT),
     "frozen": (freeze, RIGHT, RIGHT, RIGHT, RIGHT),
-    "a parameter replaced": (replace_parameter, RIGHT, RIGHT, "replaced", None),
-    "a module replaced": (replace_module, RIGHT, RIGHT, "replaced", None),
+    "a parameter replaced": (replace_parameter, RIGHT, RIGHT, "2.weight was added or replaced", None),
+    "a module replaced": (replace_module, RIGHT, RIGHT, "2.weight was added or replaced", None),
     "tied": (retie, RIGHT, RIGHT, "replaced|belongs to", None),
 }
 CHANGED = {

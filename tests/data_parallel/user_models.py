@@ -412,7 +412,7 @@ def _is_trained(case: Case) -> bool:
 
 def refusal_of(case: Case) -> str | None:
     """Return what the refusal names, where the case is one that cannot be right."""
-    if case.tp > 1 and case.lora:
+    if (case.tp > 1 or case.wrapper is None) and case.lora:
         return "inside.q"
     units = dict(case.options).get("units")
     if case.wrapper == "fsdp" and case.dp > 1 and case.side == SOME and units == "leaves":
