@@ -22,6 +22,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from minipar.comm import Comm
 from minipar.context.token_layout import local_runs
+from minipar.model import autocast
 from minipar.model.flash import AttentionKernel, check_shapes, choose
 from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask, TokenRun, indices
@@ -57,6 +58,7 @@ def all_gather_attention(
     # Zigzag keys are sorted into sequence order: the mask then has fewer, larger regions.
     runs, keys = (keys, (TokenRun(0, length),)) if layout == "zigzag" else (None, keys)
     mask = Mask(local_runs(length, comm.rank, p, layout), keys, causal, positions, seq_len)
+    q, k, v = autocast.cast(q, k, v)
     gathered = KeyValueGather(comm, mask, choose(impl, q, mask), runs, heads_at_once or k.shape[1])
     y: Tensor = _AllGatherAttention.apply(q, k, v, gathered)  # type: ignore[no-untyped-call]
     return y

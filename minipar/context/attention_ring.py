@@ -31,6 +31,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from minipar.comm import Comm
 from minipar.context.token_layout import local_runs
+from minipar.model import autocast
 from minipar.model.flash import AttentionKernel, check_shapes, choose
 from minipar.model.lse_merge import empty_attention
 from minipar.model.mask import Mask
@@ -84,7 +85,7 @@ class Ring(NamedTuple):
 
         q, out  [B, H, T, head_dim]      k, v  [B, H/g, S, head_dim]    S is the same on every rank, T need not be
         """
-        out: Tensor = _RingAttention.apply(q, k, v, self)  # type: ignore[no-untyped-call]
+        out: Tensor = _RingAttention.apply(*autocast.cast(q, k, v), self)  # type: ignore[no-untyped-call]
         return out
 
     def source(self, step: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
-from minipar.mesh import placement_of
+from minipar.mesh import holds_part, placement_of
 from minipar.mesh.shard_gradient import as_shard_gradient
 
 ALIGNMENT_BYTES = 64  # views and chunks start at multiples of a cache line, which also suits vector loads
@@ -48,7 +48,7 @@ class Bucket:
         )
         # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
         self.views = {
-            p: as_shard_gradient(self.flat.data[i : i + p.numel()].view(p.shape), placement_of(p).is_part)
+            p: as_shard_gradient(self.flat.data[i : i + p.numel()].view(p.shape), holds_part(p))
             for i, p in zip(starts, params)
         }
         self.flags = self.flat[end : end + len(self.flagged)]

@@ -20,7 +20,7 @@ from minipar.data_parallel.compressed_reductions import compressed_all_reduce, c
 from minipar.data_parallel.compressors import Compressors
 from minipar.data_parallel.flat_parameters import FlatParameters, State
 from minipar.data_parallel.unused_parameters import used_on_any_rank
-from minipar.mesh import placement_of
+from minipar.mesh import holds_part
 from minipar.mesh.shard_gradient import as_shard_gradient
 from minipar.transport.stream import Pending
 
@@ -129,7 +129,7 @@ class FlatGradients:
                 part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
                 sharded = flat.comm is not None and flat.comm.size > 1
-                part = as_shard_gradient(part, sharded or placement_of(param).is_part)
+                part = as_shard_gradient(part, sharded or holds_part(param))
                 param.grad = part if param.grad is None else param.grad.add_(part)
 
     def discard(self) -> None:

@@ -20,7 +20,7 @@ from minipar.data_parallel.buckets import Bucket, range_in_param, slice_of_chunk
 from minipar.data_parallel.compressed_reductions import compressed_all_reduce, compressed_reduce_scatter
 from minipar.data_parallel.compressors import Compressor, can_scatter
 from minipar.data_parallel.partial_gradients import ReducedGradient
-from minipar.mesh import Placement, placement_of, set_placement
+from minipar.mesh import Placement, holds_part, placement_of, set_placement
 from minipar.mesh.shard_gradient import as_shard_gradient
 from minipar.transport.stream import Pending
 
@@ -125,7 +125,7 @@ class ShardedBucket:
                 shard.grad = self._gradient_of_shard(param, accumulated)
 
     def _gradient_of_shard(self, param: nn.Parameter, chunk: Tensor) -> Tensor:
-        is_part = self.comm.size > 1 or placement_of(param).is_part
+        is_part = self.comm.size > 1 or holds_part(param)
         return as_shard_gradient(self.slice_of_chunk(param, chunk), is_part)
 
     def _drop(self, param: nn.Parameter) -> None:

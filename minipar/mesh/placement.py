@@ -235,15 +235,20 @@ def placement_of(param: torch.Tensor) -> Placement:
     return placement
 
 
+def holds_part(param: torch.Tensor) -> bool:
+    """Return whether the parameter's placement, if it has one, says that other ranks hold the rest."""
+    placement: Placement | None = getattr(param, "placement", None)
+    return placement is not None and placement.is_part
+
+
 def require_no_part(params: Iterable[torch.Tensor], instead: str) -> None:
     """Raise ValueError if a placement says that other ranks hold the rest of a parameter; the error suggests `instead`."""
-    for placement in (getattr(p, "placement", None) for p in params):
-        if placement is not None and placement.is_part:
-            raise ValueError(
-                f"comm=None says that this process holds all of the model, but of {placement.name} "
-                f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "
-                f"{instead}"
-            )
+    for placement in (placement_of(p) for p in params if holds_part(p)):
+        raise ValueError(
+            f"comm=None says that this process holds all of the model, but of {placement.name} "
+            f"{list(placement.global_shape)} it holds {placement.numel} elements; pass the ranks that hold the parts: "
+            f"{instead}"
+        )
 
 
 def place_whole(module: torch.nn.Module, prefix: str = "") -> None:

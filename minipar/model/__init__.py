@@ -4,6 +4,7 @@ In reading order:
 
 overrides.py          every point of the model that a parallelism strategy may override
 products.py           the three matrix products of a linear layer
+autocast.py           torch.autocast for products that are autograd functions of our own
 deferrable_linear.py  a linear layer whose weight gradient can be deferred
 norm.py               root-mean-square normalisation
 rope.py               rotary position embeddings

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.types import Device
 
+from minipar.model import autocast
 from minipar.model.overrides import GRADIENT_RECEIVER
 from minipar.model.products import PLAIN, Products, rows
 
@@ -145,9 +146,10 @@ def linear(
 
     Costs 2 N D F flops forward and 4 N D F backward for N rows of x, deferred or not. Keeps x only where w is trained, and
     w only where x needs a gradient. Only gradients of trained leaf weights are deferred: a frozen weight has none, and
-    for a weight that is not a leaf autograd must pass the gradient on. A deferred gradient runs none of the parameter's
-    hooks.
+    for a weight that is not a leaf, as under torch.autocast, autograd must pass the gradient on. A deferred gradient runs
+    none of the parameter's hooks.
     """
+    x, weight, bias = autocast.cast(x, weight, bias)
     parameters: list[Tensor | _DeferredParameter | None] = [weight, bias]
     anchor = None
     if deferred is not None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from minipar.model import fused
+from minipar.model import autocast, fused
 from minipar.model.lse_merge import empty_attention, merge_
 from minipar.model.mask import Mask, single_process_mask
 from minipar.support.errors import one_of, require_divides
@@ -71,6 +71,7 @@ def flash_attention(
     Raises ValueError if shapes do not fit, or if "fused" has no kernel for these inputs.
     """
     check_shapes(q, k, v)
+    q, k, v = autocast.cast(q, k, v)
     mask = mask or single_process_mask(q.shape[2], k.shape[2], causal, positions)
     kernel = choose(impl, q, mask)
     out, lse = _Flash.apply(q, k, v, mask, kernel)  # type: ignore[no-untyped-call]
@@ -130,6 +131,7 @@ class _Flash(Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
+@autocast.without_autocast
 def forward_(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
     """Merge attention over the keys of k into (out, lse), in place."""
     tile = _Tiling(q, k)
@@ -158,6 +160,7 @@ def _attend_rows(
     return out.div_(total.masked_fill(total == 0, 1.0)), running_max + total.log()
 
 
+@autocast.without_autocast
 def backward_(
     dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor, k: Tensor, v: Tensor,
     out: Tensor, lse: Tensor, dout: Tensor, mask: Mask, dlse: Tensor | None = None,

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from minipar.model import autocast
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.model.grouped_kernel import DeferredTo, KernelExperts, kernel_takes
 from minipar.support.staging import to_device
@@ -41,14 +42,14 @@ def grouped_swiglu(
     Source: MegaBlocks, arXiv:2211.15841. Here, a loop of dense products, or torch's grouped product
     (`grouped_kernel.py`) where it takes these tensors, replaces the paper's block-sparse kernel.
     """
-    weights = gate, up, down
+    x, *weights = autocast.cast(x, gate, up, down)
     inputs: tuple[object, ...] = None, None, *weights
     if deferred is not None and all(w.requires_grad and w.is_leaf for w in weights):
         # Autograd must not see a parameter whose gradient is deferred, or it would run the parameter's hooks too early.
         anchor = None if x.requires_grad else deferred.anchor
-        inputs = (deferred, weights), anchor, *(w.detach() for w in weights)
+        inputs = (deferred, tuple(weights)), anchor, *(w.detach() for w in weights)
     y: Tensor
-    if kernel_takes(x, gate):
+    if kernel_takes(x, weights[0]):
         ends = to_device(torch.as_tensor(counts), x.device).cumsum(0, dtype=torch.int32)
         y = KernelExperts.apply(x, ends, *inputs)  # type: ignore[no-untyped-call]
     else:

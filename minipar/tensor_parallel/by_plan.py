@@ -92,7 +92,8 @@ def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> None:
         replicate_parameter(parameter)
     of_heads = [name for name in whole if any(f"{name}.".startswith(f"{other}.") for other in summed)]
     if comm.size > 1:
-        GradientCheck(comm, whole, of_heads)
+        gathered = {name: model.get_submodule(name) for name, cut in split.items() if cut == "gathered"}
+        GradientCheck(comm, whole, gathered, of_heads)
         columns = {name: cut.parts for name, cut in split.items() if isinstance(cut, Column)}
         FirstCall(model, comm, columns, [name for name, cut in split.items() if cut == "row"], divided)
     for name in of_heads:
@@ -137,7 +138,7 @@ class StoredTogether(nn.Module):
         weight = self.weight.flatten(1, 2).t() if self.transposed else self.weight.flatten(0, 1)
         (y,) = column_parallel(self.comm, x, [ShardedWeight(weight)])
         if self.bias is not None:
-            y = y + self.bias.flatten()
+            y = y + self.bias.flatten().to(y.dtype)
         return autograd.gather(self.comm, y, dim=-1) if self.gather_output else y
 
 
@@ -154,7 +155,7 @@ class TransposedRow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = autograd.all_reduce(self.comm, x @ self.weight)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 def _shard_in_parts(parameter: nn.Parameter, dim: int, parts: int, comm: Comm) -> nn.Parameter:
@@ -206,8 +207,12 @@ def _require_untied(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 def _require_whole(summed: str, split: Mapping[str, Cut]) -> None:
     for name, cut in split.items():
-        if not isinstance(cut, Divided) and (f"{name}.".startswith(f"{summed}.") or summed.startswith(f"{name}.")):
-            raise ValueError(f'plan: {summed} is "summed" but {name} is split; name only parameters that are whole')
+        if not isinstance(cut, Divided) and (
+            f"{name}.".startswith(f"{summed}.") or summed.startswith(f"{name}.")
+        ):
+            raise ValueError(
+                f'plan: {summed} is "summed" but {name} is split; name only parameters that are whole'
+            )
 
 
 def _require_cuttable(name: str, module: Any, cut: Cut, tp: int) -> None:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minipar.comm import Comm, autograd
+from minipar.model import autocast
 from minipar.model.deferrable_linear import WeightGradients
 from minipar.model.products import PLAIN
 from minipar.support.errors import require_divides
@@ -69,6 +70,8 @@ def gather_matmul(comm: Comm, x: Tensor, matrices: Sequence[ShardedWeight]) -> t
     Sends (tp-1)/tp * B*T*D elements forward, twice as many backward, and 2(g-1)/g * |w_i| for the gradient of a w_i that g
     ranks hold. Deferred weight gradients share one later gather of x; without weight gradients x is not gathered again.
     """
+    x, *weights = autocast.cast(x, *(m.weight for m in matrices))
+    matrices = [m._replace(weight=weight) for m, weight in zip(matrices, weights)]
     autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
     queues = [m.deferred for m in matrices if m.deferred is not None and m.is_deferred]
     anchor = None if x.requires_grad or not queues else queues[0].anchor
@@ -142,6 +145,7 @@ def matmul_scatter(comm: Comm, x: Tensor, weight: Tensor, deferred: WeightGradie
     Sends (tp-1)/tp * B*T*F elements forward, and as many backward. A deferred weight gradient keeps the gathered dy.
     """
     require_divides("tp", comm.size, "tokens", x.shape[TOKEN_DIM])
+    x, weight = autocast.cast(x, weight)
     sharded_weight = ShardedWeight(weight, deferred)
     anchor = autograd_weight = None
     if deferred is None or not sharded_weight.is_deferred:

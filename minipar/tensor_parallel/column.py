@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm import Comm, autograd
+from minipar.model import autocast
 from minipar.model.deferrable_linear import WeightGradients, accumulate_gradient
 from minipar.model.products import PLAIN, Products
 from minipar.tensor_parallel.sequence import start_gather_tokens, start_reduce_scatter_tokens
@@ -62,6 +63,8 @@ def column_parallel(
     twice that backward: only the shard of x is saved, so x is gathered again while dx is computed. Also sends
     2(g-1)/g * |w_i| for the gradient of a w_i that g ranks hold. A deferred weight gradient keeps the gathered x.
     """
+    x, *weights = autocast.cast(x, *(m.weight for m in matrices))
+    matrices = [m._replace(weight=weight) for m, weight in zip(matrices, weights)]
     autograd_weights = [None if m.is_deferred else m.weight for m in matrices]
     queues = [m.deferred for m in matrices if m.deferred is not None and m.is_deferred]
     anchor = None if x.requires_grad or not queues else queues[0].anchor

@@ -91,7 +91,8 @@ class ColumnParallelLinear(Linear):
     def add_bias(self, y: Tensor) -> Tensor:
         if self.bias is None:
             return y
-        return y + (self.bias if self.replicas is None else autograd.copy(self.replicas, self.bias))
+        bias = self.bias if self.replicas is None else autograd.copy(self.replicas, self.bias)
+        return y + bias.to(y.dtype)  # as torch.autocast adds a bias
 
     def forward(self, x: Tensor) -> Tensor:
         (y,) = project_together((self,), x)
@@ -170,7 +171,8 @@ class RowParallelLinear(Linear):
         if self.bias is None:
             return y
         # Under sequence parallelism b is added to this rank's tokens only; the copy operator sums its gradient over ranks.
-        return y + (autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias)
+        bias = autograd.copy(self.comm, self.bias) if self.sequence_parallel else self.bias
+        return y + bias.to(y.dtype)
 
 
 def sum_together(layers: Sequence[RowParallelLinear], xs: Sequence[Tensor]) -> Tensor:

@@ -49,20 +49,35 @@ def watch_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -
 
 
 class GradientCheck:
-    """Compares the gradients of whole parameters over ranks at the end of a backward: equal, unless they are to be summed.
+    """Compares gradients that every rank has whole, at the end of a backward: equal, unless they are to be summed.
 
+    parameters  name -> whole parameter
+    outputs     name -> layer whose output is gathered
     summed      the parameters whose gradients differ, and are summed after this
-    unchecked   the parameters whose gradient was not yet finite and other than zero; the same on every rank
+    unchecked   names of gradients that were not yet finite and other than zero; the same on every rank
 
     A backward that reaches one of them sends 3 numbers for each.
     Raises ValueError, the same on every rank, naming the parameter.
     """
 
-    def __init__(self, comm: Comm, parameters: Mapping[str, Tensor], summed: Collection[str]):
-        self.comm, self.summed, self.unchecked = comm, summed, list(parameters)
+    def __init__(
+        self,
+        comm: Comm,
+        parameters: Mapping[str, Tensor],
+        outputs: Mapping[str, nn.Module],
+        summed: Collection[str],
+    ):
+        self.comm, self.summed = comm, summed
+        self.unchecked = [*parameters, *(f"the output of {name}" for name in outputs)]
         self._backward, self._found = -1, torch.empty(0)
         for name, parameter in parameters.items():
             watch_gradient(parameter, partial(self._see, name))
+        for name, layer in outputs.items():
+            layer.register_forward_hook(partial(self._see_output, f"the output of {name}"))
+
+    def _see_output(self, name: str, layer: nn.Module, args: object, y: Tensor) -> None:
+        if y.requires_grad and name in self.unchecked:
+            y.register_hook(partial(self._see, name))
 
     def _see(self, name: str, gradient: Tensor) -> None:
         if name not in self.unchecked or gradient.layout != torch.strided:
@@ -83,7 +98,9 @@ class GradientCheck:
             checked = norm > 0 and bool(found.isfinite().all())
             if name in self.summed:
                 if checked and not far.any():
-                    raise ValueError(f'the gradient of {name} is the same on every tp rank; do not plan it as "summed"')
+                    raise ValueError(
+                        f'the gradient of {name} is the same on every tp rank; do not plan it as "summed"'
+                    )
             elif far.any():
                 rank = int(far.nonzero()[0])
                 raise ValueError(

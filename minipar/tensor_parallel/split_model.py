@@ -316,7 +316,9 @@ def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object])
     before = dict(model.named_parameters())
     entries = {**{f"the cut of {name}": repr(cut) for name, cut in how.items()}, **before}
     said = {name: described(x) if isinstance(x, Tensor) else x for name, x in entries.items()}
-    require_equal(comm, "models", said, "give all tp ranks the same plan and the same weights, as one seed makes them")
+    require_equal(
+        comm, "models", said, "give all tp ranks the same plan and the same weights, as one seed makes them"
+    )
     return before
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm, autograd
 from minipar.extras.tensor_grids.grid import AnyLinear
 from minipar.mesh import Placement, place_whole, placement_of
+from minipar.model import autocast
 from minipar.support.errors import require_divides
 from minipar.tensor_parallel.shards import place
 
@@ -64,6 +65,7 @@ def cube_linear(cube: Cube, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tenso
     Sends (p-1) (|x| + |w| + |y|) elements forward and (p-1) (2|x| + 2|w| + |y|) backward. |x|, |w| and |y| are the elements
     of this rank's blocks, summed over all weights. Only the blocks are saved, so the backward gathers x and w again.
     """
+    x, *weights = autocast.cast(x, *weights)
     ys = _CubeLinear.apply(x.flatten(0, -2), cube, *weights)  # type: ignore[no-untyped-call]
     return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from minipar.comm import Comm, autograd
 from minipar.mesh import Placement, place_whole, placement_of
+from minipar.model import autocast
 from minipar.model.deferrable_linear import Linear
 from minipar.support.errors import require_divides
 from minipar.tensor_parallel.shards import place
@@ -71,6 +72,7 @@ def summa(grid: Grid, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...
     Sends (q-1) (|x| + |w|) elements forward, and 2 (q-1) (|x| + |w|) backward plus 2(d-1)/d |w| for the sum over layers.
     |x| and |w| are the elements of this rank's blocks, summed over all weights.
     """
+    x, *weights = autocast.cast(x, *weights)
     ys = _Summa.apply(x.flatten(0, -2), grid, *weights)  # type: ignore[no-untyped-call]
     return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in ys)
 

@@ -1,0 +1,256 @@
+"""Mistakes in a plan, and in what the tp ranks are given, raise on every rank; a plan that is right trains as one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import minipar
+from minipar.tensor_parallel import Column, Divided, full_state_dict, plan_checks, tensor_parallel
+from tests.strategies import assert_equal_to
+
+HEADS, HEAD_DIM = 4, 4
+DIM = HEADS * HEAD_DIM
+
+
+class Attention(nn.Module):
+    """Attention that keeps its number of heads, and has a norm of each head's queries."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.heads, self.p = HEADS, p
+        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.q_norm, self.scale = nn.LayerNorm(HEAD_DIM), nn.Parameter(torch.ones(HEAD_DIM))
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        if q.shape[-1] == HEAD_DIM:
+            q, k = self.q_norm(q), k * self.scale
+        p = self.p if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 0, p: float = 0.0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.attention, self.norm = nn.Embedding(12, DIM), Attention(0.0), nn.LayerNorm(DIM)
+        self.drop, self.head = nn.Dropout(p), nn.Linear(DIM, 12)
+        self.double()
+
+    def forward(self, tokens, cache=None):
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + self.drop(self.attention(x))))
+
+
+PLAN = {
+    "attention": Divided(("heads",)),
+    "*.qkv": Column(unit=HEAD_DIM, parts=3),
+    "*.out": "row",
+    "*.q_norm": "summed",
+    "*.scale": "summed",
+    "head": "gathered",
+}
+
+
+def tokens_of(seed):
+    return torch.randint(12, (2, 7), generator=torch.Generator().manual_seed(seed))
+
+
+def step(model, tokens, targets=None):
+    targets = tokens if targets is None else targets
+    loss = F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+    loss.backward()
+    return loss.item()
+
+
+def trained(model, optimizer, steps=3):
+    for number in range(steps):
+        optimizer.zero_grad()
+        step(model, tokens_of(number))
+        optimizer.step()
+
+
+def _optimizer_first(world):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    tensor_parallel(model, world, plan=PLAN)
+    trained(model, optimizer)
+    return full_state_dict(model, world)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_parameters_of_heads_and_an_early_optimizer_train_as_in_one_process(tp):
+    model = Model()
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))
+    for state in minipar.run(_optimizer_first, world_size=tp):
+        assert state.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert_equal_to(state[name], value, floor=1e-12, what=name)
+
+
+def without(*patterns, **other):
+    return {**{pattern: cut for pattern, cut in PLAN.items() if pattern not in patterns}, **other}
+
+
+def _mistake(world, kind):
+    model = Model(seed=world.rank if kind == "seed" else 0, p=0.5 if kind == "dropout" else 0.0)
+    plan = {
+        "norm": without("*.q_norm"),
+        "parameter": without("*.scale"),
+        "heads": without("attention", "*.q_norm", "*.scale"),
+        "parts": without("*.qkv", **{"*.qkv": Column(unit=HEAD_DIM)}),
+        "sum": {**PLAN, "norm": "summed"},
+        "plans": without("head") if world.rank else PLAN,
+    }.get(kind, PLAN)
+    if kind == "zero":
+        plan = without("*.q_norm")
+        nn.init.zeros_(model.attention.out.weight)
+    if kind == "shapes" and world.rank:
+        model.head = nn.Linear(DIM, 16).double()
+    tensor_parallel(model, world, plan=plan)
+    torch.manual_seed(world.rank if kind == "dropout" else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(2 if kind == "zero" else 1):
+        optimizer.zero_grad()
+        seed = number + (world.rank if kind == "batch" else 0)
+        step(model, tokens_of(seed), tokens_of(9 + world.rank) if kind == "targets" else None)
+        optimizer.step()
+
+
+def _mistake_is_told(world, kind):
+    with pytest.raises(ValueError) as caught:
+        _mistake(world, kind)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("norm", "the gradient of attention.q_norm.weight, which every tp rank has whole, differs"),
+        ("parameter", "the gradient of attention.scale, which every tp rank has whole, differs"),
+        ("zero", "the gradient of attention.q_norm.weight, which every tp rank has whole, differs"),
+        (
+            "heads",
+            "plan: the input of attention.out is not what it is in one process; give Column(unit=, parts=)",
+        ),
+        ("parts", "plan: the input of attention.out is not what it is in one process"),
+        ("sum", 'the gradient of norm.weight is the same on every tp rank; do not plan it as "summed"'),
+        ("seed", "models differ: embedding.weight is [12, 16] torch.float64 trained with checksum"),
+        ("shapes", "models differ: head.weight is [12, 16] torch.float64 trained with checksum"),
+        ("plans", "models differ: the cut of head is 'gathered' on rank 0, and missing on rank 1"),
+        ("batch", "inputs of the model differ: input 0 is [2, 7] torch.int64"),
+        ("targets", "give all tp ranks the same batch and, for dropout, the same torch.manual_seed"),
+        ("dropout", "give all tp ranks the same batch and, for dropout, the same torch.manual_seed"),
+    ],
+)
+def test_a_mistake_in_a_plan_or_between_ranks_raises_on_every_rank(kind, says):
+    one, other = minipar.run(_mistake_is_told, kind, world_size=2)
+    assert one == other
+    assert says in one
+
+
+def _calls(world):
+    """Calls of the attention while the model is called with a cache, without, and again; and what was changed."""
+    model, calls = Model(p=0.5), []
+    tensor_parallel(model, world, plan=PLAN)
+    model.drop.eval()
+    model.attention.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    random = torch.get_rng_state()
+    for cache in (object(), None, None):
+        model(tokens_of(0), cache=cache)
+        calls.append(None)
+    modes = {name: module.training for name, module in model.named_modules()}
+    return (
+        calls,
+        modes.pop("drop"),
+        set(modes.values()),
+        model.attention.heads,
+        torch.equal(random, torch.get_rng_state()),
+    )
+
+
+def test_the_first_call_without_objects_runs_twice_more_and_restores_all():
+    for result in minipar.run(_calls, world_size=2):
+        assert result == ([True, None, False, False, True, None, True, None], False, {True}, HEADS // 2, True)
+
+
+def _cast_and_moved(world):
+    model = Model()
+    tensor_parallel(model, world, plan=PLAN)
+    model.float().double()
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    return model.attention.q_norm.weight.detach(), model.attention.scale.detach()
+
+
+def test_a_cast_after_the_cut_keeps_sums_of_gradients():
+    one, other = minipar.run(_cast_and_moved, world_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(one, other))
+
+
+def _thawed(world):
+    model = Model()
+    model.requires_grad_(False)
+    tensor_parallel(model, world, plan=PLAN)
+    frozen = [p.requires_grad for p in model.parameters()]
+    model.requires_grad_(True)
+    step(model, tokens_of(0))
+    return frozen, model.attention.q_norm.weight.grad
+
+
+def test_a_parameter_thawed_after_the_cut_is_summed():
+    model = Model()
+    step(model, tokens_of(0))
+    for frozen, gradient in minipar.run(_thawed, world_size=2):
+        assert not any(frozen)
+        assert_equal_to(gradient, model.attention.q_norm.weight.grad, floor=1e-14)
+
+
+def test_checksums_tell_values_shapes_dtypes_and_what_is_trained():
+    x = torch.arange(6.0)
+    others = [x + 1, x.view(2, 3), x.double(), x.clone().requires_grad_(), x.to("meta")]
+    assert len({plan_checks.described(y) for y in (x, *others)}) == 6
+    assert plan_checks.described(x) == plan_checks.described(x.clone())
+
+
+class Lora(nn.Module):
+    """A layer with low-rank factors, as adapters replace it."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A, self.lora_B = (
+            nn.Linear(base.in_features, 2, bias=False),
+            nn.Linear(2, base.out_features, bias=False),
+        )
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def with_lora():
+    torch.manual_seed(0)
+    return nn.Sequential(Lora(nn.Linear(4, 8)), nn.GELU(), Lora(nn.Linear(8, 4))).double()
+
+
+def _lora(world):
+    with pytest.raises(
+        ValueError, match=r"0 wraps 0.base_layer, as LoRA does; plan 0.base_layer in its place and"
+    ):
+        tensor_parallel(with_lora(), world, plan={"0": "column", "2": "row"})
+    model = with_lora()
+    plan = {"0.base_layer": "column", "0.lora_B": "column", "2.base_layer": "row", "2.lora_A": "row"}
+    tensor_parallel(model, world, plan=plan)
+    model(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)).square().sum().backward()
+    return {
+        name: p.grad for name, p in model.named_parameters() if name in ("0.lora_A.weight", "2.lora_B.weight")
+    }
+
+
+def test_low_rank_factors_are_planned_by_name():
+    model = with_lora()
+    model(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)).square().sum().backward()
+    for gradients in minipar.run(_lora, world_size=2):
+        for name, gradient in gradients.items():
+            assert_equal_to(gradient, model.get_parameter(name).grad, floor=1e-14, what=name)
