@@ -49,21 +49,28 @@ def require_whole(params: Iterable[nn.Parameter], by: str) -> None:
 def require_same_parameters(
     comm_of: CommOf, named: Iterable[tuple[str, Tensor]], extra: Mapping[str, object] = {}
 ) -> None:
-    """Raise ValueError, the same on every rank, unless the ranks of each Comm have equal tensors in the same order.
+    """Raise ValueError, on every rank, unless the ranks of each Comm have equal parameters or buffers in equal order.
 
-    named   (name, parameter or buffer); shapes, dtypes and requires_grad are compared, values are not
-    extra   more that the ranks of each Comm must have in common, such as options: name -> value
+    named   (name, tensor) pairs: names, shapes, dtypes, parts of split tensors, and which are trained, are compared
+    extra   what else must be equal, such as options; what is printed with its address is not compared
 
-    Sends 16 bytes to each other rank of each Comm.
+    Sends a digest of 16 bytes to each other rank of each Comm, and more only if digests differ.
     """
-    groups: dict[Comm, dict[str, object]] = {}
+    by_comm: dict[Comm, dict[str, str]] = {}
     for name, x in named:
-        trained = "trained" if x.requires_grad else "frozen"
-        groups.setdefault(comm_of(x), {})[name] = f"{list(x.shape)} {x.dtype} {trained}"
-    for comm, tensors in groups.items():
-        require_equal(
-            comm, "models", {**tensors, **extra}, "make the same model, with the same options, on every rank"
-        )
+        entries = by_comm.setdefault(comm_of(x), {})
+        entries[name] = f"{entries[name]}; {_described(x)}" if name in entries else _described(x)
+    options = {name: value for name, value in extra.items() if " at 0x" not in str(value)}
+    for comm, entries in by_comm.items():
+        advice = "give all ranks the same model and the same options"
+        require_equal(comm, "parameters or options", {**options, **entries}, advice)
+
+
+def _described(x: Tensor) -> str:
+    place: Placement | None = getattr(x, "placement", None)
+    split = place is not None and place.local_shape != place.global_shape
+    part = f" of {place.global_shape} at {place.rows or place.start}" if place is not None and split else ""
+    return f"{tuple(x.shape)}{part} {x.dtype} {'trained' if x.requires_grad else 'frozen'}"
 
 
 def place_by_number(groups: list[ParamGroup]) -> None:

@@ -74,7 +74,7 @@ class ChunkOptimizer(Generic[C]):
             masters = [self.masters[p] for p in group["params"] if p in self.masters]
             if masters:
                 self._groups.append(i)
-                inner.append({**_options(group), "params": masters})
+                inner.append({**options_of(group), "params": masters})
         comm = {"comm": bucket.comm} if getattr(optimizer_cls, "sums_over_shards", False) else {}
         self.optimizer = optimizer_cls(inner, **arguments, **comm)
         self.offload_state()  # Adagrad has states before its first step
@@ -192,7 +192,7 @@ def step_chunks(
     memories = dict.fromkeys(chunk.memory for chunk in chunks)
     of_chunks = [pair for chunk in chunks for pair in chunk.groups(groups)]
     for inner, outer in of_chunks:
-        inner.update(_options(outer))
+        inner.update(options_of(outer))
     try:
         for chunk, following in zip(chunks, [*chunks[1:], None]):
             chunk.prefetch()
@@ -201,7 +201,7 @@ def step_chunks(
             chunk.step(grad_scale)
             yield chunk
         for inner, outer in of_chunks:
-            outer.update(_options(inner))
+            outer.update(options_of(inner))
         for memory in memories:
             memory.finish()
     except BaseException:
@@ -210,7 +210,7 @@ def step_chunks(
         raise
 
 
-def _options(group: ParamGroup) -> dict[str, Any]:
+def options_of(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

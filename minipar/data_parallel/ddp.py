@@ -6,7 +6,7 @@ and recovery from exceptions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, SupportsIndex
@@ -22,6 +22,7 @@ from minipar.data_parallel.arguments import (
     function_of_parameter,
     refuse_copy,
     require_reduce,
+    require_same_parameters,
     require_whole,
 )
 from minipar.data_parallel.backward_end import arm_on_backward, in_backward
@@ -61,11 +62,13 @@ class DDP(nn.Module):
     buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come before a backward and the
     model changes buffers that its backward needs.
 
-    Sends per step 2(p-1)/p of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per
-    parameter (the usage bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync`
-    broadcasts the buffers: all ranks together send the bytes of the buffers p-1 times.
-    Raises ValueError for a bad argument; RuntimeError if a gradient is sparse, or changes after its bucket was reduced,
-    or if a later DDP or ZeroOptimizer was made for a parameter; TypeError for a copy of the wrapper.
+    Sends at construction a digest of 16 bytes to each other rank, the parameters and the buffers. Sends per step 2(p-1)/p
+    of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per parameter (the usage
+    bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync` broadcasts the buffers:
+    all ranks together send the bytes of the buffers p-1 times.
+    Raises ValueError for a bad argument, and if the ranks' modules or options differ; RuntimeError if a gradient is
+    sparse, or changes after its bucket was reduced, or if a later DDP or ZeroOptimizer was made for a parameter;
+    TypeError for a copy of the wrapper.
     Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
     """
 
@@ -94,7 +97,11 @@ class DDP(nn.Module):
         self._sent: list[tuple[Bucket, Tensor]] = []
         self.reducer: GradientReducer[Bucket] = GradientReducer(self._launch, self._finish, "DDP")
         self.buckets = self.reducer.buckets
-        self._add(list(module.parameters()))
+        shared = dict(
+            reduce=reduce, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm,
+            reduce_dtype=reduce_dtype, broadcast_buffers=broadcast_buffers, compressed=compress is not None,
+        )  # fmt: skip
+        self._add(list(module.parameters()), module.named_buffers(), shared)
         copy_buffers_of_rank0(module, [self._comm_of])
 
     @_disable_dynamo(recursive=False)  # torch.compile(DDP(module)) traces the module alone
@@ -173,12 +180,19 @@ class DDP(nn.Module):
                 self.reducer.bucket_of[param].write(param, bool(used))
 
     @torch.no_grad()
-    def _add(self, params: list[nn.Parameter]) -> None:
-        """Copy rank 0's values to the parameters, and put the trained ones into buckets."""
+    def _add(
+        self,
+        params: list[nn.Parameter],
+        buffers: Iterable[tuple[str, Tensor]] = (),
+        shared: Mapping[str, object] = {},
+    ) -> None:
+        """Copy rank 0's values to the parameters, and put the trained ones into buckets. `shared` is equal on all ranks."""
         if not params:
             return
         place_whole(self.module)
         require_whole(params, "DDP")
+        named = [(placement_of(p).name, p) for p in params]
+        require_same_parameters(self._comm_of, [*named, *buffers], shared)
         for param in params:
             set_placement(param, placement_of(param).replicate(self.axis))
             param.copy_(self._comm_of(param).broadcast(param))

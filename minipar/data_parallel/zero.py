@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minipar.comm import Comm
 from minipar.data_parallel import arguments, optimizer_state
 from minipar.data_parallel.buckets import Bucket, make_buckets
-from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, step_chunks
+from minipar.data_parallel.chunk_optimizer import ChunkOptimizer, options_of, step_chunks
 from minipar.data_parallel.compressors import Compressor, Compressors
 from minipar.data_parallel.elementwise_optimizers import require_per_element
 from minipar.data_parallel.gradient_reducer import GradientReducer
@@ -31,7 +31,8 @@ from minipar.mesh import placement_of
 class ZeroOptimizer(torch.optim.Optimizer):
     """Shard the state of `optimizer_cls` over p ranks. Replaces DDP, since it reduces the gradients itself.
 
-    params         parameters, (name, parameter) pairs, or parameter groups; every rank gets rank 0's values
+    params         parameters, (name, parameter) pairs, or parameter groups; every rank gets rank 0's values. Only with
+                   names are ranks told that give parameters of equal shapes in another order
     optimizer_cls  any per-element torch optimizer, or `Lamb`; `kwargs` are its arguments
     comm           the ranks that hold a replica, or a function from parameter to Comm
     stage          1: optimizer state is sharded. 2: gradients too; each bucket is freed when it has been reduced
@@ -57,13 +58,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
     "halving_doubling" their sums are bitwise DDP's. If groups put them in another order, buckets and chunks differ, and on
     3 or more ranks rounding differs too.
 
-    Sends per step (p-1)/p of every bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
+    Sends at construction a digest of 16 bytes to each other rank, and the parameters. Sends per step (p-1)/p of every
+    bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
     all-reduce of one byte per parameter: 2P elements in all for P parameters, as in DDP. In mixed precision with Adam,
     holds 4 + 12/p bytes per parameter in stage 1, and 2 + 14/p in stage 2. M backwards outside no_sync accumulate in the
     shards: they send (M+1)P elements, and stage 2 needs no more memory than above. If all but the last are under no_sync,
     they send 2P elements, but full gradients are held.
-    Raises ValueError for a bad argument or a state that does not fit, TypeError for a copy, RuntimeError if a
-    parameter's storage was replaced, a later optimizer or DDP was made for it, or torch clips or unscales its gradient.
+    Raises ValueError for a bad argument, a state that does not fit, or ranks whose parameters or options differ;
+    TypeError for a copy, RuntimeError if a parameter's storage was replaced, a later optimizer or DDP was made for it, or
+    torch clips or unscales its gradient.
     Source: ZeRO, arXiv:1910.02054, sections 5 and 7.
     """
 
@@ -104,6 +107,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._launch, self._finish, "ZeroOptimizer"
         )
         self.buckets = self.reducer.buckets
+        # What all ranks must have in common, besides the parameters.
+        self._shared: dict[str, object] = dict(
+            optimizer_cls=getattr(optimizer_cls, "__qualname__", optimizer_cls), stage=stage, reduce=reduce,
+            bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm, master_dtype=master_dtype,
+            reduce_dtype=reduce_dtype, offload=offload, compressed=compress is not None,
+        ) | kwargs  # fmt: skip
         self._begun = False
         defaults = optimizer_cls([nn.Parameter(torch.zeros(1))], **kwargs).defaults
         super().__init__(params, defaults)
@@ -122,15 +131,29 @@ class ZeroOptimizer(torch.optim.Optimizer):
         arguments.place_by_number(self.param_groups)
         params = [p for group in groups for p in group["params"]]
         arguments.require_whole(params, "ZeroOptimizer")
+        options: dict[str, object] = {
+            f"{key} of group {i}": value
+            for i, group in enumerate(self.param_groups)
+            for key, value in options_of(group).items()
+        }
+        arguments.require_same_parameters(self._comm_of, self._named(params), self._shared | options)
         for frozen in (p for p in params if not p.requires_grad):
             frozen.copy_(self._comm_of(frozen).broadcast(frozen))
-        self._shard_trained()
+        self._make_chunks()
 
-    def _shard_trained(self) -> None:
-        """Put the trained parameters that have no bucket yet into new, sharded buckets.
+    def _named(self, params: list[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
+        wanted = set(params)
+        for i, group in enumerate(self.param_groups):
+            yield from ((f"{placement_of(p).name} of group {i}", p) for p in group["params"] if p in wanted)
 
-        The first call finds all trained parameters; later calls find those that were added or thawed.
-        """
+    def _shard_thawed(self) -> None:
+        """Shard the parameters that were thawed. If only some ranks have thawed them, this is the error's place."""
+        if thawed := self._trained_without_bucket():
+            arguments.require_same_parameters(self._comm_of, self._named(thawed))
+        self._make_chunks()
+
+    def _make_chunks(self) -> None:
+        """Put the trained parameters that have no bucket yet into new, sharded buckets."""
         self.reducer.check()
         for bucket in self._make_buckets(self._trained_without_bucket()):
             wide = self._master_dtype or bucket.flat.dtype
@@ -194,7 +217,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Reduce the accumulated gradients now. Call it if the last backward ran inside `no_sync()`."""
-        self._shard_trained()
+        self._shard_thawed()
         self.reducer.synchronize()
 
     def reduce_pending(self) -> None:
@@ -202,7 +225,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Inside `no_sync`, always reduce: whether a backward has added gradients may differ between ranks.
         """
-        self._shard_trained()
+        self._shard_thawed()
         if self._unreduced or not self.reducer.synchronised:
             self.synchronize()
         for bucket in self.buckets:
@@ -211,7 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero the gradients. After an exception in a backward, all are dropped, for what was reduced is a part."""
         interrupted = self._reset_after_error()
-        self._shard_trained()
+        self._shard_thawed()
         super().zero_grad(set_to_none)
         self._unreduced = True
         if set_to_none or interrupted:

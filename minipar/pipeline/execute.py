@@ -11,6 +11,7 @@ gradient and an I's.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.comm.agreement import require_equal
 from minipar.mesh.shard_gradient import mark_gradient
 from minipar.model import IGNORE_INDEX
 from minipar.model.evaluating import evaluating
@@ -59,8 +61,10 @@ class Pipeline:
     into slices.
 
     Sends m * elements of a stage's output per direction, for each boundary between stages on different ranks, and
-    80 bytes once for the shape of each slice; with tied embeddings, also V * D elements per step each way.
-    Raises ValueError for a schedule that cannot train or does not fit, and for outputs that change their shape.
+    80 bytes once for the shape of each slice; at construction, a digest of 16 bytes to each other rank; with tied
+    embeddings, also V * D elements per step each way.
+    Raises ValueError for a schedule that cannot train, does not fit or is another on another rank, and for outputs that
+    change their shape.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Pipeline:
         slice_sizes: Sequence[int] | None = None,
         reshard_stages: bool = False,
     ):
+        _require_same_schedule(comm, schedule)
         validate(schedule)
         numbers = _require_fit(stages, comm, schedule, loss_fn)
         self.comm, self.schedule = comm, schedule
@@ -282,6 +287,13 @@ class _Step:
         of_input = stage.backward(unit, gradient)
         if of_input is not None:
             self._results[Action("I", number, unit)] = of_input
+
+
+def _require_same_schedule(comm: Comm, schedule: Schedule) -> None:
+    names = "name", "num_microbatches", "stage_rank", "slices", "copies", "actions"
+    entries = {name: getattr(schedule, name) for name in names}
+    entries["actions"] = f"of checksum {zlib.crc32(repr(entries['actions']).encode()):08x}"
+    require_equal(comm, "pipeline schedules", entries, "give all ranks the same schedule")
 
 
 def _require_fit(

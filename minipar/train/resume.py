@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from minipar.checkpoint.restore import Checkpoint, CheckpointRef, checkpoints, find_damage
 from minipar.comm import Comm
-from minipar.comm.objects import all_gather_objects
+from minipar.comm.agreement import require_equal
 from minipar.config.check_paths import CHECKPOINTS
 from minipar.config.train_config import TrainConfig
 from minipar.data.text import TextId
@@ -57,14 +58,23 @@ def require_usable(config: TrainConfig, text_id: TextId, path: Path | None) -> C
     return checkpoint.chosen
 
 
-def require_same_text(world: Comm, config: TrainConfig, text_id: TextId) -> None:
-    """Raise ValueError, on every rank, if the ranks have read different texts."""
-    other = [r for r, other_id in enumerate(all_gather_objects(world, text_id)) if other_id != text_id]
-    if other:
-        name = "text" if config.tokens is None else "tokens"
-        raise ValueError(
-            f"{name}={getattr(config, name)} has other bytes on rank {other[0]} than on rank {world.rank}"
-        )
+def require_same_start(world: Comm, config: TrainConfig, text_id: TextId) -> None:
+    """Raise ValueError, on every rank, if the ranks were started with other settings or have read other texts.
+
+    Paths may differ: what is read from them is compared where it is read.
+    """
+    settings: dict[str, object] = {"text": text_id}
+    for prefix, table in {
+        "": config,
+        "model.": config.model,
+        **{f"{choice}.": own for choice, own in config.options.items()},
+    }.items():
+        names = [field.name for field in fields(table) if "Path" not in str(field.type)]
+        settings |= {
+            f"{prefix}{name}": getattr(table, name) for name in names if name not in ("model", "options")
+        }
+    advice = "start every rank with the same flags and the same files"
+    require_equal(world, "settings", settings, advice)
 
 
 def in_own_folder(config: TrainConfig) -> bool:

@@ -41,7 +41,7 @@ from minipar.train.node_warning import warn_if_tp_crosses
 from minipar.train.optim import NotFinite
 from minipar.train.parallelize import RankState, parallelize
 from minipar.train.reference import Difference, ReferenceRun, compare, train_in_one_process
-from minipar.train.resume import in_own_folder, require_no_others, require_same_text, require_usable
+from minipar.train.resume import in_own_folder, require_no_others, require_same_start, require_usable
 from minipar.train.state import BUFFER, PARAMETER, StoredParameters, described, parts_of, restore
 from minipar.train.step import evaluate, local_batch, train_step
 from minipar.train.text_generation import sample_text
@@ -108,11 +108,11 @@ def _train(
 ) -> Result | None:  # fmt: skip
     """Train on `world`, which has torchrun's ranks, or on local ranks if `world` is None."""
     if world is not None:
+        require_same_start(world, config, text_id)
         if world.size != config.world_size:
             raise ValueError(
                 f"{config.mesh_name} needs {config.world_size} ranks, and torchrun started {world.size}"
             )
-        require_same_text(world, config, text_id)
     start = _choose_start(config, text_id, world)
     decided_on_rank_0(world, partial(prepare_folder, config.folder))
     if world is not None and world.rank:

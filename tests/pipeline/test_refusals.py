@@ -37,6 +37,20 @@ def identity():
 X = torch.ones(4, 4)
 
 
+def with_another_schedule(world):
+    for mine, says in (
+        (one_f_one_b(2, 2 + 2 * world.rank), "num_microbatches is 2 on rank 0, and 4 on rank 1"),
+        ([one_f_one_b, gpipe][world.rank](2, 4), "name is 1f1b on rank 0, and gpipe on rank 1"),
+        (replace([one_f_one_b, gpipe][world.rank](2, 4), name="own"), "actions is of checksum"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Pipeline([identity()], world, mine)
+
+
+def test_ranks_with_different_schedules_are_told_so():
+    minipar.run(with_another_schedule, world_size=2)
+
+
 @pytest.mark.parametrize(
     ("fn", "message"),
     [

@@ -3,6 +3,7 @@
 import random
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from minipar.config.train_config import TrainConfig
 from minipar.data.text import TextId, load_data
 from minipar.train import train, trainer
 from minipar.train.log import read_metrics
-from minipar.train.resume import require_same_text
+from minipar.train.resume import require_same_start
 from tests.checkpoint.test_checkpoint import damage_bit
 from tests.checkpoint.test_saves import save_each
 
@@ -106,11 +107,34 @@ def test_a_refusal_of_rank_0_is_the_refusal_of_all():
     assert minipar.run(lambda world: decided_on_rank_0(world, lambda: world.rank), world_size=2) == [0, 0]
 
 
-def test_ranks_that_have_read_different_texts_say_so():
-    rank = lambda world: require_same_text(world, BASE, f"digest {world.rank}")  # noqa: E731
-    with pytest.raises(minipar.RankError, match="text=None has other bytes on rank"):
-        minipar.run(rank, world_size=2)
-    minipar.run(lambda world: require_same_text(world, BASE, "digest"), world_size=2)
+def started(world, configs, digests):
+    try:
+        require_same_start(world, configs[world.rank], digests[world.rank])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("config", "digest", "says"),
+    [
+        (BASE, "b", "text is a on rank 0, and b on rank 1"),
+        (replace(BASE, seed=7), "a", "seed is 0 on rank 0, and 7 on rank 1"),
+        (
+            replace(BASE, model=replace(SMALL, dropout=0.5)),
+            "a",
+            "model.dropout is 0.0 on rank 0, and 0.5 on rank 1",
+        ),
+        (replace(BASE, out=Path("elsewhere")), "a", ""),
+    ],
+)
+def test_ranks_started_with_other_settings_or_texts_say_so(config, digest, says):
+    for said in minipar.run(started, (BASE, config), ("a", digest), world_size=2):
+        assert said == (
+            f"the ranks' settings differ: {says}; start every rank with the same flags and the same files"
+            if says
+            else ""
+        )
 
 
 def contents(folder) -> dict:

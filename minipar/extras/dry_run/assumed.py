@@ -41,6 +41,9 @@ def _rows_of_every_rank(x: Tensor, frame: FrameType) -> Any:
 FINITE = "every loss and gradient norm is finite, and no gradient is clipped"
 BALANCED = "the router sends every expert as many tokens, and drops none"
 ASSUMED = (
+    Assumption(
+        "minipar.comm.agreement", "require_equal", "all ranks run the same model", lambda x, frame: False
+    ),
     Assumption("minipar.train.step", "train_step", FINITE, lambda x, frame: [1.0, 0.5]),
     Assumption(
         "minipar.train.optim",
