@@ -247,7 +247,9 @@ OTHERS = {
 }  # fmt: skip
 DIFFER = {
     f"{what} on rank 1 under {wrapper}": Misuse(
-        models_differ(wrapper, other), one_process, r"ValueError: the ranks' models differ: "
+        models_differ(wrapper, other),
+        one_process,
+        r"ValueError: the ranks' (models|parameters or options) differ: ",
     )
     for wrapper in WRAPPERS
     for what, other in OTHERS.items()
@@ -281,8 +283,8 @@ DIFFER |= {
     "other units on rank 1": Misuse(units_differ, one_process, "ValueError: the ranks' .*differ"),
     "another plan on rank 1": Misuse(plans_differ, one_process, "ValueError: the ranks' .*differ"),
     "each tp rank has rows of its own": Misuse(other_rows, one_process, "(?i)error: .*(batch|input|differ)"),
-    "another reduce on rank 1 under ddp": Misuse(options_differ("ddp", reduce="sum"), one_process, "Error: .*reduce"),
-    "another reduce on rank 1 under fsdp": Misuse(options_differ("fsdp", reduce="sum"), one_process, "Error: .*reduce"),
+    "another reduce on rank 1 under ddp": Misuse(options_differ("ddp", reduce="sum"), one_process, "the ranks' .* differ: reduce"),
+    "another reduce on rank 1 under fsdp": Misuse(options_differ("fsdp", reduce="sum"), one_process, "the ranks' .* differ: reduce"),
 }  # fmt: skip
 
 
