@@ -33,8 +33,8 @@ from minipar.data_parallel.fsdp_unit import (
     UnitOrder,
     find_units,
     group_parameters,
-    unit_of_parameter,
     refuse_compile,
+    unit_of_parameter,
 )
 from minipar.data_parallel.gradient_reducer import take_over
 from minipar.data_parallel.memory import memory_for
@@ -103,12 +103,16 @@ class FSDP(nn.Module):
     Wrap first, then make the optimizer from `parameters()`, which are now flat shards, as are their gradients. The
     optimizer must be per-element: unless `per_element` is True, its first step raises if its class is not known to be. Clip
     with `minipar.clip_grad_norm_(shards, max_norm, comm)`: torch's own function raises on shards, since it would use the
-    norm of a shard as that of the parameter. All ranks must run the same units in the same order: messages carry the unit's
-    name, so other units are a deadlock that names both, except with torch's own collectives, which check nothing. The unit whose forward
-    ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks: a compiled module may
-    be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
+    norm of a shard as that of the parameter. All ranks must run the same units in the same order. Messages carry the unit's
+    name, so ranks that run different units get a deadlock that names both; not with torch's own collectives, as on NCCL.
+    The unit whose forward ends last stays unsharded, since its backward comes first. torch.compile cannot trace the hooks:
+    a compiled module may be a unit, FSDP(torch.compile(module), comm), or be inside a unit, but it may not contain a unit.
     torch.compile(FSDP(module, comm)) compiles the forwards of user-defined modules, but neither the hooks nor torch's
     containers.
+
+    Save and load with `full_state_dict`, `load_full_state_dict` or, inside `summon_full_parameters`, as ever. Elsewhere
+    `state_dict` and `load_state_dict` of any module with shards inside raise, as does `state_dict` of an optimizer that has
+    stepped with shards: each would be one rank's part. minipar.extras.checkpoints.dcp writes all parts.
 
     Sends per step (p-1)/p of each unit: twice in compute_dtype to all-gather it (the unit whose forward ends last, once),
     and, if it is trained, once in reduce_dtype to reduce-scatter its gradients. Each parameter is rounded up to 64 elements
@@ -119,11 +123,9 @@ class FSDP(nn.Module):
     activation checkpoint over several units, also those of them with a frozen parameter.
     Raises ValueError for a bad argument, for ranks whose models or options differ or, in `step`, for an optimizer that is
     not known to be per-element; RuntimeError where a resharded parameter is used, a parameter was moved, thawed, added or
-    replaced, a gradient is sparse, or the backward reaches a unit in whose output FSDP found no tensor that requires a
-    gradient (it searches containers and attributes); TypeError for a copy of the wrapper or of a module with shards.
-    Also RuntimeError for `state_dict` and `load_state_dict` of the wrapper, of any module with shards inside, and of an
-    optimizer that has stepped with shards: `full_state_dict`, `load_full_state_dict` and `summon_full_parameters` have the
-    weights, and minipar.extras.checkpoints.dcp the optimizer's state.
+    replaced, one rank's part would be saved or loaded, a gradient is sparse, or the backward reaches a unit in whose output
+    FSDP found no tensor that requires a gradient (it searches containers and attributes); TypeError for a copy of the
+    wrapper or of a module with shards inside.
     Source: ZeRO, arXiv:1910.02054, section 5.3; PyTorch FSDP, arXiv:2304.11277, sections 3 and 4.
     """
 
@@ -268,7 +270,7 @@ class FSDP(nn.Module):
             ):  # the backward may reach it by another path, and must then find its parameters unsharded
                 unit.output_is_hidden = True
         keep = torch.is_grad_enabled() and not self.order.reshard_after_forward
-        # torch's checkpoint keeps a frozen parameter itself, not a view of it: its recomputed value must stay until it is used.
+        # torch's checkpoint keeps a frozen parameter itself, not a view: the recomputed one must stay until it is used.
         keep |= in_backward() and any(not flat.trained for flat in unit.flats)
         if unit.active == 0 and not keep and not unit.output_is_hidden:
             self.order.delay_reshard(unit)
@@ -318,8 +320,8 @@ class FSDP(nn.Module):
         for name, param in self.module.named_parameters():
             if param not in self.reducer.gradients_of:
                 raise RuntimeError(
-                    f"the parameter {name} was added or replaced after FSDP had wrapped the module, and ranks would not train "
-                    "it alike; change the module first, then wrap it"
+                    f"the parameter {name} was added or replaced after FSDP had wrapped the module, and ranks would not "
+                    "train it alike; change the module first, then wrap it"
                 )
 
     def _end_forward(self) -> None:
