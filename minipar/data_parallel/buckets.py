@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.comm import Comm
+from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import holds_part, placement_of
 from minipar.mesh.shard_gradient import as_shard_gradient
 
@@ -31,6 +32,7 @@ class Bucket:
     flat    the gradients, each view starting at a multiple of 64 bytes; then, in the last bucket of its Comm and dtype, one
             flag per parameter of that Comm and dtype; then padding, so that the ranks' ring chunks are equal and aligned
     views   parameter -> its part of `flat`, in the parameter's shape
+    sum_dtype  the dtype in which several gradients of a parameter add up; `flat`'s own, or a wider one, set by the owner
     flags   one per parameter of `flagged`: after the reduction, nonzero if any rank has a gradient. Empty if the bucket is
             not the last. ZeRO does not read the flags; it has them so that its chunks and order of addition are DDP's
     """
@@ -46,6 +48,7 @@ class Bucket:
         self.flat = torch.zeros(
             _round_up(end + len(self.flagged), step * comm.size), dtype=dtype, device=device
         )
+        self.sum_dtype = dtype
         # `.data`, so that each view's version counter counts its own changes only, not those of the other views.
         self.views = {
             p: as_shard_gradient(self.flat.data[i : i + p.numel()].view(p.shape), holds_part(p))
@@ -56,6 +59,25 @@ class Bucket:
         self._reduced_versions: dict[nn.Parameter, int] = {}
         # Parameter -> its reduced gradient, to restore if no rank adds to it.
         self._kept: dict[nn.Parameter, Tensor] = {}
+        # Parameter -> its gradient in sum_dtype: collected, and in place of its view the one to reduce; or reduced.
+        self._wide: dict[nn.Parameter, Tensor] = {}
+        self._exact: dict[nn.Parameter, Tensor] = {}
+
+    def sum_in(self, dtype: torch.dtype) -> None:
+        """Let gradients add up in `dtype`, if that is wider than the parameters'."""
+        self.sum_dtype = torch.promote_types(dtype, self.flat.dtype)
+
+    def widen(self, param: nn.Parameter) -> None:
+        """Before a gradient is added to another one, make that one's dtype `sum_dtype`: in bf16, 256 + 1 is 256."""
+        gradient = param.grad
+        if gradient is None or isinstance(gradient, ReducedGradient) or gradient.dtype == self.sum_dtype:
+            return
+        exact = self._exact.pop(param, None)
+        view = self.views[param]
+        unchanged = (
+            gradient.data_ptr() == view.data_ptr() and self._reduced_versions.get(param) == view._version
+        )
+        param.grad = exact if exact is not None and unchanged else gradient.to(self.sum_dtype)
 
     def collect(self, param: nn.Parameter) -> bool:
         """Copy the parameter's gradient into its view and make the view its `.grad`. Return True if it is to be reduced.
@@ -66,6 +88,7 @@ class Bucket:
         """
         view, gradient = self.views[param], param.grad
         self._kept.pop(param, None)  # of a backward that an exception ended
+        self._wide.pop(param, None)
         if param.dtype != view.dtype:
             raise RuntimeError(
                 f"{placement_of(param).name} was cast from {view.dtype} to {param.dtype} after it was wrapped; cast the "
@@ -73,13 +96,34 @@ class Bucket:
             )
         if gradient is None:
             view.zero_()
+        elif gradient.dtype != view.dtype:
+            self._wide[param] = gradient.detach()
         elif require_dense(param, gradient).data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
             param.grad = view
         elif self._reduced_versions.get(param) == view._version:
             self._kept[param] = view.clone()
+            if param in self._exact:
+                self._wide[param] = self._exact[param]
             return False
+        self._exact.pop(param, None)
         return gradient is not None
+
+    def to_send(self, dtype: torch.dtype, in_place: bool = False) -> tuple[Tensor, bool]:
+        """Return the collected gradients in `dtype`, and whether any is a sum; `flat` itself if nothing has to be cast.
+
+        in_place  the tensor returned is reduced in place: keep what it will hold, to add later gradients to it
+        """
+        sent = self.flat.to(dtype)
+        wide, self._wide, self._exact = self._wide, {}, {}
+        for param, gradient in wide.items():
+            view = self.views[param]
+            start = int(view.storage_offset())
+            part = sent[start : start + view.numel()].view(view.shape)
+            part.copy_(gradient)
+            if in_place:
+                self._exact[param] = part
+        return sent, bool(wide)
 
     def layout(self) -> Layout:
         """Return parameter -> (start, number of elements) of its gradient in `flat`."""

@@ -46,8 +46,8 @@ class DDP(nn.Module):
                 "sum": for a loss already divided by the global number of tokens
     algorithm   the algorithm of the all-reduce
     broadcast_buffers   copy rank 0's buffers (running means, say) to the other ranks before each forward
-    reduce_dtype        the dtype in which gradients are summed; default: the parameters' dtype, to which the result is
-                        always rounded
+    reduce_dtype        the dtype in which gradients are summed, over ranks and over backwards; default: the parameters'
+                        dtype, to which the result is always rounded
     compress    a function from Comm to a `Compressor`, which averages gradients with fewer bytes; `minipar.extras.compress`
                 has several. The attribute `compressors` holds them, with their residuals. While `compressors.on` is False,
                 as in a warm-up, gradients are reduced uncompressed, as they always are on one rank
@@ -62,6 +62,8 @@ class DDP(nn.Module):
     buckets of their own, at the next forward. Set broadcast_buffers=False if two forwards come before a backward and the
     model changes buffers that its backward needs.
 
+    Where gradients accumulate in a reduce_dtype wider than the parameters', they are held in it, too: for float32, 4 bytes
+    more per parameter from the second backward on, and as long as further ones could be added.
     Sends at construction a digest of 16 bytes to each other rank, the parameters and the buffers. Sends per step 2(p-1)/p
     of each bucket: its gradients, each rounded up to 64 bytes, and in the last bucket one flag per parameter (the usage
     bitmap); the bucket is rounded up to 64p bytes. A forward with gradients and outside `no_sync` broadcasts the buffers:
@@ -149,7 +151,7 @@ class DDP(nn.Module):
         if bucket.flagged:
             used = [float(p in self.reducer.used) for p in bucket.flagged]
             bucket.flags.copy_(to_device(torch.tensor(used), bucket.flags.device))
-        sent = bucket.flat if self.reduce_dtype is None else bucket.flat.to(self.reduce_dtype)
+        sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
         self._sent.append((bucket, sent))
         compressor = self.compressors.of(bucket.comm)
         if compressor is None:
@@ -198,7 +200,10 @@ class DDP(nn.Module):
             param.copy_(self._comm_of(param).broadcast(param))
         trained = [p for p in params if p.requires_grad]
         self.compressors.keys += trained
-        self.reducer.add(make_buckets(trained, self._comm_of, *self._bucket_sizes))
+        buckets = make_buckets(trained, self._comm_of, *self._bucket_sizes)
+        for bucket in buckets:
+            bucket.sum_in(self.reduce_dtype or bucket.flat.dtype)
+        self.reducer.add(buckets)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         refuse_copy("DDP", "copy its .module, and wrap the copy if it is to be trained")

@@ -34,7 +34,8 @@ class FlatGradients:
 
     flat     the parameters
     compressors  of the FSDP; a compressor takes the place of the reduce-scatter or, for whole parameters, the all-reduce
-    pending  parameter -> its full gradient, not yet reduced; in reduce_dtype if it is a sum of several
+    pending  parameter -> its full gradient, not yet reduced; if it is a sum of several, in the wider of reduce_dtype and
+             the shards' dtype
     reduced  [n/p] the sum of what this backward has reduced so far, or None
     op       "mean" or "sum" over ranks
     """
@@ -43,6 +44,7 @@ class FlatGradients:
         self, flat: FlatParameters, reduce_dtype: torch.dtype | None, op: str, compressors: Compressors
     ):
         self.flat, self.op, self.reduce_dtype = flat, op, reduce_dtype or flat.dtype
+        self._sum_dtype = torch.promote_types(self.reduce_dtype, flat.dtype)
         self.compressors = compressors
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
@@ -53,7 +55,7 @@ class FlatGradients:
     def add(self, param: nn.Parameter, gradient: Tensor) -> None:
         """Add a full gradient to the pending gradients. The tensor may be kept, and changed in place."""
         gradient, before = require_dense(param, gradient), self.pending.get(param)
-        self.pending[param] = gradient if before is None else before.to(self.reduce_dtype).add_(gradient)
+        self.pending[param] = gradient if before is None else before.to(self._sum_dtype).add_(gradient)
 
     @torch.no_grad()
     def reduce(self) -> None:

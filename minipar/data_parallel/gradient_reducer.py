@@ -14,18 +14,26 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from minipar.data_parallel.backward_end import BackwardEnd, WeakCall, in_backward
 from minipar.data_parallel.partial_gradients import ReducedGradient
 from minipar.mesh import placement_of
+from minipar.model.overrides import BeforeAdding
 
 
 class ReducedTogether(Protocol):
-    """A bucket. `collect` takes a parameter's gradient, and returns whether this rank has a gradient to reduce."""
+    """A bucket. `collect` takes a parameter's gradient, and returns whether this rank has a gradient to reduce.
+
+    `widen` makes a parameter's gradient `sum_dtype`, before another one is added to it.
+    """
 
     params: list[nn.Parameter]
+    sum_dtype: torch.dtype
+
+    def widen(self, param: nn.Parameter, /) -> None: ...
 
     def collect(self, param: nn.Parameter, /) -> bool: ...
 
@@ -73,8 +81,11 @@ class GradientReducer(Generic[B]):
             take_over(bucket.params, self.owner)
             for param in bucket.params:
                 self.bucket_of[param] = bucket
-                handle = param.register_post_accumulate_grad_hook(ReducerHook(self))
-                self._hooks.append(handle)
+                self._hooks.append(param.register_post_accumulate_grad_hook(ReducerHook(self)))
+                if bucket.sum_dtype != param.dtype:
+                    param.grad_dtype = None  # any
+                    widen = WeakCall(self.before_adding, weakref.ref(param))
+                    self._hooks.append(param.register_hook(BeforeAdding(widen)))
         self.begin()
 
     def retire(self, replaced_by: str) -> None:
@@ -102,6 +113,10 @@ class GradientReducer(Generic[B]):
     def interrupted(self) -> bool:
         """Return whether an exception ended the last backward. The owner then waits for what was launched, and begins."""
         return self.end.armed and not in_backward()
+
+    def before_adding(self, param: weakref.ref[nn.Parameter], gradient: Tensor) -> None:
+        if (found := param()) is not None:
+            self.bucket_of[found].widen(found)
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """Collect the complete `param.grad`, and launch full buckets. Raises RuntimeError if its bucket was launched."""

@@ -20,17 +20,20 @@ aten = torch.ops.aten
 class ReducedGradient(Tensor):
     """A stand-in in `param.grad` for a reduced gradient. Dropping or zeroing it drops or zeroes the shard's gradient.
 
-    added   the sum of the gradients that later backwards computed and that are not reduced yet, or None
+    added   the sum of the gradients that later backwards computed and that are not reduced yet, or None; in `sum_dtype`
+            if they are several
     """
 
     @staticmethod
-    def __new__(cls, param: nn.Parameter, name: str, shard: Tensor) -> ReducedGradient:
+    def __new__(
+        cls, param: nn.Parameter, name: str, shard: Tensor, sum_dtype: torch.dtype
+    ) -> ReducedGradient:
         return Tensor._make_wrapper_subclass(
             cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, storage_size=0
         )
 
-    def __init__(self, param: nn.Parameter, name: str, shard: Tensor):
-        self.of, self.shard = name, shard
+    def __init__(self, param: nn.Parameter, name: str, shard: Tensor, sum_dtype: torch.dtype):
+        self.of, self.shard, self.sum_dtype = name, shard, sum_dtype
         self.added: Tensor | None = None
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's takes private arguments
@@ -38,7 +41,7 @@ class ReducedGradient(Tensor):
 
     def _add(self, gradient: Tensor, alpha: float = 1) -> ReducedGradient:
         gradient = gradient.detach() * alpha
-        self.added = gradient if self.added is None else self.added.add_(gradient)
+        self.added = gradient if self.added is None else self.added.to(self.sum_dtype).add_(gradient)
         return self
 
     def _zero(self) -> ReducedGradient:

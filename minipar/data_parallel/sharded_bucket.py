@@ -32,13 +32,16 @@ class ShardedBucket:
     flat        [n] the parameters, laid out like the gradients; each `param.data` is a view of it
     own         [n/p] this rank's chunk of `flat`; `sizes` has the number of elements of each rank's chunk
     shards      parameter -> its part of `own`, perhaps empty: a leaf tensor with a Placement and, once reduced, a `.grad`
-    gradient    [n/p] the reduced gradient of `own`, or None
+    gradient    [n/p] the reduced gradient of `own`, or None; in `sum_dtype`, the wider of the parameters' dtype and
+                reduce_dtype, if it is a sum of several backwards', else in the parameters' dtype
     keep_full_grads   True (stage 1): the flat gradients are kept, and `gradient` is a chunk of them. False (stage 2):
                 they are freed once reduced
     """
 
     def __init__(self, bucket: Bucket, keep_full_grads: bool, reduce_dtype: torch.dtype, axis: str):
         self.bucket, self.comm, self.params = bucket, bucket.comm, bucket.params
+        bucket.sum_in(reduce_dtype)
+        self.sum_dtype, self.widen = bucket.sum_dtype, bucket.widen
         self.keep_full_grads, self.reduce_dtype = keep_full_grads, reduce_dtype
         self.starts = {p: int(view.storage_offset()) for p, view in bucket.views.items()}
         self.flat = torch.zeros_like(bucket.flat)
@@ -51,9 +54,11 @@ class ShardedBucket:
         self.shards = {p: self._shard(p, axis) for p in self.params}
         self.gradient: Tensor | None = None
         self._accumulated: Tensor | None = None
+        self._is_sum = False  # whether the gradients under reduction are sums of several
         # Parameter -> its `param.grad` once the gradient is reduced.
         self._reduced_gradients = {
-            p: ReducedGradient(p, placement_of(p).name, shard) for p, shard in self.shards.items()
+            p: ReducedGradient(p, placement_of(p).name, shard, self.sum_dtype)
+            for p, shard in self.shards.items()
         }
         if not keep_full_grads:
             self._free()
@@ -80,6 +85,7 @@ class ShardedBucket:
 
     def _shard(self, param: nn.Parameter, axis: str) -> Tensor:
         shard = self.slice_of_chunk(param, self.own).requires_grad_()
+        shard.grad_dtype = None  # any: a sum of gradients may be wider than the parameter
         set_placement(shard, self._placement_of_shard(param))
         set_placement(param, placement_of(param).replicate(axis))
         return shard
@@ -118,7 +124,7 @@ class ShardedBucket:
 
     def _accumulate(self, gradient: Tensor) -> None:
         """Set aside the gradient that earlier backwards reduced; the result of the next reduction is added to it."""
-        self._accumulated = accumulated = gradient.clone() if self.keep_full_grads else gradient
+        self._accumulated = accumulated = gradient.to(self.sum_dtype, copy=self.keep_full_grads)
         self.gradient = None
         for param, shard in self.shards.items():
             if shard.grad is not None:
@@ -148,11 +154,12 @@ class ShardedBucket:
                     the whole bucket, bit for bit as in DDP, and this rank keeps its own chunk
         """
         flat = self.bucket.flat
+        sent, self._is_sum = self.bucket.to_send(self.reduce_dtype)
         if compressor is not None:
-            return self._reduce_compressed(op, compressor)
+            return self._reduce_compressed(op, compressor, sent)
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         handle = self.comm.reduce_scatter(
-            flat.to(self.reduce_dtype),
+            sent,
             op,
             self.sizes,
             algorithm,
@@ -163,8 +170,7 @@ class ShardedBucket:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait())
 
-    def _reduce_compressed(self, op: str, compressor: Compressor) -> Callable[[], None]:
-        sent = self.bucket.flat.to(self.reduce_dtype)
+    def _reduce_compressed(self, op: str, compressor: Compressor, sent: Tensor) -> Callable[[], None]:
         if not self.keep_full_grads and can_scatter(compressor):
             args = self.comm, compressor, sent, self.bucket.layout(), self.sizes, op
             own = partial(compressed_reduce_scatter, *args)
@@ -180,12 +186,16 @@ class ShardedBucket:
 
     @torch.no_grad()
     def _store_reduced(self, reduced: Tensor) -> None:
+        is_sum = self._is_sum or self._accumulated is not None
+        dtype = self.sum_dtype if is_sum else self.flat.dtype
         if self._accumulated is not None:
-            reduced += self._accumulated
+            reduced = self._accumulated.add_(reduced)
             self._accumulated = None
         if not self.keep_full_grads:
-            self.gradient = reduced.to(self.flat.dtype)
+            self.gradient = reduced.to(dtype)
             self._free()
+        elif dtype != self.flat.dtype:
+            self.gradient = reduced
         else:
             self.gradient = self.bucket.flat[slice(*self.range)]
             if self.gradient.data_ptr() != reduced.data_ptr():

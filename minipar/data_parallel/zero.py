@@ -38,7 +38,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     stage          1: optimizer state is sharded. 2: gradients too; each bucket is freed when it has been reduced
     reduce         "mean", for a loss that is a mean over this rank's samples; "sum", for one divided by the global count
     master_dtype   the dtype of master weights, if it is not the parameters' dtype: float32 for bf16 parameters
-    reduce_dtype   the dtype in which gradients are summed; default: master_dtype
+    reduce_dtype   the dtype in which gradients are summed, over ranks and over backwards; default: master_dtype
     offload        None, "cpu" or "disk": the memory of master weights and state; `folder` for the file. See memory.py
     per_element    True: accept an optimizer class that is not known to update each element from that element alone
     compress       None, or a function from Comm to a `Compressor` (see compressors.py), whose messages replace those of
@@ -62,8 +62,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     bucket twice (see buckets.py for its size; the first time in reduce_dtype), and an
     all-reduce of one byte per parameter: 2P elements in all for P parameters, as in DDP. In mixed precision with Adam,
     holds 4 + 12/p bytes per parameter in stage 1, and 2 + 14/p in stage 2. M backwards outside no_sync accumulate in the
-    shards: they send (M+1)P elements, and stage 2 needs no more memory than above. If all but the last are under no_sync,
-    they send 2P elements, but full gradients are held.
+    shards, in reduce_dtype: they send (M+1)P elements, and in mixed precision need 4/p bytes more in stage 1, 2/p in
+    stage 2. If all but the last are under no_sync, they send 2P elements, but full gradients are held; from the second
+    one on in reduce_dtype, 4 bytes more per parameter.
     Raises ValueError for a bad argument, a state that does not fit, or ranks whose parameters or options differ;
     TypeError for a copy, RuntimeError if a parameter's storage was replaced, a later optimizer or DDP was made for it, or
     torch clips or unscales its gradient.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from minipar.model import autocast
-from minipar.model.overrides import GRADIENT_RECEIVER
+from minipar.model.overrides import GRADIENT_RECEIVER, BeforeAdding
 from minipar.model.products import PLAIN, Products, rows
 
 Product = Callable[[], None]  # computes a weight gradient, and adds it to `weight.grad`
@@ -60,7 +60,7 @@ class WeightGradients:
 
 @torch.no_grad()
 def accumulate_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add `gradient` to `parameter.grad` as autograd does, but run none of the parameter's hooks.
+    """Add `gradient` to `parameter.grad` as autograd does, but of the parameter's hooks run only `BeforeAdding`.
 
     A parameter with a gradient receiver (see `overrides.py`) gets the gradient through the receiver instead.
     """
@@ -69,6 +69,9 @@ def accumulate_gradient(parameter: Tensor, gradient: Tensor) -> None:
     elif parameter.grad is None:
         parameter.grad = gradient
     else:
+        for hook in (parameter._backward_hooks or {}).values():
+            if isinstance(hook, BeforeAdding):
+                hook(gradient)
         parameter.grad += gradient
 
 

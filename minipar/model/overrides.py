@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -161,6 +161,15 @@ class MoEOverrides:
 # Attribute of a parameter: a function that is called with the deferred weight gradient, which is then not added to `.grad`.
 # FSDP sets the attribute, since the parameter may be resharded by the time its deferred gradient is computed.
 GRADIENT_RECEIVER = "receive_deferred_gradient"
+
+
+class BeforeAdding(NamedTuple):
+    """A hook of a parameter that must also run before a deferred gradient is added to `.grad`."""
+
+    call: Callable[[Tensor], None]
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.call(gradient)
 
 
 @runtime_checkable
