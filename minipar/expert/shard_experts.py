@@ -20,6 +20,7 @@ from minipar.mesh import Mesh, place_whole, placement_of, set_placement
 from minipar.model.moe import MoE, moe_layers
 from minipar.support.errors import require_divides
 from minipar.support.options import make_options
+from minipar.tensor_parallel.shards import keep_parameters
 
 
 def expert_parallel(
@@ -65,8 +66,10 @@ def expert_parallel(
 def shard_moe(moe: MoE, comm: Comm, name: str) -> None:
     """Keep this rank's experts of one MoE layer, whose canonical name is `name`; give all its parameters placements."""
     place_whole(moe, f"{name}." if name else "")
-    for own_name, parameter in list(moe.experts.named_parameters()):
+    before = dict(moe.experts.named_parameters())
+    for own_name, parameter in before.items():
         setattr(moe.experts, own_name, _local_experts(parameter, comm))
+    keep_parameters(moe.experts, before)
 
 
 def _local_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:

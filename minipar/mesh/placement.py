@@ -230,7 +230,8 @@ def placement_of(param: torch.Tensor) -> Placement:
     placement: Placement | None = getattr(param, "placement", None)
     if placement is None:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has no placement; place_whole(module) sets one"
+            f"a parameter of shape {tuple(param.shape)} has no placement that says what part of the model it is: its "
+            "model was not split or wrapped, or it was made later; call minipar.mesh.place_whole(model) before"
         )
     return placement
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 INSTEAD = (
     "use minipar.clip_grad_norm_(shards, max_norm, comm) to clip (the shards are ZeroOptimizer.shards, else the model's "
-    "parameters; comm is all ranks that hold parts of the model), and minipar.data_parallel.DynamicLossScaler in place of torch's GradScaler"
+    "parameters; comm is all ranks that hold parts of the model), "
+    "and minipar.data_parallel.DynamicLossScaler in place of torch's GradScaler"
 )
 
 

@@ -43,9 +43,14 @@ def partition(
     costs   one per layer; a Transformer's first includes the embedding, its last the head. None: `layer_costs(model)`
     speeds  one per stage, as in `balance`
 
-    Raises ValueError if there are fewer layers than stages, if costs and layers differ in number, or if a trained parameter
-    of a Sequential would be in two stages.
+    Raises ValueError for a model of another class, if there are fewer layers than stages, if costs and layers differ in
+    number, or if a trained parameter of a Sequential would be in two stages.
     """
+    if not isinstance(model, Transformer | nn.Sequential):
+        raise ValueError(
+            f"a {type(model).__name__} cannot be cut into stages; put its layers, each from one tensor to one tensor, into "
+            "an nn.Sequential"
+        )
     num_layers = len(model if isinstance(model, nn.Sequential) else model.layers)
     costs = layer_costs(model) if costs is None else costs
     if len(costs) != num_layers:

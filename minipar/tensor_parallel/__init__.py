@@ -9,6 +9,7 @@ chunked.py          sequence parallelism's communication in chunks, overlapped w
 parallel_linear.py  column-parallel and row-parallel linear layers
 vocab.py            embedding and cross-entropy with the vocabulary split over ranks
 split_experts.py    MoE layers, each expert split by its hidden features
+plan_checks.py      checks of a plan in its first call and backward
 by_plan.py          any model, split by a plan that names its modules
 split_model.py      `tensor_parallel`: shards every layer of the model
 gather_shards.py    full state dict from the shards

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -88,7 +87,7 @@ def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> None:
         else:
             model.set_submodule(name, _split(theirs, cut, comm))
     whole = {name: p for name, p in model.named_parameters() if not placement_of(p).is_part}
-    for name, parameter in whole.items():
+    for parameter in whole.values():
         replicate_parameter(parameter)
     of_heads = [name for name in whole if any(f"{name}.".startswith(f"{other}.") for other in summed)]
     if comm.size > 1:

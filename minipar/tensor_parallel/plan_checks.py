@@ -104,16 +104,16 @@ class GradientCheck:
             elif far.any():
                 rank = int(far.nonzero()[0])
                 raise ValueError(
-                    f"the gradient of {name}, which every tp rank has whole, differs: its norm is {found[0, 0]:.6g} on rank "
-                    f'0 and {found[rank, 0]:.6g} on rank {rank}; plan it as "summed" if it acts on split features, give all '
-                    "tp ranks the same batch and, for dropout, the same torch.manual_seed"
+                    f"the gradient of {name}, which every tp rank has whole, differs: its norm is {found[0, 0]:.6g} on "
+                    f'rank 0 and {found[rank, 0]:.6g} on rank {rank}; plan it as "summed" if it acts on split features, '
+                    "give all tp ranks the same batch and, for dropout, the same torch.manual_seed"
                 )
             if checked:
                 self.unchecked.remove(name)
 
 
 class FirstCall:
-    """A hook before the first call of a cut model. Calls with objects such as caches, which a second run would change, wait.
+    """A hook before the first call of a cut model, without objects such as caches, which a second run would change.
 
     columns  name of a column layer -> the number of layers stored in it
     rows     names of row layers
@@ -214,8 +214,8 @@ class FirstCall:
             else f"the cut model raises {failure}"
         )
         raise ValueError(
-            f"plan: {what}; give Column(unit=, parts=) to a layer that stores several, Divided(...) to a number of heads or "
-            "a width that the module keeps, and cut no layer whose output is used across heads or features"
+            f"plan: {what}; give Column(unit=, parts=) to a layer that stores several, Divided(...) to a number of heads "
+            "or a width that the module keeps, and cut no layer whose output is used across heads or features"
         ) from failure
 
 

@@ -44,6 +44,7 @@ from minipar.tensor_parallel.parallel_linear import (
     project_together,
     sum_together,
 )
+from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.sequence import (
     TOKEN_DIM,
     SequenceParallelDropout,
@@ -51,7 +52,6 @@ from minipar.tensor_parallel.sequence import (
     SequenceParallelLinear,
     SequenceParallelRMSNorm,
 )
-from minipar.tensor_parallel.plan_checks import described
 from minipar.tensor_parallel.shards import keep_parameters, replicate_parameter, shard_parameter
 from minipar.tensor_parallel.split_experts import split_experts
 from minipar.tensor_parallel.vocab import VocabParallelEmbedding, VocabParallelOutput, VocabParallelTiedHead
@@ -81,16 +81,17 @@ def tensor_parallel(
                        "llama" and "gpt2" are plans for Hugging Face's models
 
     `model.loss` never gathers the logits; `model(tokens)` does, and returns [B, T, V]. Gradients are already summed over
-    tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`.
+    tp when autograd accumulates them. Every parameter has a placement; see `full_state_dict`. The parameters stay the same
+    objects, so an optimizer may be made before or after.
 
     Sends, per layer and microbatch, 8(tp-1)/tp * B*T*D elements. With `sequence_parallel`, the backward gathers the inputs
     of column-parallel matrices again: it sends 10(tp-1)/tp * B*T*D, and an all-reduce of the norms' 2 D gradients. A
     parallel block without experts sends half of each: 4 for the 8, 5 for the 10, and D for the 2 D. Where tp exceeds the
     number of key/value heads, the ranks that share a head sum its gradients. Latent attention also sends what
     `shared_latents` sends and, with `sequence_parallel`, an all-reduce of the gradients of kv_down, k_rope and kv_norm.
-    Raises ValueError, before anything is changed, where tp does not divide a dimension to be split, `chunked` is given
-    without `sequence_parallel`, a block holds a layer that cannot be split, the model is already in data parallelism, or
-    it is of another class and has no plan.
+    Raises ValueError, before anything is changed, where ranks have other weights or another plan, tp does not divide a
+    dimension to be split, `chunked` is given without `sequence_parallel`, a block holds a layer that cannot be split, the
+    model is already in data parallelism, or it is of another class and has no plan.
     """
     if plan is not None:
         if sequence_parallel or chunked or pad_vocab:

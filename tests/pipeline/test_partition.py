@@ -131,6 +131,10 @@ def test_fewer_layers_than_stages_are_refused():
         ValueError, match="2 layers for num_stages=3: a stage needs a layer; use at most 2 stages"
     ):
         partition(model, 3)
+    with pytest.raises(
+        ValueError, match="a Linear cannot be cut into stages; put its layers, each from one tensor to"
+    ):
+        partition(torch.nn.Linear(4, 4), 2)
     with pytest.raises(ValueError, match="costs has 3 entries for 2 layers"):
         partition(model, 2, costs=[1, 1, 1])
     with pytest.raises(ValueError, match="negative"):

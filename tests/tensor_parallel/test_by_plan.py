@@ -1,6 +1,7 @@
 """Models of other classes, split by a plan: equal to one process over drawn sizes; Hugging Face's on dp x tp x pp."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,13 +187,14 @@ def _refused(world, plan, wrap, options):
 @pytest.mark.parametrize(
     ("plan", "wrap", "options", "says"),
     [
-        ({"*.q_proj": "column"}, None, {}, "plan: '*.q_proj' matches no module; their names end in norm, attention, qkv, out, up or down"),
+        ({"*.q_proj": "column"}, None, {}, "matches no module; their names end in norm, attention, qkv, out, up or down"),
         ({"*.up": "column", "1.up": "row"}, None, {}, "plan: two patterns match 1.up, the second is '1.up'"),
-        ({"*.up": "columns"}, None, {}, "plan: 'columns' for 1.up is unknown; use column, row, gathered, vocab or summed, Column"),
-        ({"*.norm": "column"}, None, {}, "1.norm is a torch.nn.modules.normalization.LayerNorm; the cut 'column' is for a torch.nn.Linear, or"),
+        ({"*.up": "columns"}, None, {}, "'columns' for 1.up is unknown; use column, row, gathered, vocab or summed, C"),
+        ({"*.norm": "column"}, None, {}, "normalization.LayerNorm; the cut 'column' is for a torch.nn.Linear, or a Conv1D"),
         ({"0": "row"}, None, {}, "0 is a torch.nn.modules.sparse.Embedding; the cut 'row' is for a torch.nn.Linear"),
         ({"*.qkv": Column(unit=4, parts=3)}, None, {}, "1.attention.qkv has 36 features in units of 12, which tp=2 ranks"),
         ({"*.out": "row", "*.attention": Divided(("heads",))}, None, {}, "1.attention.heads is None, which tp=2 does not"),
+        ({"*.out": "row", "*.attention": "summed"}, None, {}, '1.attention is "summed" but 1.attention.out is split'),
         ({"3": "gathered"}, "tie", {}, "3.weight is tied to 0.weight: leave both out of the plan, or untie them first"),
         ({"*.up": "column"}, "ddp", {}, "is in data parallelism already; cut over tp first"),
         ({"*.up": "column"}, None, {"chunked": True}, "sequence_parallel, chunked and pad_vocab are for minipar's"),
@@ -203,6 +205,26 @@ def _refused(world, plan, wrap, options):
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_by_name_before_anything_changes(plan, wrap, options, says):
     assert says in minipar.run(_refused, plan, wrap, options, world_size=2)[0]
+
+
+def of_llama(norm=None, **config):
+    """A module with the names that the plan "llama" looks at, and its configuration."""
+    model = nn.Module()
+    model.attention = nn.Module()
+    if norm is not None:
+        model.attention.q_norm = nn.LayerNorm(norm)
+    model.config = SimpleNamespace(hidden_size=16, num_attention_heads=4, **config)
+    return model
+
+
+def test_the_plan_of_llama_keeps_the_heads_of_its_configuration():
+    assert by_plan.PLANS["llama"](of_llama(head_dim=8))["*.q_proj"] == Column(unit=8)
+    plan = by_plan.PLANS["llama"](of_llama(norm=4))
+    assert (plan["*.k_proj"], plan["*.q_norm"], "*.k_norm" in plan) == (Column(unit=4), "summed", False)
+    with pytest.raises(
+        ValueError, match=r"attention.q_norm.weight has shape \[16\], not \[4\] as a norm of each head"
+    ):
+        by_plan.PLANS["llama"](of_llama(norm=16))
 
 
 class Scaled(nn.Embedding):
@@ -253,9 +275,7 @@ def test_a_row_of_padding_gets_no_gradient_whichever_rank_has_it(padding_idx):
 def test_a_convolution_called_conv1d_is_no_linear_layer():
     def refused(world):
         convolution = type("Conv1D", (nn.Conv1d,), {})(4, 4, 1)
-        with pytest.raises(
-            ValueError, match="Conv1D; the cut 'column' is for .* a Conv1D as in GPT-2"
-        ):
+        with pytest.raises(ValueError, match="Conv1D; the cut 'column' is for .* a Conv1D as in GPT-2"):
             tensor_parallel(nn.Sequential(convolution), world, plan={"0": "column"})
 
     minipar.run(refused, world_size=2)
@@ -343,6 +363,36 @@ def _on_a_mesh(world, name, wrapper):
         optimizer.step()
         losses.append(None if loss is None else dp.all_reduce(loss.detach().clone()).item() / 2)
     return losses
+
+
+def with_norms_of_heads(kind):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config).double()
+
+
+def _norms_of_heads(world, kind):
+    model = with_norms_of_heads(kind)
+    if world is not None:
+        tensor_parallel(model, world, plan="llama")
+    loss_of(model(input_ids=batch(0)[:, :-1]).logits, batch(0)[:, 1:]).backward()
+    return {name: p.grad for name, p in model.named_parameters() if "norm" in name}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("kind", "rtol"), [("Qwen3", 1e-10), ("Gemma3Text", 1e-5)]
+)  # Gemma's norms are in float32
+def test_norms_of_heads_get_the_gradients_of_one_process(kind, rtol):
+    expected = _norms_of_heads(None, kind)
+    assert sum("q_norm" in name or "k_norm" in name for name in expected) == 2
+    for gradients in minipar.run(_norms_of_heads, kind, world_size=2):
+        for name, gradient in gradients.items():
+            assert_equal_to(gradient, expected[name], rtol, 1e-14, name)
 
 
 @pytest.mark.thorough

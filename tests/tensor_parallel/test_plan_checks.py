@@ -1,4 +1,4 @@
-"""Mistakes in a plan, and in what the tp ranks are given, raise on every rank; a plan that is right trains as one process."""
+"""Mistakes in a plan, and in what tp ranks are given, raise on every rank; a right plan trains as one process."""
 
 import pytest
 import torch
@@ -254,3 +254,32 @@ def test_low_rank_factors_are_planned_by_name():
     for gradients in minipar.run(_lora, world_size=2):
         for name, gradient in gradients.items():
             assert_equal_to(gradient, model.get_parameter(name).grad, floor=1e-14, what=name)
+
+
+# The state that is gathered again ------------------------------------------------------------------------------------
+
+
+def _gathered(world):
+    """The state of a split model whose head is tied after the cut, and what is said of the ranks of another mesh axis."""
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)).double()
+    mesh = minipar.Mesh(world, pp=2, tp=2)
+    whole = {name: x.clone() for name, x in model.state_dict().items()}
+    tensor_parallel(model, mesh.comm("tp"), plan={"0": "vocab", "1": "gathered"})
+    model[1].weight = model[0].weight
+    state = full_state_dict(model, mesh.comm("tp"))
+    other = nn.Sequential(nn.Linear(4, 4)) if mesh.coordinates.pp else model
+    tensor_parallel(
+        other, world.subgroup([world.rank], "alone"), plan={"0": "column"}
+    ) if mesh.coordinates.pp else None
+    with pytest.raises(ValueError) as caught:
+        full_state_dict(other, mesh.comm("pp"))
+    return torch.equal(state["1.weight"], whole["0.weight"]), str(caught.value)
+
+
+def test_a_head_tied_after_the_cut_is_whole_in_the_full_state():
+    for equal, says in minipar.run(_gathered, world_size=4):
+        assert equal
+        assert (
+            "the ranks' parameters differ: 0.weight is [8, 4] on rank 0, and [4, 4] on rank 1; pass the ranks"
+            in says
+        )
