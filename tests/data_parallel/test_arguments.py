@@ -40,7 +40,10 @@ OF_DDP = {
 OF_ZERO = {
     "stage": (lambda r: {"stage": 1 + r}, "stage is 1 on rank 0, and 2 on rank 1"),
     "lr": (lambda r: {"lr": 0.1 * (1 + r)}, "lr is 0.1 on rank 0, and 0.2 on rank 1"),
-    "class": (lambda r: {"optimizer_cls": [torch.optim.SGD, torch.optim.Adam][r]}, "optimizer_cls is SGD .*Adam"),
+    "class": (
+        lambda r: {"optimizer_cls": [torch.optim.SGD, torch.optim.Adam][r]},
+        "optimizer_cls is SGD .*Adam",
+    ),
 }
 
 
@@ -49,7 +52,9 @@ def ddp(model, world, **options):
 
 
 def zero(model, world, **options):
-    return ZeroOptimizer(model.named_parameters(), comm=world, **{"optimizer_cls": torch.optim.SGD, **options})
+    return ZeroOptimizer(
+        model.named_parameters(), comm=world, **{"optimizer_cls": torch.optim.SGD, **options}
+    )
 
 
 def refusals(world, make, options):
@@ -100,7 +105,9 @@ def test_buffers_parts_and_added_groups_are_compared_too():
 
 
 def bytes_of_a_comparison(world):
-    require_same_parameters(lambda _: world, nn.Linear(3, 3).named_parameters(), {"reduce": "mean", "f": print})
+    require_same_parameters(
+        lambda _: world, nn.Linear(3, 3).named_parameters(), {"reduce": "mean", "f": print}
+    )
     return world.traffic.sent_bytes
 
 

@@ -68,7 +68,7 @@ def test_a_users_model_trains_as_in_one_process(wrapper, data):
 
 FAULTY = {
     "ddp": Case(),
-    "zero1": Case(wrapper="zero1", clip=True),
+    "zero1": Case(wrapper="zero1"),
     "zero2": Case(wrapper="zero2", backwards=2, sync="last"),
     "fsdp": Case(wrapper="fsdp", options=(("units", "blocks"),), optimizers=("AdamW", "SGD")),
     "tp": Case(wrapper=None, dp=1, tp=2),
