@@ -196,6 +196,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     tensors = shards  # the name that `OptimizerInterface` gives this property
 
+    @property
+    def state(self) -> NoReturn:
+        raise RuntimeError(
+            "a ZeroOptimizer's state is in shards, so torch's get_optimizer_state_dict would take a part for the "
+            "whole; use full_state_dict() and load_full_state_dict(), tensors_and_states(), or the dcp of minipar.extras"
+        )
+
+    @state.setter
+    def state(self, value: object) -> None:
+        """Do nothing: torch's constructor sets it, and nobody reads it."""
+
     def tensors_and_states(self) -> Iterator[tuple[Tensor, State]]:
         """Yield each shard, or its master copy, and its optimizer state, which the caller may read or replace."""
         for chunk in self._chunks:

@@ -249,10 +249,11 @@ def sharded(config: TrainConfig, mesh: Mesh, stages: list[Transformer], tied: bo
     """Wrap for ZeRO 3: parameters are sharded, too. Tied weights stay unsharded: their gradients are summed over pp."""
     shards, replicas = sharding_comms(gradient_comm(mesh), config.replicate)
     # FSDP's shards are master weights. Parameters that FSDP does not shard are used in products as they are, so they keep
-    # half precision.
+    # half precision. Buffers keep their dtype, as in one process.
     blocks = chain.from_iterable(stage.layers.values() for stage in stages)
     for module in blocks if tied else stages:
-        module.to(config.torch_master_dtype)
+        for param in module.parameters():
+            param.data = param.data.to(config.torch_master_dtype)
     return [
         FSDP(
             stage,

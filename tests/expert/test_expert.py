@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 import minipar
 import minipar.model.moe as moe_module
 from minipar.config.model_config import ModelConfig
-from minipar.expert import AllToAll
+from minipar.expert import AllToAll, expert_parallel
 from minipar.mesh import placement_of
+from minipar.model import Transformer
 from tests.examples import examples
 from tests.expert.programs import check_together, differences, sum_gradients
 from tests.expert.strategies import Case, cases
@@ -22,6 +23,19 @@ from tests.strategies import assert_equal_to
 @examples(10)
 def test_experts_on_any_ranks_are_the_model_of_one_process(cases, steps):
     check_together(cases, steps)
+
+
+def trained(world, model):
+    return {name: p.requires_grad for name, p in expert_parallel(model, world).named_parameters()}
+
+
+def test_frozen_experts_stay_frozen_on_every_rank():
+    model = Transformer(FIXED.config)
+    for name, p in model.named_parameters():
+        p.requires_grad_("experts" not in name)
+    want = {name: p.requires_grad for name, p in model.named_parameters()}
+    assert not all(want.values())
+    assert minipar.run(trained, model, world_size=2) == [want] * 2
 
 
 # Faults that people make, and how they show ---------------------------------------------------------------------------

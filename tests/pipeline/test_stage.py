@@ -48,6 +48,23 @@ def test_both_halves_of_a_backward_run_exactly_the_products_of_the_whole():
     assert [sum(seen.values()) for seen in counts["1f1b"]] == [4 * 3 * layers, 4 * 3 * (layers + head)]
 
 
+def without_gradients(world, config, batch, schedule):
+    stages = own_stages(Transformer(config), schedule, world.rank)
+    Pipeline(stages, world, schedule).step(*batch)
+    stages[0].zero_grad()
+    x = batch[0] if world.rank == 0 else torch.ones(2, 4, config.dim, dtype=stages[0].norm.weight.dtype)
+    stages[0](x).sum().backward()
+    return [name for name, p in stages[0].named_parameters() if p.grad is None]
+
+
+def test_after_a_split_step_a_backward_outside_defers_nothing():
+    config = small_config(4)
+    assert minipar.run(without_gradients, config, make_batch(config, 4), zb_h1(2, 4), world_size=2) == [
+        [],
+        [],
+    ]
+
+
 class Watched(nn.Module):
     """A linear layer whose input is counted as long as it lives."""
 

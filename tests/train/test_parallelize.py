@@ -17,6 +17,20 @@ from minipar.train.parallelize import parallelize
 from minipar.verification.verify import table, verify
 from tests.strategies import assert_equal_to
 
+
+def dtypes_of_buffers(world, config):
+    (stage,) = parallelize(config, Mesh(world), world.device).stages
+    return {name: (b.dtype, b.device.type) for name, b in stage.named_buffers() if "balance_bias" in name}
+
+
+def test_balance_biases_are_not_cast_with_the_weights():
+    model = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4, balance_bias=True)
+    for zero in (0, 3):
+        config = replace(DEFAULTS, dtype="float64", zero=zero, model=model)
+        (found,) = minipar.run(dtypes_of_buffers, config, world_size=1)
+        assert set(found.values()) == {(torch.float32, "cpu")}
+
+
 EXPERTS = replace(DEFAULTS.model, num_experts=4, top_k=2, group_tokens=4)
 PARALLEL = replace(DEFAULTS.model, parallel_block=True)
 CASES = {

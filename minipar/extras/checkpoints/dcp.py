@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.planner import (
 
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
+from minipar.data_parallel.chunk_optimizer import MASTER
 from minipar.data_parallel.optimizer_interface import OptimizerInterface
 from minipar.mesh import Placement, placement_of
 from minipar.mesh.regions import Box, Piece
@@ -56,14 +57,56 @@ def parameter_parts(module: nn.Module) -> dict[str, tuple[Placement, Tensor]]:
 
 
 def optimizer_parts(optimizer: OptimizerInterface) -> dict[str, tuple[Placement, Tensor]]:
-    """Return this rank's part of the per-element optimizer state, with keys like "layers.0.attention.q.weight.exp_avg"."""
+    """Return this rank's part of the optimizer state, with keys like "layers.0.attention.q.weight.exp_avg".
+
+    Counts of steps are parts without dimensions. Master weights of another dtype than the parameters are parts, too.
+    Raises RuntimeError if there is no state: optimizers make it in their first step. ValueError if a value is no tensor.
+    """
     found = {}
+    dtypes = {placement_of(x).name: x.dtype for x in optimizer.tensors}
+    has_state = False
     for tensor, state in optimizer.tensors_and_states():
         placement = placement_of(tensor)
+        has_state |= bool(state)
+        if tensor.dtype != dtypes[placement.name]:
+            found[f"{placement.name}.{MASTER}"] = (placement, tensor.detach())
         for key, value in state.items():
+            name = f"{placement.name}.{key}"
             if isinstance(value, Tensor) and value.shape == tensor.shape:
-                found[f"{placement.name}.{key}"] = (placement, value)
+                found[name] = (placement, value)
+            elif isinstance(value, Tensor) and value.dim() == 0:
+                found[name] = (Placement.whole(name, ()), value)
+            elif value is not None:
+                raise ValueError(
+                    f"{name} is {value!r}; only tensors of the parameter's shape or of no dims are stored"
+                )
+    if not has_state:
+        raise RuntimeError(
+            "the optimizer has no state before its first step, so nothing would be saved or loaded; load with "
+            "load_optimizer(folder, optimizer), which makes the state, and leave out an optimizer that never has one"
+        )
     return found
+
+
+def load_optimizer(folder: str | Path, optimizer: OptimizerInterface) -> None:
+    """Make the states that a checkpoint has for the optimizer's tensors, and read them; a new optimizer has none.
+
+    Load the parameters first, as `load` does. Options such as the learning rate are the caller's. Sends nothing.
+    Raises ValueError if the checkpoint has no state for a tensor, and as `load`.
+    """
+    every = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    stored = {key: x for key, x in every.items() if isinstance(x, TensorStorageMetadata)}
+    for tensor, state in optimizer.tensors_and_states():
+        name = placement_of(tensor).name
+        found = {key.removeprefix(f"{name}."): x for key, x in stored.items() if key.startswith(f"{name}.")}
+        keys = {key: x for key, x in found.items() if "." not in key and key != MASTER}
+        if not keys:
+            raise ValueError(f"{folder} has no optimizer state of {name}; save optimizer_parts, too")
+        state.clear()
+        for key, x in keys.items():
+            like = torch.zeros(()) if not tuple(x.size) else tensor
+            state[key] = torch.zeros_like(like, dtype=x.properties.dtype, requires_grad=False)
+    load(folder, optimizer_parts(optimizer))
 
 
 def save(folder: str | Path, parts: Parts, comm: Comm | None = None) -> None:

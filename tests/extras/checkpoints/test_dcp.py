@@ -9,6 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 import minipar
@@ -193,3 +198,68 @@ def test_a_box_read_from_the_wrong_place_is_seen(dtensors, monkeypatch):
     part = torch.zeros(placement.local_shape)
     dcp.load(folder, {"a": (placement, part)})
     assert not torch.equal(part, placement.slice_of(values["a"]))
+
+
+def trained(world, model, optimizer, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world.rank))
+        model(x.to(model.weight.dtype)).float().square().sum().backward()
+        optimizer.step()
+
+
+def resumed_through_dcp(world, folder, cls, options):
+    """Masters after two more steps: without a stop, and in a new model and optimizer that have loaded a checkpoint."""
+
+    def begin(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(6, 5, dtype=torch.bfloat16)
+        optimizer = ZeroOptimizer(model.named_parameters(), cls, world, master_dtype=torch.float32, **options)
+        return model, optimizer
+
+    model, optimizer = begin(0)
+    trained(world, model, optimizer, range(3))
+    dcp.save(folder, {**dcp.parameter_parts(model), **dcp.optimizer_parts(optimizer)}, world)
+    other, fresh = begin(1)
+    dcp.load(folder, dcp.parameter_parts(other))
+    dcp.load_optimizer(folder, fresh)
+    for m, o in ((model, optimizer), (other, fresh)):
+        trained(world, m, o, range(3, 5))
+    return [o.full_state_dict()["state"] for o in (optimizer, fresh)]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(torch.optim.AdamW, {"lr": 0.1}), (torch.optim.NAdam, {"lr": 0.1, "offload": "disk"})],
+)
+def test_a_new_optimizer_goes_on_from_what_was_stored(tmp_path, cls, options):
+    for want, got in minipar.run(resumed_through_dcp, tmp_path, cls, options, world_size=2):
+        assert want.keys() == got.keys()
+        for number, state in want.items():
+            assert state.keys() == got[number].keys() >= {"step", "exp_avg", "master"}
+            assert all(torch.equal(x, got[number][key]) for key, x in state.items())
+
+
+def without_state(world, folder):
+    optimizer = ZeroOptimizer((model := nn.Linear(3, 3)).named_parameters(), torch.optim.AdamW, world, lr=0.1)
+    with pytest.raises(
+        RuntimeError, match=r"no state before its first step.*load_optimizer\(folder, optimizer\)"
+    ):
+        dcp.optimizer_parts(optimizer)
+    dcp.save(folder, dcp.parameter_parts(model), world)
+    with pytest.raises(ValueError, match="has no optimizer state of .*; save optimizer_parts"):
+        dcp.load_optimizer(folder, optimizer)
+    for call in (
+        lambda: get_optimizer_state_dict(model, optimizer),
+        lambda: set_optimizer_state_dict(model, optimizer, {"state": {}, "param_groups": []}),
+        lambda: get_state_dict(model, optimizer),
+        lambda: optimizer.state[model.weight],
+    ):
+        with pytest.raises(
+            RuntimeError, match=r"in shards.*use full_state_dict\(\) and load_full_state_dict\(\)"
+        ):
+            call()
+
+
+def test_an_optimizer_without_states_and_torchs_own_functions_are_refused(tmp_path):
+    minipar.run(without_state, tmp_path, world_size=2)
