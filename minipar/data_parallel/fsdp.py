@@ -49,7 +49,7 @@ class UnitForward:
     """Replaces the forward of a unit's module: runs it between FSDP's two hooks.
 
     It has only weak references to the FSDP and the module, so that both are freed as soon as they are dropped.
-    Raises RuntimeError if the FSDP was dropped but the module is used, TypeError for a copy.
+    Raises RuntimeError if the FSDP was dropped but the module is used.
     """
 
     def __init__(self, fsdp: FSDP, i: int):
@@ -68,9 +68,6 @@ class UnitForward:
                 "parameters cannot be gathered; keep what FSDP(...) returns for as long as the module is used"
             )
         return fsdp.unit_forward(fsdp.units[self._i], self._inner(), *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        full_state.refuse_copy_of_fsdp()
 
 
 class FSDP(nn.Module):
@@ -168,8 +165,10 @@ class FSDP(nn.Module):
         comm_of = arguments.function_of_parameter(comm)
         replicas_of = arguments.function_of_parameter(replicas)
         rest_is_replicated = not shard_rest and not root_is_unit
-        named = [(f"{name} in unit {modules[owner[p]][0]!r}", p) for name, p in module.named_parameters()]
-        named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+        named: dict[Tensor, str] = {
+            p: f"{n} in unit {modules[owner[p]][0]!r}" for n, p in module.named_parameters()
+        }
+        named |= {buffer: f"buffer {name}" for name, buffer in module.named_buffers()}
         options = dict(
             shard_rest=shard_rest,
             reshard_after_forward=reshard_after_forward,
@@ -183,9 +182,8 @@ class FSDP(nn.Module):
             on_meta_device=any(p.is_meta for p in module.parameters()),
         )
         for of in (comm_of, replicas_of):
-            arguments.require_same_parameters(
-                of, [(name, x) for name, x in named if of(x) is not None], options
-            )
+            shared = {x: ranks for x in named if (ranks := of(x)) is not None}
+            arguments.require_same_parameters(shared.__getitem__, [(named[x], x) for x in shared], options)
         memory = memory_for(offload, folder)
         self.compressors = Compressors(compress, comm_of)
         groups = group_parameters(owner, comm_of, replicas_of, rest_is_replicated)
@@ -315,6 +313,11 @@ class FSDP(nn.Module):
 
     def check(self) -> None:
         """Raise RuntimeError if parameters were moved, cast, thawed, added or replaced since the module was wrapped."""
+        if self.no_partial_state.whole:
+            raise RuntimeError(
+                "inside summon_full_parameters() FSDP neither runs nor gathers; use the module's own state_dict() and "
+                "load_state_dict() there, and everything else outside"
+            )
         for flat in self.flats:
             flat.check()
         for name, param in self.module.named_parameters():

@@ -93,7 +93,7 @@ def train_now_and_then(model, module, tokens):
         optimizer.step()
 
 
-def test_what_is_frozen_for_a_while_after_wrapping_is_not_trained_then():
+def test_what_is_frozen_for_a_while_is_not_trained_then():
     model = Net((), False)
     train_now_and_then(model, model, TOKENS)
     for state in minipar.run(frozen_now_and_then, world_size=2):

@@ -74,12 +74,15 @@ def whole_states(world):
     fsdp = FSDP(model, world, nn.Linear)
     fsdp(samples(world.rank))
     with fsdp.summon_full_parameters():
+        for use in (partial(fsdp, samples(0)), fsdp.full_state_dict, fsdp.summon_full_parameters().__enter__):
+            with pytest.raises(RuntimeError, match="inside summon_full_parameters"):
+                use()
         summoned = {name: x.clone() for name, x in model.state_dict().items()}
         model.load_state_dict({name: x + 1 for name, x in summoned.items()})
     return summoned, fsdp.full_state_dict(), full_state_dict(model, world)
 
 
-def test_states_are_whole_and_may_be_loaded_inside_summon_full_parameters():
+def test_inside_summon_full_parameters_states_are_whole():
     want = part_frozen().state_dict()
     for summoned, full, by_placement in minipar.run(whole_states, world_size=2):
         assert list(summoned) == list(full) == list(by_placement) == list(want)
@@ -132,7 +135,7 @@ def saved_by_hugging_face(world, folder):
 
 
 @pytest.mark.thorough
-def test_save_pretrained_is_refused_and_takes_the_full_state_dict(tmp_path):
+def test_save_pretrained_takes_only_the_full_state_dict(tmp_path):
     pytest.importorskip("transformers")
     minipar.run(saved_by_hugging_face, str(tmp_path), world_size=2)
 
@@ -160,7 +163,7 @@ def changed(world):
     return said
 
 
-def test_a_module_that_was_changed_after_wrapping_is_refused_by_name():
+def test_a_module_changed_after_wrapping_is_refused_by_name():
     for said in minipar.run(changed, world_size=2):
         assert all(s.startswith("the storage of 0.weight, in unit '0', was replaced") for s in said[:4])
         assert all(s.startswith("the parameter 3.weight was added or replaced") for s in said[4:8])

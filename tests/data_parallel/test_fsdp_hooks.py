@@ -234,7 +234,7 @@ def trained_past_an_exception(world, reshard, zeroed, goes_on):
 WAYS = [(reshard, zeroed, goes_on) for reshard in (True, False) for zeroed in (0, 1) for goes_on in (0, 1)]
 
 
-def test_gradients_of_earlier_backwards_outlive_an_exception_until_zeroed():
+def test_earlier_gradients_outlive_an_exception_until_zeroed():
     results = minipar.run(
         lambda world: [trained_past_an_exception(world, *way) for way in WAYS], world_size=2
     )
@@ -266,7 +266,7 @@ def fails_while_it_accumulates(world, inside):
     return gradients_of(fsdp)
 
 
-def test_an_exception_while_gradients_accumulate_is_told_until_they_are_zeroed():
+def test_an_exception_in_no_sync_is_told_until_zero_grad():
     for got in minipar.run(
         lambda world: [fails_while_it_accumulates(world, i) for i in (0, 1)], world_size=1
     )[0]:

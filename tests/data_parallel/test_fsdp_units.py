@@ -167,7 +167,7 @@ def trains_its_own_layer(world):
     fsdp(torch.ones(1, 4).double().requires_grad_(), world.rank).backward()
 
 
-def test_ranks_whose_backwards_run_different_units_are_told_which():
+def test_ranks_that_reduce_different_units_are_told_which():
     with pytest.raises(minipar.RankError, match=r"reduce_scatter of unit 'layers\.[01]'"):
         minipar.run(trains_its_own_layer, world_size=2)
 

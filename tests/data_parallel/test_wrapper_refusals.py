@@ -207,7 +207,7 @@ def told_of_differences(world):
     return said
 
 
-def test_ranks_whose_models_or_options_differ_are_told_before_fsdp_sends_them():
+def test_fsdp_tells_of_ranks_whose_models_or_options_differ():
     rank_0, rank_1 = minipar.run(told_of_differences, world_size=2)
     assert rank_0 == rank_1
     for name, (_, told) in (MODELS | OPTIONS).items():
