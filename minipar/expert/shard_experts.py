@@ -20,7 +20,6 @@ from minipar.mesh import Mesh, place_whole, placement_of, set_placement
 from minipar.model.moe import MoE, moe_layers
 from minipar.support.errors import require_divides
 from minipar.support.options import make_options
-from minipar.tensor_parallel.shards import keep_parameters
 
 
 def expert_parallel(
@@ -66,18 +65,17 @@ def expert_parallel(
 def shard_moe(moe: MoE, comm: Comm, name: str) -> None:
     """Keep this rank's experts of one MoE layer, whose canonical name is `name`; give all its parameters placements."""
     place_whole(moe, f"{name}." if name else "")
-    before = dict(moe.experts.named_parameters())
-    for own_name, parameter in before.items():
-        setattr(moe.experts, own_name, _local_experts(parameter, comm))
-    keep_parameters(moe.experts, before)
+    for parameter in moe.experts.parameters():
+        _keep_local_experts(parameter, comm)
 
 
-def _local_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
+def _keep_local_experts(parameter: nn.Parameter, comm: Comm) -> None:
+    """Make the parameter this rank's part: the same object, so that an optimizer which has it trains the part."""
     E = parameter.shape[0]
     start, length = comm.rank * E // comm.size, E // comm.size
-    own = nn.Parameter(parameter.detach()[start : start + length].clone(), parameter.requires_grad)
-    set_placement(own, placement_of(parameter).split(0, start, length))
-    return own
+    placement = placement_of(parameter).split(0, start, length)
+    parameter.grad, parameter.data = None, parameter.data[start : start + length].clone()
+    set_placement(parameter, placement)
 
 
 def is_expert(parameter: Tensor) -> bool:

@@ -220,7 +220,7 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
     placement._require_shape("local", param, placement.local_shape)
     param.placement = placement  # type: ignore[attr-defined]
     if placement.is_part and placement.flat is None and param.requires_grad and param.is_leaf:
-        hooks = param._post_accumulate_grad_hooks or {}  # type: ignore[attr-defined]
+        hooks = param._post_accumulate_grad_hooks or {}
         if mark_gradient not in hooks.values():
             param.register_post_accumulate_grad_hook(mark_gradient)
 

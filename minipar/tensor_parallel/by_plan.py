@@ -25,6 +25,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from minipar.comm import Comm, autograd
 from minipar.mesh import Placement, place_whole, placement_of, set_placement
@@ -255,6 +256,15 @@ def _require_plain(name: str, module: Any) -> None:
                 f"{name} is a {type(module).__name__} with a forward of its own, which a cut would drop; leave it out of "
                 "the plan"
             )
+    hooks = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    if (
+        "forward" in vars(module)
+        or is_parametrized(module)
+        or any(getattr(module, hook, None) for hook in hooks)
+    ):
+        raise ValueError(
+            f"{name} has a hook, a parametrization or a forward of its own, which a cut would drop; split the model first"
+        )
     for option in ("max_norm", "scale_grad_by_freq", "sparse") if isinstance(module, nn.Embedding) else ():
         value = getattr(module, option)
         if value is not None and value is not False:

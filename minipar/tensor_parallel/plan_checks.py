@@ -11,8 +11,8 @@ So an attribute that should be `Divided`, a missing `parts` or "summed", another
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from minipar.comm import Comm, autograd
 from minipar.comm.agreement import require_equal
 from minipar.comm.host import on_host
+from minipar.model.evaluating import evaluating
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
 # Relative differences above rounding, also in 16 bits, and below what a mistake makes.
@@ -36,7 +37,7 @@ def described(x: Tensor) -> str:
     trained = "trained" if x.requires_grad else "not trained"
     if x.is_meta:
         return f"{list(x.shape)} {x.dtype} {trained}"
-    values = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    values = memoryview(x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     return f"{list(x.shape)} {x.dtype} {trained} with checksum {zlib.crc32(values):08x}"
 
 
@@ -141,7 +142,8 @@ class FirstCall:
         tensors = {f"input {i}": described(x.detach()) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
         advice = "give all tp ranks the same batch, as DistributedSampler(data, num_replicas=dp.size, rank=dp.rank) does"
         require_equal(self.comm, "inputs of the model", tensors, advice)
-        with without_dropout_and_gradients(model):
+        devices = {x.device for x in model.parameters() if x.is_cuda}
+        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):
             self._compare(model, lambda: model(*args, **kwargs))
 
     def _compare(self, model: nn.Module, run: Callable[[], object]) -> None:
@@ -150,24 +152,24 @@ class FirstCall:
         expected: list[Tensor] = []
         with ExitStack() as undo:
             for name, parts in self.columns.items():
-                hook = partial(self._gather_output, parts)
-                undo.callback(model.get_submodule(name).register_forward_hook(hook).remove)
+                gather = partial(self._gather_output, parts)
+                undo.callback(model.get_submodule(name).register_forward_hook(gather).remove)
             for name in self.rows:
-                hook = partial(self._split_input, name, expected)
-                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+                split = partial(self._split_input, expected)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(split).remove)
             for name, attribute in self.divided:
-                module = model.get_submodule(name)
-                own = getattr(module, attribute)
-                undo.callback(setattr, module, attribute, own)
-                setattr(module, attribute, own * self.comm.size)
+                theirs = model.get_submodule(name)
+                own = getattr(theirs, attribute)
+                undo.callback(setattr, theirs, attribute, own)
+                setattr(theirs, attribute, own * self.comm.size)
             run()
         torch.set_rng_state(random)
         far = dict.fromkeys(self.rows, 0.0)
         failure: Exception | None = None
         with ExitStack() as undo:
             for name in self.rows:
-                hook = partial(self._compare_input, name, expected, far)
-                undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
+                compare = partial(self._compare_input, name, expected, far)
+                undo.callback(model.get_submodule(name).register_forward_pre_hook(compare).remove)
             try:
                 run()
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -177,9 +179,7 @@ class FirstCall:
     def _gather_output(self, parts: int, layer: nn.Module, args: object, y: Tensor) -> Tensor:
         return autograd.gather(self.comm, y.unflatten(-1, (parts, -1)), dim=-1).flatten(-2)
 
-    def _split_input(
-        self, name: str, expected: list[Tensor], layer: nn.Module, args: tuple[Tensor]
-    ) -> tuple[Tensor]:
+    def _split_input(self, expected: list[Tensor], layer: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         own = args[0].shape[-1] // self.comm.size
         part = args[0].narrow(-1, self.comm.rank * own, own)
         expected.append(part)
@@ -217,18 +217,3 @@ class FirstCall:
             f"plan: {what}; give Column(unit=, parts=) to a layer that stores several, Divided(...) to a number of heads "
             "or a width that the module keeps, and cut no layer whose output is used across heads or features"
         ) from failure
-
-
-@contextmanager
-def without_dropout_and_gradients(model: nn.Module) -> Iterator[None]:
-    # Set the attribute: `eval()` may be a method that does more, such as to merge weights.
-    modes = {module: module.training for module in model.modules()}
-    devices = {x.device for x in model.parameters() if x.is_cuda}
-    try:
-        for module in modes:
-            module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -326,6 +326,8 @@ def _same_on_every_rank(model: nn.Module, comm: Comm, how: Mapping[str, object])
 def require_not_wrapped(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         placement = getattr(parameter, "placement", None)
+        if placement is not None and placement.is_part and placement.flat is None and not placement.expert:
+            raise ValueError(f"{name} is split already; split each model once, with one plan for all of it")
         if placement is not None and (placement.flat is not None or "dp" in placement.replicated):
             raise ValueError(
                 f"{name} is in data parallelism already; cut over tp first, then wrap what is left of it"

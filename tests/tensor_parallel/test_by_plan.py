@@ -237,11 +237,18 @@ class Doubled(nn.Linear):
         return super().forward(x) * 2
 
 
+def hooked(layer):
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
 @pytest.mark.parametrize(
     ("module", "cut", "says"),
     [
         (lambda: Scaled(4, 2), "vocab", "0 is a Scaled with a forward of its own, which a cut would drop; leave it out"),
         (lambda: Doubled(4, 4), "column", "0 is a Doubled with a forward of its own, which a cut would drop"),
+        (lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "row", "0 has a hook, a parametrization or"),
+        (lambda: hooked(nn.Linear(4, 4)), "row", "0 has a hook, a parametrization or a forward of its own, which a cut"),
         (lambda: nn.Embedding(4, 2, max_norm=0.0), "vocab", "0 has max_norm=0.0, which a cut would drop; leave it out of"),
         (lambda: nn.Embedding(4, 2, scale_grad_by_freq=True), "vocab", "0 has scale_grad_by_freq=True, which a cut would"),
         (lambda: nn.Embedding(4, 2, sparse=True), "vocab", "0 has sparse=True, which a cut would drop"),
@@ -254,6 +261,17 @@ def test_a_layer_that_does_more_than_its_product_is_refused(module, cut, says):
             tensor_parallel(model, world, plan={"0": cut})
 
     minipar.run(refused, world_size=2)
+
+
+def test_a_model_is_split_once():
+    def twice(world):
+        model = tensor_parallel(somebodys_model(2, 2, 2, 2, False, 0), world, plan=plan_of(2))
+        with pytest.raises(
+            ValueError, match="0.weight is split already; split each model once, with one plan for all"
+        ):
+            tensor_parallel(model, world, plan={"3": "gathered"})
+
+    minipar.run(twice, world_size=2)
 
 
 def _padded(world, padding_idx):

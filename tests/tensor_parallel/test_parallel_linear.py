@@ -270,3 +270,12 @@ def test_features_that_cannot_be_cut_are_refused_with_what_can():
         "tp=2 does not divide in_features=9; use 1, 3 or 9",
         "num_shards=3 does not divide out_features=8; use 1, 2, 4 or 8",
     ]
+
+
+def test_a_frozen_layer_stays_frozen_when_it_is_split():
+    def trained(world):
+        layer = torch.nn.Linear(4, 4).requires_grad_(False)
+        cuts = ColumnParallelLinear.from_linear(layer, world), RowParallelLinear.from_linear(layer, world)
+        return [p.requires_grad for cut in cuts for p in cut.parameters()]
+
+    assert minipar.run(trained, world_size=2) == [[False] * 4] * 2
