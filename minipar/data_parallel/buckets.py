@@ -86,7 +86,7 @@ class Bucket:
 
     @property
     def label(self) -> str:
-        """Name the bucket in its reduction, so that ranks that reduce several wrappers' buckets in other orders are told."""
+        """Name the bucket in its reduction, so that ranks that reduce two wrappers' buckets in other orders are told."""
         return f"bucket {self.number}, of {placement_of(self.params[0]).name},"
 
     def collect(self, param: nn.Parameter) -> bool:

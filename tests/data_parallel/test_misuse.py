@@ -275,16 +275,16 @@ def other_rows(world):
     return Wrapped("tp", world, own=of(world)).train()
 
 
-def options_differ(wrapper, **of_rank_1):
-    return lambda world: Wrapped(wrapper, world, **(of_rank_1 if world.rank == 1 else {})).train()
+def reduces_differ(wrapper):
+    return lambda world: Wrapped(wrapper, world, **({"reduce": "sum"} if world.rank == 1 else {})).train()
 
 
 DIFFER |= {
     "other units on rank 1": Misuse(units_differ, one_process, "ValueError: the ranks' .*differ"),
     "another plan on rank 1": Misuse(plans_differ, one_process, "ValueError: the ranks' .*differ"),
     "each tp rank has rows of its own": Misuse(other_rows, one_process, "(?i)error: .*(batch|input|differ)"),
-    "another reduce on rank 1 under ddp": Misuse(options_differ("ddp", reduce="sum"), one_process, "the ranks' .* differ: reduce"),
-    "another reduce on rank 1 under fsdp": Misuse(options_differ("fsdp", reduce="sum"), one_process, "the ranks' .* differ: reduce"),
+    "another reduce on rank 1 under ddp": Misuse(reduces_differ("ddp"), one_process, "the ranks' .* differ: reduce"),
+    "another reduce on rank 1 under fsdp": Misuse(reduces_differ("fsdp"), one_process, "the ranks' .* differ: reduce"),
 }  # fmt: skip
 
 
