@@ -9,6 +9,7 @@ Source: PyTorch DDP, arXiv:2006.15704, section 3.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,9 @@ Layout = Mapping[
 ]  # parameter -> (start, number of elements) of its gradient in a flat buffer
 Key = tuple[Comm, torch.dtype, torch.device]  # what the parameters of a bucket have in common
 
+# Comm -> how many buckets were made over it: two wrappers' parameters may have the same names.
+NUM_BUCKETS: WeakKeyDictionary[Comm, int] = WeakKeyDictionary()
+
 
 class Bucket:
     """Parameters of one dtype that one Comm reduces together.
@@ -39,6 +43,7 @@ class Bucket:
 
     def __init__(self, params: list[nn.Parameter], comm: Comm, flagged: Iterable[nn.Parameter] = ()):
         self.params, self.comm, self.flagged = params, comm, list(flagged)
+        self.number = NUM_BUCKETS[comm] = NUM_BUCKETS.get(comm, 0) + 1
         dtype, device = params[0].dtype, params[0].device
         step = ALIGNMENT_BYTES // dtype.itemsize
         starts, end = [], 0
@@ -78,6 +83,11 @@ class Bucket:
             gradient.data_ptr() == view.data_ptr() and self._reduced_versions.get(param) == view._version
         )
         param.grad = exact if exact is not None and unchanged else gradient.to(self.sum_dtype)
+
+    @property
+    def label(self) -> str:
+        """Name the bucket in its reduction, so that ranks that reduce two wrappers' buckets in other orders are told."""
+        return f"bucket {self.number}, of {placement_of(self.params[0]).name},"
 
     def collect(self, param: nn.Parameter) -> bool:
         """Copy the parameter's gradient into its view and make the view its `.grad`. Return True if it is to be reduced.

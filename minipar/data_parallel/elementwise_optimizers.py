@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from minipar.mesh import placement_of
 from minipar.support.errors import one_of
 
 # The per-element classes of torch.optim. Not per element: Adafactor, Muon, LBFGS, SparseAdam.
@@ -69,6 +70,15 @@ def watch_optimizers(fsdp: nn.Module, shards: Iterable[nn.Parameter], per_elemen
                 f"parameters are flat shards; use {one_of(ELEMENTWISE_OPTIMIZERS)}, pass per_element=True to FSDP if it "
                 "does, or use DDP or WholeParameterZero, which cut no parameter"
             )
+        for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in ids):
+            if any(
+                isinstance(x, Tensor) and x.dim() and x.shape != p.shape
+                for x in optimizer.state.get(p, {}).values()
+            ):
+                raise ValueError(
+                    f"{_name(type(optimizer))} has state of {placement_of(p).name} from before FSDP sharded it; make the "
+                    "optimizer after FSDP, from its parameters()"
+                )
         optimizer.register_state_dict_pre_hook(_refuse_state_of_shards)
         watched.add(optimizer)
 

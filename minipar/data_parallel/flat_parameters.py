@@ -45,7 +45,7 @@ class FlatParameters:
     shard     [n/p] in the parameters' dtype: this rank's chunk, the master copy
     full      [n] in the compute dtype; its memory is freed while SHARDED
     comm      the ranks that hold the chunks. None: the parameters are not sharded, `whole` is True, and `full` [n] is
-              `shard`
+              `shard`, unless the compute dtype is another
     replicas  Comms of ranks that hold the same chunk: its gradient is all-reduced over one Comm after the other
     label     names the unit in every collective, so that ranks that run different units are told so
     stand_ins meta tensors with the unsharded parameters' shapes and placements, by which a compressor knows gradients
@@ -76,7 +76,8 @@ class FlatParameters:
         chunk = self.size // num_ranks
         self.range = (rank * chunk, (rank + 1) * chunk)
         self.state = State.SHARDED
-        self._compute_dtype = compute_dtype if compute_dtype and not self.whole else self.dtype
+        self._compute_dtype = compute_dtype or self.dtype
+        self._shard_is_full = self.whole and self._compute_dtype == self.dtype
         self._gathered_versions: dict[nn.Parameter, int] = {}  # the shards' versions at the last gather
         self._pending_gather: Pending | None = None  # the all-gather under way
         self._shard_grads: dict[nn.Parameter, Tensor] = {}  # set aside while their parameters are unsharded
@@ -114,12 +115,12 @@ class FlatParameters:
                     place.copy_(part_of(param))
         away = self.memory.device is not None and not self.whole
         self.shard = self.memory.copy_of(shard, self.dtype) if away else shard
-        if self.whole:
+        if self._shard_is_full:
             self.full = self.shard
         else:
             self.full = torch.empty(self.size, dtype=self._compute_dtype, device=self.device)
         self._make_views(axis)
-        if not self.whole:
+        if not self._shard_is_full:
             self.full.untyped_storage().resize_(0)
 
     def _chunk_of_rank0(self) -> Tensor:
@@ -134,8 +135,9 @@ class FlatParameters:
 
     def _make_views(self, axis: str) -> None:
         self.full_views = {p: self.slice_of_full(p, self.full).view(self.shapes[p]) for p in self.params}
-        shards = {p: self.slice_of_shard(p, self.shard) for p in self.params}
-        self.shard_views = self.full_views if self.whole else shards
+        self.shard_views = {p: self.slice_of_shard(p, self.shard) for p in self.params}
+        if self.whole:
+            self.shard_views = {p: x.view(self.shapes[p]) for p, x in self.shard_views.items()}
         for param in self.params:
             placement = placement_of(param)
             placement = placement if self.whole else placement.flatten_range(*self.part(param))
@@ -150,14 +152,15 @@ class FlatParameters:
     @torch.no_grad()
     def unshard(self) -> None:
         """SHARDED -> UNSHARDING: allocate `full` and start its all-gather. Sends (p-1)/p n elements."""
-        if self.state is not State.SHARDED or self.comm is None:
+        if self.state is not State.SHARDED or self._shard_is_full:
             return
         self.full.untyped_storage().resize_(self.full.nbytes)
         own = self.full[slice(*self.range)]
         self.memory.copy_to(own, self.shard)
         self._gathered_versions = {p: p._version for p in self.params}
-        gather = partial(self.comm.all_gather, own, out=self.full, algorithm=self.algorithm)
-        self._pending_gather = self.comm.custom("all_gather", gather, async_op=True, of=self.label)
+        if self.comm is not None:
+            gather = partial(self.comm.all_gather, own, out=self.full, algorithm=self.algorithm)
+            self._pending_gather = self.comm.custom("all_gather", gather, async_op=True, of=self.label)
         self.state = State.UNSHARDING
 
     def use_unsharded(self) -> None:
@@ -176,7 +179,7 @@ class FlatParameters:
     def use_sharded(self, forbid: bool = False) -> None:
         """UNSHARDED -> UNSHARDING: make the parameters shards again. With `forbid`, computing with them raises."""
         if self.state is State.UNSHARDED:
-            self.state = State.SHARDED if self.whole else State.UNSHARDING
+            self.state = State.SHARDED if self._shard_is_full else State.UNSHARDING
             for param, view in self.shard_views.items():
                 param.data = view
                 param.grad = self._shard_grads.pop(param, None)

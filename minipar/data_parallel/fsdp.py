@@ -81,7 +81,8 @@ class FSDP(nn.Module):
                   all-reduced
     reshard_after_forward   reshard a unit after its forward, and unshard it again for the backward. False: keep it
                             unsharded
-    compute_dtype the dtype to which shards (before the all-gather) and floating-point inputs of units are cast
+    compute_dtype the dtype to which shards (before the all-gather), parameters that are not sharded, and floating-point
+                  inputs of units are cast
     reduce_dtype  the dtype in which gradients are summed; default: the parameters' dtype
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes

@@ -181,16 +181,20 @@ def refuse_compile(name: str, *_: object, **__: object) -> None:
 def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]:
     """Map each parameter to the index of its unit: the innermost unit that contains it.
 
-    A parameter tied between units belongs to the innermost unit that contains all modules that use it, so that it is
-    unsharded while any of them runs.
+    A parameter tied between units, or of a module that several units share, belongs to the innermost unit that contains all
+    modules that use it, so that it is unsharded while any of them runs.
     """
-    inside = [set(map(id, m.modules())) for _, m in modules]
-    chains: dict[nn.Parameter, list[int]] = {}  # the units that contain all its uses, outer first
-    for module in modules[0][1].modules():
-        around = [i for i, ids in enumerate(inside) if id(module) in ids]
+    index = {module: i for i, (_, module) in enumerate(modules)}
+    chains: dict[nn.Parameter, list[int]] = {}  # the units around all its uses, outer first
+
+    def visit(module: nn.Module, around: list[int]) -> None:
+        around = [*around, index[module]] if module in index else around
         for param in module.parameters(recurse=False):
-            before = chains.get(param, around)
-            chains[param] = [i for i in around if i in before]
+            chains[param] = [i for i in chains.get(param, around) if i in around]
+        for child in module.children():
+            visit(child, around)
+
+    visit(modules[0][1], [])
     return {param: chain[-1] for param, chain in chains.items()}
 
 

@@ -158,14 +158,9 @@ class ShardedBucket:
         if compressor is not None:
             return self._reduce_compressed(op, compressor, sent)
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
-        handle = self.comm.reduce_scatter(
-            sent,
-            op,
-            self.sizes,
-            algorithm,
-            async_op=True,
-            out=flat[slice(*self.range)] if in_place else None,
-        )
+        out = flat[slice(*self.range)] if in_place else None
+        scatter = partial(self.comm.reduce_scatter, sent, op, self.sizes, algorithm, out=out)
+        handle = self.comm.custom("reduce_scatter", scatter, async_op=True, of=self.bucket.label)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait())
@@ -174,12 +169,12 @@ class ShardedBucket:
         if not self.keep_full_grads and can_scatter(compressor):
             args = self.comm, compressor, sent, self.bucket.layout(), self.sizes, op
             own = partial(compressed_reduce_scatter, *args)
-            scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True)
+            scatter = self.comm.custom("compressed_reduce_scatter", own, async_op=True, of=self.bucket.label)
             for param in self.params:
                 param.grad = self._reduced_gradients[param].added = None
             return lambda: self._store_reduced(scatter.wait())
         average = partial(compressed_all_reduce, self.comm, compressor, sent, self.bucket.layout(), op)
-        handle = self.comm.custom("compressed_all_reduce", average, async_op=True)
+        handle = self.comm.custom("compressed_all_reduce", average, async_op=True, of=self.bucket.label)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait()[slice(*self.range)])

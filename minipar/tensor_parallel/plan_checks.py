@@ -166,7 +166,15 @@ class FirstCall:
         torch.set_rng_state(random)
         far = dict.fromkeys(self.rows, 0.0)
         failure: Exception | None = None
+        begun = ""  # the module that began last
         with ExitStack() as undo:
+
+            def begin(name: str, *_: object) -> None:
+                nonlocal begun
+                begun = name
+
+            for name, module in model.named_modules():
+                undo.callback(module.register_forward_pre_hook(partial(begin, name)).remove)
             for name in self.rows:
                 compare = partial(self._compare_input, name, expected, far)
                 undo.callback(model.get_submodule(name).register_forward_pre_hook(compare).remove)
@@ -174,7 +182,7 @@ class FirstCall:
                 run()
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 failure = error
-        self._require_near(far, failure)
+        self._require_near(far, failure, begun)
 
     def _gather_output(self, parts: int, layer: nn.Module, args: object, y: Tensor) -> Tensor:
         return autograd.gather(self.comm, y.unflatten(-1, (parts, -1)), dim=-1).flatten(-2)
@@ -201,7 +209,7 @@ class FirstCall:
         if distance > OF_ACTIVATIONS * norm:
             far[name] = max(far[name], float(distance / norm))
 
-    def _require_near(self, far: dict[str, float], failure: Exception | None) -> None:
+    def _require_near(self, far: dict[str, float], failure: Exception | None, begun: str) -> None:
         found = torch.tensor([*far.values(), float(failure is not None)], dtype=torch.float64)
         host = on_host(self.comm)
         *of_rows, failed = host.all_reduce(found.to(host.device), op="max").tolist()
@@ -211,7 +219,7 @@ class FirstCall:
         what = (
             f"the input of {wrong[0]} is not what it is in one process"
             if wrong
-            else f"the cut model raises {failure}"
+            else f"the cut model raises in or after {begun}: {failure}"
         )
         raise ValueError(
             f"plan: {what}; give Column(unit=, parts=) to a layer that stores several, Divided(...) to a number of heads "

@@ -261,17 +261,17 @@ def order_of_events(world, wrap):
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(5)))
     ddp = wrap(layers, world, bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket a layer
     events = []
-    all_reduce = world.all_reduce_
+    custom = world.custom
 
-    def recorded(x, *args, **kwargs):
-        index = next(i for i, bucket in enumerate(ddp.buckets) if bucket.flat is x)
+    def recorded(kind, operation, **kwargs):
+        index = next(i for i, bucket in enumerate(ddp.buckets) if bucket.flat is operation.args[0])
         events.append(("left", index))
-        handle = all_reduce(x, *args, **kwargs)
+        handle = custom(kind, operation, **kwargs)
         wait = handle.wait
         handle.wait = lambda: (events.append(("wait", index)), wait())[1]
         return handle
 
-    world.all_reduce_ = recorded
+    world.custom = recorded
     for i, layer in enumerate(reversed(layers)):
         layer.weight.register_hook(lambda grad, i=i: events.append(("gradient", i)))
     ddp(torch.randn(4, 20)).sum().backward()
@@ -393,10 +393,7 @@ def exception_after_a_bucket_left(world):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     ddp = DDP(net, world, reduce="sum", bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket for each parameter
-    all_reduce = world.all_reduce_
-    world.all_reduce_ = lambda *args, async_op=False, **options: EndsWhenAwaited(
-        lambda: all_reduce(*args, **options)
-    )
+    world.custom = lambda kind, operation, **options: EndsWhenAwaited(operation)
     hook = net[0].weight.register_hook(lambda grad: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         (100 * ddp(torch.ones(1, 3, dtype=torch.float64))).sum().backward()

@@ -92,6 +92,37 @@ def test_gradients_that_come_late_or_on_some_ranks_alone_are_reduced():
         assert_equal_to(got[name], value, what=name)
 
 
+class SharedNorm(nn.Module):
+    """Three units with one norm, which is not called outside them."""
+
+    def __init__(self):
+        super().__init__()
+        norm = nn.LayerNorm(4)
+        self.units = nn.ModuleList(nn.Sequential(norm, linear) for linear in chain(3)).double()
+
+    def forward(self, x):
+        for unit in self.units:
+            x = unit(x)
+        return x.sum()
+
+
+def shared_norm_after_a_step(world):
+    fsdp = FSDP(SharedNorm(), world, nn.Sequential)
+    fsdp(torch.arange(4.0).double()[None] + world.rank).backward()
+    torch.optim.SGD(fsdp.parameters(), lr=1.0).step()
+    return fsdp.full_state_dict()
+
+
+def test_a_module_that_units_share_belongs_to_the_unit_around_them():
+    model = SharedNorm()
+    for rank in range(2):
+        (model(torch.arange(4.0).double()[None] + rank) / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for got in minipar.run(shared_norm_after_a_step, world_size=2):
+        for name, value in model.state_dict().items():
+            assert_equal_to(got[name], value, what=name)
+
+
 class PicksALayer(nn.Module):
     """Each rank runs a layer of its own choice; the layers have equal sizes."""
 
@@ -139,3 +170,36 @@ def trains_its_own_layer(world):
 def test_ranks_that_reduce_different_units_are_told_which():
     with pytest.raises(minipar.RankError, match=r"reduce_scatter of unit 'layers\.[01]'"):
         minipar.run(trains_its_own_layer, world_size=2)
+
+
+class Rest(nn.Module):
+    """A unit between two layers that are in none."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = chain(2)
+        self.unit = nn.Sequential(nn.Linear(4, 4).double())
+
+    def forward(self, x):
+        return self.last(self.unit(self.first(x))).float().sum()
+
+
+def gradients_in_half_precision(world):
+    fsdp = FSDP(Rest().float(), world, nn.Sequential, shard_rest=False, compute_dtype=torch.bfloat16)
+    for number in range(2):
+        fsdp(torch.full((1, 4), number + 1.0)).backward()
+    rest = [fsdp.module.first.weight, fsdp.module.last.weight]
+    return [(p.dtype, p.grad.dtype, p.grad) for p in rest]
+
+
+def test_parameters_that_are_not_sharded_are_cast_to_the_compute_dtype():
+    model = Rest().bfloat16()
+    want = 0
+    for number in range(2):
+        model.zero_grad()
+        model(torch.full((1, 4), number + 1.0).bfloat16()).backward()
+        want = want + torch.stack([model.first.weight.grad, model.last.weight.grad]).float()
+    for found in minipar.run(gradients_in_half_precision, world_size=2):
+        for (dtype, grad_dtype, grad), exact in zip(found, want):
+            assert (dtype, grad_dtype) == (torch.float32, torch.float32)
+            assert_equal_to(grad, exact, 1e-6)

@@ -544,3 +544,37 @@ def test_stage_2_holds_the_full_gradients_of_three_buckets_at_a_time():
     for right, wrong in minipar.run(peaks, world_size=4):
         assert right <= 3 + 12 / 4 + 1  # and the shards, and the gradient that autograd has just made
         assert wrong >= 12
+
+
+# Two optimizers ------------------------------------------------------------------------------------------------------
+
+
+class TwoParts(nn.Module):
+    """Two layers for each of two optimizers; one of the first's is last, and some ranks do not use it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)).double()
+        self.second = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2)).double()
+
+    def forward(self, x, last: bool):
+        y = self.first[0](self.second[1](self.second[0](x)))
+        return (self.first[1](y) if last else y).sum()
+
+
+def reduced_in_other_orders(world, wrap):
+    """Rank 0 has all gradients of the first part before the second's; rank 1 has the second's first."""
+    model = TwoParts()
+    kept = [wrap(part, world) for part in (model.first, model.second)]
+    model(torch.ones(1, 4).double(), world.rank == 0).backward()
+    return len(kept)
+
+
+def zero_of(part, world):
+    return ZeroOptimizer(part.named_parameters(), torch.optim.SGD, world, lr=0.1)
+
+
+@pytest.mark.parametrize("wrap", [zero_of, DDP])
+def test_parts_that_ranks_reduce_in_different_orders_are_named(wrap):
+    with pytest.raises(minipar.RankError, match="bucket [12], of 1.weight, .*bucket [12], of 1.weight, "):
+        minipar.run(reduced_in_other_orders, wrap, world_size=2)
