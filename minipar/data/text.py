@@ -179,8 +179,8 @@ def with_documents(batch: Batch, seed: int, step: int) -> Batch:
     """
     # Drawn by numpy, and not by torch, so that a dry run, whose tensors have no values, has documents, too.
     shape = tuple(batch.tokens.shape)
-    begins = np.random.default_rng(_drawn(f"documents {seed} {step}")).random(shape)
-    begins = begins < (DOCUMENTS - 1) / max(1, shape[1] - 1)
+    drawn = np.random.default_rng(_drawn(f"documents {seed} {step}")).random(shape)
+    begins = drawn < (DOCUMENTS - 1) / max(1, shape[1] - 1)
     index = np.arange(shape[1])
     positions = torch.from_numpy(index - np.maximum.accumulate(np.where(begins, index, 0), axis=1))
     targets = next_tokens(batch.tokens, positions)
