@@ -92,12 +92,24 @@ def split_by_plan(model: nn.Module, comm: Comm, plan: Plan | str) -> None:
         replicate_parameter(parameter)
     of_heads = [name for name in whole if any(f"{name}.".startswith(f"{other}.") for other in summed)]
     if comm.size > 1:
+        for module in model.modules():
+            if any(placement_of(p).is_part for p in module.parameters()):
+                module.register_state_dict_pre_hook(_refuse_state_of_parts)
         gathered = {name: model.get_submodule(name) for name, cut in split.items() if cut == "gathered"}
         GradientCheck(comm, whole, gathered, of_heads)
         columns = {name: cut.parts for name, cut in split.items() if isinstance(cut, Column)}
         FirstCall(model, comm, columns, [name for name, cut in split.items() if cut == "row"], divided)
     for name in of_heads:
         watch_gradient(whole[name], comm.all_reduce)
+
+
+def _refuse_state_of_parts(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not keep_vars:  # keep_vars=True asks for the parameters themselves
+        raise RuntimeError(
+            f"state_dict() of {type(module).__name__}, which is split over tp, would be this rank's part alone; use "
+            "minipar.tensor_parallel.full_state_dict(model, comm), called on every rank (save_pretrained takes it as "
+            "state_dict=)"
+        )
 
 
 def _split(module: Any, cut: Cut, comm: Comm) -> nn.Module:

@@ -3,8 +3,9 @@
 import pytest
 
 import minipar
-from minipar.tensor_parallel import tensor_parallel
-from tests.data_parallel.hugging_face import ARCHITECTURES, OPTIMIZERS, batch, build, train
+from minipar.data_parallel import FSDP
+from minipar.tensor_parallel import full_state_dict, tensor_parallel
+from tests.data_parallel.hugging_face import ARCHITECTURES, OPTIMIZERS, batch, build, layers_of, train
 from tests.strategies import assert_equal_to
 
 WRAPPERS = ("ddp", "zero", "fsdp", "tp")
@@ -49,3 +50,28 @@ def test_a_gradient_lost_on_one_rank_is_seen_under_every_wrapper(name):
         assert {(wrapper, optimizer) for wrapper, optimizer, _ in found} == {
             (wrapper, optimizer) for wrapper in WRAPPERS for optimizer in OPTIMIZERS
         }
+
+
+def saved(world, folder):
+    """Save under FSDP and tensor parallelism: refused with what would work, which then is the model."""
+    for wrapper in ("fsdp", "tp"):
+        model = build("llama-tied")
+        if wrapper == "fsdp":
+            fsdp = FSDP(model, world, units=layers_of(model))
+        else:
+            tensor_parallel(model, world, plan="llama")
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            model.save_pretrained(f"{folder}/refused-{world.rank}")
+        state = fsdp.full_state_dict() if wrapper == "fsdp" else full_state_dict(model, world)
+        if world.rank > 0:
+            continue  # transformers writes on the first rank alone
+        own = f"{folder}/{wrapper}"
+        model.save_pretrained(own, state_dict=state)
+        loaded = type(model).from_pretrained(own, dtype="float64")
+        for name, value in build("llama-tied").state_dict().items():
+            assert_equal_to(loaded.state_dict()[name], value, what=name)
+
+
+@pytest.mark.thorough
+def test_save_pretrained_writes_the_whole_model_or_is_refused(tmp_path):
+    minipar.run(saved, str(tmp_path), world_size=2)

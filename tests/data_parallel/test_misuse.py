@@ -428,6 +428,9 @@ SAVED = {
     )
     for way, save in SAVES.items()
 }
+SAVED["saving a split model by state_dict"] = Misuse(
+    lambda world: Wrapped("tp", world).model.state_dict(), lambda: net().state_dict(), "full_state_dict"
+)
 
 
 # A plan that forgets something -------------------------------------------------------------------------------------------

@@ -211,5 +211,5 @@ def test_fsdp_tells_of_ranks_whose_models_or_options_differ():
     rank_0, rank_1 = minipar.run(told_of_differences, world_size=2)
     assert rank_0 == rank_1
     for name, (_, told) in (MODELS | OPTIONS).items():
-        assert rank_0[name].startswith("the ranks' models differ: ")
+        assert rank_0[name].startswith("the ranks' parameters or options differ: ")
         assert told in rank_0[name], rank_0[name]
