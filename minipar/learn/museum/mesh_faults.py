@@ -18,7 +18,8 @@ from minipar.config.moe_config import MoEConfig
 from minipar.config.train_config import TrainConfig
 from minipar.context import attention_ring
 from minipar.context.token_layout import local_runs
-from minipar.data.text import batch_of_step
+from minipar.data.text import batch_of
+from minipar.data_parallel import ddp
 from minipar.learn.museum.exhibit import Change
 from minipar.mesh import Mesh, placement_of
 from minipar.model import block, moe
@@ -39,8 +40,9 @@ def replaced(module: ModuleType, **names: object) -> SimpleNamespace:
 
 
 def every_world_rank_sums(world: Comm, change: Change) -> None:
-    """All gradients are summed over all ranks, as if every rank were a data-parallel replica."""
+    """All gradients are summed over all ranks, as if every rank were a data-parallel replica; no DDP asks what they hold."""
     change(parallelize, "gradient_comm", lambda mesh: lambda param: world)
+    change(ddp, "require_same_parameters", lambda *_: None)
 
 
 def dx_not_summed(world: Comm, change: Change) -> None:
@@ -176,12 +178,8 @@ def dropout_seeded_by_rank(world: Comm, change: Change) -> None:
 
 def data_starts_over(world: Comm, change: Change) -> None:
     """After a stop at step 2, the data starts again at the first batch."""
-    right = batch_of_step
-    change(
-        step,
-        "batch_of_step",
-        lambda text, seed, number, *sizes: right(text, seed, number - 2 if number >= 2 else number, *sizes),
-    )
+    right = batch_of
+    change(step, "batch_of", lambda config, text, n: right(config, text, n - 2 if n >= 2 else n))
 
 
 def only_rank_0_looks(world: Comm, change: Change) -> None:
