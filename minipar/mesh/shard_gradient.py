@@ -5,7 +5,8 @@ Without it, torch.nn.utils.clip_grad_norm_ would silently clip by the norm of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,3 +57,17 @@ def mark_gradient(tensor: Tensor) -> None:
     """Make a `.grad` a `ShardGradient`: the hook of parameters of which other ranks hold the rest."""
     if type(tensor.grad) is Tensor:
         tensor.grad = as_shard_gradient(tensor.grad)
+
+
+@contextmanager
+def trainable(tensor: Tensor) -> Iterator[bool]:
+    """Let hooks be registered on a tensor that is frozen now, and may be trained later. Yields False if it cannot be."""
+    trained = tensor.requires_grad
+    can_train = (
+        tensor.is_leaf and not tensor.is_inference() and (tensor.is_floating_point() or tensor.is_complex())
+    )
+    tensor.requires_grad_(can_train or trained)
+    try:
+        yield can_train
+    finally:
+        tensor.requires_grad_(trained)
