@@ -32,7 +32,8 @@ class ShardGradient(Tensor):
     ) -> Any:
         if func in NORMS:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}"
+                f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}; "
+                "gradient.as_subclass(torch.Tensor) has the norm of what this rank has of it"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
