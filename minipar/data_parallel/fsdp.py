@@ -75,8 +75,8 @@ class FSDP(nn.Module):
 
     module        changed in place; every rank gets rank 0's parameters and buffers. May be on the meta device: see `init`
     comm          the ranks to shard over, or a function from parameter to Comm
-    units         a module class, a tuple of classes or a predicate: each matching module is a unit. None: the whole module
-                  is one unit
+    units         a module class, several in a tuple or list, or a predicate: each matching module is a unit. None: the
+                  whole module is one unit
     shard_rest    True: parameters outside units form a unit, the root. False: they are replicated, and their gradients
                   all-reduced
     reshard_after_forward   reshard a unit after its forward, and unshard it again for the backward. False: keep it

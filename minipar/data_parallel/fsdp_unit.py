@@ -120,8 +120,10 @@ class UnitOrder:
 
 
 NamedModule = tuple[str, nn.Module]
-# A module class, a tuple of them, or a predicate; None: the whole module is one unit.
-UnitChoice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[nn.Module], bool] | None
+# A module class, a tuple or list of them, or a predicate; None: the whole module is one unit.
+UnitChoice = (
+    type[nn.Module] | tuple[type[nn.Module], ...] | list[type[nn.Module]] | Callable[[nn.Module], bool] | None
+)
 
 
 def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule], bool]:
@@ -132,7 +134,8 @@ def find_units(module: nn.Module, units: UnitChoice) -> tuple[list[NamedModule],
         return [("root", module)], True
 
     def matches(m: nn.Module) -> bool:
-        return isinstance(m, units) if isinstance(units, type | tuple) else units(m)
+        kinds = tuple(units) if isinstance(units, list) else units
+        return isinstance(m, kinds) if isinstance(kinds, type | tuple) else kinds(m)
 
     found = [(name, m) for name, m in module.named_modules() if m is not module and matches(m)]
     if not found and not matches(module):

@@ -412,9 +412,8 @@ class Engine:
         """
         request = sequence.request
         p: list[Tensor] = []
-        with suppress(
-            NotFinite
-        ):  # a guess after which logits have nan is looked at in the next step, if it is right
+        # A guess after which logits have nan is looked at in the next step, if it is right.
+        with suppress(NotFinite):
             for row in logits:
                 p.append(distribution(row, request))
         if not p:

@@ -20,7 +20,7 @@ from math import prod
 import torch
 
 from minipar.mesh.regions import Box, Piece, boxes_of_range
-from minipar.mesh.shard_gradient import mark_gradient
+from minipar.mesh.shard_gradient import mark_gradient, trainable
 from minipar.support.chunks import chunk_sizes
 
 
@@ -219,10 +219,11 @@ def set_placement(param: torch.Tensor, placement: Placement) -> None:
     """
     placement._require_shape("local", param, placement.local_shape)
     param.placement = placement  # type: ignore[attr-defined]
-    if placement.is_part and placement.flat is None and param.requires_grad and param.is_leaf:
+    if placement.is_part and placement.flat is None:
         hooks = param._post_accumulate_grad_hooks or {}
-        if mark_gradient not in hooks.values():
-            param.register_post_accumulate_grad_hook(mark_gradient)
+        with trainable(param) as can_train:
+            if can_train and mark_gradient not in hooks.values():
+                param.register_post_accumulate_grad_hook(mark_gradient)
 
 
 def placement_of(param: torch.Tensor) -> Placement:

@@ -5,7 +5,8 @@ Without it, torch.nn.utils.clip_grad_norm_ would silently clip by the norm of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class ShardGradient(Tensor):
     ) -> Any:
         if func in NORMS:
             raise RuntimeError(
-                f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}"
+                f"{getattr(func, '__name__', func)} was called on gradients of which this rank has a part; {INSTEAD}; "
+                "gradient.as_subclass(torch.Tensor) has the norm of what this rank has of it"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -56,3 +58,17 @@ def mark_gradient(tensor: Tensor) -> None:
     """Make a `.grad` a `ShardGradient`: the hook of parameters of which other ranks hold the rest."""
     if type(tensor.grad) is Tensor:
         tensor.grad = as_shard_gradient(tensor.grad)
+
+
+@contextmanager
+def trainable(tensor: Tensor) -> Iterator[bool]:
+    """Let hooks be registered on a tensor that is frozen now, and may be trained later. Yields False if it cannot be."""
+    trained = tensor.requires_grad
+    can_train = (
+        tensor.is_leaf and not tensor.is_inference() and (tensor.is_floating_point() or tensor.is_complex())
+    )
+    tensor.requires_grad_(can_train or trained)
+    try:
+        yield can_train
+    finally:
+        tensor.requires_grad_(trained)

@@ -2,7 +2,8 @@
 
     before the cut     every rank has the same plan and the same weights
     the first call     every rank has the same inputs; then the model runs twice without dropout and gradients, once with
-                       every column layer's output gathered, as in one process, and once cut: row layers get the same inputs
+                       every column layer's output gathered, as in one process, and once cut: row layers get the same
+                       inputs. Buffers and attributes are restored
     each backward      a whole parameter's gradient is the same on every rank, until it was once other than zero
 
 So an attribute that should be `Divided`, a missing `parts` or "summed", another batch or dropout mask raise, by name.
@@ -11,8 +12,8 @@ So an attribute that should be `Divided`, a missing `parts` or "summed", another
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from minipar.comm import Comm, autograd
 from minipar.comm.agreement import require_equal
 from minipar.comm.host import on_host
+from minipar.mesh.shard_gradient import trainable
 from minipar.model.evaluating import evaluating
 
 PLAIN = (Tensor, bool, int, float, str, type(None))
@@ -43,10 +45,29 @@ def described(x: Tensor) -> str:
 
 def watch_gradient(parameter: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Call the hook with each gradient of the parameter, also if it is frozen now and trained later."""
-    trained = parameter.requires_grad
-    parameter.requires_grad_()
-    parameter.register_hook(hook)
-    parameter.requires_grad_(trained)
+    with trainable(parameter) as can_train:
+        if can_train:
+            parameter.register_hook(hook)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """At the end, give each module back the attributes and the values of buffers that it has now.
+
+    So a count of calls, or a cache that grows with the longest sequence, is as if the calls in between had not been made.
+    """
+    before = [(vars(module), dict(vars(module)), module._buffers.copy()) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for now, attributes, buffers in before:
+            now.clear()
+            now.update(attributes)
+            now["_buffers"].clear()
+            now["_buffers"].update(buffers)
+        for buffer, value in values:
+            buffer.copy_(value)
 
 
 class GradientCheck:
@@ -70,7 +91,8 @@ class GradientCheck:
     ):
         self.comm, self.summed = comm, summed
         self.unchecked = [*parameters, *(f"the output of {name}" for name in outputs)]
-        self._backward, self._found = -1, torch.empty(0)
+        # Of each backward under way: that of a reentrant checkpoint runs inside another one.
+        self._found: dict[int, dict[str, list[float]]] = {}
         for name, parameter in parameters.items():
             watch_gradient(parameter, partial(self._see, name))
         for name, layer in outputs.items():
@@ -83,16 +105,20 @@ class GradientCheck:
     def _see(self, name: str, gradient: Tensor) -> None:
         if name not in self.unchecked or gradient.layout != torch.strided:
             return
-        if (backward := torch._C._current_graph_task_id()) != self._backward:
-            self._backward, self._found = backward, torch.zeros(len(self.unchecked), 3, dtype=torch.float64)
-            Variable._execution_engine.queue_callback(self._compare)
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._found:
+            self._found[backward] = {}
+            Variable._execution_engine.queue_callback(lambda: self._compare(self._found.pop(backward)))
         norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64)
         total = gradient.detach().sum(dtype=torch.float64)
-        self._found[self.unchecked.index(name)] = torch.stack([norm, total, torch.ones_like(norm)]).cpu()
+        self._found[backward][name] = torch.stack([norm, total, torch.ones_like(norm)]).tolist()
 
-    def _compare(self) -> None:
+    def _compare(self, seen: dict[str, list[float]]) -> None:
+        if not self.unchecked:
+            return
         host = on_host(self.comm)
-        of_ranks = host.all_gather(self._found[None].to(host.device)).cpu()
+        own = [seen.get(name, [0.0, 0.0, 0.0]) for name in self.unchecked]
+        of_ranks = host.all_gather(torch.tensor([own], dtype=torch.float64, device=host.device)).cpu()
         for name, found in zip(list(self.unchecked), of_ranks.unbind(1)):
             norm = found[:, 0].max()
             far = (found - found[0]).abs().amax(1) > OF_GRADIENTS * norm
@@ -143,7 +169,7 @@ class FirstCall:
         advice = "give all tp ranks the same batch, as DistributedSampler(data, num_replicas=dp.size, rank=dp.rank) does"
         require_equal(self.comm, "inputs of the model", tensors, advice)
         devices = {x.device for x in model.parameters() if x.is_cuda}
-        with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices):
+        with evaluating(model), unchanged(model), torch.no_grad(), torch.random.fork_rng(devices):
             self._compare(model, lambda: model(*args, **kwargs))
 
     def _compare(self, model: nn.Module, run: Callable[[], object]) -> None:

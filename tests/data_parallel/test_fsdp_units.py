@@ -35,11 +35,16 @@ def test_a_forward_without_gradients_frees_each_unit_from_the_first_step_on():
 
 def test_a_backward_runs_the_units_in_the_reverse_order_of_their_ends():
     def orders(world):
-        fsdp = FSDP(chain(3), world, nn.Linear)
-        fsdp(torch.ones(1, 4).double())
-        return [[unit.name for unit in o] for o in (fsdp.order.forward_order, fsdp.order.backward_order)]
+        found = []
+        for units in (nn.Linear, [nn.Linear]):
+            fsdp = FSDP(chain(3), world, units)
+            fsdp(torch.ones(1, 4).double())
+            found.append(
+                [[unit.name for unit in o] for o in (fsdp.order.forward_order, fsdp.order.backward_order)]
+            )
+        return found
 
-    assert minipar.run(orders, world_size=1) == [[["root", "0", "1", "2"], ["root", "2", "1", "0"]]]
+    assert minipar.run(orders, world_size=1) == [[[["root", "0", "1", "2"], ["root", "2", "1", "0"]]] * 2]
 
 
 class ReadsAnothersWeightInTheBackward(nn.Module):

@@ -96,3 +96,6 @@ def test_a_whole_gradient_stays_a_tensor_and_a_part_is_marked_once():
     assert len(part._post_accumulate_grad_hooks) == 1
     assert (type(whole.grad), type(part.grad)) == (torch.Tensor, ShardGradient)
     assert torch.equal(part.grad, torch.full((2,), 2.0))
+    with pytest.raises(RuntimeError, match=r"gradient.as_subclass\(torch.Tensor\) has the norm"):
+        part.grad.norm()
+    assert part.grad.as_subclass(torch.Tensor).norm() == 8**0.5

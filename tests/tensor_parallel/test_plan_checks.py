@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import minipar
 from minipar.tensor_parallel import Column, Divided, full_state_dict, plan_checks, tensor_parallel
@@ -176,6 +177,61 @@ def test_the_first_call_without_objects_runs_twice_more_and_restores_all():
         assert result == ([True, None, False, False, True, None, True, None], False, {True}, HEADS // 2, True)
 
 
+class Remembering(nn.Module):
+    """A layer that counts its calls in a buffer, sums inputs in another, and keeps the longest sequence's positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.longest = nn.Linear(4, 4), 0
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("sum", torch.zeros(4))
+        self.register_buffer("positions", torch.zeros(0))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.sum += x.detach().sum((0, 1))
+        if x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+            self.positions = torch.arange(self.longest)
+        return self.layer(x * self.positions[: x.shape[1], None])
+
+
+def _remembered(world):
+    model = Remembering()
+    model.steps = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    tensor_parallel(model, world, plan={"layer": "gathered"})
+    for _ in range(2):
+        model(torch.ones(1, 3, 4))
+    return model.calls.item(), model.sum.tolist(), model.longest, len(model.positions)
+
+
+def test_what_a_model_keeps_is_that_of_the_callers_own_calls():
+    assert minipar.run(_remembered, world_size=2) == [(2.0, [6.0] * 4, 3, 3)] * 2
+
+
+class Recomputed(Model):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(self.norm(x + checkpoint(self.attention, x, use_reentrant=True)))
+
+
+def _recomputed(world):
+    model = Recomputed()
+    nn.init.zeros_(model.attention.out.weight)  # so that the first gradients in attention are zero
+    tensor_parallel(model, world, plan=PLAN)
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    return full_state_dict(model, world)
+
+
+def test_gradients_of_a_backward_within_a_backward_are_checked_by_name():
+    model = Recomputed()
+    nn.init.zeros_(model.attention.out.weight)
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.3))
+    for state in minipar.run(_recomputed, world_size=2):
+        for name, value in model.state_dict().items():
+            assert_equal_to(state[name], value, floor=1e-12, what=name)
+
+
 def _cast_and_moved(world):
     model = Model()
     tensor_parallel(model, world, plan=PLAN)
@@ -196,10 +252,12 @@ def _thawed(world):
     frozen = [p.requires_grad for p in model.parameters()]
     model.requires_grad_(True)
     step(model, tokens_of(0))
+    with pytest.raises(RuntimeError, match="of which this rank has a part"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     return frozen, model.attention.q_norm.weight.grad
 
 
-def test_a_parameter_thawed_after_the_cut_is_summed():
+def test_a_parameter_thawed_after_the_cut_is_summed_and_marked():
     model = Model()
     step(model, tokens_of(0))
     for frozen, gradient in minipar.run(_thawed, world_size=2):

@@ -79,7 +79,7 @@ class FewBits(Choice):
 
     def _check_whole_tensors(self, config: Any, of: str) -> None:
         """Raise ValueError unless all parts of a tensor are multiplied at the same time, so that its amax can be known."""
-        slices = config.choice("schedule").unit_sizes(config) or ()
+        slices = config.choice("schedule").arguments(config).get("sizes") or ()
         if config.microbatches > 1 or len(slices) > 1:
             what = (
                 f"microbatches={config.microbatches}"
@@ -120,7 +120,7 @@ class FewBits(Choice):
             run for rank in range(config.cp) for run in local_ranges(config.seq_len, rank, config.cp, *layout)
         ]
         start = 0
-        for size in config.choice("schedule").unit_sizes(config) or ():
+        for size in config.choice("schedule").arguments(config).get("sizes") or ():
             runs.append(range(start, start := start + size))
         for run in runs:
             whole = run.start % self.block == 0 and (len(run) % self.block == 0 or run.stop == config.seq_len)

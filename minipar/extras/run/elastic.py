@@ -38,7 +38,7 @@ from minipar.cost.machines import LOCAL
 from minipar.cost.timing import step_time
 from minipar.runtime.launch import MAX_TIMEOUT_S
 from minipar.support.environment import ranks_per_node
-from minipar.support.errors import divisors
+from minipar.support.errors import Stopped, divisors
 from minipar.train.planned import job_and_layout, not_weighed
 
 T = TypeVar("T")
@@ -162,10 +162,18 @@ def train_on_ranks_there_are(
     if world.rank >= config.world_size:
         everyone.recv((1,), torch.uint8, 0).item()
         return None
-    result = train(config, world.subgroup(range(config.world_size), "in use"))
-    if world.rank == 0:
-        for rank in range(config.world_size, world.size):
+    unused = range(config.world_size, world.size) if world.rank == 0 else ()
+
+    def release() -> None:
+        for rank in unused:
             everyone.send(torch.zeros(1, dtype=torch.uint8, device=everyone.device), rank)
+
+    try:
+        result = train(config, world.subgroup(range(config.world_size), "in use"))
+    except Stopped:  # a signal has ended the run, which is saved
+        release()
+        raise
+    release()
     return result
 
 

@@ -21,8 +21,19 @@ from minipar.config.model_config import ModelConfig
 from minipar.config.train_config import TrainConfig
 from minipar.cost import find_machine, step_time, worst_rank_memory
 from minipar.data.text import load_data
-from minipar.extras.run.elastic import ASSUMED, _legal, defaults, legal_meshes, machine_here, mesh_for, reason
+from minipar.extras.run.elastic import (
+    ASSUMED,
+    _legal,
+    defaults,
+    legal_meshes,
+    machine_here,
+    mesh_for,
+    reason,
+    train_on_ranks_there_are,
+)
+from minipar.runtime.launch import run
 from minipar.schedules import make_schedule
+from minipar.support import errors
 from minipar.train import train
 from minipar.train.planned import job_and_layout, not_weighed
 from minipar.train.reference import train_in_one_process
@@ -242,6 +253,20 @@ def test_without_torchrun_there_is_nothing_to_choose(tmp_path):
 
 
 # The run --------------------------------------------------------------------------------------------------------------
+
+
+def _stopped_by_a_signal(world, folder):
+    def train(config, comm):
+        raise errors.Stopped("stopped and saved")
+
+    try:
+        return train_on_ranks_there_are(replace(CONFIG, out=folder), world, train)
+    except errors.Stopped:
+        return "stopped"
+
+
+def test_unused_ranks_end_with_a_run_that_a_signal_stops(tmp_path):
+    assert run(_stopped_by_a_signal, tmp_path, world_size=3) == ["stopped", "stopped", None]
 
 
 @pytest.fixture(scope="module")
