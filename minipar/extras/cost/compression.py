@@ -219,4 +219,7 @@ def advice(job: Job, layout: Layout, name: str) -> list[str]:
         verdict = f"compress: no, {best[0]} would take {best[1]:.3g} s a step in place of {plain_s:.3g} s"
     lines = ["", f"{verdict}; on {layout.name}", f"{'s/step':>8} {'GB sent':>8}  method"]
     rows = [("none", plain_s, plain_bytes), *sorted(others, key=lambda row: row[1])]
-    return lines + [f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}" for method, seconds, num_bytes in rows]
+    lines += [f"{seconds:8.3f} {num_bytes / 1e9:8.3f}  {method}" for method, seconds, num_bytes in rows]
+    if any(method == "tagc" for method, _, _ in others):
+        lines.append("tagc sends values and indices; its sketches (--compress.sketch) are not priced")
+    return lines
