@@ -39,9 +39,9 @@ def test_an_error_of_another_kind_is_told_as_it_is():
 
 
 def native_sum_that_breaks(world, error):
-    with mock.patch.dict(native_module.NATIVE, all_reduce=mock.Mock(side_effect=error)):
-        with pytest.raises(RuntimeError) as caught:
-            world.all_reduce(torch.ones(1), algorithm="native")
+    breaks = mock.patch.dict(native_module.NATIVE, all_reduce=mock.Mock(side_effect=error))
+    with breaks, pytest.raises(RuntimeError) as caught:
+        world.all_reduce(torch.ones(1), algorithm="native")
     return type(caught.value), str(caught.value)
 
 
