@@ -11,7 +11,9 @@ from minipar.comm.point_to_point import PointToPoint, Sizes
 from minipar.comm.reduction import find_reduction
 from minipar.comm.ring import gathered_sizes
 from minipar.support.chunks import check_sizes
+from minipar.support.errors import one_of
 from minipar.transport import native_calls
+from minipar.transport.errors import connection_broke, peer_lost
 from minipar.transport.process_groups import set_timeout
 
 
@@ -20,7 +22,15 @@ def native(comm: PointToPoint, collective: str, x: torch.Tensor, **kwargs: Any) 
     comm.traffic.book("native", x.nbytes)
     comm._transport.before_native(comm._channel, x)
     set_timeout([comm.process_group()], comm.timeout_s, comm.device)
-    result: torch.Tensor | None = NATIVE[collective](comm, x.detach().contiguous(), **kwargs)
+    try:
+        result: torch.Tensor | None = NATIVE[collective](comm, x.detach().contiguous(), **kwargs)
+    except RuntimeError as error:
+        if not connection_broke(error):
+            raise
+        own = comm.ranks[comm.rank]
+        what = f"rank {own} could not finish torch's {collective} on {comm._channel.key}"
+        others = one_of([f"rank {rank}" for rank in comm.ranks if rank != own])
+        raise peer_lost(what, others, error) from None
     return result
 
 

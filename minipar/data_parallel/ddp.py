@@ -99,7 +99,9 @@ class DDP(nn.Module):
         self._handles: list[Pending] = []
         # For each handle, (bucket, the tensor being reduced), which is the bucket's `flat` or a copy in reduce_dtype.
         self._sent: list[tuple[Bucket, Tensor]] = []
-        self.reducer: GradientReducer[Bucket] = GradientReducer(self._launch, self._finish, "DDP")
+        self.reducer: GradientReducer[Bucket] = GradientReducer(
+            self._launch, self._finish, "DDP", self._leave_buckets
+        )
         self.buckets = self.reducer.buckets
         shared = dict(
             reduce=reduce, bucket_mb=bucket_mb, first_bucket_mb=first_bucket_mb, algorithm=algorithm,
@@ -132,6 +134,13 @@ class DDP(nn.Module):
         )
         if self.broadcast_buffers and self.reducer.synchronised:
             copy_buffers_of_rank0(self.module, [self._comm_of])
+
+    def _leave_buckets(self) -> None:
+        """After an exception, let no gradient be where all-reduces under way write: the caller may zero it in place."""
+        for bucket, _ in self._sent:
+            for param in bucket.params:
+                if param.grad is not None:
+                    param.grad = param.grad.clone()
 
     def _reset_after_error(self) -> None:
         """If an exception ended the last backward, wait for its all-reduces, which write to the buckets, and reset."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ from minipar.transport.stream import Pending
 if TYPE_CHECKING:
     from minipar.comm import Comm
     from minipar.data_parallel.fsdp_unit import Unit
+
+
+class Exact(NamedTuple):
+    """A shard's `.grad` as it was written, its version then, and the sum of which it is the rounded value."""
+
+    gradient: Tensor
+    version: int
+    total: Tensor
 
 
 class FlatGradients:
@@ -48,6 +56,7 @@ class FlatGradients:
         self.compressors = compressors
         self.pending: dict[nn.Parameter, Tensor] = {}
         self.reduced: Tensor | None = None
+        self._exact: dict[nn.Parameter, Exact] = {}
         self._reducing: Pending | None = None  # the collective under way
         self._replicas_left: list[Comm] = []  # the Comms over which to all-reduce afterwards
 
@@ -114,7 +123,7 @@ class FlatGradients:
 
     @torch.no_grad()
     def _keep(self, chunk: Tensor) -> None:
-        chunk = chunk.to(self.flat.shard.device, self.flat.dtype)
+        chunk = chunk.to(self.flat.shard.device, self._sum_dtype)
         self.reduced = chunk if self.reduced is None else self.reduced.add_(chunk)
 
     @torch.no_grad()
@@ -131,8 +140,21 @@ class FlatGradients:
                 part = flat.slice_of_full(param, chunk) if flat.whole else flat.slice_of_shard(param, chunk)
                 part = part.view(flat.shard_views[param].shape)
                 sharded = flat.comm is not None and flat.comm.size > 1
-                part = as_shard_gradient(part, sharded or holds_part(param))
-                param.grad = part if param.grad is None else param.grad.add_(part)
+                self._add_to_shard(param, part, sharded or holds_part(param))
+
+    def _add_to_shard(self, param: nn.Parameter, part: Tensor, is_part: bool) -> None:
+        """Add to the shard's `.grad`, in `_sum_dtype` if nobody has changed it since: in bf16, 256 + 1 is 256."""
+        gradient, exact = param.grad, self._exact.pop(param, None)
+        if self._sum_dtype == self.flat.dtype:
+            param.grad = as_shard_gradient(part, is_part) if gradient is None else gradient.add_(part)
+            return
+        if gradient is not None:
+            unchanged = (
+                exact is not None and exact.gradient is gradient and exact.version == gradient._version
+            )
+            part = part.add_(exact.total if exact is not None and unchanged else gradient)
+        param.grad = rounded = as_shard_gradient(part.to(self.flat.dtype), is_part)
+        self._exact[param] = Exact(rounded, rounded._version, part)
 
     def discard(self) -> None:
         """After an error, drop gradients that were not reduced, and reduced gradients that were not written."""

@@ -83,7 +83,8 @@ class FSDP(nn.Module):
                             unsharded
     compute_dtype the dtype to which shards (before the all-gather), parameters that are not sharded, and floating-point
                   inputs of units are cast
-    reduce_dtype  the dtype in which gradients are summed; default: the parameters' dtype
+    reduce_dtype  the dtype in which gradients are summed, over ranks and over backwards; default: the parameters' dtype.
+                  If it is wider, the sums are held in it, too: for float32, 4/p bytes more per parameter
     reduce        "mean" or "sum" over the ranks, as in DDP
     prefetch      all-gather the next unit while this one computes
     replicas      for hybrid sharding: the ranks that hold the same shard, as a Comm or a function from parameter to Comm

@@ -56,18 +56,25 @@ class GradientReducer(Generic[B]):
     launch   (bucket): start its reduction; all its gradients have been collected
     finish   (): wait for all launched reductions, and write the gradients
     owner    "DDP" or "ZeroOptimizer"
+    failed   (): an exception has ended a backward; see `BackwardEnd`
     used     the parameters in the buckets launched so far that have a gradient on this rank
 
     A parameter has one reducer. A later DDP or ZeroOptimizer takes the parameter over; using the earlier one then raises.
     """
 
-    def __init__(self, launch: Callable[[B], None], finish: Callable[[], None], owner: str):
+    def __init__(
+        self,
+        launch: Callable[[B], None],
+        finish: Callable[[], None],
+        owner: str,
+        failed: Callable[[], None] | None = None,
+    ):
         self.launch, self.finish, self.owner = WeakCall(launch), WeakCall(finish), owner
         self.buckets: list[B] = []
         self.bucket_of: dict[nn.Parameter, B] = {}
         self.used: set[nn.Parameter] = set()
         self.synchronised = True
-        self.end = BackwardEnd(self._end_of_backward)
+        self.end = BackwardEnd(self._end_of_backward, failed)
         self._hooks: list[RemovableHandle] = []
         self._replaced_by: str | None = None
         self.begin()

@@ -38,7 +38,7 @@ from minipar.runtime.torch_state import TorchState
 from minipar.support.environment import name_process
 from minipar.transport import native_calls, process_groups
 from minipar.transport.diagnosis import MessageCounts, message_counts
-from minipar.transport.errors import PeerLate, PeerLost
+from minipar.transport.errors import PeerLate, PeerLost, connection_broke
 from minipar.transport.messages import ChannelId
 from minipar.transport.process_groups import set_timeout
 from minipar.transport.transport import Transport
@@ -248,7 +248,7 @@ def _failure(error: BaseException) -> Failure:
     timed_out = late or (of_torch and _says("timed out|timeout", error))
     waited_for = error.peer if isinstance(error, PeerLate) else None
     # gloo closes a rank's connections when one of the rank's operations has passed its deadline.
-    lost = of_torch and _says("connection (closed|reset) by peer", error)
+    lost = of_torch and connection_broke(error)
     secondary = lost or isinstance(error, PeerLost)
     summary = f"failed too: {shortened(said)}"
     return Failure(shortened(_trimmed_traceback(error)), secondary, summary, timed_out, waited_for)

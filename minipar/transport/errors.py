@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 
 class PeerLost(RuntimeError):
     """The peer of a message has ended; the peer's own error says why."""
+
+
+def connection_broke(error: Exception) -> bool:
+    """Return whether an error of a socket, or of gloo, says that the other end has closed the connection."""
+    pattern = "connection (closed|reset|refused)|broken pipe|process has ended"
+    return re.search(pattern, str(error), re.IGNORECASE) is not None
+
+
+def peer_lost(what: str, peer: str, error: Exception) -> PeerLost:
+    """Return the error of a rank that could not do `what`; a broken connection is told as what it means of `peer`."""
+    ended = (
+        f"{peer} has ended, or has closed its connections; if it failed, its own error says why, else it made fewer calls: "
+        "give all ranks equally many batches and steps"
+    )
+    return PeerLost(f"{what}: {ended if connection_broke(error) else error}")
 
 
 class PeerLate(TimeoutError):

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from minipar.transport.errors import PeerLost
 from minipar.transport.linking import Described, agree
 from minipar.transport.messages import Channel, ChannelId, Half, Message, OnLink
 from minipar.transport.transport import Posted, Tagged
@@ -214,7 +213,7 @@ class Exchange:
         except TimeoutError:
             raise self._transport.late(message) from None
         except OSError as error:
-            raise PeerLost(f"rank {self._transport.rank} could not {message}: {error}") from None
+            raise self._transport.lost(message, error) from None
         finally:
             waits.pop(thread, None)
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.support.trace import Trace
-from minipar.transport.errors import PeerLate, PeerLost, require_device
+from minipar.transport.errors import PeerLate, PeerLost, peer_lost, require_device
 from minipar.transport.messages import Channel, ChannelId, Half, Message
 from minipar.transport.process_groups import named_group
 from minipar.transport.stream import Pending, Stream, ThreadStream, Waits
@@ -150,7 +150,7 @@ class Transport:
         try:
             return function([x], peer, tag), message, x
         except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
+            raise self.lost(message, error) from None
 
     def wait(self, work: Any, message: Message | None) -> None:
         """Wait for a posted message. Raises PeerLate past the deadline, PeerLost if the connection broke."""
@@ -163,13 +163,17 @@ class Transport:
         except RuntimeError as error:
             if time.monotonic() - start_s >= 0.9 * self.timeout_s:
                 raise self.late(message) from None
-            raise PeerLost(f"rank {self.rank} could not {message}: {error}") from None
+            raise self.lost(message, error) from None
         finally:
             self.waits.pop(thread, None)
 
     def late(self, message: Message) -> PeerLate:
         """Return the error of a message that has passed its deadline."""
         return PeerLate(f"rank {self.rank} waited {self.timeout_s:g} s to {message}", message.peer)
+
+    def lost(self, message: Message, error: Exception) -> PeerLost:
+        """Return the error of a message that could not be posted or that broke off."""
+        return peer_lost(f"rank {self.rank} could not {message}", f"rank {message.peer}", error)
 
     def drain(self) -> None:
         """Wait until every operation of this rank has ended. Raises the first error that nobody has waited for."""

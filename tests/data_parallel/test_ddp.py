@@ -1,6 +1,7 @@
 """DDP gives the gradients of one process: over drawn models, buckets, ranks, accumulation; and real bugs turn it red."""
 
 import copy
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -383,13 +384,16 @@ def test_after_an_exception_in_a_backward_the_next_one_is_synchronised():
 
 
 class EndsWhenAwaited:
-    """The handle of an all-reduce that ends as late as it may: when it is waited for."""
+    """The handle of an all-reduce that writes as late as it may: when it is waited for."""
 
     def __init__(self, all_reduce):
-        self.wait = all_reduce
+        x = all_reduce.args[0]
+        before = x.clone()
+        self.wait = partial(x.copy_, all_reduce().clone())
+        x.copy_(before)
 
 
-def exception_after_a_bucket_left(world):
+def exception_after_a_bucket_left(world, set_to_none):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
     ddp = DDP(net, world, reduce="sum", bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket for each parameter
@@ -399,7 +403,7 @@ def exception_after_a_bucket_left(world):
         (100 * ddp(torch.ones(1, 3, dtype=torch.float64))).sum().backward()
     hook.remove()
     assert ddp._handles, "no bucket left before the exception"
-    net.zero_grad()
+    net.zero_grad(set_to_none)
     ddp(torch.full((1, 3), world.rank + 1.0, dtype=torch.float64)).sum().backward()
     alone = copy.deepcopy(net)
     alone.zero_grad()
@@ -408,8 +412,9 @@ def exception_after_a_bucket_left(world):
     return [(p.grad, q.grad) for p, q in zip(net.parameters(), alone.parameters())]
 
 
-def test_an_all_reduce_that_an_exception_left_under_way_does_not_change_later_gradients():
-    for pairs in minipar.run(exception_after_a_bucket_left, world_size=2):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_all_reduce_that_an_exception_left_under_way_does_not_change_later_gradients(set_to_none):
+    for pairs in minipar.run(exception_after_a_bucket_left, set_to_none, world_size=2):
         for got, want in pairs:
             assert_equal_to(got, want)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 import minipar
 from minipar.data_parallel import DDP, FSDP, ZeroOptimizer
+from minipar.mesh.shard_gradient import ShardGradient
 from minipar.model.deferrable_linear import Linear, WeightGradients, defer_weight_gradients
 
 HALF, WIDE = torch.bfloat16, torch.float32
@@ -94,3 +95,21 @@ def deferred_sum(world):
 
 def test_deferred_gradients_add_up_in_float32_too():
     assert minipar.run(deferred_sum, world_size=1) == [[259.0]]
+
+
+def reduced_backwards_of_half_precision_shards(world):
+    net = nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    fsdp = FSDP(net, world, reduce_dtype=torch.float32, reduce="sum")
+    found = []
+    for xs in ((256, 1, 1, 1), (4,)):
+        for x in xs:
+            fsdp(torch.full((1, 4), x / world.size, dtype=torch.bfloat16)).sum().backward()
+        assert all(isinstance(p.grad, ShardGradient) for p in fsdp.parameters() if p.grad is not None)
+        found += [p.grad.float().unique().tolist() for p in fsdp.parameters() if p.numel()]
+        fsdp.zero_grad(set_to_none=False)
+    return found
+
+
+def test_reduced_backwards_of_fsdp_add_up_in_reduce_dtype():
+    for found in minipar.run(reduced_backwards_of_half_precision_shards, world_size=2):
+        assert found in ([], [[260.0], [4.0]])  # 259, as rounded

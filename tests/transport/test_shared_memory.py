@@ -346,6 +346,18 @@ def own_pool():
     minipar.shutdown()
 
 
+def sums_until_a_peer_ends(world):
+    """Sums on a link, of which rank 1 makes fewer and then closes its connections."""
+    for _ in range(shared_memory.REPEATED + 3 * (world.rank == 0)):
+        world.all_reduce(torch.ones(8), algorithm="ring")
+    world._transport.close()
+
+
+def test_a_peer_with_fewer_calls_is_named_where_it_ends():
+    with pytest.raises(RankError, match="rank 0 could not .*: rank 1 has ended, .* equally many batches"):
+        run_on("shared", sums_until_a_peer_ends, world_size=2, timeout_s=20)
+
+
 def sums_around_a_mismatch(world, waits_in_order):
     """Sums by operations that are under way together, the second of which differs between the ranks; their results."""
     world.all_reduce(torch.ones(MILLION), algorithm="ring")
@@ -400,7 +412,7 @@ def test_a_rank_that_does_not_come_to_make_a_link_is_late_and_not_lost(tmp_path)
 @pytest.mark.parametrize(("raised", "error"), [(TimeoutError, PeerLate), (ConnectionResetError, None)])
 def test_a_step_of_making_a_link_that_takes_too_long_is_late_and_one_that_fails_leaves_gloo(raised, error):
     transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
-    transport.late = partial(Transport.late, transport)
+    transport.late, transport.lost = partial(Transport.late, transport), partial(Transport.lost, transport)
     message = Message("send", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
 
     def step():
@@ -509,7 +521,7 @@ def test_a_segment_of_another_message_is_no_message(header):
 )
 def test_a_late_peer_and_a_lost_one_are_told_apart(raised, error, words):
     transport = mock.Mock(rank=0, timeout_s=7.0, waits={})
-    transport.late = partial(Transport.late, transport)
+    transport.late, transport.lost = partial(Transport.late, transport), partial(Transport.lost, transport)
     message = Message("receive", 1, ChannelId("world", (0, 1)), "collective", 0, 8)
 
     def fails(*_):
