@@ -85,7 +85,7 @@ class TorchOptimizerAdapter:
         return self.optimizer.step()
 
 
-def as_optimizer_interface(optimizer: torch.optim.Optimizer) -> OptimizerInterface:
+def as_optimizer_interface(optimizer: OptimizerInterface | torch.optim.Optimizer) -> OptimizerInterface:
     """Return the optimizer itself if it implements `OptimizerInterface`, else a `TorchOptimizerAdapter` around it."""
     if hasattr(optimizer, "tensors_and_states"):
         return optimizer  # type: ignore[return-value]  # torch's optimizers do not have it

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from minipar.comm import Comm
 from minipar.comm.objects import all_gather_objects
 from minipar.data_parallel.chunk_optimizer import MASTER
-from minipar.data_parallel.optimizer_interface import OptimizerInterface
+from minipar.data_parallel.optimizer_interface import OptimizerInterface, as_optimizer_interface
 from minipar.mesh import Placement, placement_of
 from minipar.mesh.regions import Box, Piece
 from minipar.support.errors import one_of
@@ -56,12 +56,16 @@ def parameter_parts(module: nn.Module) -> dict[str, tuple[Placement, Tensor]]:
     return {placement.name: (placement, values) for placement, values in placed if placement.tied_to is None}
 
 
-def optimizer_parts(optimizer: OptimizerInterface) -> dict[str, tuple[Placement, Tensor]]:
+def optimizer_parts(
+    optimizer: OptimizerInterface | torch.optim.Optimizer,
+) -> dict[str, tuple[Placement, Tensor]]:
     """Return this rank's part of the optimizer state, with keys like "layers.0.attention.q.weight.exp_avg".
 
+    The optimizer is a ZeroOptimizer, or torch's over the parameters of FSDP, DDP or a split model.
     Counts of steps are parts without dimensions. Master weights of another dtype than the parameters are parts, too.
     Raises RuntimeError if there is no state: optimizers make it in their first step. ValueError if a value is no tensor.
     """
+    optimizer = as_optimizer_interface(optimizer)
     found = {}
     dtypes = {placement_of(x).name: x.dtype for x in optimizer.tensors}
     has_state = False
@@ -88,12 +92,13 @@ def optimizer_parts(optimizer: OptimizerInterface) -> dict[str, tuple[Placement,
     return found
 
 
-def load_optimizer(folder: str | Path, optimizer: OptimizerInterface) -> None:
+def load_optimizer(folder: str | Path, optimizer: OptimizerInterface | torch.optim.Optimizer) -> None:
     """Make the states that a checkpoint has for the optimizer's tensors, and read them; a new optimizer has none.
 
     Load the parameters first, as `load` does. Options such as the learning rate are the caller's. Sends nothing.
     Raises ValueError if the checkpoint has no state for a tensor, and as `load`.
     """
+    optimizer = as_optimizer_interface(optimizer)
     every = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     stored = {key: x for key, x in every.items() if isinstance(x, TensorStorageMetadata)}
     for tensor, state in optimizer.tensors_and_states():

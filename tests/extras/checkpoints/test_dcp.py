@@ -263,3 +263,34 @@ def without_state(world, folder):
 
 def test_an_optimizer_without_states_and_torchs_own_functions_are_refused(tmp_path):
     minipar.run(without_state, tmp_path, world_size=2)
+
+
+def torch_optimizer_resumed(world, folder):
+    """Parameters after two more steps of torch's AdamW over FSDP's shards: without a stop, and loaded into new objects."""
+
+    def begin(seed):
+        torch.manual_seed(seed)
+        model = FSDP(nn.Linear(6, 5), world)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def steps(model, optimizer, numbers):
+        for step in numbers:
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + world.rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = begin(0)
+    steps(model, optimizer, range(3))
+    dcp.save(folder, {**dcp.parameter_parts(model), **dcp.optimizer_parts(optimizer)}, world)
+    other, fresh = begin(1)
+    dcp.load(folder, dcp.parameter_parts(other))
+    dcp.load_optimizer(folder, fresh)
+    for m, o in ((model, optimizer), (other, fresh)):
+        steps(m, o, range(3, 5))
+    return model.full_state_dict(), other.full_state_dict()
+
+
+def test_torchs_optimizer_over_fsdp_is_stored_and_goes_on(tmp_path):
+    for want, got in minipar.run(torch_optimizer_resumed, tmp_path, world_size=2):
+        assert all(torch.equal(x, got[name]) for name, x in want.items())
