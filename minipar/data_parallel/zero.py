@@ -51,6 +51,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     `shards` has one leaf tensor with a Placement per parameter. After a backward, the gradient is in `shard.grad` (None
     where no rank used the parameter), and `param.grad` is a ReducedGradient: only later backwards and `zero_grad` (the
     optimizer's or the model's) can use it. Under `no_sync()` gradients accumulate in `param.grad` instead.
+    Every rank must use a parameter in each backward outside `no_sync`, or it takes no part in the reduction, and the others
+    are told of a deadlock in that bucket; where a rank may use none, run all backwards under `no_sync`.
     Parameters added by `add_param_group`, or thawed before `zero_grad` or `step`, get buckets of their own. A value written
     to a parameter, such as a loaded weight, also replaces its master weight. The optimizer does not handle buffers: make
     them equal on all ranks yourself.

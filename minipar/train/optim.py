@@ -142,18 +142,32 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
     """Return the fraction of each parameter's square that this rank counts: 1 / the number of ranks with the same part.
 
     So a parameter that several ranks of `comm` hold, such as an expert's, counts once in total. Parameters with the same
-    name and part on one rank are different ones (of two models, say): m of them here, of n on all ranks, count m/n each.
+    name and part on one rank are different ones (of two models, say). Raises ValueError, on every rank, if the ranks that
+    hold them have different numbers of them.
     Unless `count_tied`, a tied copy counts 0, because its original has the same gradient and counts in full. (Counting half
     of each would be wrong under ZeRO, because the two are in different buckets and cut at different offsets.)
     """
     placements = [placement_of(p) for p in params]
     parts = [repr((p.tied_to, *p.part)).encode() for p in placements]
-    digests = torch.tensor([zlib.crc32(part) << 31 | zlib.adler32(part) for part in parts], dtype=torch.int64)
-    digests = digests.to(comm.device)
+    # All empty parts have the digest 0: how many a rank has does not matter.
+    of_parts = [p.numel() and zlib.crc32(part) << 31 | zlib.adler32(part) for p, part in zip(params, parts)]
+    digests = torch.tensor(of_parts, dtype=torch.int64, device=comm.device)
     lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
-    own, holders = Counter(digests.tolist()), Counter(comm.all_gather(digests, sizes=lengths).tolist())
+    of_ranks = [Counter(x.tolist()) for x in comm.all_gather(digests, sizes=lengths).split(lengths)]
+    names = dict(zip(digests.tolist(), (p.name for p in placements)))
+    holders: dict[int, list[int]] = {}
+    for rank, counts in enumerate(of_ranks):
+        for digest, number in counts.items():
+            numbers = holders.setdefault(digest, [])
+            numbers.append(number)
+            if digest and number != numbers[0]:
+                name = names.get(digest, "another rank's")
+                raise ValueError(
+                    f"a rank has {numbers[0]} parameters named {name}, and rank {rank} has {number}, so copies cannot "
+                    "be told apart; give each model's parameters other names, or clip model by model"
+                )
     return [
-        0.0 if p.tied_to and not count_tied else own[digest] / holders[digest]
+        0.0 if p.tied_to and not count_tied else 1 / len(holders[digest])
         for p, digest in zip(placements, digests.tolist())
     ]
 

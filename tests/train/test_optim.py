@@ -173,3 +173,16 @@ def norms_with_a_frozen_parameter(world):
 def test_shares_of_all_parameters_are_right_also_where_some_are_frozen():
     for by_shares, without in minipar.run(norms_with_a_frozen_parameter, world_size=2):
         assert by_shares == without == pytest.approx(8**0.5)
+
+
+def norm_of_parameters_named_alike(world):
+    params = [nn.Parameter(torch.ones(2)) for _ in range(2 - world.rank)]
+    for param in params:
+        set_placement(param, Placement.whole("weight", param.shape))
+        param.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="2 parameters named weight, and rank 1 has 1.*model by model"):
+        grad_norm(params, world)
+
+
+def test_other_numbers_of_one_name_are_refused_on_all_ranks():
+    minipar.run(norm_of_parameters_named_alike, world_size=2)
