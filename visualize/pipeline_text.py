@@ -34,8 +34,10 @@ def headline(timeline: Timeline, unit: str = "") -> str:
     schedule = timeline.schedule
     shorter = timeline.longest_own_span < (1 - 1e-9) * timeline.makespan
     own_span = f" (longest own span {timeline.longest_own_span:.4g}{unit})" if shorter else ""
+    num_slices = getattr(schedule, "slices", 1)
+    slices = f" of {num_slices} slices" if num_slices > 1 else ""
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches; "
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}; "
         f"makespan {timeline.makespan:.4g}{unit}{own_span}; "
         f"bubble {timeline.bubble_over_total:.1%} of total time, {timeline.bubble_over_ideal:.1%} of ideal time"
     )

@@ -88,7 +88,7 @@ def watch_optimizers(fsdp: nn.Module, shards: Iterable[nn.Parameter], per_elemen
 def _refuse_state_of_shards(optimizer: torch.optim.Optimizer) -> NoReturn:
     raise RuntimeError(
         f"state_dict() of {_name(type(optimizer))} over FSDP's shards would be this rank's part alone; save the weights by "
-        "full_state_dict() of the FSDP, and this state by optimizer_parts() and save() of minipar.extras.checkpoints.dcp, "
+        "full_state_dict() of the FSDP, and this state by optimizer_parts() and save() of the extra checkpoints.dcp, "
         "which any number of ranks can load"
     )
 

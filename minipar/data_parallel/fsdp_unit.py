@@ -189,15 +189,13 @@ def unit_of_parameter(modules: Sequence[NamedModule]) -> dict[nn.Parameter, int]
     """
     index = {module: i for i, (_, module) in enumerate(modules)}
     chains: dict[nn.Parameter, list[int]] = {}  # the units around all its uses, outer first
-
-    def visit(module: nn.Module, around: list[int]) -> None:
+    paths = [(modules[0][1], list[int]())]  # modules with the units around them, still to be visited
+    while paths:
+        module, around = paths.pop()
         around = [*around, index[module]] if module in index else around
         for param in module.parameters(recurse=False):
             chains[param] = [i for i in chains.get(param, around) if i in around]
-        for child in module.children():
-            visit(child, around)
-
-    visit(modules[0][1], [])
+        paths += [(child, around) for child in module.children()]
     return {param: chain[-1] for param, chain in chains.items()}
 
 

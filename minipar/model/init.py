@@ -63,3 +63,5 @@ def materialise(param: nn.Parameter, value: Tensor) -> None:
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     torch.utils.swap_tensors(param, real)
+    if hooks := param._post_accumulate_grad_hooks:
+        param._post_accumulate_grad_hooks = hooks  # set anew, since torch has swapped away what calls them

@@ -227,7 +227,13 @@ def test_what_was_trained_writes_and_is_exported(capsys, tmp_path):
     code, out, _ = outcome(capsys, "export", run, "--out", str(tmp_path / "whole.safetensors"))
     assert (code, (tmp_path / "whole.safetensors").stat().st_size > 0) == (0, True)
     code, out, _ = outcome(capsys, "export", run, "--out", str(tmp_path / "llama"), "--layout", "llama")
-    assert {"config.json", "model.safetensors"} == {path.name for path in (tmp_path / "llama").iterdir()}
+    assert {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } == {path.name for path in (tmp_path / "llama").iterdir()}
 
 
 @pytest.mark.thorough

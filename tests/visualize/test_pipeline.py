@@ -44,7 +44,7 @@ def test_stages_of_a_rank_beyond_the_alphabet_are_named_aa_ab():
 def test_a_slice_has_its_own_number_and_the_command_divides_the_cost(tmp_path, capsys):
     timeline(("1f1b", "seq1f1b"), stages=2, microbatches=1, slices=2, costs=(2, 2, 2), out=tmp_path / "t.png")
     assert capsys.readouterr().out.split("\n\n")[1].splitlines() == [
-        "seq1f1b: 2 ranks, 1 microbatches; makespan 9; bubble 33.3% of total time, 50.0% of ideal time",
+        "seq1f1b: 2 ranks, 1 microbatches of 2 slices; makespan 9; bubble 33.3% of total time, 50.0% of ideal time",
         "rank 0   F0.0 F0.1 ·    ·    ·    B0.1 ──── B0.0 ────  live 2",
         "rank 1   ·    F0.0 F0.1 B0.1 ──── B0.0 ──── ·    ·     live 2",
     ]

@@ -40,7 +40,7 @@ def replaced(module: ModuleType, **names: object) -> SimpleNamespace:
 
 
 def every_world_rank_sums(world: Comm, change: Change) -> None:
-    """All gradients are summed over all ranks, as if every rank were a data-parallel replica; no DDP asks what they hold."""
+    """All gradients are summed over all ranks, as if every rank were a replica; no DDP asks what they hold."""
     change(parallelize, "gradient_comm", lambda mesh: lambda param: world)
     change(ddp, "require_same_parameters", lambda *_: None)
 

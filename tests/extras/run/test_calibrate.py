@@ -76,6 +76,7 @@ def test_this_machine_is_measured_with_every_step_told(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "LARGE_BYTES", 2**14)
     monkeypatch.setattr(measure, "ROUNDS", 1)
     monkeypatch.setattr(measure, "ATTENTION", (1, 1, 16, 8))
+    monkeypatch.setattr(measure, "measured_pair", lambda kind, ranks: (1e-5, 1e-9))  # refused if too noisy
     told, path = [], tmp_path / "local.toml"
     machine = measure.calibrate(path, ranks=2, on_progress=told.append)
     assert find_machine(str(path)) == machine
@@ -92,6 +93,7 @@ def test_the_share_is_what_the_model_takes_by_formula_over_what_it_took(tmp_path
     monkeypatch.setattr(
         measure, "_slowest", lambda ranks, what, *args: took if what is measure.model_s else 1e-3
     )
+    monkeypatch.setattr(measure, "measured_pair", lambda kind, ranks: (1e-5, 1e-9))
     monkeypatch.setattr(measure, "small_model_s", lambda machine: 1.0)
     assert measure.calibrate(tmp_path / "local.toml", 2, lambda line: None).share == pytest.approx(share)
 
