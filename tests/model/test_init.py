@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from minipar.config.model_config import ModelConfig
 from minipar.model import Transformer, initial_weight, initialize
+from minipar.model.init import materialise
 
 CONFIG = ModelConfig(vocab_size=64, dim=64, num_layers=4, num_heads=4)
 
@@ -76,3 +78,13 @@ def test_a_parameter_without_memory_is_refused():
 def test_the_first_guess_is_nearly_even():
     tokens = torch.randint(64, (2, 32))
     assert Transformer(CONFIG).loss(tokens, tokens).item() == pytest.approx(math.log(64), rel=0.02)
+
+
+def test_a_parameter_that_is_given_a_value_keeps_its_hooks():
+    """Those from before, on the meta device, and those that come after."""
+    param, called = nn.Parameter(torch.empty(2, device="meta")), []
+    param.register_post_accumulate_grad_hook(lambda _: called.append("before"))
+    materialise(param, torch.ones(2))
+    param.register_post_accumulate_grad_hook(lambda _: called.append("after"))
+    param.sum().backward()
+    assert called == ["before", "after"]
