@@ -11,7 +11,7 @@ class PeerLost(RuntimeError):
     """The peer of a message has ended; the peer's own error says why."""
 
 
-def connection_broke(error: Exception) -> bool:
+def connection_broke(error: BaseException) -> bool:
     """Return whether an error of a socket, or of gloo, says that the other end has closed the connection."""
     pattern = "connection (closed|reset|refused)|broken pipe|process has ended"
     return re.search(pattern, str(error), re.IGNORECASE) is not None
