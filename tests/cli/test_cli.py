@@ -263,7 +263,7 @@ def test_an_interrupted_run_says_so_and_leaves_a_checkpoint_that_goes_on(tmp_pat
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "minipar: interrupted" in err
+    assert "minipar: stopped and saved after step" in err
     checkpoint = Checkpoint(newest_whole(tmp_path / "checkpoints"))
     assert checkpoint.step >= 1
     lines = read_metrics(tmp_path)
