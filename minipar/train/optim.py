@@ -6,6 +6,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -153,7 +154,8 @@ def norm_shares(params: list[Tensor], comm: Comm, count_tied: bool = False) -> l
     of_parts = [p.numel() and zlib.crc32(part) << 31 | zlib.adler32(part) for p, part in zip(params, parts)]
     digests = torch.tensor(of_parts, dtype=torch.int64, device=comm.device)
     lengths = comm.all_gather(torch.tensor([len(digests)], device=comm.device), algorithm="ring").tolist()
-    of_ranks = [Counter(x.tolist()) for x in comm.all_gather(digests, sizes=lengths).split(lengths)]
+    gathered = iter(comm.all_gather(digests, sizes=lengths).tolist())
+    of_ranks = [Counter(islice(gathered, length)) for length in lengths]
     names = dict(zip(digests.tolist(), (p.name for p in placements)))
     holders: dict[int, list[int]] = {}
     for rank, counts in enumerate(of_ranks):

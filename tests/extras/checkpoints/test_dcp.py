@@ -117,7 +117,10 @@ def torch_writes(world, folder):
 
 def torch_reads(world, folder, names):
     mesh = init_device_mesh("cpu", (4,))
-    state = {name: distribute_tensor(torch.zeros(shape), mesh, [Shard(0)]) for name, shape in names.items()}
+    state = {
+        name: distribute_tensor(torch.zeros(shape), mesh, [Shard(0) if shape else Replicate()])
+        for name, shape in names.items()
+    }
     torch_dcp.load(state, checkpoint_id=str(folder))
     return {name: x.full_tensor() for name, x in state.items() if isinstance(x, DTensor)}
 
