@@ -29,7 +29,7 @@ def check(hidden):
     removed = tuple(f"minipar.extras.{name}." for name in hidden)
     for file in sorted(root.rglob("*.py")):
         name = ".".join(file.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__")
-        if "stubs" not in file.parts and file.stem != "__main__":
+        if not {"stubs", "visualize"} & set(file.parts) and file.stem != "__main__":
             importlib.import_module(name)
 
     from minipar.config.choices import CHOSEN
