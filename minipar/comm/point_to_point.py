@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -52,6 +53,7 @@ class PointToPoint:
         self.device = transport.device
         self.traffic: Traffic = Traffic(parent.traffic if parent else None)
         self.levels: Levels | None = None
+        self._of = ""  # what the next collective sends, if its caller says
 
     @property
     def trace(self) -> Trace | None:
@@ -182,12 +184,23 @@ class PointToPoint:
         """
         return self._run(kind, f"{kind} of {of}" if of else kind, operation, async_op)
 
+    @contextmanager
+    def saying(self, of: str) -> Iterator[None]:
+        """Make a context in which a collective says what it sends, as `custom` does with `of`."""
+        self._of = of
+        try:
+            yield
+        finally:
+            self._of = ""
+
     def _run(
         self, kind: str, signature: str, operation: Operation, async_op: bool, shape: torch.Size | None = None
     ) -> Any:  # fmt: skip
         """Run a collective on the stream, or directly if another collective of this Comm calls it."""
         if self._channel.stream.inside():
             return Handle.finished_with(operation()) if async_op else operation()
+        if self._of:
+            signature = f"{signature} of {self._of}"
         labelled = partial(self._run_labelled, kind, signature, shape, operation)
         start, kept = partial(self._on_stream, kind, labelled, async_op), self._channel.kept
         return start() if kept is None else kept.collective(start, async_op)

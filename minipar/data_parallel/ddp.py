@@ -165,12 +165,13 @@ class DDP(nn.Module):
         sent, _ = bucket.to_send(self.reduce_dtype or bucket.flat.dtype, in_place=True)
         self._sent.append((bucket, sent))
         compressor = self.compressors.of(bucket.comm)
-        kind = "all_reduce"
-        average = partial(bucket.comm.all_reduce_, sent, self.reduce, algorithm=self.algorithm)
-        if compressor is not None:
-            kind = "compressed_all_reduce"
-            average = partial(self._reduce_compressed, bucket, sent, compressor)
-        self._handles.append(bucket.comm.custom(kind, average, async_op=True, of=bucket.label))
+        with bucket.comm.saying(bucket.label):
+            if compressor is None:
+                handle = bucket.comm.all_reduce_(sent, self.reduce, algorithm=self.algorithm, async_op=True)
+            else:
+                average = partial(self._reduce_compressed, bucket, sent, compressor)
+                handle = bucket.comm.custom("compressed_all_reduce", average, async_op=True)
+        self._handles.append(handle)
 
     def _reduce_compressed(self, bucket: Bucket, sent: Tensor, compressor: Compressor) -> None:
         compressed_all_reduce(bucket.comm, compressor, sent, bucket.layout(), self.reduce)

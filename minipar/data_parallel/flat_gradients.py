@@ -86,14 +86,15 @@ class FlatGradients:
     def _scatter(self, gradients: Tensor) -> Pending:
         comm = self.flat.comm
         assert comm is not None
-        kind = "reduce_scatter"
-        scatter = partial(comm.reduce_scatter, gradients, self.op, algorithm=self.flat.algorithm)
-        if (compressor := self.compressors.of(comm)) is not None:
-            kind = "compressed_reduce_scatter"
-            sizes = [len(gradients) // comm.size] * comm.size
-            args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
-            scatter = partial(compressed_reduce_scatter, *args)
-        handle: Pending = comm.custom(kind, scatter, async_op=True, of=self.flat.label)
+        handle: Pending
+        with comm.saying(self.flat.label):
+            if (compressor := self.compressors.of(comm)) is None:
+                handle = comm.reduce_scatter(gradients, self.op, algorithm=self.flat.algorithm, async_op=True)
+            else:
+                sizes = [len(gradients) // comm.size] * comm.size
+                args = comm, compressor, gradients, self.flat.layout(), sizes, self.op
+                scatter = partial(compressed_reduce_scatter, *args)
+                handle = comm.custom("compressed_reduce_scatter", scatter, async_op=True)
         return handle
 
     def advance(self) -> bool:
@@ -113,12 +114,14 @@ class FlatGradients:
 
     def _sum_over_replicas(self, chunk: Tensor) -> Pending:
         replicas = self._replicas_left.pop(0)
-        kind = "all_reduce"
-        total = partial(replicas.all_reduce_, chunk, self.op, algorithm=self.flat.algorithm)
-        if self.flat.whole and (compressor := self.compressors.of(replicas)) is not None:
-            kind = "compressed_all_reduce"
-            total = partial(compressed_all_reduce, replicas, compressor, chunk, self.flat.layout(), self.op)
-        handle: Pending = replicas.custom(kind, total, async_op=True, of=self.flat.label)
+        handle: Pending
+        with replicas.saying(self.flat.label):
+            if self.flat.whole and (compressor := self.compressors.of(replicas)) is not None:
+                args = replicas, compressor, chunk, self.flat.layout(), self.op
+                total = partial(compressed_all_reduce, *args)
+                handle = replicas.custom("compressed_all_reduce", total, async_op=True)
+            else:
+                handle = replicas.all_reduce_(chunk, self.op, algorithm=self.flat.algorithm, async_op=True)
         return handle
 
     @torch.no_grad()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +158,10 @@ class FlatParameters:
         self.memory.copy_to(own, self.shard)
         self._gathered_versions = {p: p._version for p in self.params}
         if self.comm is not None:
-            gather = partial(self.comm.all_gather, own, out=self.full, algorithm=self.algorithm)
-            self._pending_gather = self.comm.custom("all_gather", gather, async_op=True, of=self.label)
+            with self.comm.saying(self.label):
+                self._pending_gather = self.comm.all_gather(
+                    own, out=self.full, algorithm=self.algorithm, async_op=True
+                )
         self.state = State.UNSHARDING
 
     def use_unsharded(self) -> None:

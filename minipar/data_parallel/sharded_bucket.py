@@ -159,8 +159,8 @@ class ShardedBucket:
             return self._reduce_compressed(op, compressor, sent)
         in_place = self.keep_full_grads and flat.dtype == self.reduce_dtype
         out = flat[slice(*self.range)] if in_place else None
-        scatter = partial(self.comm.reduce_scatter, sent, op, self.sizes, algorithm, out=out)
-        handle = self.comm.custom("reduce_scatter", scatter, async_op=True, of=self.bucket.label)
+        with self.comm.saying(self.bucket.label):
+            handle = self.comm.reduce_scatter(sent, op, self.sizes, algorithm, out=out, async_op=True)
         for param in self.params:
             param.grad = self._reduced_gradients[param].added = None
         return lambda: self._store_reduced(handle.wait())

@@ -216,7 +216,7 @@ WRONG_ANSWERS = [
     ),
     Wrong(
         "hierarchical",
-        'across.custom("reduce_scatter", partial(ring.reduce_scatter, across, own, inner, of_nodes, out.view(-1)))',
+        'across.custom("reduce_scatter", scatter, of=comm.running)',
         "out.view(-1).copy_(own.split(of_nodes)[across.rank])",
         "small",
         "missing",
