@@ -69,8 +69,8 @@ CASES = {
     "pp, cp": (STEP, dict(pp=2, cp=2, microbatches=4, dtype="bfloat16", reduce_dtype="float32")),
     "usp, native": (STEP, dict(cp=4, cp_attention="usp", cp_ulysses=2, algorithm="native")),
     "lamb": (STEP | COUNTED, dict(dp=2, zero=1, optimizer="lamb")),
-    "muon, a V": (
-        STEP | COUNTED, dict(pp=2, schedule="dualpipe-v", microbatches=4, zero=1, optimizer="muon")
+    "muon, a pipeline": (
+        STEP | COUNTED, dict(pp=2, microbatches=4, zero=1, optimizer="muon")
     ),
     "slices": (STEP, dict(pp=2, schedule="seq1f1b", microbatches=2)),
     "tp 2d": (STEP, dict(tp=4, tp_layout="2d")),

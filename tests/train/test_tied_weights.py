@@ -15,7 +15,7 @@ from minipar.mesh import Mesh, placement_of
 from minipar.train.parallelize import parallelize
 from minipar.train.step import train_step
 
-MODEL = ModelConfig(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, max_seq_len=16, tie_embeddings=True)
+MODEL = ModelConfig(dim=16, num_layers=4, num_heads=2, num_kv_heads=2, max_seq_len=16, tie_embeddings=True)
 BASE = TrainConfig(model=MODEL, pp=2, dp=3, microbatches=2, batch_size=12, seq_len=16, steps=3, warmup=0)
 CHOSEN = {
     "whole gradients": dict(),
