@@ -160,8 +160,11 @@ def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_proce
     assert 4 < first < 20
     assert scaler["scale"] == 2.0**30 / 2 ** (scaler["overflows"] - 1)
     assert scaler["overflows"] == sum(skipped)
-    reference = train_in_one_process(config, load_text(None), first + 1)
-    assert [math.isfinite(norm) for norm in reference.grad_norms] == [False] * first + [True]
+    # One process rounds the whole batch's gradient to float16; a mesh adds its microbatches in float32, and may be one
+    # halving ahead.
+    reference = train_in_one_process(config, load_text(None), first + 2)
+    finite = [math.isfinite(norm) for norm in reference.grad_norms]
+    assert (finite[:first], finite[-1]) == ([False] * first, True)
 
 
 def test_a_run_that_overflows_is_verified_too():

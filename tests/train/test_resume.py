@@ -257,7 +257,7 @@ def test_the_last_step_is_saved_and_what_differs_on_resuming_is_said_in_a_line(t
     assert capfd.readouterr().err.splitlines() == [f"going on from {path} with steps=4 (was 3)"]
     train(replace(again, steps=4, lr=0.01, dp=2, zero=1))
     changes = "dp=2 (was 1), zero=1 (was 0), steps=4 (was 3), lr=0.01 (was 0.005)"
-    assert capfd.readouterr().err.splitlines() == [f"going on from {path} with {changes}"]
+    assert f"going on from {path} with {changes}" in capfd.readouterr().err.splitlines()
 
 
 def test_a_run_on_another_text_batch_or_sample_is_not_continued(tmp_path):
