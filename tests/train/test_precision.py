@@ -160,9 +160,9 @@ def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_proce
     assert 4 < first < 20
     assert scaler["scale"] == 2.0**30 / 2 ** (scaler["overflows"] - 1)
     assert scaler["overflows"] == sum(skipped)
-    # One process rounds the whole batch's gradient to float16; a mesh adds its microbatches in float32, and may be one
-    # halving ahead.
-    reference = train_in_one_process(config, load_text(None), first + 2)
+    # One process rounds the whole batch's gradient to float16; a mesh adds its microbatches in float32, and may be some
+    # halvings ahead.
+    reference = train_in_one_process(config, load_text(None), 20)
     finite = [math.isfinite(norm) for norm in reference.grad_norms]
     assert (finite[:first], finite[-1]) == ([False] * first, True)
 
