@@ -262,17 +262,17 @@ def order_of_events(world, wrap):
     layers = nn.Sequential(*(nn.Linear(20, 20, bias=False) for _ in range(5)))
     ddp = wrap(layers, world, bucket_mb=1e-6, first_bucket_mb=1e-6)  # a bucket a layer
     events = []
-    custom = world.custom
+    all_reduce_ = world.all_reduce_
 
-    def recorded(kind, operation, **kwargs):
-        index = next(i for i, bucket in enumerate(ddp.buckets) if bucket.flat is operation.args[0])
+    def recorded(flat, *args, **kwargs):
+        index = next(i for i, bucket in enumerate(ddp.buckets) if bucket.flat is flat)
         events.append(("left", index))
-        handle = custom(kind, operation, **kwargs)
+        handle = all_reduce_(flat, *args, **kwargs)
         wait = handle.wait
         handle.wait = lambda: (events.append(("wait", index)), wait())[1]
         return handle
 
-    world.custom = recorded
+    world.all_reduce_ = recorded
     for i, layer in enumerate(reversed(layers)):
         layer.weight.register_hook(lambda grad, i=i: events.append(("gradient", i)))
     ddp(torch.randn(4, 20)).sum().backward()

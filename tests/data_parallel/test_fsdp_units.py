@@ -173,7 +173,7 @@ def trains_its_own_layer(world):
 
 
 def test_ranks_that_reduce_different_units_are_told_which():
-    with pytest.raises(minipar.RankError, match=r"reduce_scatter of unit 'layers\.[01]'"):
+    with pytest.raises(minipar.RankError, match=r"reduce_scatter mean of unit 'layers\.[01]'"):
         minipar.run(trains_its_own_layer, world_size=2)
 
 

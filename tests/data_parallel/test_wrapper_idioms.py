@@ -184,11 +184,11 @@ class Awaited:
 
 def frees_a_buffer_being_filled(world):
     (flat,) = FSDP(nn.Linear(6, 3), world).flats
-    custom, seen = world.custom, []
-    world.custom = lambda *args, **options: Awaited(custom(*args, **options), flat.full, seen)
+    all_gather, seen = world.all_gather, []
+    world.all_gather = lambda *args, **options: Awaited(all_gather(*args, **options), flat.full, seen)
     flat.unshard()
     flat.reshard()
-    del world.custom
+    del world.all_gather
     assert flat.state is State.SHARDED
     return seen, flat.full.nbytes, flat.full.untyped_storage().nbytes()
 

@@ -149,9 +149,21 @@ def overflowing(world, config):
 
 
 @pytest.mark.thorough
-def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_process_does():
-    config = replace(SHORT, pp=2, dp=2, microbatches=2, dtype="float16", loss_scale=2.0**30, steps=20, zero=1)
-    (lines, scaler), *others = minipar.run(overflowing, config, world_size=4)
+@pytest.mark.parametrize(
+    ("mesh", "ahead"),
+    [
+        (dict(pp=2, dp=2, microbatches=2), 0),
+        (dict(pp=2, dp=2, zero=1), 0),
+        # One process rounds the whole batch's gradient to float16. These meshes keep the float32 sum of two and of four
+        # parts, which need one halving less, and two.
+        (dict(dp=2, zero=3), 1),
+        (dict(pp=2, dp=2, microbatches=2, zero=1), 2),
+    ],
+    ids=str,
+)
+def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_process_does(mesh, ahead):
+    config = replace(SHORT, dtype="float16", loss_scale=2.0**30, steps=20, **mesh)
+    (lines, scaler), *others = minipar.run(overflowing, config, world_size=mesh.get("pp", 1) * mesh["dp"])
     assert all(other == (lines, scaler) for other in others)
     scales, skipped = zip(*lines)
     first = skipped.index(0)
@@ -160,11 +172,12 @@ def test_all_ranks_skip_and_halve_the_scale_until_nothing_overflows_as_one_proce
     assert 4 < first < 20
     assert scaler["scale"] == 2.0**30 / 2 ** (scaler["overflows"] - 1)
     assert scaler["overflows"] == sum(skipped)
-    # One process rounds the whole batch's gradient to float16; a mesh adds its microbatches in float32, and may be some
-    # halvings ahead.
     reference = train_in_one_process(config, load_text(None), 20)
-    finite = [math.isfinite(norm) for norm in reference.grad_norms]
-    assert not any(finite[:first])
+    overflows = [int(not math.isfinite(norm)) for norm in reference.grad_norms]
+    if ahead:
+        assert overflows[: first + ahead + 1] == [1] * (first + ahead) + [0]
+    else:
+        assert overflows == list(skipped)
 
 
 def test_a_run_that_overflows_is_verified_too():
